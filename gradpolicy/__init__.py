@@ -1,0 +1,92 @@
+"""Gradient policies for PyTorch and Lightning: where, what and when the gradient is not the textbook's.
+
+Example:
+    >>> import torch, gradpolicy as gp
+    >>> x = torch.tensor([0.2, 1.7], requires_grad=True)
+    >>> with gp.gradient_override({"round": "identity"}):
+    ...     y = torch.round(x)
+    >>> y.sum().backward()
+    >>> x.grad
+    tensor([1., 1.])
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.rules import Rule, get_rule, rule, rule_names
+from gradpolicy.when import When
+
+if TYPE_CHECKING:
+    from gradpolicy import masks
+    from gradpolicy.callback import GradientPolicies
+    from gradpolicy.flow import apply, gradient_override, install
+    from gradpolicy.freeze import Freezer
+    from gradpolicy.optim import MaskedOptimizer
+    from gradpolicy.policies import (
+        Clip,
+        Deconv,
+        Freeze,
+        Guided,
+        Reverse,
+        Scale,
+        Stop,
+        StraightThrough,
+        UseRule,
+    )
+    from gradpolicy.rules.gradcheck import gradcheck_rule
+
+__version__ = "0.1.0"
+
+# Where each name lives that is loaded at its first use, so that importing the package costs next to nothing.
+_HOMES = {
+    "GradientPolicies": "gradpolicy.callback",
+    "apply": "gradpolicy.flow",
+    "gradient_override": "gradpolicy.flow",
+    "install": "gradpolicy.flow",
+    "Freezer": "gradpolicy.freeze",
+    "MaskedOptimizer": "gradpolicy.optim",
+    "gradcheck_rule": "gradpolicy.rules.gradcheck",
+    **dict.fromkeys(
+        ("Clip", "Deconv", "Freeze", "Guided", "Reverse", "Scale", "Stop", "StraightThrough", "UseRule"),
+        "gradpolicy.policies",
+    ),
+}
+
+__all__ = [
+    "Clip",
+    "Deconv",
+    "Freeze",
+    "Freezer",
+    "GradientPolicies",
+    "Guided",
+    "MaskedOptimizer",
+    "PolicyError",
+    "Reverse",
+    "Rule",
+    "Scale",
+    "Stop",
+    "StraightThrough",
+    "UseRule",
+    "When",
+    "apply",
+    "get_rule",
+    "gradcheck_rule",
+    "gradient_override",
+    "install",
+    "masks",
+    "rule",
+    "rule_names",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "masks":
+        return importlib.import_module("gradpolicy.masks")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'gradpolicy' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,317 @@
+"""The policies that YAML and Python name: each says where, what and when.
+
+What is a policy's own may be positional; where (``modules``, ``ops``, ``params``) and ``when`` are keywords.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
+from gradpolicy.when import When
+from gradpolicy.where import ModulePattern, as_patterns
+
+if TYPE_CHECKING:
+    from gradpolicy.freeze.source import MaskSource
+
+ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
+Operations = str | Callable | Iterable[str | Callable] | None
+NamePatterns = str | Iterable[str] | None
+RuleLike = str | Rule | RuleFunction
+# A number, or what gives the number for a step (or epoch) count.
+Scheduled = float | Callable[[int], float]
+
+BOUNDARIES = ("input", "output")
+STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
+FROZEN_STATES = ("keep", "zero", "drop")
+BIAS_CORRECTIONS = ("entry", "tensor")
+
+
+class Policy:
+    """What every policy has: a time at which it holds."""
+
+    def __init__(self, when: When | None) -> None:
+        self.when = when if when is not None else When()
+        if not isinstance(self.when, When):
+            raise PolicyError(f"{type(self).__name__}: when must be a gradpolicy.When, got {when!r}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.describe())})"
+
+    def describe(self) -> list[str]:
+        """The arguments that tell this policy from others of its class, as a person writes them."""
+        return []
+
+
+class FlowPolicy(Policy):
+    """Changes the gradient that flows back through operations, module boundaries or into parameters.
+
+    Where it acts follows from what is named:
+
+    - ``ops``: at these operations, in the whole model or below ``modules`` only;
+    - ``modules`` alone: at the boundary of these modules, ``at`` their input or output;
+    - ``params``: at the gradients of these parameters.
+
+    Args:
+        rule: What takes the gradient's place there.
+        modules: Globs on qualified names, or module classes; a leading ``!`` takes away.
+        ops: Names of operations, or torch functions.
+        params: Globs on parameter names.
+        at: ``"input"``: what the module passes back to those before it; its own parameters train as ever.
+            ``"output"``: what the module receives; its own parameters see it too.
+        when: When the policy holds.
+
+    Raises:
+        PolicyError: If no place is named, or the places exclude each other.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        *,
+        modules: ModulePatterns = None,
+        ops: Operations = None,
+        params: NamePatterns = None,
+        at: str = "input",
+        when: When | None = None,
+    ) -> None:
+        super().__init__(when)
+        self.rule = rule
+        self.modules = as_patterns(modules)
+        self.ops = as_patterns(ops)
+        self.params = as_patterns(params)
+        self.at = at
+        kind = type(self).__name__
+        if at not in BOUNDARIES:
+            raise unknown("boundary", str(at), BOUNDARIES, key=f"{kind}.at")
+        if not (self.modules or self.ops or self.params):
+            raise PolicyError(f"{kind}: say where it acts: modules=, ops= or params=")
+        if self.params and (self.ops or self.modules):
+            raise PolicyError(f"{kind}: params= stands alone; it cannot go with modules= or ops=")
+        missing = rule.missing_parameters()
+        if missing:
+            raise PolicyError(f"{kind}: rule {rule.name!r} needs a value for {', '.join(missing)}")
+
+    def describe(self) -> list[str]:
+        """The arguments that tell this policy from others of its class, as a person writes them."""
+        places = (("modules", self.modules), ("ops", self.ops), ("params", self.params))
+        return [f"rule={self.rule.name!r}"] + [
+            f"{key}={[getattr(item, '__name__', item) for item in chosen]}"
+            for key, chosen in places
+            if chosen
+        ]
+
+
+class Stop(FlowPolicy):
+    """Lets no gradient through: ``grad_input = 0``.
+
+    Args:
+        mode: ``"detach"`` cuts the graph and saves the work behind it; what lies only behind the cut gets no
+            gradient at all (``None``). ``"zero"`` keeps the graph and passes exact zeros.
+        **where_and_when: See :class:`FlowPolicy`.
+
+    Example:
+        >>> from torch import nn, ones
+        >>> import gradpolicy as gp
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        >>> with gp.install(model, [gp.Stop(modules="1")]):
+        ...     model(ones(1, 2)).sum().backward()
+        >>> model[0].weight.grad is None, model[1].weight.grad is None
+        (True, False)
+    """
+
+    MODES = ("detach", "zero")
+
+    def __init__(self, mode: str = "detach", **where_and_when: Any) -> None:
+        if mode not in self.MODES:
+            raise unknown("mode", str(mode), self.MODES, key="Stop.mode")
+        super().__init__(get_rule("stop"), **where_and_when)
+        self.mode = mode
+
+
+class StraightThrough(FlowPolicy):
+    """Gives step-like operations the gradient of a smooth stand-in; the forward value stays exact.
+
+    Args:
+        surrogate: The rule: ``identity``, ``hardtanh``, ``tanh``, ``sigmoid``, ``fast_sigmoid``, ``arctan``,
+            ``triangular``, ``approx_sign``, ``swish_sign`` or any other.
+        parameters: Values for the rule's arguments.
+        ops: The operations; unless told otherwise every ``round``, ``floor``, ``ceil``, ``trunc``, ``sign``
+            and ``heaviside``.
+        **where_and_when: See :class:`FlowPolicy`.
+
+    Source: Bengio, Léonard, Courville 2013, arXiv:1308.3432.
+    """
+
+    def __init__(
+        self,
+        surrogate: RuleLike = "identity",
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        ops: Operations = STEP_OPERATIONS,
+        **where_and_when: Any,
+    ) -> None:
+        super().__init__(get_rule(surrogate, **(parameters or {})), ops=ops, **where_and_when)
+
+
+class Guided(FlowPolicy):
+    """Guided backpropagation: only positive gradients pass the ReLUs that were active.
+
+    ``grad_input = relu'(input) · max(grad, 0)``; unless told otherwise at every ReLU of the model.
+
+    Source: Springenberg et al. 2015, arXiv:1412.6806.
+    """
+
+    def __init__(self, *, ops: Operations = ("relu",), **where_and_when: Any) -> None:
+        super().__init__(get_rule("guided_relu"), ops=ops, **where_and_when)
+
+
+class Deconv(FlowPolicy):
+    """Deconvnet backpropagation: positive gradients pass every ReLU, whatever its input was.
+
+    ``grad_input = max(grad, 0)``; unless told otherwise at every ReLU of the model.
+
+    Source: Zeiler, Fergus 2014, arXiv:1311.2901.
+    """
+
+    def __init__(self, *, ops: Operations = ("relu",), **where_and_when: Any) -> None:
+        super().__init__(get_rule("deconv_relu"), ops=ops, **where_and_when)
+
+
+class Scale(FlowPolicy):
+    """Multiplies the gradient: ``grad_input = factor · grad``.
+
+    Args:
+        factor: A number, or a function of the step (or epoch) count that gives one.
+        **where_and_when: See :class:`FlowPolicy`.
+    """
+
+    def __init__(self, factor: Scheduled, **where_and_when: Any) -> None:
+        super().__init__(get_rule("scale", factor=_number_or_schedule("factor", factor)), **where_and_when)
+
+
+class Reverse(FlowPolicy):
+    """Reverses the gradient: ``grad_input = −factor · grad``.
+
+    Args:
+        factor: A number, or a function of the step (or epoch) count that gives one.
+        **where_and_when: See :class:`FlowPolicy`.
+
+    Source: Ganin, Lempitsky 2015, arXiv:1409.7495.
+    """
+
+    def __init__(self, factor: Scheduled = 1.0, **where_and_when: Any) -> None:
+        super().__init__(get_rule("reverse", factor=_number_or_schedule("factor", factor)), **where_and_when)
+
+
+class Clip(FlowPolicy):
+    """Bounds the gradient by value or by norm. Thresholds follow the loss scale of fp16 training.
+
+    Args:
+        value: Every entry is brought into ``[−value, value]``.
+        norm: The gradient is shortened to this Euclidean length where it is longer.
+        per_sample: With ``norm``: bounds each sample (entry of the first dimension) by itself.
+        **where_and_when: See :class:`FlowPolicy`.
+
+    Raises:
+        PolicyError: Unless exactly one of value and norm is given, as a positive number.
+    """
+
+    def __init__(
+        self,
+        *,
+        value: float | None = None,
+        norm: float | None = None,
+        per_sample: bool = False,
+        **where_and_when: Any,
+    ) -> None:
+        if (value is None) == (norm is None):
+            raise PolicyError("Clip: give exactly one of value= and norm=")
+        key, bound = ("value", value) if norm is None else ("norm", norm)
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0:
+            raise PolicyError(f"Clip.{key}: must be a number above 0, got {bound!r}")
+        if per_sample and norm is None:
+            raise PolicyError("Clip.per_sample: goes with norm=; a bound by value is per entry anyway")
+        rule = (
+            get_rule("clip_value", value=float(bound))
+            if norm is None
+            else get_rule("clip_norm", norm=float(bound), per_sample=per_sample)
+        )
+        super().__init__(rule, **where_and_when)
+
+
+class UseRule(FlowPolicy):
+    """Puts any rule in a place.
+
+    Args:
+        rule: A registered name, a dotted path, a :class:`~gradpolicy.rules.Rule` or a function
+            ``(grad, inputs, output)``.
+        parameters: Values for the rule's arguments.
+        **where_and_when: See :class:`FlowPolicy`.
+    """
+
+    def __init__(
+        self, rule: RuleLike, *, parameters: Mapping[str, Any] | None = None, **where_and_when: Any
+    ) -> None:
+        super().__init__(get_rule(rule, **(parameters or {})), **where_and_when)
+
+
+class Freeze(Policy):
+    """Freezes parameter entries by masks that may change from step to step.
+
+    Args:
+        mask: A mask source of :mod:`gradpolicy.masks`, a function ``(name, parameter, step) -> mask``, a mask
+            tensor, or a dict of masks by parameter name. True = this entry trains.
+        params: Globs on parameter names; a leading ``!`` takes away.
+        frozen_state: What happens to the optimizer state of an entry while it is frozen: ``"keep"``,
+            ``"zero"`` or ``"drop"``.
+        bias_correction: ``"entry"`` (by each entry's own age) or ``"tensor"`` (by the one step count).
+        when: When the policy holds; at other times its parameters train as ever.
+
+    Raises:
+        PolicyError: For an unknown frozen_state or bias_correction, or what is no mask source.
+    """
+
+    def __init__(
+        self,
+        mask: "MaskSource | Callable | Tensor | Mapping[str, Tensor]",
+        *,
+        params: str | Iterable[str] = "*",
+        frozen_state: str = "keep",
+        bias_correction: str = "entry",
+        when: When | None = None,
+    ) -> None:
+        from gradpolicy.freeze.function import as_source
+
+        super().__init__(when)
+        if frozen_state not in FROZEN_STATES:
+            raise unknown("frozen_state", str(frozen_state), FROZEN_STATES, key="Freeze.frozen_state")
+        if bias_correction not in BIAS_CORRECTIONS:
+            raise unknown(
+                "bias_correction", str(bias_correction), BIAS_CORRECTIONS, key="Freeze.bias_correction"
+            )
+        self.source = as_source(mask)
+        self.params = as_patterns(params)
+        self.frozen_state = frozen_state
+        self.bias_correction = bias_correction
+
+    @property
+    def mask(self) -> "MaskSource":
+        """The mask source."""
+        return self.source
+
+    def describe(self) -> list[str]:
+        """The arguments that tell this policy from others of its class, as a person writes them."""
+        return [
+            f"{type(self.source).__name__}",
+            f"params={list(self.params)}",
+            f"frozen_state={self.frozen_state!r}",
+        ]
+
+
+def _number_or_schedule(key: str, value: object) -> Any:
+    if callable(value) or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise PolicyError(f"{key}: must be a number, or a function of the step that gives one; got {value!r}")

@@ -1,0 +1,174 @@
+"""Backward rules under their names: the registry, and the object that the rest of the house passes on."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError, nearest, unknown
+
+RuleFunction = Callable[..., Any]
+GradientFilter = Callable[..., Tensor]
+AnyRuleFunction = TypeVar("AnyRuleFunction", bound=RuleFunction)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A backward rule: what takes the place of an operation's gradient.
+
+    Called as ``rule(grad, inputs, output)`` it returns the gradient for the operation's input, or a
+    tuple with one an input. It never changes the forward value.
+
+    Args:
+        name: The registered name, or the function's own where it is not registered.
+        function: ``function(grad, inputs, output, **parameters)``; grad and output are tensors,
+            inputs a tuple of tensors.
+        parameters: Values of the function's keyword arguments.
+        gradient_filter: ``gradient_filter(grad, **parameters) -> grad``, where the rule is the operation's
+            own gradient of a filtered incoming gradient. It then holds for any operation, and needs
+            nothing saved.
+    """
+
+    name: str
+    function: RuleFunction
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    gradient_filter: GradientFilter | None = None
+
+    def __call__(self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+        """Applies the rule."""
+        return self.function(grad, inputs, output, **self.parameters)
+
+    def with_parameters(self, **parameters: Any) -> "Rule":
+        """Gives this rule with keyword arguments set.
+
+        Raises:
+            PolicyError: If the rule has no such argument.
+        """
+        valid = keyword_names(self.function)
+        for name in parameters:
+            if valid is not None and name not in valid:
+                hint = nearest(name, valid) if valid else "it has none"
+                raise PolicyError(f"rule {self.name!r} has no parameter {name!r}; {hint}")
+        return replace(self, parameters={**self.parameters, **parameters})
+
+    def missing_parameters(self) -> list[str]:
+        """Names the keyword arguments that have neither a default nor a value."""
+        signature = inspect.signature(self.function).parameters.values()
+        return [
+            argument.name
+            for argument in signature
+            if argument.kind is inspect.Parameter.KEYWORD_ONLY
+            and argument.default is inspect.Parameter.empty
+            and argument.name not in self.parameters
+        ]
+
+
+_RULES: dict[str, Rule] = {}
+
+
+def rule(
+    name: str, *, gradient_filter: GradientFilter | None = None
+) -> Callable[[AnyRuleFunction], AnyRuleFunction]:
+    """Registers a backward rule under a name.
+
+    Args:
+        name: The name that configs and :func:`gradient_override` use.
+        gradient_filter: See :class:`Rule`.
+
+    Returns:
+        A decorator that gives the function back as it is.
+
+    Raises:
+        PolicyError: If another function has the name, or the function cannot take
+            ``(grad, inputs, output)``.
+
+    Example:
+        >>> @rule("docstring_five_times")
+        ... def five_times(grad, inputs, output):
+        ...     return 5.0 * grad
+        >>> get_rule("docstring_five_times").function is five_times
+        True
+    """
+    if not isinstance(name, str):
+        raise PolicyError(f'a rule is registered under a name: write @rule("a_name"), got {name!r}')
+
+    def register(function: AnyRuleFunction) -> AnyRuleFunction:
+        _check_signature(name, function)
+        known = _RULES.get(name)
+        if known is not None and _origin(known.function) != _origin(function):
+            raise PolicyError(f"rule {name!r} is already registered, by {'.'.join(_origin(known.function))}")
+        _RULES[name] = Rule(name, function, gradient_filter=gradient_filter)
+        return function
+
+    return register
+
+
+def get_rule(specification: "str | Rule | RuleFunction", **parameters: Any) -> Rule:
+    """Finds the rule that a name, a dotted path, a rule or a plain function means.
+
+    Args:
+        specification: A registered name, a path such as ``"my_package.my_rules.five_times"``, a
+            :class:`Rule`, or a function ``(grad, inputs, output)``.
+        **parameters: Values for the rule's keyword arguments.
+
+    Raises:
+        PolicyError: If there is no such rule, or it has no such parameter.
+    """
+    found = _find(specification)
+    return found.with_parameters(**parameters) if parameters else found
+
+
+def rule_names() -> list[str]:
+    """Lists the registered names."""
+    return sorted(_RULES)
+
+
+def keyword_names(function: RuleFunction) -> list[str] | None:
+    """Names the keyword arguments of a rule's function; None where it takes any."""
+    arguments = list(inspect.signature(function).parameters.values())
+    if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments):
+        return None
+    return [
+        argument.name for argument in arguments[3:] if argument.kind is not inspect.Parameter.VAR_POSITIONAL
+    ]
+
+
+def _find(specification: "str | Rule | RuleFunction") -> Rule:
+    if isinstance(specification, Rule):
+        return specification
+    if callable(specification):
+        for known in _RULES.values():
+            if known.function is specification:
+                return known
+        name = getattr(specification, "__name__", type(specification).__name__)
+        _check_signature(name, specification)
+        return Rule(name, specification)
+    if not isinstance(specification, str):
+        raise PolicyError(f"a rule is a name, a dotted path or a function, got {specification!r}")
+    if specification in _RULES:
+        return _RULES[specification]
+    if "." in specification:
+        return _find(_import(specification))
+    raise unknown("rule", specification, _RULES)
+
+
+def _import(path: str) -> RuleFunction:
+    module_name, _, attribute = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PolicyError(f"rule {path!r} cannot be imported: {error}; {nearest(path, _RULES)}") from error
+
+
+def _check_signature(name: str, function: RuleFunction) -> None:
+    try:
+        inspect.signature(function).bind_partial(None, None, None)
+    except (TypeError, ValueError) as error:
+        raise PolicyError(f"rule {name!r} must take (grad, inputs, output): {error}") from error
+
+
+def _origin(function: RuleFunction) -> tuple[str, str]:
+    return getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function))

@@ -1,0 +1,163 @@
+"""WHERE a policy acts: globs on module and parameter names, and module classes."""
+
+import importlib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError, nearest
+
+ModulePattern = str | type[nn.Module]
+
+# Names that wrappers put into a module's own; a pattern is written without them.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """Gives a qualified name without what ``torch.compile``, checkpointing or FSDP put into it.
+
+    Example:
+        >>> plain_name("encoder._orig_mod.0.weight")
+        'encoder.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def as_patterns(patterns: object) -> tuple:
+    """Makes a tuple of one pattern or of several; None becomes an empty tuple."""
+    if patterns is None:
+        return ()
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        return (patterns,)
+    return tuple(patterns)
+
+
+def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) -> list[str]:
+    """Selects the names that the patterns match, in the order of the names.
+
+    Args:
+        patterns: Globs (``*`` also crosses dots); one with a leading ``!`` takes away what it matches.
+            Only such patterns mean: all names but these.
+        names: The names to choose from.
+        kind: What the names are, for the message: ``"module"`` or ``"parameter"``.
+
+    Raises:
+        PolicyError: If a pattern matches nothing (it names the nearest names), or nothing is left.
+
+    Example:
+        >>> names = ["trunk.0.weight", "trunk.1.weight", "head.weight"]
+        >>> match_names(["trunk.*", "!trunk.1.*"], names, "parameter")
+        ['trunk.0.weight']
+    """
+    names = list(names)
+    written = as_patterns(patterns)
+    wanted = [pattern for pattern in written if not pattern.startswith("!")] or ["*"]
+    unwanted = [pattern[1:] for pattern in written if pattern.startswith("!")]
+    for pattern in (*wanted, *unwanted):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise no_match(pattern, names, kind)
+    chosen = [
+        name
+        for name in names
+        if any(fnmatchcase(name, pattern) for pattern in wanted)
+        and not any(fnmatchcase(name, pattern) for pattern in unwanted)
+    ]
+    if not chosen:
+        raise PolicyError(f"{kind}s {list(written)!r}: the '!' patterns take away everything that matched")
+    return chosen
+
+
+def no_match(pattern: str, names: Iterable[str], kind: str) -> PolicyError:
+    """Builds the error for a pattern that matches nothing, with the nearest names."""
+    stem = pattern.rstrip("*").rstrip(".")
+    return PolicyError(f"{kind} pattern {pattern!r} matches nothing; {nearest(stem, _with_parents(names))}")
+
+
+def match_modules(
+    model: nn.Module, patterns: ModulePattern | Iterable[ModulePattern]
+) -> dict[str, nn.Module]:
+    """Finds the modules that globs on qualified names, or module classes, match.
+
+    The model itself has the name ``""`` and is matched by ``"*"``. A dotted path to a class
+    (``"torch.nn.ReLU"``), as YAML writes it, means the class.
+
+    Args:
+        model: The model.
+        patterns: Globs, classes or paths to classes; with a leading ``!`` a glob or path takes away.
+
+    Raises:
+        PolicyError: If a pattern matches nothing.
+    """
+    modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    written = as_patterns(patterns)
+    chosen: dict[str, nn.Module] = {}
+    taken_away: set[str] = set()
+    for pattern in written:
+        away = isinstance(pattern, str) and pattern.startswith("!")
+        found = _match_modules(pattern[1:] if away else pattern, modules)
+        taken_away.update(found if away else ())
+        chosen.update({} if away else {name: modules[name] for name in found})
+    if written and all(isinstance(pattern, str) and pattern.startswith("!") for pattern in written):
+        chosen = dict(modules)
+    left = {name: module for name, module in modules.items() if name in chosen and name not in taken_away}
+    if not left:
+        raise PolicyError(f"modules {list(written)!r}: the '!' patterns take away everything that matched")
+    return left
+
+
+def match_parameters(model: nn.Module, patterns: str | Iterable[str]) -> dict[str, nn.Parameter]:
+    """Finds the parameters whose qualified names the globs match; a shared one under its first name.
+
+    Raises:
+        PolicyError: If a pattern matches nothing.
+    """
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    return {name: parameters[name] for name in match_names(patterns, parameters, "parameter")}
+
+
+def pick(named: Mapping[str, Tensor], patterns: str | Iterable[str]) -> dict[str, Tensor]:
+    """Selects from named tensors those whose names the globs match."""
+    return {name: named[name] for name in match_names(patterns, named, "parameter")}
+
+
+def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> list[str]:
+    if isinstance(pattern, type):
+        found = [name for name, module in modules.items() if isinstance(module, pattern)]
+        if not found:
+            classes = {type(module).__name__ for module in modules.values()}
+            raise PolicyError(
+                f"module class {pattern.__name__!r} matches nothing; {nearest(pattern.__name__, classes)}"
+            )
+        return found
+    if not isinstance(pattern, str):
+        raise PolicyError(f"modules: must be a glob or a module class, got {pattern!r}")
+    found = [name for name in modules if fnmatchcase(name, pattern)]
+    if found:
+        return found
+    module_class = _class_at(pattern)
+    if module_class is not None:
+        return _match_modules(module_class, modules)
+    raise no_match(pattern, modules, "module")
+
+
+def _class_at(path: str) -> type[nn.Module] | None:
+    """The module class at a dotted path, or None where there is none."""
+    package, _, name = path.rpartition(".")
+    if not package or any(sign in path for sign in "*?["):
+        return None
+    try:
+        found = getattr(importlib.import_module(package), name, None)
+    except (ImportError, ValueError):
+        return None
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+
+
+def _with_parents(names: Iterable[str]) -> set[str]:
+    """Every name together with the names of the modules above it."""
+    return {
+        ".".join(parts[: end + 1])
+        for name in names
+        for parts in [name.split(".")]
+        for end in range(len(parts))
+    }
