@@ -1,0 +1,54 @@
+# Two commands on a fresh machine: `make train` and `make test`. Each installs what is pinned, once.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+ARGS   ?=
+# Tests run beside each other, one thread each: small models gain nothing from more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2
+
+.PHONY: help train test test-slow lint bench clean
+
+help:
+	@echo 'make train [ARGS="policy=guided seed=3"]   install once, then run train.py with these overrides'
+	@echo 'make test                                  install once, then lint, type check and tests'
+	@echo 'make test-slow                             the tests that take longer'
+	@echo 'make bench ARGS=import                     one benchmark of scripts/bench.py'
+
+train: $(VENV)/.train-installed
+	$(BIN)/python train.py $(ARGS)
+
+test: $(VENV)/.test-installed lint
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.test-installed
+	$(PYTEST) -m slow $(ARGS)
+
+lint: $(VENV)/.test-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.test-installed
+	$(BIN)/python scripts/bench.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gradpolicy needs Python 3.11 or later; name one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first, so that nothing that comes after can choose another one.
+$(VENV)/.train-installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing into $(VENV) (once) ..."
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
+
+# zennit, a peer that some tests compare with, asks for torchvision, which breaks the CPU build of torch.
+$(VENV)/.test-installed: $(VENV)/.train-installed
+	@echo "Installing what the tests need (once) ..."
+	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps zennit
+	@touch $@

@@ -1,0 +1,332 @@
+"""All of Lightning's timing in one place: when policies go on, change, are measured, saved and come off."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.flow import install
+from gradpolicy.flow.install import Installed
+from gradpolicy.freeze import Freezer
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.where import match_names, plain_name
+
+# Lightning calls these, and never the forward of the LightningModule itself: it replaces that for a while.
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class GradientPolicies(Callback):
+    """Installs gradient policies for a Lightning run and takes them off afterwards.
+
+    What happens when:
+
+    - at the start of a stage: flow policies are put on the model; for training, the optimizers that hold
+      parameters of a freeze policy are wrapped in :class:`~gradpolicy.MaskedOptimizer`;
+    - before the first batch after an update: schedules are evaluated and new masks are set, so that the
+      backward pass already knows what is frozen;
+    - before gradient clipping: gradients of frozen entries are removed, so that they do not count there;
+    - at the end of a stage: the model is left as it was found.
+
+    Args:
+        policies: The policies by name. None, as YAML writes a policy taken away, is left out.
+        seed: Seeds the mask sources that have no seed of their own.
+        log: Logs for each policy the share of active entries, gradient norms before and after, and counts of
+            matched operations, at the trainer's ``log_every_n_steps``.
+
+    Raises:
+        PolicyError: If an entry is no policy; when the run starts, if a pattern matches nothing, two policies
+            contradict each other, or a policy was not installed; after the first batch, if an operation that
+            a policy names was never met.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> callback = gp.GradientPolicies({
+        ...     "quantizer": gp.StraightThrough(ops=["round"]),
+        ...     "trunk": gp.Freeze(gp.masks.Random(density=0.5), params="trunk.*", frozen_state="zero"),
+        ... })
+        >>> list(callback.policies)
+        ['quantizer', 'trunk']
+    """
+
+    def __init__(
+        self, policies: Mapping[str, Policy | None] | None = None, *, seed: int = 0, log: bool = True
+    ) -> None:
+        self.policies: dict[str, Policy] = {
+            name: policy for name, policy in (policies or {}).items() if policy is not None
+        }
+        for name, policy in self.policies.items():
+            if not isinstance(policy, Policy):
+                raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
+        self.seed = seed
+        self.log_policies = log
+        self.installed: Installed | None = None
+        self.freezer: Freezer | None = None
+        self._masked: list[MaskedOptimizer] = []
+        self._restored: dict[str, Any] | None = None
+        # The number of updates done when the policies were last told; a window of accumulated batches, or a
+        # step that fp16 skipped, leaves it as it is.
+        self._updates_seen = -1
+        self._operations_checked = False
+
+    @property
+    def flow_policies(self) -> dict[str, FlowPolicy]:
+        """The policies that change the gradient that flows back."""
+        return {name: policy for name, policy in self.policies.items() if isinstance(policy, FlowPolicy)}
+
+    @property
+    def freeze_policies(self) -> dict[str, Freeze]:
+        """The policies that choose which entries train."""
+        return {name: policy for name, policy in self.policies.items() if isinstance(policy, Freeze)}
+
+    # ---- installing and removing
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Prepares the strategy: DistributedDataParallel must know that a cut leaves parameters unused."""
+        strategy = trainer.strategy
+        if stage == "fit" and isinstance(strategy, DDPStrategy) and any(map(_cuts, self.policies.values())):
+            strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs everything; the model is on its device and wrapped, the optimizers exist."""
+        self._install_flow(pl_module)
+        self._install_freeze(trainer, pl_module)
+        self._check_installed()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs flow policies, or switches them to this phase within a fit."""
+        self._begin_evaluation(trainer, pl_module, "validate")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs flow policies for testing."""
+        self._begin_evaluation(trainer, pl_module, "test")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs flow policies for prediction."""
+        self._begin_evaluation(trainer, pl_module, "predict")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves the model as it was found."""
+        self._remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves the model as it was found, also when the run fails."""
+        self._remove()
+
+    def _install_flow(self, pl_module: LightningModule) -> None:
+        if self.installed is None:
+            self.installed = install(pl_module, self.flow_policies, entry_points={"": STEP_METHODS})
+
+    def _install_freeze(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        policies = self.freeze_policies
+        if not policies:
+            return
+        named = {plain_name(name): parameter for name, parameter in pl_module.named_parameters()}
+        wanted = {
+            id(named[name])
+            for policy in policies.values()
+            for name in match_names(policy.params, named, "parameter")
+        }
+        optimizers = [_masked_if_needed(optimizer, wanted) for optimizer in trainer.strategy.optimizers]
+        self._masked = [optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)]
+        _check_optimized(named, wanted, self._masked)
+        trainer.strategy.optimizers = optimizers
+        self.freezer = Freezer(
+            named,
+            self._masked,
+            policies,
+            seed=self.seed,
+            # DistributedDataParallel decides when it wraps the model which parameters it reduces.
+            toggle_requires_grad=not isinstance(trainer.strategy, DDPStrategy),
+        )
+
+    def _check_installed(self) -> None:
+        flow = {row.name for row in self.installed.report().rows} if self.installed else set()
+        freeze = {row.name for row in self.freezer.report()} if self.freezer else set()
+        missing = set(self.policies) - flow - freeze
+        if missing:
+            raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")
+
+    def _remove(self) -> None:
+        if self.installed is not None:
+            self.installed.remove()
+            self.installed = None
+        if self.freezer is not None:
+            self.freezer.restore()
+        self._updates_seen = -1
+
+    # ---- training
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts restored state to use; some strategies restore it only after ``on_fit_start``."""
+        if self._restored is not None:
+            self._apply_restored(self._restored)
+            self._restored = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Tells the policies the time, once per effective step and before its first batch."""
+        updates = self._updates(trainer)
+        if updates != self._updates_seen:
+            self._tell(trainer, "fit")
+            if self.freezer is not None:
+                self.freezer.begin_step(updates, trainer.current_epoch)
+            self._updates_seen = updates
+        if self.installed is not None:
+            self.installed.set_loss_scale(_loss_scale(trainer))
+            self.installed.measure_norms(self.log_policies and self._logs_now(trainer))
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Masks gradients: after unscaling, before clipping, once per effective step."""
+        logs = self.log_policies and self._logs_now(trainer)
+        before = self._freeze_norms() if logs else {}
+        if self.freezer is not None:
+            self.freezer.observe()
+        if logs:
+            pl_module.log_dict({**self._flow_metrics(), **self._freeze_metrics(before)})
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts an update that was done; after the first batch, checks that every operation was met."""
+        if self.freezer is not None and self._updates(trainer) != self._updates_seen:
+            self.freezer.finish_step()
+        if not self._operations_checked:
+            self._check_operations_met("fit")
+            self._operations_checked = True
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Switches back from validation within a fit."""
+        if trainer.state.fn is TrainerFn.FITTING and self.installed is not None:
+            self._tell(trainer, "fit")
+
+    def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
+        self._install_flow(pl_module)
+        self._tell(trainer, phase)
+
+    def _tell(self, trainer: Trainer, phase: str) -> None:
+        if self.installed is not None:
+            self.installed.update(phase=phase, step=self._updates(trainer), epoch=trainer.current_epoch)
+
+    def _updates(self, trainer: Trainer) -> int:
+        """Updates really done; where nothing is masked the trainer's own count has to do."""
+        if self._masked:
+            return max(optimizer.effective_steps for optimizer in self._masked)
+        return trainer.global_step
+
+    def _check_operations_met(self, phase: str) -> None:
+        """Raises for a policy that held in the first batch and met none of the operations it names."""
+        if self.installed is None or torch.compiler.is_compiling():
+            return
+        for row in self.installed.report().rows:
+            policy = self.policies[row.name]
+            if not isinstance(policy, FlowPolicy) or not policy.ops or not row.active or row.compiled:
+                continue
+            if not policy.when.active(phase=phase) or row.operations_matched:
+                continue
+            met = sorted(row.operations_met)
+            raise PolicyError(
+                f"policy.{row.name}.ops: {row.operations} was never met in the first batch; "
+                f"{nearest(row.operations[0], met) if met else 'no operation ran where it acts'}"
+            )
+
+    # ---- what the loggers get
+
+    def _logs_now(self, trainer: Trainer) -> bool:
+        return bool(trainer.loggers) and (trainer.global_step + 1) % trainer.log_every_n_steps == 0
+
+    def _flow_metrics(self) -> dict[str, float | Tensor]:
+        if self.installed is None:
+            return {}
+        metrics: dict[str, float | Tensor] = {}
+        for row in self.installed.report().rows:
+            metrics[f"policy/{row.name}/operations"] = float(row.operations_matched)
+            metrics[f"policy/{row.name}/active"] = float(row.active)
+        for name, (before, after) in self.installed.gradient_norms.items():
+            metrics[f"policy/{name}/gradient_norm_before"] = before
+            metrics[f"policy/{name}/gradient_norm_after"] = after
+        return metrics
+
+    def _freeze_norms(self) -> dict[str, Tensor]:
+        if self.freezer is None:
+            return {}
+        return {
+            name: _gradient_norm(self.freezer.parameters_of(name).values()) for name in self.freeze_policies
+        }
+
+    def _freeze_metrics(self, before: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+        if self.freezer is None:
+            return {}
+        metrics: dict[str, float | Tensor] = {}
+        after = self._freeze_norms()
+        for row in self.freezer.report():
+            metrics[f"policy/{row.name}/active_share"] = row.active_share
+            metrics[f"policy/{row.name}/gradient_norm_before"] = before[row.name]
+            metrics[f"policy/{row.name}/gradient_norm_after"] = after[row.name]
+        return metrics
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the mask sources remember, and which policies the run had."""
+        return {
+            "policies": {name: repr(policy) for name, policy in self.policies.items()},
+            "freezer": self.freezer.state_dict() if self.freezer is not None else {},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the state until training starts."""
+        self._restored = state_dict
+
+    def _apply_restored(self, state: dict[str, Any]) -> None:
+        saved, declared = state["policies"], {name: repr(policy) for name, policy in self.policies.items()}
+        if saved != declared:
+            changed = sorted(name for name in {*saved, *declared} if saved.get(name) != declared.get(name))
+            rank_zero_warn(f"the checkpoint was written under other policies; changed: {', '.join(changed)}")
+        if self.freezer is not None and state["freezer"]:
+            self.freezer.load_state_dict(state["freezer"])
+
+
+def _cuts(policy: Policy) -> bool:
+    return isinstance(policy, Stop) and policy.mode == "detach" and "fit" in policy.when.phases
+
+
+def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
+    """Wraps an optimizer that holds any of the wanted parameters."""
+    if isinstance(optimizer, MaskedOptimizer):
+        return optimizer
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return MaskedOptimizer(optimizer) if held & wanted else optimizer
+
+
+def _check_optimized(
+    named: Mapping[str, Tensor], wanted: set[int], optimizers: list[MaskedOptimizer]
+) -> None:
+    held = {
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    lost = [name for name, parameter in named.items() if id(parameter) in wanted - held]
+    if lost and not held:
+        raise PolicyError(f"freeze policies match parameters that no optimizer holds: {', '.join(lost[:5])}")
+
+
+def _loss_scale(trainer: Trainer) -> float:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _gradient_norm(parameters: Any) -> Tensor:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())

@@ -1,0 +1,363 @@
+"""The plan: what each policy will touch, told before the first step is taken."""
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.flow import install
+from gradpolicy.freeze.source import MaskSource
+from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.where import match_parameters, plain_name
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from gradpolicy.flow.report import ReportRow
+
+Run = Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What one policy will touch.
+
+    Args:
+        name: The policy's name.
+        kind: The policy's class.
+        where: The place, as a person writes it.
+        modules: How many modules it matched.
+        operations: How many calls of each operation it met in one step.
+        parameters: How many parameters it matched.
+        entries: How many entries these hold.
+        active_share: The share of these entries that trains at the policy's first step.
+        phases: The phases in which it holds.
+    """
+
+    name: str
+    kind: str
+    where: str
+    modules: int = 0
+    operations: Mapping[str, int] = field(default_factory=dict)
+    parameters: int = 0
+    entries: int = 0
+    active_share: float = 1.0
+    phases: tuple[str, ...] = ("fit",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the policies together will do in the first training step.
+
+    Args:
+        rows: One a policy.
+        entries: Entries of all trainable parameters.
+        training_entries: How many of them an optimizer step changes: not frozen, and with a gradient.
+        combined: For each parameter under several freeze policies, their names and the share that
+            trains in the end (the intersection).
+        cuts: Where the gradient is cut.
+        without_gradient: Parameters that get no gradient at all.
+        zero_gradient: Parameters whose gradient is zero in every entry.
+    """
+
+    rows: tuple[PlanRow, ...]
+    entries: int
+    training_entries: int
+    combined: Mapping[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
+    cuts: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    zero_gradient: tuple[str, ...] = ()
+
+    def __rich__(self) -> "RenderableType":
+        """Renders the plan as a table with its remarks below."""
+        from rich.console import Group
+
+        return Group(_table(self.rows), *_remarks(self))
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=140, no_color=True, highlight=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+
+def make_plan(model: nn.Module, policies: Mapping[str, Policy], run: Run, *, seed: int = 0) -> Plan:
+    """Finds out what policies will touch, by one step of a copy of the model.
+
+    The model, its gradients and the random generators are left alone.
+
+    Args:
+        model: The model.
+        policies: The policies by name.
+        run: Does a training step's forward pass with the model it is given and returns the loss, a scalar.
+        seed: The seed that mask sources without one of their own will get.
+
+    Raises:
+        PolicyError: If a pattern matches nothing, an operation that a policy names is not met, or two
+            policies contradict each other.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> plan = make_plan(model, {"cut": gp.Stop(modules="2")}, lambda m: m(torch.ones(1, 4)).sum())
+        >>> plan.without_gradient
+        ('0.weight', '0.bias')
+    """
+    with torch.random.fork_rng(devices=_cuda_devices(model)):
+        duplicate = copy.deepcopy(model)
+        flow = {name: policy for name, policy in policies.items() if isinstance(policy, FlowPolicy)}
+        rows, gradients = _flow_rows(duplicate, flow, run)
+    freeze = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
+    masks = {name: _first_masks(policy, model, gradients, seed) for name, policy in freeze.items()}
+    freeze_rows = {name: _freeze_row(name, freeze[name], model, masks[name]) for name in freeze}
+    shares, combined = _combine(model, masks)
+    without = tuple(name for name, gradient in gradients.items() if gradient is None)
+    sizes = {name: parameter.numel() for name, parameter in _trainable(model).items()}
+    return Plan(
+        rows=tuple({**rows, **freeze_rows}[name] for name in policies),
+        entries=sum(sizes.values()),
+        training_entries=round(
+            sum(size * shares.get(name, 1.0) for name, size in sizes.items() if name not in without)
+        ),
+        combined=combined,
+        cuts=_cuts(flow, rows),
+        without_gradient=without,
+        zero_gradient=tuple(
+            name
+            for name, gradient in gradients.items()
+            if gradient is not None and not gradient.is_meta and not gradient.any()
+        ),
+    )
+
+
+def training_loss(module: Any, batch: Any) -> Tensor:
+    """The loss of a LightningModule's ``training_step``, without a Trainer.
+
+    Raises:
+        PolicyError: If the step gives no loss.
+    """
+    with warnings.catch_warnings():
+        # Logging has no Trainer to go to here, which Lightning says at each call.
+        warnings.simplefilter("ignore")
+        result = module.training_step(batch, 0)
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise PolicyError(
+            f"plan: {type(module).__name__}.training_step gave no loss, but {type(loss).__name__}"
+        )
+    return loss
+
+
+# ---- flow policies: one step for training, one for what holds in other phases
+
+
+def _flow_rows(
+    model: nn.Module, policies: Mapping[str, FlowPolicy], run: Run
+) -> tuple[dict[str, PlanRow], dict[str, Tensor | None]]:
+    training = {name for name, policy in policies.items() if "fit" in policy.when.phases}
+    gradients, rows = _observe(model, policies, training, run)
+    others = set(policies) - training
+    if others:
+        _, rows_of_others = _observe(model, policies, others, run)
+        rows.update({name: rows_of_others[name] for name in others})
+    return rows, gradients
+
+
+def _observe(
+    model: nn.Module, policies: Mapping[str, FlowPolicy], active: set[str], run: Run
+) -> tuple[dict[str, Tensor | None], dict[str, PlanRow]]:
+    """Takes one step with some of the policies active; what they met, and each parameter's gradient."""
+    parameters = _trainable(model)
+    with install(model, policies, entry_points={"": _entry_points(model)}) as installed:
+        for name in policies:
+            installed.set_active(name, name in active)
+        loss = run(model)
+        found = _gradients(loss, parameters)
+        report = {row.name: row for row in installed.report().rows}
+    for name in active:
+        _check_met(name, policies[name], report[name])
+    return found, {name: _flow_row(name, policies[name], report[name]) for name in policies}
+
+
+def _entry_points(model: nn.Module) -> tuple[str, ...]:
+    return ("training_step",) if hasattr(model, "training_step") else ("forward",)
+
+
+def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    if not loss.requires_grad:
+        return dict.fromkeys(parameters)
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+def _check_met(name: str, policy: FlowPolicy, row: "ReportRow") -> None:
+    if not policy.ops or row.operations_matched:
+        return
+    met = sorted(row.operations_met)
+    hint = nearest(row.operations[0], met) if met else "no operation ran where the policy acts"
+    raise PolicyError(
+        f"policy.{name}.ops: {', '.join(row.operations)} is never met in a training step; {hint}"
+    )
+
+
+def _flow_row(name: str, policy: FlowPolicy, row: "ReportRow") -> PlanRow:
+    return PlanRow(
+        name=name,
+        kind=type(policy).__name__,
+        where=row.where,
+        modules=len(row.modules),
+        operations=dict(row.matched),
+        parameters=len(row.parameters),
+        phases=policy.when.phases,
+    )
+
+
+def _cuts(policies: Mapping[str, FlowPolicy], rows: Mapping[str, PlanRow]) -> tuple[str, ...]:
+    return tuple(
+        f"{rows[name].where} ({name}{', exact zeros' if policy.mode == 'zero' else ''})"
+        for name, policy in policies.items()
+        if isinstance(policy, Stop)
+    )
+
+
+# ---- freeze policies: the masks of their first step
+
+
+def _first_masks(
+    policy: Freeze, model: nn.Module, gradients: Mapping[str, Tensor | None], seed: int
+) -> dict[str, Any]:
+    parameters = match_parameters(model, policy.params)
+    source: MaskSource = copy.deepcopy(policy.source)
+    source.setup(parameters, seed=seed)
+    if source.needs_gradients:
+        known = {name: gradients.get(name) for name in parameters}
+        source.observe({name: gradient for name, gradient in known.items() if gradient is not None})
+    start = policy.when.start
+    step, epoch = (start, 0) if policy.when.unit == "step" else (0, start)
+    return dict(source.masks(step, epoch))
+
+
+def _freeze_row(name: str, policy: Freeze, model: nn.Module, masks: Mapping[str, Any]) -> PlanRow:
+    parameters = match_parameters(model, policy.params)
+    entries = sum(parameter.numel() for parameter in parameters.values())
+    active = sum(
+        parameter.numel() * mask_share(masks.get(key, True)) for key, parameter in parameters.items()
+    )
+    return PlanRow(
+        name=name,
+        kind=f"Freeze · {type(policy.source).__name__}",
+        where=f"params {', '.join(policy.params)}",
+        parameters=len(parameters),
+        entries=entries,
+        active_share=active / max(entries, 1),
+        phases=policy.when.phases,
+    )
+
+
+def mask_share(mask: Any) -> float:
+    """The share of entries that a mask lets train; a random mask's expected share."""
+    if isinstance(mask, bool):
+        return float(mask)
+    if isinstance(mask, Tensor):
+        return 1.0 if mask.is_meta else mask.float().mean().item()
+    return float(mask.density)
+
+
+def _combine(
+    model: nn.Module, masks: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, float], dict[str, tuple[tuple[str, ...], float]]]:
+    """The share of each parameter that trains in the end, and where several policies made it."""
+    shares: dict[str, float] = {}
+    combined: dict[str, tuple[tuple[str, ...], float]] = {}
+    for key, parameter in _trainable(model).items():
+        holders = tuple(name for name in masks if key in masks[name])
+        if not holders:
+            continue
+        chosen = [masks[name][key] for name in holders]
+        shares[key] = mask_share(chosen[0]) if len(chosen) == 1 else _intersection_share(chosen, parameter)
+        if len(holders) > 1:
+            combined[key] = (holders, shares[key])
+    return shares, combined
+
+
+def _intersection_share(masks: list[Any], parameter: Tensor) -> float:
+    if parameter.is_meta:
+        return float(torch.tensor([mask_share(mask) for mask in masks]).prod())
+    together = torch.ones((), dtype=torch.bool, device=parameter.device)
+    for mask in masks:
+        together = together & _as_tensor(mask, parameter)
+    return mask_share(together)
+
+
+def _as_tensor(mask: Any, parameter: Tensor) -> Tensor:
+    if isinstance(mask, bool):
+        return torch.tensor(mask, device=parameter.device)
+    if isinstance(mask, Tensor):
+        return mask.to(parameter.device)
+    return mask.materialize(parameter.shape, parameter.device)
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    named = model.named_parameters()
+    return {plain_name(name): parameter for name, parameter in named if parameter.requires_grad}
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    return sorted(device.index for device in devices if device.index is not None)
+
+
+# ---- the words on the screen
+
+
+def _table(rows: tuple[PlanRow, ...]) -> "RenderableType":
+    from rich.table import Table
+
+    table = Table(title="Plan", title_justify="left", title_style="bold", header_style="bold")
+    for heading in ("policy", "kind", "where", "when"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("modules", "operations", "parameters", "entries that train"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        counted = ", ".join(f"{count} {operation}" for operation, count in row.operations.items())
+        table.add_row(
+            row.name,
+            row.kind,
+            row.where,
+            ", ".join(row.phases),
+            str(row.modules or "–"),
+            counted or "–",
+            str(row.parameters or "–"),
+            f"{row.active_share:.1%} of {row.entries:,}" if row.entries else "–",
+        )
+    return table
+
+
+def _remarks(plan: Plan) -> list[str]:
+    lines = [
+        f"[bold]{plan.training_entries:,}[/bold] of {plan.entries:,} trainable entries "
+        f"({plan.training_entries / max(plan.entries, 1):.1%}) train in the first step."
+    ]
+    for names, share in sorted(set(plan.combined.values())):
+        count = Counter(plan.combined.values())[names, share]
+        lines.append(
+            f"{' and '.join(names)} share {count} parameter(s): their intersection, {share:.1%}, trains."
+        )
+    lines += [f"The gradient is cut at: {cut}" for cut in plan.cuts]
+    for names, what in ((plan.without_gradient, "no gradient at all"), (plan.zero_gradient, "only zeros")):
+        if names:
+            lines.append(f"[yellow]These get {what}[/yellow]: {_shortened(names)}")
+    return lines
+
+
+def _shortened(names: tuple[str, ...], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,106 @@
+"""The one place for benchmarks: ``python scripts/bench.py NAME`` prints a table and writes JSON.
+
+Every figure is a ratio against a baseline that was taken in turn in the same run.
+"""
+
+import argparse
+import importlib
+import json
+import pkgutil
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import benchmarks
+from gradpolicy.errors import PolicyError, unknown
+
+Benchmark = Callable[[], list[dict[str, Any]]]
+
+
+def discover() -> dict[str, Benchmark]:
+    """Finds every benchmark of the files in ``scripts/benchmarks``."""
+    found: dict[str, Benchmark] = {}
+    for module in pkgutil.iter_modules(benchmarks.__path__):
+        found |= getattr(importlib.import_module(f"benchmarks.{module.name}"), "BENCHMARKS", {})
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or "cpu",
+    }
+
+
+def table(name: str, rows: list[dict[str, Any]]) -> Table:
+    """Lays the rows out, the ratio beside its target."""
+    drawn = Table(title=f"{name} (ratio to a baseline taken in turn)", title_justify="left")
+    drawn.add_column("what", overflow="fold")
+    for heading in ("ratio", "quartiles", "target", "unit", "ms", "baseline ms"):
+        drawn.add_column(heading, justify="right")
+    for row in rows:
+        target = row.get("target")
+        colour = "" if target is None else "green" if row["ratio"] <= target else "red"
+        drawn.add_row(
+            str(row["what"]),
+            f"[{colour}]{row['ratio']:.3f}[/]" if colour else f"{row['ratio']:.3f}",
+            f"{row['low']:.3f}–{row['high']:.3f}" if "low" in row else "",
+            "" if target is None else f"≤ {target:g}",
+            str(row.get("unit", "")),
+            f"{row['milliseconds']:.2f}" if "milliseconds" in row else "",
+            f"{row['baseline_milliseconds']:.2f}" if "baseline_milliseconds" in row else "",
+        )
+    return drawn
+
+
+def parse(arguments: list[str], valid: list[str]) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or several of: {', '.join(valid)}")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/bench"), help="the folder for the JSON files"
+    )
+    parsed = parser.parse_args(arguments)
+    for name in parsed.names:
+        if name not in valid:
+            raise unknown("benchmark", name, valid)
+    return parsed
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the benchmarks that were named, or lists them."""
+    console = Console()
+    found = discover()
+    try:
+        parsed = parse(arguments, sorted(found))
+    except PolicyError as error:
+        console.print(f"[red]{error}[/red]")
+        return 2
+    if not parsed.names:
+        console.print("Benchmarks: " + ", ".join(sorted(found)))
+        return 0
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    for name in parsed.names:
+        rows = found[name]()
+        console.print(table(name, rows))
+        path = parsed.out / f"{name}.json"
+        path.write_text(json.dumps({"benchmark": name, "machine": machine(), "rows": rows}, indent=2) + "\n")
+        console.print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
