@@ -1,0 +1,108 @@
+"""Rules that bound the gradient, entry by entry or by its length."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.rules.registry import rule
+from gradpolicy.rules.routing import Number, near, to_first
+
+
+@rule("clip_value")
+def clip_value(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    output: Tensor,
+    *,
+    value: Number,
+    loss_scale: Number = 1.0,
+) -> Any:
+    """Brings every entry of the gradient into an interval round 0.
+
+    ====================== =====================================================
+    forward                backward
+    ====================== =====================================================
+    ``y = f(x)``           ``grad_x = min(max(grad_y, −value), value)``
+    ====================== =====================================================
+
+    Args:
+        grad: Gradient at the output.
+        inputs: The operation's inputs; the first gets the gradient.
+        output: The operation's output.
+        value: The largest size of an entry, above 0.
+        loss_scale: What the loss was multiplied by (fp16 training); the bound is multiplied by it too.
+
+    Source: Mikolov 2012 (clipping in recurrent networks); element-wise here, at a place in the graph.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> x = torch.tensor([0.2, 1.7], requires_grad=True)
+        >>> clip = gp.get_rule("clip_value", value=0.5)
+        >>> (gp.apply(clip, torch.clone, x) * torch.tensor([3.0, -0.1])).sum().backward()
+        >>> x.grad
+        tensor([ 0.5000, -0.1000])
+    """
+    bound = near(value * loss_scale, grad)
+    if not isinstance(bound, Tensor):
+        bound = min(bound, torch.finfo(grad.dtype).max)
+    return to_first(torch.clamp(grad, min=-bound, max=bound).to(grad.dtype), inputs)
+
+
+@rule("clip_norm")
+def clip_norm(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    output: Tensor,
+    *,
+    norm: Number,
+    per_sample: bool = False,
+    loss_scale: Number = 1.0,
+) -> Any:
+    """Shortens the gradient to a Euclidean length where it is longer; its direction stays.
+
+    ====================== =====================================================
+    forward                backward
+    ====================== =====================================================
+    ``y = f(x)``           ``grad_x = grad_y · min(1, norm / ‖grad_y‖₂)``
+    ====================== =====================================================
+
+    A gradient that is not finite passes as it is, so that fp16 training still sees it and skips the step.
+
+    Args:
+        grad: Gradient at the output.
+        inputs: The operation's inputs; the first gets the gradient.
+        output: The operation's output.
+        norm: The largest length, above 0.
+        per_sample: Takes the length of each entry of the first dimension by itself.
+        loss_scale: What the loss was multiplied by (fp16 training); the bound is multiplied by it too.
+
+    Source: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> x = torch.tensor([0.2, 1.7], requires_grad=True)
+        >>> clip = gp.get_rule("clip_norm", norm=1.0)
+        >>> (gp.apply(clip, torch.clone, x) * torch.tensor([3.0, 4.0])).sum().backward()
+        >>> x.grad
+        tensor([0.6000, 0.8000])
+    """
+    if grad.numel() == 0:
+        return to_first(grad, inputs)
+    rows = grad.reshape(grad.shape[0] if per_sample and grad.dim() else 1, -1)
+    shortened = rows * _shortening(rows, norm * loss_scale).to(grad.dtype)
+    return to_first(shortened.reshape(grad.shape), inputs)
+
+
+def _shortening(rows: Tensor, bound: Number) -> Tensor:
+    """``min(1, bound / length)`` for each row; 1 for a row that is not finite.
+
+    Rows are divided by their largest entry first, so that no square overflows, in fp16 either.
+    """
+    precise = torch.promote_types(rows.dtype, torch.float32)
+    largest = torch.linalg.vector_norm(rows.detach(), torch.inf, dim=1, keepdim=True, dtype=precise)
+    finite = torch.isfinite(largest)
+    unit = torch.where(finite & (largest > 0), largest, 1.0)
+    # At least 1, since one entry of the divided row is: so a row of zeros needs no case of its own.
+    length = torch.linalg.vector_norm(rows / unit, dim=1, keepdim=True, dtype=precise).clamp(min=1.0)
+    return torch.where(finite, (near(bound, rows) / unit / length).clamp(max=1.0), 1.0)
