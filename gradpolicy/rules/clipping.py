@@ -44,8 +44,8 @@ def clip_value(
         tensor([ 0.5000, -0.1000])
     """
     bound = near(value * loss_scale, grad)
-    if not isinstance(bound, Tensor):
-        bound = min(bound, torch.finfo(grad.dtype).max)
+    if not isinstance(bound, Tensor) and bound > torch.finfo(grad.dtype).max:
+        return to_first(grad, inputs)
     return to_first(torch.clamp(grad, min=-bound, max=bound).to(grad.dtype), inputs)
 
 

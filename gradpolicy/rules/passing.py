@@ -115,5 +115,5 @@ def _times(factor: Number, grad: Tensor) -> Tensor:
     """``factor · grad`` in the gradient's dtype, with 0 · infinity = 0."""
     if not isinstance(factor, Tensor):
         return torch.zeros_like(grad) if factor == 0 else grad * factor
-    factor = near(factor, grad)
-    return torch.where(factor == 0, torch.zeros_like(grad), (grad * factor).to(grad.dtype))
+    multiplier: Tensor = near(factor, grad)
+    return torch.where(multiplier == 0, torch.zeros_like(grad), (grad * multiplier).to(grad.dtype))
