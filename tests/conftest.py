@@ -1,0 +1,78 @@
+"""What all tests share: one thread, a seed, a small model and a small trainer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+class TwoLayers(LightningModule):
+    """A trunk with a rounding activation, and a head; trained to tell two classes apart."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 2)
+        self.optimizer = optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.round(self.trunk(x) * 4) / 4)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val/loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test/loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters(), lr=0.05)
+
+
+@pytest.fixture
+def two_layers() -> TwoLayers:
+    return TwoLayers()
+
+
+@pytest.fixture
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 4, generator=generator)
+    return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
+    """Makes a quiet trainer on the CPU; keyword arguments as Trainer's."""
+
+    def make(**settings: Any) -> Trainer:
+        defaults: dict[str, Any] = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "default_root_dir": tmp_path,
+        }
+        return Trainer(**{**defaults, **settings})
+
+    return make

@@ -1,0 +1,95 @@
+"""The plan says what policies will touch, and touches nothing itself."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradpolicy as gp
+from gradpolicy.insight.plan import make_plan, training_loss
+
+
+@pytest.fixture
+def batch():
+    return [torch.randn(8, 4), torch.zeros(8, dtype=torch.long)]
+
+
+def plan_of(model, batch, policies):
+    return make_plan(model, policies, lambda copy: training_loss(copy, batch))
+
+
+def test_a_row_counts_operations_modules_parameters_and_the_share_that_trains(two_layers, batch):
+    plan = plan_of(
+        two_layers,
+        batch,
+        {
+            "rounding": gp.StraightThrough(ops=["round"]),
+            "cut": gp.Stop(modules="head"),
+            "random": gp.Freeze(gp.masks.Random(density=0.25), params="trunk.*"),
+        },
+    )
+    rounding, cut, random = plan.rows
+    assert rounding.operations == {"round": 1}
+    assert cut.modules == 1
+    assert (random.parameters, random.entries) == (4, 112)
+    assert random.active_share == pytest.approx(0.25)
+
+
+def test_it_names_the_parameters_that_get_no_gradient_and_those_that_get_only_zeros(two_layers, batch):
+    cut = plan_of(two_layers, batch, {"cut": gp.Stop(modules="head")})
+    assert set(cut.without_gradient) == {f"trunk.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}
+    assert "head" in cut.cuts[0]
+    # Without a policy the rounding passes zeros.
+    plain = plan_of(two_layers, batch, {})
+    assert plain.without_gradient == ()
+    assert set(plain.zero_gradient) == set(cut.without_gradient)
+
+
+def test_several_freeze_policies_on_a_parameter_mean_their_intersection(two_layers, batch):
+    plan = plan_of(
+        two_layers,
+        batch,
+        {
+            "first": gp.Freeze(lambda name, p, step: torch.arange(8)[:, None] < 4, params="trunk.0.weight"),
+            "second": gp.Freeze(lambda name, p, step: torch.arange(4)[None] < 1, params="trunk.0.weight"),
+        },
+    )
+    assert plan.combined["trunk.0.weight"] == (("first", "second"), pytest.approx(0.125))
+    assert "first and second" in str(plan)
+
+
+def test_the_model_its_gradients_and_the_random_state_are_left_alone(two_layers, batch):
+    two_layers.head.weight.grad = torch.full_like(two_layers.head.weight, 7.0)
+    state = torch.get_rng_state()
+    before = {
+        name: (value.clone(), dict(vars(two_layers))) for name, value in two_layers.state_dict().items()
+    }
+    plan_of(two_layers, batch, {"rounding": gp.StraightThrough(ops=["round"])})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (two_layers.head.weight.grad == 7).all()
+    assert all(torch.equal(before[name][0], value) for name, value in two_layers.state_dict().items())
+    assert "forward" not in two_layers.trunk.__dict__
+
+
+def test_an_operation_that_is_not_met_is_an_error_with_the_nearest_that_is(two_layers, batch):
+    with pytest.raises(gp.PolicyError, match=r"policy\.wrong\.ops.*floor.*round"):
+        plan_of(two_layers, batch, {"wrong": gp.StraightThrough(ops=["floor"])})
+
+
+def test_policies_of_other_phases_are_counted_too_and_do_not_change_training(two_layers, batch):
+    guided = gp.Guided(when=gp.When(phases=["test"]))
+    plan = plan_of(two_layers, batch, {"rounding": gp.StraightThrough(ops=["round"]), "guided": guided})
+    assert plan.rows[1].operations == {"relu": 1}
+    assert plan.rows[1].phases == ("test",)
+
+
+def test_a_plain_module_can_be_planned_as_well():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    plan = make_plan(model, {"cut": gp.Stop(modules="2", mode="zero")}, lambda m: m(torch.ones(1, 4)).sum())
+    assert plan.without_gradient == ()
+    assert plan.zero_gradient == ("0.weight", "0.bias")
+
+
+def test_a_step_without_a_loss_is_an_error(two_layers, batch):
+    two_layers.training_step = lambda batch, index: None
+    with pytest.raises(gp.PolicyError, match="gave no loss"):
+        training_loss(two_layers, batch)

@@ -1,0 +1,265 @@
+"""GradientPolicies: what happens when in a Lightning run."""
+
+import copy
+import csv
+import itertools
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+import gradpolicy as gp
+
+
+class Recorder(Callback):
+    """Remembers the parameters after each batch, and the gradients before clipping."""
+
+    def __init__(self):
+        self.weights = []
+        self.requires_grad = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.weights.append({name: p.detach().clone() for name, p in pl_module.named_parameters()})
+        self.requires_grad.append({name: p.requires_grad for name, p in pl_module.named_parameters()})
+
+
+def bits(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def half(name, parameter, step):
+    return (torch.arange(parameter.numel()) % 2 == 0).reshape(parameter.shape)
+
+
+def alternating(name, parameter, step):
+    return (torch.arange(parameter.numel()) % 2 == step % 2).reshape(parameter.shape)
+
+
+def test_a_stop_policy_keeps_the_gradient_from_what_comes_before(two_layers, loader, make_trainer):
+    before = bits(two_layers)
+    trainer = make_trainer(max_steps=3, callbacks=[gp.GradientPolicies({"cut": gp.Stop(modules="head")})])
+    trainer.fit(two_layers, loader)
+    after = bits(two_layers)
+    assert torch.equal(before["trunk.0.weight"], after["trunk.0.weight"])
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+
+
+def test_a_straight_through_policy_trains_what_lies_behind_the_rounding(two_layers, loader, make_trainer):
+    plain = copy.deepcopy(two_layers)
+    policies = {"rounding": gp.StraightThrough(ops=["round"])}
+    before = bits(two_layers)["trunk.0.weight"]
+    make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+    assert not torch.allclose(before, two_layers.trunk[0].weight, atol=0.05)
+    # AdamW's weight decay alone moves what gets only zeros.
+    make_trainer(max_steps=2).fit(plain, loader)
+    assert torch.allclose(before, plain.trunk[0].weight, atol=0.05)
+
+
+def test_frozen_entries_keep_their_bits_and_others_move(two_layers, loader, make_trainer):
+    before = two_layers.head.weight.detach().clone()
+    policies = {"half": gp.Freeze(half, params="head.weight", frozen_state="zero")}
+    make_trainer(max_steps=4, gradient_clip_val=0.1, callbacks=[gp.GradientPolicies(policies)]).fit(
+        two_layers, loader
+    )
+    active = half("", two_layers.head.weight, 0)
+    moved = two_layers.head.weight != before
+    assert not moved[~active].any()
+    assert moved[active].all()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_masks_change_between_effective_steps_only(two_layers, loader, make_trainer, precision):
+    recorder = Recorder()
+    policies = {"turns": gp.Freeze(alternating, params="head.weight")}
+    trainer = make_trainer(
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        precision=precision,
+        callbacks=[gp.GradientPolicies(policies), recorder],
+    )
+    start = two_layers.head.weight.detach().clone()
+    trainer.fit(two_layers, loader)
+    history = [start, *(weights["head.weight"] for weights in recorder.weights)]
+    for batch, (old, new) in enumerate(itertools.pairwise(history)):
+        moved = (old != new).flatten()
+        if batch % 2 == 0:
+            assert not moved.any(), "an accumulated batch takes no step"
+        else:
+            step = batch // 2
+            assert moved[step % 2 :: 2].all()
+            assert not moved[1 - step % 2 :: 2].any()
+
+
+def test_masked_gradients_do_not_count_in_the_clipping_norm(two_layers, loader, make_trainer):
+    norms = []
+
+    class Watch(Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            if gradients:
+                norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}
+    trainer = make_trainer(
+        max_steps=3, gradient_clip_val=1e-3, callbacks=[gp.GradientPolicies(policies), Watch()]
+    )
+    trainer.fit(two_layers, loader)
+    assert norms
+    assert all(math.isclose(norm, 1e-3, rel_tol=1e-3) for norm in norms)
+
+
+def test_the_model_is_left_as_found(two_layers, loader, make_trainer):
+    shape = {
+        name: (dict(m._forward_hooks), "forward" in m.__dict__) for name, m in two_layers.named_modules()
+    }
+    policies = {
+        "rounding": gp.StraightThrough(ops=["round"]),
+        "cut": gp.Stop(modules="head"),
+        "trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*"),
+    }
+    make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+    after = {
+        name: (dict(m._forward_hooks), "forward" in m.__dict__) for name, m in two_layers.named_modules()
+    }
+    assert after == shape
+    assert all(parameter.requires_grad for parameter in two_layers.parameters())
+
+
+def test_the_model_is_left_as_found_also_after_an_error(two_layers, loader, make_trainer):
+    class Fails(Callback):
+        def on_train_batch_end(self, *_):
+            raise RuntimeError("on purpose")
+
+    policies = {"cut": gp.Stop(modules="head"), "trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}
+    with pytest.raises(RuntimeError, match="on purpose"):
+        make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies), Fails()]).fit(two_layers, loader)
+    assert "forward" not in two_layers.head.__dict__
+    assert all(parameter.requires_grad for parameter in two_layers.parameters())
+
+
+def test_a_wholly_frozen_tensor_asks_for_no_gradient_while_it_is_frozen(two_layers, loader, make_trainer):
+    recorder = Recorder()
+    policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}
+    make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies), recorder]).fit(two_layers, loader)
+    assert not recorder.requires_grad[0]["trunk.0.weight"]
+    assert recorder.requires_grad[0]["head.weight"]
+
+
+def test_when_holds_a_policy_back_until_its_step(two_layers, loader, make_trainer):
+    recorder = Recorder()
+    policies = {
+        "late": gp.Freeze(gp.masks.Fixed(False), params="head.weight", when=gp.When(start=2)),
+    }
+    start = two_layers.head.weight.detach().clone()
+    make_trainer(max_steps=4, callbacks=[gp.GradientPolicies(policies), recorder]).fit(two_layers, loader)
+    history = [start, *(weights["head.weight"] for weights in recorder.weights)]
+    moved = [not torch.equal(old, new) for old, new in itertools.pairwise(history)]
+    assert moved == [True, True, False, False]
+
+
+def test_an_operation_that_is_never_met_ends_the_run(two_layers, loader, make_trainer):
+    policies = {"wrong": gp.StraightThrough(ops=["floor"])}
+    with pytest.raises(gp.PolicyError, match=r"wrong.*floor.*round"):
+        make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ({"a": gp.Stop(modules="haed")}, "haed.*head"),
+        ({"a": gp.Freeze(half, params="trnk.*")}, "trnk.*trunk"),
+        ({"a": gp.Guided(), "b": gp.Deconv()}, "a.*b"),
+    ],
+)
+def test_a_wrong_place_ends_the_run_before_its_first_step(
+    two_layers, loader, make_trainer, policies, message
+):
+    recorder = Recorder()
+    with pytest.raises(gp.PolicyError, match=message):
+        make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies), recorder]).fit(two_layers, loader)
+    assert recorder.weights == []
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(gp.PolicyError, match=r"policy\.trunk"):
+        gp.GradientPolicies({"trunk": "stop"})
+
+
+def test_learning_rate_schedulers_see_the_steps_of_the_wrapped_optimizer(two_layers, loader, make_trainer):
+    def configure():
+        optimizer = torch.optim.AdamW(two_layers.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    two_layers.configure_optimizers = configure
+    trainer = make_trainer(
+        max_steps=3, callbacks=[gp.GradientPolicies({"half": gp.Freeze(half, params="head.weight")})]
+    )
+    trainer.fit(two_layers, loader)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.125)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(two_layers, loader, make_trainer, tmp_path):
+    def policies():
+        return {
+            "random": gp.Freeze(gp.masks.Random(density=0.5, every=3), params="trunk.*", frozen_state="zero"),
+            "rounding": gp.StraightThrough(ops=["round"]),
+        }
+
+    twin = copy.deepcopy(two_layers)
+    make_trainer(max_epochs=4, callbacks=[gp.GradientPolicies(policies())]).fit(two_layers, loader)
+
+    saving = ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    first = make_trainer(
+        max_epochs=2, callbacks=[gp.GradientPolicies(policies()), saving], enable_checkpointing=True
+    )
+    first.fit(twin, loader)
+    second = make_trainer(max_epochs=4, callbacks=[gp.GradientPolicies(policies())])
+    second.fit(twin, loader, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert same(bits(two_layers), bits(twin))
+
+
+def test_loggers_get_shares_norms_and_counts(two_layers, loader, make_trainer, tmp_path):
+    policies = {
+        "rounding": gp.StraightThrough(ops=["round"]),
+        "half": gp.Freeze(half, params="head.weight"),
+    }
+    trainer = make_trainer(
+        max_steps=4,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=2,
+        callbacks=[gp.GradientPolicies(policies)],
+    )
+    trainer.fit(two_layers, loader)
+    with open(trainer.logger.experiment.metrics_file_path) as file:
+        rows = [row for row in csv.DictReader(file) if row.get("policy/half/active_share")]
+    assert len(rows) == 2
+    row = rows[-1]
+    assert float(row["policy/half/active_share"]) == 0.5
+    assert 0 < float(row["policy/half/gradient_norm_after"]) < float(row["policy/half/gradient_norm_before"])
+    assert float(row["policy/rounding/operations"]) >= 1
+    assert float(row["policy/rounding/gradient_norm_after"]) > 0
+
+
+def test_a_policy_for_the_test_phase_holds_there_and_not_in_training(two_layers, loader, make_trainer):
+    seen = {}
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            seen["fit"] = callback.installed.report().rows[0].active
+
+        def on_test_batch_end(self, trainer, pl_module, *_):
+            seen["test"] = callback.installed.report().rows[0].active
+
+    callback = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=["test"]))})
+    trainer = make_trainer(max_steps=1, callbacks=[callback, Watch()])
+    trainer.fit(two_layers, loader)
+    trainer.test(two_layers, loader, verbose=False)
+    assert seen == {"fit": False, "test": True}
