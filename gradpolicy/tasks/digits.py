@@ -1,0 +1,71 @@
+"""Handwritten digits that come with scikit-learn: real data with no download."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.tasks.loading import DataModule, TensorRows
+
+
+class DigitsDataModule(DataModule):
+    """1797 grey images of 8×8 pixels in ten classes, split by class with a seed of its own.
+
+    A batch is ``(images, labels)``: float32 of shape (batch, 1, 8, 8) in [0, 1], int64 of shape (batch,).
+
+    Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+    Repository, 1998, the test half, as scikit-learn holds it.
+
+    Args:
+        batch_size: Images a batch, on each process.
+        validation_share: Share of all images for validation.
+        test_share: Share of all images for the test.
+        seed: Seeds the split and the order of the training images.
+        workers: Loader processes; 0 loads in the training process.
+
+    Raises:
+        PolicyError: If the shares are not positive or leave nothing to train on.
+    """
+
+    classes = tuple("0123456789")
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        validation_share: float = 0.1,
+        test_share: float = 0.2,
+        seed: int = 0,
+        workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size, seed, workers)
+        for key, share in {"validation_share": validation_share, "test_share": test_share}.items():
+            if not 0 < share < 1:
+                raise PolicyError(f"data.{key}: {share} given, a share between 0 and 1 needed")
+        if validation_share + test_share >= 1:
+            raise PolicyError("data.validation_share: with data.test_share it leaves nothing to train on")
+        self.validation_share = validation_share
+        self.test_share = test_share
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the images and splits them; the same seed gives the same split everywhere."""
+        if self.train_set is not None:
+            return
+        digits = load_digits()
+        images, labels = (digits.images / 16.0).astype(np.float32)[:, None], digits.target
+        rest, test = _split(np.arange(len(labels)), labels, self.test_share, self.seed)
+        share_of_rest = self.validation_share / (1 - self.test_share)
+        train, validation = _split(rest, labels, share_of_rest, self.seed)
+        self.train_set, self.validation_set, self.test_set = (
+            TensorRows(torch.from_numpy(images[part]), torch.from_numpy(labels[part]).long())
+            for part in (train, validation, test)
+        )
+
+
+def _split(
+    indices: NDArray[np.int64], labels: NDArray[np.int64], share: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Takes a share away from the indices, in every class alike."""
+    rest, taken = train_test_split(indices, test_size=share, random_state=seed, stratify=labels[indices])
+    return np.sort(rest), np.sort(taken)

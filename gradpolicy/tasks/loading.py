@@ -1,0 +1,222 @@
+"""Data loaders whose order and place depend on nothing but (seed, epoch, batches done).
+
+A run that is killed and resumed must see the samples that the undisturbed run would have seen. So nothing
+here is drawn from the global random state, and a loader keeps no place of its own: Lightning's progress
+counter, which is in every checkpoint, says how many batches of the epoch are done, and the loader begins
+there. That holds with worker processes (what they have prefetched does not count), within an accumulation
+window and on many ranks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from gradpolicy.errors import PolicyError
+
+
+class TensorRows(Dataset[tuple[Tensor, ...]]):
+    """Rows of equally long tensors, fetched a whole batch at a time.
+
+    Args:
+        tensors: Tensors with the same first dimension.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        if len({len(tensor) for tensor in tensors}) != 1:
+            raise ValueError(f"the tensors differ in length: {[len(tensor) for tensor in tensors]}")
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        """One row of each tensor."""
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """The rows of a batch, already stacked; a loader over it needs `already_stacked` to collate."""
+        chosen = torch.as_tensor(indices)
+        return tuple(tensor[chosen] for tensor in self.tensors)
+
+
+def already_stacked(batch: Any) -> Any:
+    """Collates nothing, for datasets whose `__getitems__` gives a whole batch."""
+    return batch
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """The order of an epoch as a function of (seed, epoch), dealt out to the ranks sample by sample.
+
+    Rank r of w takes samples r, r + w, … of the order. With batches of b samples on each rank, batch i of
+    all ranks together is therefore batch i of one process with batches of w·b. Being a
+    `DistributedSampler`, it is left in place by Lightning.
+
+    Args:
+        dataset: What is sampled from.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Seeds the orders.
+        ranks: Number of processes that share an epoch.
+        rank: This process.
+        even: Gives every rank equally many samples by leaving out up to ranks - 1 of the last ones, as
+            training needs; otherwise each sample is dealt out exactly once, as evaluation needs.
+    """
+
+    def __init__(
+        self, dataset: Any, *, shuffle: bool, seed: int = 0, ranks: int = 1, rank: int = 0, even: bool = True
+    ) -> None:
+        super().__init__(dataset, ranks, rank, shuffle=shuffle, seed=seed, drop_last=even)
+        self.start = 0
+        self.count = len(dataset)
+        if even:
+            self.count -= self.count % ranks
+
+    def order(self) -> Tensor:
+        """The samples of this epoch over all ranks, in order."""
+        size = len(self.dataset)  # type: ignore[arg-type]
+        if not self.shuffle:
+            return torch.arange(self.count)
+        generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch))
+        return torch.randperm(size, generator=generator)[: self.count]
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's samples of the epoch, from `start` on."""
+        return iter(self.order()[self.rank :: self.num_replicas][self.start :].tolist())
+
+    def __len__(self) -> int:
+        """Number of samples of this rank in a whole epoch."""
+        return len(range(self.rank, self.count, self.num_replicas))
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A loader that begins an epoch where the run stands.
+
+    It takes what a `DataLoader` takes. The place is asked for when the first batch of an epoch is, since only
+    then has Lightning told the sampler its epoch.
+
+    Attributes:
+        batches_done: Says how many batches of the current epoch are done; none unless told otherwise.
+    """
+
+    batches_done: Callable[[], int] = staticmethod(lambda: 0)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """The batches of this epoch that are still to do."""
+        if not isinstance(self.sampler, EpochSampler):  # Lightning's overfit_batches puts its own here
+            yield from super().__iter__()
+            return
+        if self.generator is not None:  # seeds the workers
+            self.generator.manual_seed(epoch_seed(self.sampler.seed, self.sampler.epoch))
+        self.sampler.start = self.batches_done() * (self.batch_size or 1)
+        yield from super().__iter__()
+
+    def state_dict(self) -> dict[str, int]:
+        """What the order of the samples depends on, for a check when the run is resumed."""
+        if not isinstance(self.sampler, EpochSampler):
+            return {}
+        return {
+            "samples": len(self.dataset),  # type: ignore[arg-type]
+            "seed": self.sampler.seed,
+            "batch_size": (self.batch_size or 1) * self.sampler.num_replicas,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Refuses to go on in the middle of an epoch whose order of samples is another one.
+
+        Raises:
+            PolicyError: If seed, number of samples or joint batch size differ from the checkpoint's.
+        """
+        for key, here in self.state_dict().items():
+            if key in state and state[key] != here:
+                raise PolicyError(
+                    f"data: the checkpoint stands inside an epoch with {key}={state[key]}, here it is {here}"
+                    " (batch_size counts all ranks); resume with the same, or from the end of an epoch"
+                )
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Mixes a seed and an epoch into one seed, so that neighbouring seeds do not share epochs.
+
+    The mixing is the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+    generators", OOPSLA 2014).
+    """
+    mask = (1 << 64) - 1
+    mixed = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return (mixed ^ (mixed >> 31)) & 0x7FFFFFFFFFFFFFFF
+
+
+class DataModule(LightningDataModule):
+    """What the project's data modules share: three sets become three resumable loaders.
+
+    A subclass fills `train_set`, `validation_set` and `test_set` in `setup`. Under several processes each one
+    loads its own share: leave `use_distributed_sampler` as it is, it does not replace these samplers.
+
+    Args:
+        batch_size: Samples a batch, on each process.
+        seed: Seeds the order of the training samples.
+        workers: Loader processes; 0 loads in the training process.
+    """
+
+    train_set: Dataset[Any] | None = None
+    validation_set: Dataset[Any] | None = None
+    test_set: Dataset[Any] | None = None
+
+    def __init__(self, batch_size: int = 64, seed: int = 0, workers: int = 0) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise PolicyError(f"data.batch_size: {batch_size} given, at least 1 needed")
+        if workers < 0:
+            raise PolicyError(f"data.workers: {workers} given, at least 0 needed")
+        self.batch_size = batch_size
+        self.seed = seed
+        self.workers = workers
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Shuffled anew each epoch; the last, incomplete batch is left out."""
+        loader = self._loader(self.train_set, training=True)
+        if len(loader) == 0:
+            ranks = self._ranks()[0]
+            raise PolicyError(
+                f"data.batch_size: {self.batch_size} on {ranks} process(es) is more than the"
+                f" {len(self.train_set)} training samples"  # type: ignore[arg-type]
+            )
+        loader.batches_done = self._batches_done
+        return loader
+
+    def val_dataloader(self) -> ResumableLoader:
+        """The validation samples, each once, in their own order."""
+        return self._loader(self.validation_set, training=False)
+
+    def test_dataloader(self) -> ResumableLoader:
+        """The test samples, each once, in their own order."""
+        return self._loader(self.test_set, training=False)
+
+    def _loader(self, dataset: Dataset[Any] | None, training: bool) -> ResumableLoader:
+        if dataset is None:
+            raise RuntimeError("call setup() before asking for a loader")
+        ranks, rank = self._ranks()
+        sampler = EpochSampler(
+            dataset, shuffle=training, seed=self.seed, ranks=ranks, rank=rank, even=training
+        )
+        return ResumableLoader(
+            dataset,
+            batch_size=self.batch_size,
+            sampler=sampler,
+            drop_last=training,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            collate_fn=already_stacked if hasattr(dataset, "__getitems__") else None,
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def _ranks(self) -> tuple[int, int]:
+        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+
+    def _batches_done(self) -> int:
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer else 0
