@@ -1,0 +1,59 @@
+"""A rule for choices: the gradient follows the condition."""
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.rules.registry import rule
+
+
+@rule("gate")
+def gate(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> tuple[Tensor | None, ...] | Tensor:
+    r"""Passes the gradient only where a condition held; elsewhere exact zeros, also for gradients not finite.
+
+    ================================== ==============================================================
+    forward                            backward
+    ================================== ==============================================================
+    ``y = f(condition, a, b)``         ``grad_a = grad_y`` where the condition held, else 0;
+    \                                  ``grad_b = 0`` where the condition held, else ``grad_y``
+    ``y = f(x)``                       ``grad_x = grad_y`` where ``y ≠ 0``, else 0
+    ================================== ==============================================================
+
+    It gives any forward the gradient of ``torch.where(condition, a, b)``, as ``tf.where`` routes it.
+
+    Args:
+        grad: Gradient at the output.
+        inputs: One boolean tensor, the condition, and one or two floating-point tensors, in any order: the
+            first is what is chosen where the condition holds, the second where not. Or a floating-point
+            tensor alone: what came out as 0 counts as shut.
+        output: The operation's output.
+
+    Raises:
+        PolicyError: If the condition is missing, or there is more than one, or more than two to choose from.
+
+    Source: ``tf.where`` and its gradient ``SelectV2``.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> def keep_large(x, condition):
+        ...     return torch.round(x) * condition
+        >>> x = torch.tensor([0.4, 1.6], requires_grad=True)
+        >>> gp.apply("gate", keep_large, x, x.detach() > 1).sum().backward()
+        >>> x.grad
+        tensor([0., 1.])
+    """
+    zeros = torch.zeros_like(grad)
+    if len(inputs) == 1:
+        return torch.where(output != 0, grad, zeros)
+    conditions = [tensor for tensor in inputs if tensor.dtype == torch.bool]
+    choices = [place for place, tensor in enumerate(inputs) if tensor.is_floating_point()]
+    if len(conditions) != 1 or len(choices) not in (1, 2):
+        kinds = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)
+        raise PolicyError(
+            f"rule 'gate': expects one boolean condition and one or two floating-point inputs, got ({kinds})"
+        )
+    routed = (torch.where(conditions[0], grad, zeros), torch.where(conditions[0], zeros, grad))
+    gradients: list[Tensor | None] = [None] * len(inputs)
+    for place, gradient in zip(choices, routed, strict=False):
+        gradients[place] = gradient.sum_to_size(inputs[place].shape)
+    return tuple(gradients)

@@ -1,0 +1,126 @@
+"""Rules for quantisers that learn: the step of a uniform grid, and vectors of a codebook."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.rules.registry import rule
+from gradpolicy.rules.routing import to_first
+
+
+@rule("lsq")
+def lsq(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    output: Tensor,
+    *,
+    bits: int = 8,
+    signed: bool = True,
+    count: int | None = None,
+) -> Any:
+    r"""Learned step size quantisation: straight-through for the values, a scaled gradient for the step.
+
+    ======================================== ===========================================================
+    forward                                  backward
+    ======================================== ===========================================================
+    ``y = round(clamp(v / s, −Qₙ, Qₚ)) · s`` ``grad_v = 1[−Qₙ < v/s < Qₚ] · grad_y``
+    \                                        ``grad_s = Σ d · grad_y / √(count · Qₚ)`` with
+    \                                        ``d = round(v/s) − v/s`` inside, ``−Qₙ`` below, ``Qₚ`` above
+    ======================================== ===========================================================
+
+    Signed: ``Qₙ = 2ᵇ⁻¹``, ``Qₚ = 2ᵇ⁻¹ − 1``; unsigned: ``Qₙ = 0``, ``Qₚ = 2ᵇ − 1``.
+
+    Args:
+        grad: Gradient at the quantised values.
+        inputs: ``(v, s)``, the values and the step (above 0; one for all, or any shape that broadcasts to v,
+            such as one a channel).
+        output: The quantised values.
+        bits: b, the width of the grid; at least 2 where signed, else 1.
+        signed: Whether the grid has negative points.
+        count: How many values share a step, for the gradient's scale; unless told otherwise those of v. For
+            activations the paper takes the number of features of one sample.
+
+    Raises:
+        PolicyError: Unless there are two inputs, and at least one positive point on the grid.
+
+    Source: Esser et al. 2020, arXiv:1902.08153.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> def quantise(v, s):
+        ...     return torch.round(torch.clamp(v / s, -8, 7)) * s
+        >>> v, s = torch.tensor([0.3, 9.0], requires_grad=True), torch.tensor(1.0, requires_grad=True)
+        >>> gp.apply(gp.get_rule("lsq", bits=4), quantise, v, s).sum().backward()
+        >>> v.grad, s.grad
+        (tensor([1., 0.]), tensor(1.7907))
+    """
+    if len(inputs) != 2:
+        raise PolicyError(f"rule 'lsq': expects the inputs (values, step), got {len(inputs)}")
+    lowest, highest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    if highest < 1:
+        raise PolicyError(f"rule 'lsq': bits={bits} leaves no positive point; signed grids need at least 2")
+    values, step = inputs
+    scaled = values / step
+    inside = (scaled > lowest) & (scaled < highest)
+    zeros = torch.zeros_like(grad)
+    slope = torch.where(inside, scaled.round() - scaled, scaled.clamp(lowest, highest))
+    shared = count if count is not None else max(1, values.numel() // max(1, step.numel()))
+    grad_step = (grad * slope).sum_to_size(step.shape) / math.sqrt(shared * highest)
+    return torch.where(inside, grad, zeros), grad_step
+
+
+@rule("rotation")
+def rotation(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, dim: int = -1) -> Any:
+    r"""The rotation trick: the gradient is turned and stretched as the vector is onto its code.
+
+    ====================================== ==========================================================
+    forward                                backward
+    ====================================== ==========================================================
+    ``q`` = the codebook vector nearest    ``grad_e = λ Rᵀ grad_q`` with ``λ = ‖q‖ / ‖e‖`` and R the
+    to the vector ``e``                    rotation in the plane of e and q with ``λ R e = q``:
+    \                                      ``Rᵀ g = g − 2 r (r·g) + 2 ê (q̂·g)``, ``r = (ê+q̂)/‖ê+q̂‖``
+    ====================================== ==========================================================
+
+    The angle between the gradient and q stays what it was, so vectors on either side of a codebook vector get
+    different gradients, where the straight-through gradient is one for all. A vector of length 0 has no
+    direction: its gradient passes as it is.
+
+    Args:
+        grad: Gradient at the quantised vectors.
+        inputs: ``(e,)`` or ``(e, codebook)``, the vectors first; the codebook gets no gradient (train it by
+            its own loss or moving average).
+        output: q, the quantised vectors.
+        dim: The dimension of the vectors' entries.
+
+    Source: Fifty et al. 2024, arXiv:2410.06424.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> def nearest(e, codebook):
+        ...     return codebook[torch.cdist(e, codebook).argmin(-1)]
+        >>> e = torch.tensor([[1.0, 0.0]], requires_grad=True)
+        >>> q = gp.apply("rotation", nearest, e, torch.tensor([[0.0, 2.0]]))
+        >>> (q * torch.tensor([0.0, 1.0])).sum().backward()
+        >>> e.grad
+        tensor([[2., 0.]])
+    """
+    vectors, codes = inputs[0], output
+    length = torch.linalg.vector_norm(vectors, dim=dim, keepdim=True)
+    code_length = torch.linalg.vector_norm(codes, dim=dim, keepdim=True)
+    direction, code_direction = _divide(vectors, length), _divide(codes, code_length)
+    between = direction + code_direction
+    between = _divide(between, torch.linalg.vector_norm(between, dim=dim, keepdim=True))
+    turned = (
+        grad
+        - 2 * between * (between * grad).sum(dim, keepdim=True)
+        + 2 * direction * (code_direction * grad).sum(dim, keepdim=True)
+    )
+    return to_first(torch.where(length > 0, turned * _divide(code_length, length), grad), inputs)
+
+
+def _divide(numerator: Tensor, length: Tensor) -> Tensor:
+    """Division by a length, where 0 counts as 1."""
+    return numerator / torch.where(length > 0, length, 1.0)

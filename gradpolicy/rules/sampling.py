@@ -1,0 +1,141 @@
+"""Rules for sampling discrete values: bits, and one-hot vectors of a category.
+
+A sample has no gradient with respect to the probabilities it was drawn from; its *expectation* has.
+These rules estimate that gradient from the one sample that was drawn.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.rules.registry import rule
+from gradpolicy.rules.routing import Number, near, to_first
+
+
+@rule("bernoulli")
+def bernoulli(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Number = 1.0) -> Any:
+    """Straight-through for random bits, with slope annealing.
+
+    ============================= ==============================================================
+    forward                       backward
+    ============================= ==============================================================
+    ``y ~ Bernoulli(p)``          ``grad_p = dq/dp · grad_y`` with
+                                  ``q = pᵃ / (pᵃ + (1−p)ᵃ) = σ(a · logit p)`` and ``a = slope``
+    ============================= ==============================================================
+
+    With a slope of 1, ``q = p`` and the gradient passes as it is. A slope that rises in training makes q a
+    step, so that the gradient concentrates where the bit is undecided (``p`` near 1/2): give a schedule such
+    as ``gp.schedules.Linear(1, 5, steps=10_000)``. The estimate is unbiased where the loss is linear in y.
+
+    Args:
+        grad: Gradient at the sample.
+        inputs: ``(p,)``, the probabilities, as ``torch.bernoulli`` takes them.
+        output: The sample.
+        slope: a, at least 1.
+
+    Source: Bengio, Léonard, Courville 2013, arXiv:1308.3432; slope annealing: Chung, Ahn, Bengio 2017,
+    arXiv:1609.01704.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> p = torch.tensor([0.1, 0.5], requires_grad=True)
+        >>> with gp.gradient_override({"bernoulli": gp.get_rule("bernoulli", slope=3.0)}):
+        ...     torch.bernoulli(p).sum().backward()
+        >>> p.grad
+        tensor([0.0456, 3.0000])
+    """
+    slope = near(slope, grad)
+    large = torch.maximum(inputs[0], 1 - inputs[0])
+    # dq/dp in the ratio of the smaller probability to the larger, which neither over- nor underflows.
+    ratio = (1 - large) / large
+    steepness = slope * ratio ** (slope - 1) / (large * (1 + ratio**slope)).square()
+    return to_first(grad * steepness, inputs)
+
+
+@rule("gumbel")
+def gumbel(
+    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, temperature: Number = 1.0, dim: int = -1
+) -> Any:
+    """Straight-through Gumbel-softmax: one-hot forward, the gradient of a softmax at a temperature.
+
+    ======================================= ==================================================
+    forward                                 backward
+    ======================================= ==================================================
+    ``y = one_hot(argmax(z))``,             ``s = softmax(z / temperature)``,
+    ``z = logits + Gumbel noise``           ``grad_z = s · (grad_y − Σ s · grad_y) / temperature``
+    ======================================= ==================================================
+
+    Args:
+        grad: Gradient at the one-hot vectors.
+        inputs: ``(z,)``, logits to which the noise has been added (without noise: a straight-through argmax).
+        output: The one-hot vectors.
+        temperature: Lower: less bias, more variance.
+        dim: The dimension of the categories.
+
+    Source: Jang, Gu, Poole 2017, arXiv:1611.01144; Maddison, Mnih, Teh 2017, arXiv:1611.00712.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> def largest(z):
+        ...     return torch.nn.functional.one_hot(z.argmax(-1), z.shape[-1]).to(z.dtype)
+        >>> logits = torch.zeros(3, requires_grad=True)
+        >>> noise = -torch.empty(3).exponential_().log()
+        >>> y = gp.apply(gp.get_rule("gumbel", temperature=0.5), largest, logits + noise)
+        >>> y.sum()
+        tensor(1., grad_fn=<SumBackward0>)
+    """
+    temperature = near(temperature, grad)
+    return to_first(_through_softmax(grad, inputs[0] / temperature, dim) / temperature, inputs)
+
+
+@rule("reinmax")
+def reinmax(
+    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, temperature: Number = 1.0, dim: int = -1
+) -> Any:
+    """ReinMax: a second-order accurate straight-through gradient for categorical samples.
+
+    =================================== =========================================================
+    forward                             backward
+    =================================== =========================================================
+    ``y ~ Categorical(softmax(x))``,    ``grad_x = 2 J(π₁) grad_y − ½ J(π₀) grad_y`` with
+    one-hot                             ``π₀ = softmax(x)``, ``π₁ = (softmax(x / temperature) + y) / 2``,
+                                        ``J(π) g = π · (g − Σ π · g)``
+    =================================== =========================================================
+
+    The plain straight-through gradient is ``J(π₀) grad_y``, exact in expectation for a loss linear in y;
+    this one (temperature 1) is exact for a quadratic loss too.
+
+    Args:
+        grad: Gradient at the one-hot vectors.
+        inputs: ``(x,)``, the logits that the sample was drawn from, without noise.
+        output: The one-hot sample.
+        temperature: Smooths π₁; 1 and above.
+        dim: The dimension of the categories.
+
+    Source: Liu, Dong, Liu, Yu, Gao 2023, arXiv:2304.08612.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> def draw(x):
+        ...     return torch.distributions.OneHotCategorical(logits=x).sample()
+        >>> logits = torch.zeros(3, requires_grad=True)
+        >>> (gp.apply("reinmax", draw, logits) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+        >>> bool(logits.grad.sum().abs() < 1e-6)
+        True
+    """
+    logits = inputs[0]
+    own = torch.softmax(logits, dim)
+    smoothed = torch.softmax(logits / near(temperature, grad), dim)
+    midpoint = (smoothed + output) / 2
+    return to_first(2 * _centred(grad, midpoint, dim) - _centred(grad, own, dim) / 2, inputs)
+
+
+def _centred(grad: Tensor, probabilities: Tensor, dim: int) -> Tensor:
+    """``J(π) g = π · (g − Σ π · g)``: a gradient through the softmax that gave these probabilities."""
+    weighted = probabilities * grad
+    return weighted - probabilities * weighted.sum(dim, keepdim=True)
+
+
+def _through_softmax(grad: Tensor, logits: Tensor, dim: int) -> Tensor:
+    return _centred(grad, torch.softmax(logits, dim), dim)
