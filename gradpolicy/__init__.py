@@ -18,7 +18,7 @@ from gradpolicy.rules import Rule, get_rule, rule, rule_names
 from gradpolicy.when import When
 
 if TYPE_CHECKING:
-    from gradpolicy import masks
+    from gradpolicy import masks, schedules
     from gradpolicy.callback import GradientPolicies
     from gradpolicy.flow import apply, gradient_override, install
     from gradpolicy.freeze import Freezer
@@ -77,12 +77,13 @@ __all__ = [
     "masks",
     "rule",
     "rule_names",
+    "schedules",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "masks":
-        return importlib.import_module("gradpolicy.masks")
+    if name in ("masks", "schedules"):
+        return importlib.import_module(f"gradpolicy.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gradpolicy' has no attribute {name!r}")
