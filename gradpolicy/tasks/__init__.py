@@ -3,5 +3,6 @@
 from gradpolicy.tasks.classification import Classifier
 from gradpolicy.tasks.digits import DigitsDataModule
 from gradpolicy.tasks.models import Prediction, QuantizedConvNet
+from gradpolicy.tasks.resume import ExactResume
 
-__all__ = ["Classifier", "DigitsDataModule", "Prediction", "QuantizedConvNet"]
+__all__ = ["Classifier", "DigitsDataModule", "ExactResume", "Prediction", "QuantizedConvNet"]

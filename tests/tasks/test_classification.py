@@ -1,0 +1,85 @@
+"""The classifier's loss, its logged values and its optimizer are those of its parts."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.tasks import Classifier, DigitsDataModule, Prediction, QuantizedConvNet
+from gradpolicy.tasks.classification import read_output
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def classifier(**settings: object) -> Classifier:
+    return Classifier(QuantizedConvNet(width=2), sgd, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_the_loss_is_that_of_the_head_and_that_of_the_probe() -> None:
+    module = classifier().eval()
+    images, labels = torch.rand(6, 1, 8, 8), torch.arange(6)
+    output = module(images)
+    expected = cross_entropy(output.logits, labels) + cross_entropy(output.probe_logits, labels)
+    torch.testing.assert_close(module.training_step((images, labels), 0), expected)
+
+
+def test_a_test_run_logs_the_accuracies_of_head_and_probe(make_trainer: Callable[..., Trainer]) -> None:
+    module, data = classifier(), DigitsDataModule(batch_size=100)
+    logged = make_trainer().test(module, data, verbose=False)[0]
+    images, labels = data.test_set.tensors
+    output = module.eval()(images)
+    assert logged["test/accuracy"] == pytest.approx((output.logits.argmax(1) == labels).float().mean().item())
+    assert logged["test/probe_accuracy"] == pytest.approx(
+        (output.probe_logits.argmax(1) == labels).float().mean().item()
+    )
+    assert logged["test/loss"] == pytest.approx(cross_entropy(output.logits, labels).item(), rel=1e-5)
+
+
+def test_a_fit_logs_training_and_validation_values(make_trainer: Callable[..., Trainer]) -> None:
+    trainer = make_trainer(limit_train_batches=2, limit_val_batches=1)
+    trainer.fit(classifier(), DigitsDataModule())
+    names = {"loss", "accuracy", "probe_loss", "probe_accuracy"}
+    assert set(trainer.callback_metrics) == {
+        f"{stage}/{name}" for stage in ("train", "val") for name in names
+    }
+
+
+def test_the_scheduler_steps_when_told(make_trainer: Callable[..., Trainer]) -> None:
+    halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    rates = {}
+    for interval in ("step", "epoch"):
+        trainer = make_trainer(limit_train_batches=3, limit_val_batches=0)
+        trainer.fit(classifier(scheduler=halve, scheduler_interval=interval), DigitsDataModule())
+        rates[interval] = trainer.optimizers[0].param_groups[0]["lr"]
+    assert rates == {"step": pytest.approx(0.1 / 8), "epoch": pytest.approx(0.1 / 2)}
+
+
+def test_an_unknown_interval_is_refused() -> None:
+    with pytest.raises(PolicyError, match="scheduler_interval: 'minute'"):
+        classifier(scheduler_interval="minute")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda logits: logits, lambda logits: Prediction(logits, logits), lambda logits: {"logits": logits}],
+)
+def test_logits_are_found_in_what_models_give(wrap: Callable[[Tensor], object]) -> None:
+    logits = torch.rand(2, 3)
+    assert read_output(wrap(logits))[0] is logits
+
+
+def test_an_output_without_logits_is_refused() -> None:
+    with pytest.raises(PolicyError, match="gave str"):
+        read_output("no logits")
+
+
+def test_a_model_without_a_probe_logs_none(make_trainer: Callable[..., Trainer]) -> None:
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    logged = make_trainer().test(Classifier(plain, sgd), DigitsDataModule(batch_size=200), verbose=False)[0]
+    assert set(logged) == {"test/loss", "test/accuracy"}

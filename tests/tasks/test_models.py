@@ -1,0 +1,22 @@
+"""The models give what their names say."""
+
+import torch
+
+from gradpolicy.tasks.models import QuantizedConvNet, QuantizedReLU
+
+
+def test_the_quantised_activation_has_evenly_spaced_values_between_0_and_1() -> None:
+    values = QuantizedReLU(levels=4)(torch.linspace(-2, 2, 401)).unique()
+    assert values.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+def test_without_a_straight_through_policy_nothing_before_the_round_learns() -> None:
+    model = QuantizedConvNet(width=4)
+    model(torch.rand(2, 1, 8, 8)).logits.sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.trunk.parameters())
+    assert model.head[-1].weight.grad.any()
+
+
+def test_the_network_takes_other_images_and_classes() -> None:
+    output = QuantizedConvNet(channels=3, size=13, classes=4, width=4)(torch.rand(2, 3, 13, 13))
+    assert output.logits.shape == output.probe_logits.shape == (2, 4)
