@@ -1,0 +1,139 @@
+"""Do all ranks hold the same masks, ages and weights? A checksum of each tensor, two numbers on the wire."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.freeze.hashing import derive
+
+# Words summed into one column; a prime, so that swapped rows of a matrix fall into other columns.
+_COLUMNS = 509
+_WORD_BYTES = 8
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Sums the bits of a tensor into one number.
+
+    The memory is read as 64-bit words, which are summed (with wrap-around, hence in any order) into columns;
+    the columns are weighted by random odd numbers. One changed bit always changes the result; two swapped
+    entries do unless their distance is a multiple of 4072 bytes.
+
+    Args:
+        tensor: Any dtype and shape, dense.
+
+    Returns:
+        An int64 scalar on the tensor's device; equal on every device for equal bits in equal strides.
+    """
+    words, rest = _words(tensor)
+    rows = words.numel() // _COLUMNS
+    sums = words.new_zeros(_COLUMNS)
+    if rows:
+        sums += words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
+    left = words[rows * _COLUMNS :]
+    sums[: left.numel()] += left
+    sums[-rest.numel() - 1 : -1] += rest
+    return (sums * _weights(tensor.device)).sum()
+
+
+def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: str = "") -> None:
+    """Stops every rank if any of them holds something else than the others.
+
+    In agreement, 16 bytes a rank are reduced. Every rank of the group must call this.
+
+    Args:
+        tensors: What must be the same everywhere, by a name a person understands: tensors, or anything
+            with a ``repr`` that tells it from others (a recipe, a number). The first difference in this order
+            is named.
+        group: The process group; None for all ranks.
+        moment: When this is, for the message, such as ``"before update 300"``.
+
+    Raises:
+        PolicyError: On every rank, naming the first difference and the ranks that differ from most.
+
+    Example:
+        >>> check_agreement({"weight": torch.ones(3)})  # one process always agrees with itself
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    sums = {name: _as_number(value) for name, value in tensors.items()}
+    on_device = [value for value in sums.values() if isinstance(value, Tensor)]
+    device = on_device[0].device if on_device else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for name, value in sums.items():
+        total = total * _weights_word(name) + value
+    # Equal everywhere exactly when the largest is also the smallest: max(x) = −max(−x).
+    bounds = torch.stack([total, ~total]).to(_wire_device(group))
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    high, inverted_low = bounds.tolist()
+    if high != ~inverted_low:
+        _raise_difference({name: int(value) for name, value in sums.items()}, group, moment)
+
+
+def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
+    """Exchanges all checksums and names the first that differs."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(sums), group=group)
+    names = list(dict.fromkeys(name for other in everyone for name in other))
+    differing = [name for name in names if len({other.get(name) for other in everyone}) > 1]
+    when = f" {moment}" if moment else ""
+    if not differing:
+        raise PolicyError(f"the ranks part ways{when}: they hold the same things in another order")
+    seen = [other.get(differing[0]) for other in everyone]
+    usual = max(seen, key=seen.count)
+    ranks = [str(rank) for rank, value in enumerate(seen) if value != usual]
+    raise PolicyError(
+        f"the ranks part ways{when}: {differing[0]} differs on rank {', '.join(ranks)} from the others "
+        f"({len(differing)} of {len(names)} checked differ)"
+    )
+
+
+def _as_number(value: Any) -> Tensor | int:
+    """A checksum, on the device for tensors, so that nothing waits for it."""
+    if isinstance(value, Tensor):
+        return checksum(value.detach())
+    return _signed(derive(repr(value)))
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The tensor's memory as int64 words, and what is left of it as bytes."""
+    flat = _flat(tensor)
+    per_word = _WORD_BYTES // flat.element_size() or 1
+    whole = flat.numel() - flat.numel() % per_word
+    aligned = flat.storage_offset() * flat.element_size() % _WORD_BYTES == 0
+    bulk = flat[:whole] if aligned else flat[:whole].clone()
+    return bulk.view(torch.int64), flat[whole:].clone().view(torch.uint8)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All entries in the order of memory, without a copy where the tensor is dense."""
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(by_stride).contiguous().view(-1)
+
+
+def _weights(device: torch.device) -> Tensor:
+    """Odd factors, one a column."""
+    if device not in _WEIGHTS:
+        factors = [_signed(derive("column", column) | 1) for column in range(_COLUMNS)]
+        _WEIGHTS[device] = torch.tensor(factors, dtype=torch.int64, device=device)
+    return _WEIGHTS[device]
+
+
+_WEIGHTS: dict[torch.device, Tensor] = {}
+
+
+def _weights_word(name: str) -> int:
+    return _signed(derive(name) | 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _wire_device(group: Any) -> torch.device:
+    """Where tensors must lie for the group's collectives."""
+    on_gpu = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

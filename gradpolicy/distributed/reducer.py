@@ -1,0 +1,91 @@
+"""Keeps DistributedDataParallel's reducer in step with what trains.
+
+The reducer learns once, when the model is wrapped, which parameters it reduces. A parameter frozen later
+makes it wait for a gradient that never comes; one thawed later is never reduced, silently. So whenever the
+set of parameters that ask for a gradient has changed, the reducer is built anew: autograd then leaves out the
+frozen part as it does on one process, nothing is searched for, and nothing frozen is sent.
+"""
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
+    """The identities of the parameters that ask for a gradient."""
+    return frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
+
+
+class ReducerKeeper:
+    """Rebuilds the reducer of a DistributedDataParallel model when it has to know something new.
+
+    Args:
+        model: The wrapped model, just wrapped: nothing has been frozen or thawed since.
+
+    Attributes:
+        rebuilds: How often the reducer was built anew.
+
+    Example:
+        Before each forward pass that begins an optimizer step::
+
+            keeper = ReducerKeeper(model)
+            ...
+            model.module.trunk.requires_grad_(False)
+            keeper.refresh()
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model = model
+        self.rebuilds = 0
+        self._known = trained_parameters(model.module.parameters())
+
+    def refresh(self, *, find_unused_parameters: bool | None = None) -> bool:
+        """Rebuilds the reducer if need be. No gradients may be waiting to be accumulated.
+
+        Every rank must call this at the same point with the same parameters frozen.
+
+        Args:
+            find_unused_parameters: Whether each backward pass has to look for parameters that get no
+                gradient; None leaves that as it is.
+
+        Returns:
+            Whether the reducer was rebuilt.
+        """
+        wanted = trained_parameters(self.model.module.parameters())
+        search = (
+            self.model.find_unused_parameters if find_unused_parameters is None else find_unused_parameters
+        )
+        if wanted == self._known and search == self.model.find_unused_parameters:
+            return False
+        self.model.find_unused_parameters = search
+        rebuild_reducer(self.model)
+        self._known = wanted
+        self.rebuilds += 1
+        return True
+
+
+def rebuild_reducer(model: DistributedDataParallel) -> None:
+    """Gives a wrapped model a new reducer for the parameters that ask for a gradient now.
+
+    The object stays the same, with its communication hooks. This is what unpickling a wrapped model does.
+
+    Raises:
+        RuntimeError: If no parameter asks for a gradient.
+    """
+    parameters, expects_sparse = model._build_params_for_reducer()
+    if not parameters:
+        raise RuntimeError("no parameter of the model trains: there is nothing to reduce")
+    # The old reducer takes its hooks off the parameters when it dies: that must come first.
+    model.__dict__.pop("reducer", None)
+    model.__dict__.pop("logger", None)
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
+    if model.static_graph:
+        model.reducer._set_static_graph()
+        model.logger._set_static_graph()  # type: ignore[union-attr]
+        model._static_graph_delay_allreduce_enqueued = False
+    model._has_rebuilt_buckets = False
+    for hook, state in model._comm_hooks:
+        dist._register_comm_hook(model.reducer, state, hook)

@@ -1,0 +1,124 @@
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_pool import ProcessPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradpolicy.distributed.reducer import ReducerKeeper, rebuild_reducer
+
+STEPS = 8
+# Which layers are frozen at which step: from the start, all but the head, a hole in the middle, nothing.
+FROZEN = [("0",), ("0", "2"), ("0", "2"), ("2",), (), ("4",), ("0", "2"), ()]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(STEPS)
+    ]
+
+
+def train(model: nn.Module, keeper: ReducerKeeper | None, rank: int, ranks: int) -> dict[str, Tensor]:
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for frozen, (inputs, targets) in zip(FROZEN, batches(), strict=True):
+        for name, parameter in plain.named_parameters():
+            parameter.requires_grad_(name.split(".")[0] not in frozen)
+        if keeper is not None:
+            keeper.refresh()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs[rank::ranks]), targets[rank::ranks]).backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in plain.state_dict().items()}
+
+
+def train_on_this_rank(options: dict[str, bool]) -> tuple[dict[str, Tensor], int]:
+    plain = network()
+    plain[0].requires_grad_(False)
+    model = DistributedDataParallel(plain, **options)
+    keeper = ReducerKeeper(model)
+    weights = train(model, keeper, dist.get_rank(), dist.get_world_size())
+    return weights, keeper.rebuilds
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
+)
+def test_anything_may_freeze_and_thaw_at_any_time(pair: ProcessPool, options: dict[str, bool]) -> None:
+    (first, rebuilds), (second, _) = pair(train_on_this_rank, options)
+    alone = train(network(), None, 0, 1)
+    for name, weight in alone.items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], weight)
+    assert rebuilds == 6, "only when what trains has changed"
+
+
+def old_reducer_is_gone() -> bool:
+    model = DistributedDataParallel(network())
+    hooked = weakref.ref(model.reducer) if hasattr(type(model.reducer), "__weakref__") else None
+    model(torch.ones(1, 6)).sum().backward()
+    rebuild_reducer(model)
+    gc.collect()
+    model.zero_grad()
+    model(torch.full((1, 6), dist.get_rank() + 1.0)).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    for gradient in gradients:
+        dist.broadcast(gradient, src=0)
+    same = all(
+        torch.equal(gradient, parameter.grad)
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True)
+    )
+    return same and (hooked is None or hooked() is None)
+
+
+def test_a_rebuilt_reducer_takes_the_place_of_the_old_one(pair: ProcessPool) -> None:
+    assert pair(old_reducer_is_gone) == [True, True]
+
+
+def counted_with_hook() -> int:
+    """How many buckets a communication hook sees after the reducer was rebuilt."""
+    seen = []
+
+    def count(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        state.append(bucket.buffer().numel())
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model = DistributedDataParallel(network())
+    model.register_comm_hook(seen, count)
+    keeper = ReducerKeeper(model)
+    model.module[0].requires_grad_(False)
+    model.module[2].requires_grad_(False)
+    keeper.refresh()
+    model(torch.ones(2, 6)).sum().backward()
+    return sum(seen)
+
+
+def test_communication_hooks_stay_and_see_only_what_trains(pair: ProcessPool) -> None:
+    head = sum(parameter.numel() for parameter in network()[4].parameters())
+    assert pair(counted_with_hook) == [head, head]
+
+
+def wholly_frozen() -> str:
+    model = DistributedDataParallel(network())
+    keeper = ReducerKeeper(model)
+    model.module.requires_grad_(False)
+    try:
+        keeper.refresh()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_without_anything_to_train_is_refused(pair: ProcessPool) -> None:
+    assert all("nothing to reduce" in message for message in pair(wholly_frozen))
