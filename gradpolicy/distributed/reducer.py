@@ -8,8 +8,8 @@ frozen part as it does on one process, nothing is searched for, and nothing froz
 
 from collections.abc import Iterable
 
-import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -88,4 +88,4 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
         model._static_graph_delay_allreduce_enqueued = False
     model._has_rebuilt_buckets = False
     for hook, state in model._comm_hooks:
-        dist._register_comm_hook(model.reducer, state, hook)
+        _register_comm_hook(model.reducer, state, hook)

@@ -1,0 +1,167 @@
+"""A communication hook for DistributedDataParallel that sends only the entries that train."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gradpolicy.errors import PolicyError, unknown
+
+WIRE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class Traffic:
+    """What one rank has handed to the all-reduce.
+
+    Attributes:
+        bytes_sent: Bytes of packed gradients.
+        bytes_full: Bytes of the same gradients, unpacked and in their own dtype.
+        reductions: Number of all-reduces.
+    """
+
+    bytes_sent: int = 0
+    bytes_full: int = 0
+    reductions: int = 0
+
+    @property
+    def share(self) -> float:
+        """Bytes sent as a share of all bytes."""
+        return self.bytes_sent / max(self.bytes_full, 1)
+
+
+class ActiveEntries:
+    """Averages gradients over the ranks, sending active entries only; frozen ones come back as zero.
+
+    Every rank must hold the same masks (:func:`~gradpolicy.distributed.agreement.check_agreement` tells).
+    Per bucket the hook computes ``packed = buffer[active] / ranks``, casts it, sums it over the ranks and
+    writes it back. The places of the active entries are kept until the masks change: 8 bytes an active entry.
+
+    Args:
+        dtype: What gradients are cast to for sending: ``"float16"``, ``"bfloat16"``, or None for their own
+            dtype.
+        group: The process group; None for all ranks.
+
+    Attributes:
+        traffic: Counts what was sent.
+
+    Raises:
+        PolicyError: For another dtype.
+
+    Example:
+        >>> communication = ActiveEntries(dtype="bfloat16")
+        >>> communication.set_masks({})  # masks by parameter; a parameter that is not named is sent whole
+
+        Then ``communication.register(model)`` on the model that DistributedDataParallel has wrapped.
+    """
+
+    def __init__(self, dtype: str | None = None, *, group: Any = None) -> None:
+        if dtype is not None and dtype not in WIRE_DTYPES:
+            raise unknown("dtype", str(dtype), WIRE_DTYPES, key="ActiveEntries.dtype")
+        self.dtype = None if dtype is None else WIRE_DTYPES[dtype]
+        self.group = group
+        self.traffic = Traffic()
+        self._masks: dict[int, Tensor] = {}
+        self._places: dict[tuple[int, ...], Tensor | None] = {}
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Puts the hook on a wrapped model; once.
+
+        Raises:
+            PolicyError: If what is given is not wrapped.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise PolicyError(
+                f"ActiveEntries: goes with DistributedDataParallel, got {type(model).__name__}; "
+                "under other strategies leave it out"
+            )
+        model.register_comm_hook(self, send_active)
+
+    def set_masks(self, masks: Mapping[Tensor, Tensor]) -> None:
+        """Takes the masks for the next backward pass.
+
+        Args:
+            masks: For each parameter that is not to be sent whole a bool mask that broadcasts to it.
+        """
+        fresh = {id(parameter): mask for parameter, mask in masks.items()}
+        same = fresh.keys() == self._masks.keys() and all(fresh[key] is self._masks[key] for key in fresh)
+        if not same:
+            self._masks = fresh
+            self._places.clear()
+
+    def places(self, parameters: list[Tensor]) -> Tensor | None:
+        """The active entries of a bucket that holds these parameters one after another.
+
+        Returns:
+            Their positions, int64; None where all are sent.
+        """
+        key = tuple(id(parameter) for parameter in parameters)
+        if key not in self._places:
+            self._places[key] = self._find_places(parameters)
+        return self._places[key]
+
+    def _find_places(self, parameters: list[Tensor]) -> Tensor | None:
+        if not any(id(parameter) in self._masks for parameter in parameters):
+            return None
+        flags = torch.cat([self._flags(parameter) for parameter in parameters])
+        places = flags.nonzero().view(-1)
+        return None if places.numel() == flags.numel() else places
+
+    def _flags(self, parameter: Tensor) -> Tensor:
+        """A parameter's mask with a flag an entry, in the order in which a bucket holds its gradient."""
+        mask = self._masks.get(id(parameter))
+        if mask is None:
+            return torch.ones(parameter.numel(), dtype=torch.bool, device=parameter.device)
+        whole = mask.to(parameter.device).broadcast_to(parameter.shape)
+        return whole.permute(_order_in_memory(parameter)).reshape(-1)
+
+
+def send_active(state: ActiveEntries, bucket: GradBucket) -> Future[Tensor]:
+    """The communication hook: averages a bucket's active entries over the ranks.
+
+    Args:
+        state: Knows the masks and counts.
+        bucket: Gradients of several parameters, one after another.
+
+    Returns:
+        A future of the bucket's buffer, averaged, with zeros where nothing trains.
+    """
+    buffer = bucket.buffer()
+    places = state.places(bucket.parameters())
+    ranks = dist.get_world_size(state.group)
+    packed = (buffer if places is None else buffer[places]).div(ranks)
+    packed = packed if state.dtype is None else packed.to(state.dtype)
+    state.traffic.bytes_full += buffer.numel() * buffer.element_size()
+    if packed.numel() == 0:
+        return _finished(buffer.zero_())
+    state.traffic.bytes_sent += packed.numel() * packed.element_size()
+    state.traffic.reductions += 1
+
+    def unpack(future: Future[list[Tensor]]) -> Tensor:
+        summed = future.value()[0].to(buffer.dtype)
+        return buffer.copy_(summed) if places is None else _spread(buffer, places, summed)
+
+    work = dist.all_reduce(packed, group=state.group, async_op=True)
+    return work.get_future().then(unpack)
+
+
+def _spread(buffer: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    return buffer.zero_().index_copy_(0, places, values)
+
+
+def _finished(value: Tensor) -> Future[Tensor]:
+    devices: list[int | str | torch.device] = [value.device] if value.is_cuda else []
+    future: Future[Tensor] = Future(devices=devices)
+    future.set_result(value)
+    return future
+
+
+def _order_in_memory(parameter: Tensor) -> list[int]:
+    """The dimensions from the largest stride to the smallest."""
+    return sorted(range(parameter.dim()), key=parameter.stride, reverse=True)

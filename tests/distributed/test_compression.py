@@ -1,0 +1,139 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_pool import ProcessPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradpolicy import PolicyError
+from gradpolicy.distributed.compression import ActiveEntries
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = nn.Sequential(
+        nn.Conv2d(2, 12, 3), nn.ReLU(), nn.Flatten(), nn.Linear(192, 30), nn.Tanh(), nn.Linear(30, 4)
+    )
+    return layers.to(memory_format=torch.channels_last)
+
+
+def masks_of(model: nn.Module, levels: dict[str, str], density: float) -> dict[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    masks = {}
+    for name, parameter in model.named_parameters():
+        level = levels.get(name.partition(".")[0], "whole")
+        shape = {
+            "entry": parameter.shape,
+            "row": (len(parameter), *(1,) * (parameter.dim() - 1)),
+            "tensor": (1,) * parameter.dim(),
+        }.get(level)
+        if shape is not None:
+            drawn = torch.rand(shape, generator=generator)
+            masks[parameter] = drawn < density if level != "tensor" else torch.zeros(shape, dtype=torch.bool)
+    return masks
+
+
+def averaged(levels: dict[str, str], density: float, options: dict[str, Any], dtype: str | None) -> dict:
+    """Gradients with the hook and without, the traffic and the active share."""
+    rank = dist.get_rank()
+    results = {}
+    for hooked in (True, False):
+        plain = network()
+        model = DistributedDataParallel(plain, **options)
+        masks = masks_of(plain, levels, density)
+        communication = ActiveEntries(dtype)
+        if hooked:
+            communication.register(model)
+            communication.set_masks(masks)
+        for step in range(3):
+            inputs = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            model.zero_grad()
+            model(inputs).square().sum().backward()
+        gradients = [parameter.grad.clone() for parameter in plain.parameters()]
+        if hooked:
+            results["traffic"] = communication.traffic
+        else:
+            gradients = [
+                torch.where(masks.get(parameter, torch.ones((), dtype=torch.bool)), gradient, 0.0)
+                for parameter, gradient in zip(plain.parameters(), gradients, strict=True)
+            ]
+        results["hooked" if hooked else "masked"] = gradients
+    sizes = [parameter.numel() for parameter in plain.parameters()]
+    active = [
+        masks[parameter].float().mean().item() * size if parameter in masks else size
+        for parameter, size in zip(plain.parameters(), sizes, strict=True)
+    ]
+    return {**results, "share": sum(active) / sum(sizes)}
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        {"0": "entry", "3": "entry", "5": "entry"},
+        {"0": "row", "3": "row"},
+        {"0": "tensor", "3": "entry", "5": "row"},
+        {"0": "tensor", "3": "tensor", "5": "tensor"},
+        {},
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}])
+def test_active_gradients_are_averaged_and_frozen_ones_are_zero(
+    pair: ProcessPool, levels: dict[str, str], options: dict[str, Any]
+) -> None:
+    first, second = pair(averaged, levels, 0.2, options, None)
+    for hooked, masked, other in zip(first["hooked"], first["masked"], second["hooked"], strict=True):
+        torch.testing.assert_close(hooked, masked)
+        assert torch.equal(hooked == 0, masked == 0)
+        assert torch.equal(hooked, other)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 0.9, 0.99])
+def test_no_more_is_sent_than_is_active(pair: ProcessPool, density: float) -> None:
+    for result in pair(averaged, {"0": "entry", "3": "row", "5": "entry"}, density, {}, None):
+        assert result["traffic"].share <= result["share"] + 0.05
+        assert result["traffic"].bytes_full == 3 * 4 * sum(g.numel() for g in result["hooked"])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-3), ("bfloat16", 1e-2)])
+def test_it_composes_with_half_precision(pair: ProcessPool, dtype: str, tolerance: float) -> None:
+    for result in pair(averaged, {"3": "entry"}, 0.2, {}, dtype):
+        assert result["traffic"].share <= (result["share"] + 0.05) / 2
+        for hooked, masked in zip(result["hooked"], result["masked"], strict=True):
+            scale = masked.abs().max().item()
+            torch.testing.assert_close(hooked, masked, rtol=0, atol=2 * tolerance * scale)
+
+
+def accumulated() -> bool:
+    """Whether a window of two batches, the first without reduction, gives the gradients of both."""
+    rank = dist.get_rank()
+    found = []
+    for hooked in (True, False):
+        plain = network()
+        model = DistributedDataParallel(plain)
+        masks = masks_of(plain, {"3": "entry"}, 0.5)
+        if hooked:
+            communication = ActiveEntries()
+            communication.register(model)
+            communication.set_masks(masks)
+        with model.no_sync():
+            model(torch.full((1, 2, 6, 6), rank + 1.0)).sum().backward()
+        model(torch.full((1, 2, 6, 6), rank + 3.0)).sum().backward()
+        weight = plain[3].weight
+        found.append(torch.where(masks[weight], weight.grad, 0.0))
+    return torch.allclose(*found)
+
+
+def test_it_holds_under_accumulation(pair: ProcessPool) -> None:
+    assert pair(accumulated) == [True, True]
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(PolicyError, match="did you mean 'bfloat16'"):
+        ActiveEntries("bfloat")
+
+
+def test_it_goes_with_a_wrapped_model_only() -> None:
+    with pytest.raises(PolicyError, match="goes with DistributedDataParallel, got Linear"):
+        ActiveEntries().register(nn.Linear(1, 1))
