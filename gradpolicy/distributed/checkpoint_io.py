@@ -1,0 +1,93 @@
+"""Checkpoints that are there whole or not at all, whenever the process or the machine dies."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+_PART = ".part"
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes each checkpoint beside its place, makes sure of it on the disk, then moves it there in one go.
+
+    A run killed while it saves leaves the former checkpoint as it was. A disk that fills up while saving does
+    too, and the error says so. Remote paths (``s3://…``) are left to Lightning.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[WholeCheckpointIO()], logger=False)
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Writes a checkpoint.
+
+        Args:
+            checkpoint: What is saved, with ``torch.save``.
+            path: Its place.
+            storage_options: Not for local files.
+
+        Raises:
+            OSError: If it could not be written, with the checkpoint that is left.
+        """
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        write_whole(checkpoint, Path(path))
+
+
+def write_whole(content: Any, path: Path) -> None:
+    """Saves with ``torch.save`` so that the path holds what it held before, or all of the new content.
+
+    Raises:
+        OSError: If it could not be written, naming the newest checkpoint that is left.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for abandoned in path.parent.glob(f".*{_PART}"):
+        abandoned.unlink(missing_ok=True)
+    part = path.with_name(f".{path.name}{_PART}")
+    try:
+        with part.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        # torch.save reports a failed write as a RuntimeError whose context is the OSError.
+        cause = _os_error(error)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        if cause is None:
+            raise
+        raise OSError(
+            cause.errno, f"could not save {path}: {os.strerror(cause.errno or 0)}; {_what_is_left(path)}"
+        ) from error
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _what_is_left(path: Path) -> str:
+    """Says from which checkpoint the run can go on."""
+    left = sorted(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
+    if not left:
+        return "there is no former checkpoint"
+    return f"{left[-1].name} of before is whole: make room and resume from it (ckpt_path=last)"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the new name last through a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
