@@ -1,6 +1,6 @@
 """Classification as a Lightning module, with a probe where the model has one."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.insight.attribution import class_logits
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -98,28 +99,12 @@ class Classifier(LightningModule):
     def _assess(self, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Losses and predicted classes of the head and, where there is one, of the probe."""
         images, labels = batch
-        logits, probe_logits = read_output(self(images))
+        output = self(images)
+        logits = class_logits(output)
+        probe_logits = getattr(output, "probe_logits", None)
         losses = {"loss": functional.cross_entropy(logits, labels)}
         predictions = {"accuracy": logits.argmax(dim=-1)}
         if probe_logits is not None:
             losses["probe_loss"] = functional.cross_entropy(probe_logits, labels)
             predictions["probe_accuracy"] = probe_logits.argmax(dim=-1)
         return losses, predictions
-
-
-def read_output(output: Any) -> tuple[Tensor, Tensor | None]:
-    """Takes the head's and the probe's logits out of what a model gives.
-
-    Args:
-        output: A tensor of logits; or a mapping or an object with `logits` and perhaps `probe_logits`.
-
-    Raises:
-        PolicyError: If there are no logits in it.
-    """
-    if isinstance(output, Tensor):
-        return output, None
-    read = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
-    logits = read("logits")
-    if not isinstance(logits, Tensor):
-        raise PolicyError(f"model: gave {type(output).__name__}; a tensor or something with 'logits' needed")
-    return logits, read("probe_logits")

@@ -54,7 +54,7 @@ class ExactResume(Callback):
             return
         if len(saved) != trainer.world_size:
             rank_zero_warn(
-                f"the checkpoint is of {len(saved)} process(es) and is resumed by {trainer.world_size}: random"
+                f"the checkpoint is of {len(saved)} process(es), resumed by {trainer.world_size}: random"
                 " states start anew, the run will not equal the undisturbed one bit for bit"
             )
             return

@@ -6,12 +6,11 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.tasks import Classifier, DigitsDataModule, Prediction, QuantizedConvNet
-from gradpolicy.tasks.classification import read_output
+from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -63,20 +62,6 @@ def test_the_scheduler_steps_when_told(make_trainer: Callable[..., Trainer]) -> 
 def test_an_unknown_interval_is_refused() -> None:
     with pytest.raises(PolicyError, match="scheduler_interval: 'minute'"):
         classifier(scheduler_interval="minute")
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda logits: logits, lambda logits: Prediction(logits, logits), lambda logits: {"logits": logits}],
-)
-def test_logits_are_found_in_what_models_give(wrap: Callable[[Tensor], object]) -> None:
-    logits = torch.rand(2, 3)
-    assert read_output(wrap(logits))[0] is logits
-
-
-def test_an_output_without_logits_is_refused() -> None:
-    with pytest.raises(PolicyError, match="gave str"):
-        read_output("no logits")
 
 
 def test_a_model_without_a_probe_logs_none(make_trainer: Callable[..., Trainer]) -> None:

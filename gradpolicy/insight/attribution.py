@@ -1,0 +1,292 @@
+"""Which pixels speak for a class: gradients of a class score with respect to the images.
+
+Every method is a function of a model, images and target classes that gives a tensor of the images' shape. The
+model is left as it was: weights, ``.grad``, ``requires_grad`` and training mode.
+
+Methods that change the gradient on its way back do it with flow policies, so an operation is caught whatever
+its spelling: ``F.relu`` as well as ``nn.ReLU``.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.policies import Deconv, FlowPolicy, Guided
+
+Forward = Callable[[Tensor], Any]
+Target = int | Sequence[int] | Tensor | None
+Attribution = Callable[..., Tensor]
+
+
+def gradient(
+    model: nn.Module, images: Tensor, target: Target = None, *, policies: Sequence[FlowPolicy] = ()
+) -> Tensor:
+    """Attributes by the plain gradient, ``∂ score(target) / ∂ images``.
+
+    Args:
+        model: Gives class logits of images, as a tensor or as `logits` of a mapping or an object.
+        images: Floating point, shape (batch, …).
+        target: A class for all images or one for each; the predicted ones unless given.
+        policies: Flow policies that hold meanwhile, such as straight-through for a quantised model.
+
+    Returns:
+        The attribution, of the shape and dtype of the images.
+
+    Raises:
+        PolicyError: If the images are not floating point, or no gradient reaches them.
+
+    Source: Simonyan, Vedaldi, Zisserman 2014, arXiv:1312.6034.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 3, bias=False)
+        >>> attribution = gradient(model, torch.ones(1, 2), target=2)
+        >>> torch.equal(attribution[0], model.weight[2].detach())
+        True
+    """
+    with _evaluating(model, policies):
+        return input_gradient(model, images, target)
+
+
+def guided(
+    model: nn.Module, images: Tensor, target: Target = None, *, policies: Sequence[FlowPolicy] = ()
+) -> Tensor:
+    """Attributes by guided backpropagation: at each ReLU only positive gradients of active units pass.
+
+    Arguments, result and errors are those of :func:`gradient`.
+
+    Source: Springenberg, Dosovitskiy, Brox, Riedmiller 2015, arXiv:1412.6806.
+    """
+    return gradient(model, images, target, policies=[*policies, Guided()])
+
+
+def deconv(
+    model: nn.Module, images: Tensor, target: Target = None, *, policies: Sequence[FlowPolicy] = ()
+) -> Tensor:
+    """Attributes by a deconvolution network: at each ReLU positive gradients pass, whatever the unit did.
+
+    Arguments, result and errors are those of :func:`gradient`.
+
+    Source: Zeiler, Fergus 2014, arXiv:1311.2901.
+    """
+    return gradient(model, images, target, policies=[*policies, Deconv()])
+
+
+def smoothgrad(
+    model: nn.Module,
+    images: Tensor,
+    target: Target = None,
+    *,
+    policies: Sequence[FlowPolicy] = (),
+    samples: int = 25,
+    noise: float = 0.15,
+    seed: int = 0,
+) -> Tensor:
+    """Attributes by the mean gradient over noisy copies of the images.
+
+    ``mean_k ∂ score(image + σ ε_k) / ∂ image`` with standard normal ε and ``σ = noise · (max − min)`` of each
+    image. Other arguments, result and errors are those of :func:`gradient`.
+
+    Args:
+        model: See :func:`gradient`.
+        images: See :func:`gradient`.
+        target: See :func:`gradient`; the predicted classes are those of the images without noise.
+        policies: See :func:`gradient`.
+        samples: Number of noisy copies.
+        noise: Standard deviation as a share of each image's range.
+        seed: Seeds the noise; the global random state is left alone.
+
+    Source: Smilkov, Thorat, Kim, Viégas, Wattenberg 2017, arXiv:1706.03825.
+    """
+    if samples < 1 or noise < 0:
+        raise PolicyError(f"smoothgrad: samples={samples} and noise={noise}; at least 1 and 0 needed")
+    generator = torch.Generator().manual_seed(seed)
+    pixels = images.flatten(1)
+    spread = (noise * (pixels.amax(1) - pixels.amin(1))).view(-1, *[1] * (images.dim() - 1))
+    with _evaluating(model, policies):
+        target = _targets(model, images, target)
+        total = torch.zeros_like(images)
+        for _ in range(samples):
+            epsilon = torch.randn(images.shape, generator=generator, dtype=images.dtype).to(images.device)
+            total += input_gradient(model, images + spread * epsilon, target)
+    return total / samples
+
+
+def guided_gradcam(
+    model: nn.Module,
+    images: Tensor,
+    target: Target = None,
+    *,
+    policies: Sequence[FlowPolicy] = (),
+    layer: nn.Module | str | None = None,
+) -> Tensor:
+    """Attributes by guided backpropagation where the class activation map is large.
+
+    ``guided · upsample(relu(Σ_c mean(∂ score / ∂ A_c) · A_c))`` with the channels A_c of a convolution's
+    output, upsampled bilinearly. Other arguments, result and errors are those of :func:`gradient`.
+
+    Args:
+        model: See :func:`gradient`.
+        images: Shape (batch, channels, height, width).
+        target: See :func:`gradient`.
+        policies: See :func:`gradient`.
+        layer: The convolution, or its name; the last one unless given.
+
+    Source: Selvaraju, Cogswell, Das, Vedantam, Parikh, Batra 2017, arXiv:1610.02391.
+    """
+    chosen = _convolution(model, layer)
+    with _evaluating(model, policies):
+        target = _targets(model, images, target)
+        activation_map = _activation_map(model, chosen, images, target)
+    upsampled = functional.interpolate(
+        activation_map, size=images.shape[-2:], mode="bilinear", align_corners=False
+    )
+    return guided(model, images, target, policies=policies) * upsampled
+
+
+METHODS: dict[str, Attribution] = {
+    "gradient": gradient,
+    "guided": guided,
+    "deconv": deconv,
+    "smoothgrad": smoothgrad,
+    "guided_gradcam": guided_gradcam,
+}
+
+
+def get_method(name: str) -> Attribution:
+    """Finds an attribution method by name.
+
+    Raises:
+        PolicyError: If there is no such method; names the nearest.
+    """
+    if name not in METHODS:
+        raise unknown("attribution method", name, METHODS, key="method")
+    return METHODS[name]
+
+
+def class_logits(output: Any) -> Tensor:
+    """Takes the class logits out of what a model gives.
+
+    Args:
+        output: A tensor; or a mapping or an object with `logits`.
+
+    Raises:
+        PolicyError: If there are no logits in it.
+    """
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise PolicyError(f"model: gave {type(output).__name__}; a tensor or something with 'logits' needed")
+    return logits
+
+
+def predict(forward: Forward, images: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable class of each image and its probability, each of shape (batch,)."""
+    with torch.inference_mode(False), torch.no_grad():
+        probabilities, classes = class_logits(forward(images.clone())).softmax(dim=-1).max(dim=-1)
+    return classes, probabilities
+
+
+def input_gradient(forward: Forward, images: Tensor, target: Target = None) -> Tensor:
+    """The gradient of class scores with respect to images, under whatever policies are installed.
+
+    Works within `torch.inference_mode` as well, and touches no ``.grad``.
+
+    Args:
+        forward: Gives class logits of images; the images of a batch must not influence each other.
+        images: Floating point, shape (batch, …).
+        target: A class for all images or one for each; the predicted ones unless given.
+
+    Raises:
+        PolicyError: If the images are not floating point, or no gradient reaches them.
+    """
+    if not images.is_floating_point():
+        raise PolicyError(f"images: {images.dtype} given, floating point needed")
+    with torch.inference_mode(False), torch.enable_grad():
+        inputs = images.clone().detach().requires_grad_()
+        logits = class_logits(forward(inputs))
+        scores = logits.gather(-1, _as_classes(target, logits)[:, None])
+        found = (
+            torch.autograd.grad(scores.sum(), inputs, allow_unused=True)[0] if scores.requires_grad else None
+        )
+    if found is None:
+        raise PolicyError("attribution: no gradient reaches the images, something between cuts the graph")
+    if not found.any():
+        warnings.warn(
+            "the attribution is zero everywhere: an operation without a gradient, such as round, lies"
+            " between; let a straight-through policy hold in this phase",
+            stacklevel=2,
+        )
+    return found
+
+
+def _targets(forward: Forward, images: Tensor, target: Target) -> Tensor:
+    """One class an image; the predicted ones where none is given."""
+    with torch.no_grad():
+        return _as_classes(target, class_logits(forward(images)))
+
+
+def _as_classes(target: Target, logits: Tensor) -> Tensor:
+    if target is None:
+        return logits.argmax(dim=-1)
+    classes = torch.as_tensor(target, device=logits.device).long().expand(len(logits))
+    count = logits.shape[-1]
+    if classes.numel() and not 0 <= int(classes.min()) <= int(classes.max()) < count:
+        raise PolicyError(f"target: the model has classes 0 to {count - 1}, {target} given")
+    return classes
+
+
+def _convolution(model: nn.Module, layer: nn.Module | str | None) -> nn.Module:
+    if isinstance(layer, nn.Module):
+        return layer
+    modules = dict(model.named_modules())
+    if layer is not None:
+        if layer not in modules:
+            raise unknown("module", layer, modules, key="layer")
+        return modules[layer]
+    convolutions = [module for module in modules.values() if isinstance(module, nn.Conv2d)]
+    if not convolutions:
+        raise PolicyError("guided_gradcam: the model has no nn.Conv2d; name a layer that gives channels")
+    return convolutions[-1]
+
+
+def _activation_map(model: nn.Module, layer: nn.Module, images: Tensor, target: Tensor) -> Tensor:
+    """Grad-CAM of a layer, shape (batch, 1, height, width) of the layer's output."""
+    caught: list[Tensor] = []
+
+    def catch(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        caught.append(output)
+        return output.clone()  # what follows may work in place
+
+    handle = layer.register_forward_hook(catch)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            logits = class_logits(model(images.clone().detach().requires_grad_()))
+            scores = logits.gather(-1, target[:, None])
+            (slope,) = torch.autograd.grad(scores.sum(), caught[-1])
+    finally:
+        handle.remove()
+    weights = slope.mean(dim=(-2, -1), keepdim=True)
+    return (weights * caught[-1].detach()).sum(dim=1, keepdim=True).relu()
+
+
+@contextmanager
+def _evaluating(model: nn.Module, policies: Sequence[FlowPolicy]) -> Iterator[None]:
+    """Puts a model in evaluation mode, under policies, and each module back in its own mode."""
+    from gradpolicy.flow import install
+
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with install(model, list(policies)):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

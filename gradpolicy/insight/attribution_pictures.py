@@ -1,0 +1,158 @@
+"""Attributes test images under the run's own policies, and keeps the pictures."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from gradpolicy.callback import GradientPolicies
+from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.insight.attribution import input_gradient, predict
+from gradpolicy.insight.pictures import Sample, picture_grid
+
+PHASE = "test"
+
+
+class AttributionPictures(Callback):
+    """Draws a grid of attributions of the first test images and gives it to the loggers.
+
+    What the attribution is depends on the flow policies of the run that hold in the phase ``test``: with a
+    guided policy it is guided backpropagation. The model is not updated, and no ``.grad`` is touched.
+
+    The images are the first entry of a batch; their labels, where there are any, the second. The logits are
+    what the LightningModule's `predict_step` gives.
+
+    Args:
+        policy: The policy that the pictures are about, by its name in `GradientPolicies`; it must hold in the
+            phase ``test``.
+        count: Number of images.
+        columns: Images in a row of the grid.
+        directory: Where the PNG goes; ``pictures`` in the trainer's root directory unless given.
+
+    Raises:
+        PolicyError: When testing starts, if the policy is not declared or does not hold then.
+    """
+
+    def __init__(
+        self,
+        policy: str = "guided",
+        count: int = 16,
+        columns: int = 4,
+        directory: str | Path | None = None,
+    ) -> None:
+        if count < 1:
+            raise PolicyError(f"AttributionPictures.count: {count} given, at least 1 needed")
+        self.policy = policy
+        self.count = count
+        self.columns = columns
+        self.directory = Path(directory) if directory is not None else None
+        self._batches: list[tuple[Tensor, Tensor | None]] = []
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks that the policy is there before anything is computed."""
+        self._batches = []
+        callbacks = [callback for callback in trainer.callbacks if isinstance(callback, GradientPolicies)]
+        declared = {name: policy for callback in callbacks for name, policy in callback.policies.items()}
+        if self.policy not in declared:
+            raise PolicyError(
+                f"AttributionPictures.policy: the run has no policy {self.policy!r};"
+                f" {nearest(self.policy, declared) or 'none is declared'}"
+            )
+        if not declared[self.policy].when.active(phase=PHASE):
+            raise PolicyError(
+                f"AttributionPictures.policy: {self.policy!r} does not hold in the phase {PHASE!r};"
+                f" declare it with when.phases=[{PHASE}]"
+            )
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keeps the first images."""
+        missing = self.count - sum(len(images) for images, _ in self._batches)
+        if missing > 0 and trainer.is_global_zero:
+            images, labels = batch if len(batch) == 2 else (batch[0], None)
+            self._batches.append((images[:missing], labels[:missing] if labels is not None else None))
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attributes the images, saves the grid and logs it."""
+        if not trainer.is_global_zero or not self._batches:
+            return
+        figure = self.draw(pl_module, getattr(trainer.datamodule, "classes", None))
+        directory = self.directory or Path(trainer.default_root_dir) / "pictures"
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{self.policy}.png"
+        figure.savefig(path)
+        for logger in trainer.loggers:
+            log_picture(logger, f"attribution/{self.policy}", figure, path, trainer.global_step)
+
+    def draw(self, pl_module: LightningModule, classes: tuple[str, ...] | None) -> Figure:
+        """The grid of the images kept so far, under the policies as they are installed now."""
+
+        def forward(images: Tensor) -> Any:
+            return pl_module.predict_step(images, 0)
+
+        samples = [
+            sample
+            for images, labels in self._batches
+            for sample in _samples(
+                images,
+                input_gradient(forward, images),
+                *predict(forward, images),
+                labels,
+                classes,
+            )
+        ]
+        return picture_grid(
+            samples, f"{self.policy}: which pixels speak for the predicted class", self.columns
+        )
+
+
+def _samples(
+    images: Tensor,
+    attributions: Tensor,
+    predicted: Tensor,
+    probabilities: Tensor,
+    labels: Tensor | None,
+    classes: tuple[str, ...] | None,
+) -> list[Sample]:
+    def name(index: Tensor) -> str:
+        return classes[int(index)] if classes else str(int(index))
+
+    return [
+        Sample(
+            image=images[i],
+            attribution=attributions[i],
+            predicted=name(predicted[i]),
+            probability=float(probabilities[i]),
+            truth=name(labels[i]) if labels is not None else None,
+        )
+        for i in range(len(images))
+    ]
+
+
+def log_picture(logger: Logger, name: str, figure: Figure, path: Path, step: int) -> None:
+    """Gives a picture to a logger that takes pictures; others are left alone.
+
+    Args:
+        logger: One of Lightning's loggers.
+        name: What the logger shall call the picture.
+        figure: The picture.
+        path: The same as a file.
+        step: The step it belongs to.
+    """
+    if isinstance(logger, WandbLogger):
+        logger.log_image(name, [str(path)], step=step)
+    elif isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_figure(name, figure, step)
+    elif isinstance(logger, MLFlowLogger):
+        logger.experiment.log_artifact(logger.run_id, str(path), "pictures")
