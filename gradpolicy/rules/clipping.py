@@ -90,7 +90,8 @@ def clip_norm(
     if grad.numel() == 0:
         return to_first(grad, inputs)
     rows = grad.reshape(grad.shape[0] if per_sample and grad.dim() else 1, -1)
-    shortened = rows * _shortening(rows, norm * loss_scale).to(grad.dtype)
+    # In the precision of the factor: it may be too small for half precision where its product is not.
+    shortened = (rows * _shortening(rows, norm * loss_scale)).to(grad.dtype)
     return to_first(shortened.reshape(grad.shape), inputs)
 
 

@@ -51,7 +51,7 @@ class Departure:
         words = [] if math.isinf(self.length_ratio) else [_length_in_words(self.length_ratio)]
         if not math.isnan(self.cosine):
             words.append(f"cosine {self.cosine:.2f}")
-        if 0 < self.length_ratio and self.sign_agreement < 1:
+        if self.length_ratio > 0 and self.sign_agreement < 1:
             words.append(f"signs agree in {self.sign_agreement:.0%} of the entries")
         if self.passes_where_zero:
             words.append(

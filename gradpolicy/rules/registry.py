@@ -1,5 +1,6 @@
 """Backward rules under their names: the registry, and the object that the rest of the house passes on."""
 
+import dis
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -30,12 +31,27 @@ class Rule:
         gradient_filter: ``gradient_filter(grad, **parameters) -> grad``, where the rule is the operation's
             own gradient of a filtered incoming gradient. It then holds for any operation, and needs
             nothing saved.
+        reads: Which of ``"inputs"`` and ``"output"`` the function reads the values of. What it does not
+            read need not be kept for the backward pass: it gets stand-ins of the same shape. None: found
+            out from the function's code.
     """
 
     name: str
     function: RuleFunction
     parameters: Mapping[str, Any] = field(default_factory=dict)
     gradient_filter: GradientFilter | None = None
+    reads: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.reads is None:
+            object.__setattr__(self, "reads", _names_read(self.function))
+
+    def __reduce__(self) -> tuple:
+        # A registered rule goes by its name, so that one defined within a function can be saved too.
+        known = _RULES.get(self.name)
+        if known is not None and known.function is self.function:
+            return (_registered, (self.name, dict(self.parameters)))
+        return (Rule, (self.name, self.function, dict(self.parameters), self.gradient_filter, self.reads))
 
     def __call__(self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
         """Applies the rule."""
@@ -70,13 +86,14 @@ _RULES: dict[str, Rule] = {}
 
 
 def rule(
-    name: str, *, gradient_filter: GradientFilter | None = None
+    name: str, *, gradient_filter: GradientFilter | None = None, reads: tuple[str, ...] | None = None
 ) -> Callable[[AnyRuleFunction], AnyRuleFunction]:
     """Registers a backward rule under a name.
 
     Args:
         name: The name that configs and :func:`gradient_override` use.
         gradient_filter: See :class:`Rule`.
+        reads: See :class:`Rule`.
 
     Returns:
         A decorator that gives the function back as it is.
@@ -100,7 +117,7 @@ def rule(
         known = _RULES.get(name)
         if known is not None and _origin(known.function) != _origin(function):
             raise PolicyError(f"rule {name!r} is already registered, by {'.'.join(_origin(known.function))}")
-        _RULES[name] = Rule(name, function, gradient_filter=gradient_filter)
+        _RULES[name] = Rule(name, function, gradient_filter=gradient_filter, reads=reads)
         return function
 
     return register
@@ -168,6 +185,24 @@ def _check_signature(name: str, function: RuleFunction) -> None:
         inspect.signature(function).bind_partial(None, None, None)
     except (TypeError, ValueError) as error:
         raise PolicyError(f"rule {name!r} must take (grad, inputs, output): {error}") from error
+
+
+def _registered(name: str, parameters: Mapping[str, Any]) -> Rule:
+    return replace(get_rule(name), parameters=parameters)
+
+
+def _names_read(function: RuleFunction) -> tuple[str, ...]:
+    """Which of its second and third arguments a function mentions; both where that cannot be seen."""
+    code = getattr(function, "__code__", None)
+    both = ("inputs", "output")
+    if code is None or code.co_argcount < 3 or {"locals", "eval", "exec"} & set(code.co_names):
+        return both
+    mentioned: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        mentioned.update(name for name in names if isinstance(name, str))
+    places = zip(both, code.co_varnames[1:3], strict=True)
+    return tuple(role for role, name in places if name in mentioned or name in code.co_cellvars)
 
 
 def _origin(function: RuleFunction) -> tuple[str, str]:

@@ -1,0 +1,156 @@
+"""What holds for every built-in rule, whatever its formula."""
+
+import doctest
+import functools
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+
+import gradpolicy
+from gradpolicy import get_rule, rule_names
+
+FAMILIES = [
+    importlib.import_module(f"gradpolicy.rules.{module.name}")
+    for module in pkgutil.iter_modules(gradpolicy.rules.__path__)
+]
+BUILT_IN = [
+    name for name in rule_names() if get_rule(name).function.__module__.startswith("gradpolicy.rules.")
+]
+# What each rule needs: its numbers; its inputs, where these are not one tensor of any values.
+NUMBERS = {
+    "scale": {"factor": 0.5},
+    "reverse": {"factor": 2.0},
+    "clip_value": {"value": 0.7, "loss_scale": 2.0},
+    "clip_norm": {"norm": 0.7, "loss_scale": 2.0},
+    "hardtanh": {"minimum": -0.5, "maximum": 0.5},
+    "tanh": {"slope": 2.0},
+    "sigmoid": {"slope": 2.0},
+    "fast_sigmoid": {"slope": 3.0},
+    "arctan": {"alpha": 1.5},
+    "triangular": {"height": 0.3, "width": 2.0},
+    "swish_sign": {"beta": 3.0},
+    "bernoulli": {"slope": 2.0},
+    "gumbel": {"temperature": 0.7},
+    "reinmax": {"temperature": 1.3},
+}
+
+
+def example(name, dtype=torch.float64, shape=(3, 4)):
+    """A gradient, inputs and an output that the rule can take."""
+    generator = torch.Generator().manual_seed(5)
+    grad, x = torch.randn(2, *shape, dtype=torch.float64, generator=generator)
+    inputs = [x.sigmoid() if name == "bernoulli" else x]
+    output = x.relu()
+    if name == "lsq":
+        inputs.append(torch.tensor(0.6, dtype=torch.float64))
+    if name == "gate":
+        inputs.append(x > 0)
+    if name in ("gumbel", "reinmax"):
+        output = torch.nn.functional.one_hot(x.argmax(-1), shape[-1]).double()
+    if name == "rotation":
+        output = x.flip(-1)
+    cast = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
+    return grad.to(dtype), tuple(cast), output.to(dtype)
+
+
+def as_tuple(returned):
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+def configured(name):
+    return get_rule(name, **NUMBERS.get(name, {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_the_examples_run(family):
+    assert doctest.testmod(family, optionflags=doctest.ELLIPSIS).failed == 0
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_docstring_has_formula_source_and_example(name):
+    text = inspect.getdoc(get_rule(name).function)
+    for part in ("forward", "backward", "Source:", "Example:"):
+        assert part in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_lower_precision_agrees_with_double_precision(name, dtype):
+    rule = configured(name)
+    reduced = example(name, dtype)
+    double = [tensor.double() if tensor.is_floating_point() else tensor for tensor in reduced[1]]
+    reference = as_tuple(rule(reduced[0].double(), tuple(double), reduced[2].double()))
+    got = as_tuple(rule(*reduced))
+    tolerance = 8 * torch.finfo(dtype).eps
+    for low, high in zip(got, reference, strict=True):
+        if high is None:
+            assert low is None
+        else:
+            assert low.dtype == dtype
+            torch.testing.assert_close(low.double(), high, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_may_be_a_tensor(name):
+    numbers = NUMBERS[name]
+    tensors = {key: torch.tensor(value) for key, value in numbers.items()}
+    plain, scheduled = get_rule(name, **numbers), get_rule(name, **tensors)
+    arguments = example(name, torch.float32)
+    torch.testing.assert_close(scheduled(*arguments), plain(*arguments))
+    assert scheduled(*arguments).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_nothing_given_is_changed(name):
+    arguments = example(name)
+    before = [arguments[0].clone(), *(tensor.clone() for tensor in arguments[1]), arguments[2].clone()]
+    configured(name)(*arguments)
+    after = [arguments[0], *arguments[1], arguments[2]]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_rule_itself_is_differentiable(name):
+    """Double backward: in the incoming gradient, and in the inputs where the formula has them."""
+    grad, inputs, output = example(name)
+    rule = configured(name)
+
+    def total(grad, first):
+        gradients = [part for part in as_tuple(rule(grad, (first, *inputs[1:]), output)) if part is not None]
+        return tuple(part + 0 * grad.sum() + 0 * first.sum() for part in gradients)
+
+    points = (grad.clone().requires_grad_(), inputs[0].clone().requires_grad_())
+    assert torch.autograd.gradcheck(total, points, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("redirected_relu", "clip_norm")])
+def test_vmap_is_the_rule_applied_to_each(name):
+    grad, inputs, output = example(name)
+    rule = configured(name)
+    places = tuple(0 if tensor.dim() else None for tensor in inputs)
+    mapped = torch.vmap(lambda grad, inputs, output: as_tuple(rule(grad, inputs, output))[0], (0, places, 0))
+    alone = [
+        as_tuple(rule(grad[row], tuple(x[row] if x.dim() else x for x in inputs), output[row]))[0]
+        for row in range(len(grad))
+    ]
+    torch.testing.assert_close(mapped(grad, inputs, output), torch.stack(alone))
+
+
+def test_vmap_of_clip_norm_is_per_sample():
+    grad, inputs, output = example("clip_norm")
+    rule = configured("clip_norm")
+    mapped = torch.vmap(lambda grad, x: rule(grad, (x,), x))(grad, inputs[0])
+    per_sample = rule.with_parameters(per_sample=True)(grad, inputs, output)
+    torch.testing.assert_close(mapped, per_sample)
+
+
+@pytest.mark.parametrize("name", ["guided_relu", "clip_norm", "bernoulli", "gate", "rotation"])
+def test_the_rule_traces_without_a_break(name):
+    arguments = example(name, torch.float32)
+    rule = functools.partial(configured(name).function, **NUMBERS.get(name, {}))
+    traced = torch.compile(rule, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(as_tuple(traced(*arguments)), as_tuple(rule(*arguments)), strict=True):
+        torch.testing.assert_close(got, expected)

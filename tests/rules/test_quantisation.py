@@ -1,0 +1,102 @@
+import math
+
+import pytest
+import torch
+
+from gradpolicy import PolicyError, get_rule, gradcheck_rule
+
+
+def quantise(values, step, lowest=-4, highest=3):
+    return torch.round(torch.clamp(values / step, lowest, highest)) * step
+
+
+def test_lsq_passes_values_inside_the_grid_only():
+    values, step = torch.tensor([-9.0, -3.9, 0.2, 2.9, 8.0]), torch.tensor(1.0)
+    grad_values, _ = get_rule("lsq", bits=3)(torch.ones(5), (values, step), quantise(values, step))
+    assert grad_values.tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_lsq_gives_the_step_the_papers_gradient():
+    values, step = torch.tensor([-9.0, 0.3, 2.6, 8.0]), torch.tensor(1.0)
+    grad = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    _, grad_step = get_rule("lsq", bits=3)(grad, (values, step), quantise(values, step))
+    by_hand = -4 * 1.0 + (0 - 0.3) * 2.0 + (3 - 2.6) * 3.0 + 3 * 4.0
+    assert grad_step.item() == pytest.approx(by_hand / math.sqrt(4 * 3))
+
+
+def test_lsq_is_the_true_gradient_for_the_step_but_for_the_term_of_the_round():
+    """Outside the grid the forward is linear in the step: the rule is then exact, but for its scale."""
+    values, step = torch.tensor([-9.0, 8.0, 7.0]), torch.tensor(1.0)
+    scale = math.sqrt(3 * 3)
+    check = gradcheck_rule(get_rule("lsq", bits=3), quantise, (values, step))
+    assert check.by_input[1].length_ratio == pytest.approx(1 / scale)
+    assert check.by_input[1].cosine == pytest.approx(1.0)
+
+
+def test_lsq_counts_the_values_that_share_a_step():
+    values, steps = torch.randn(4, 6), torch.rand(4, 1) + 0.2
+    grad = torch.randn(4, 6)
+    whole = get_rule("lsq", bits=3)
+    _, together = whole(grad, (values, steps), quantise(values, steps))
+    assert together.shape == (4, 1)
+    for row in range(4):
+        _, alone = whole(grad[row], (values[row], steps[row, 0]), grad[row])
+        torch.testing.assert_close(together[row, 0], alone)
+    _, counted = get_rule("lsq", bits=3, count=24)(grad, (values, steps), grad)
+    torch.testing.assert_close(counted, together / 2)
+
+
+def test_lsq_unsigned_grids_start_at_zero():
+    values, step = torch.tensor([-1.0, 0.5, 20.0]), torch.tensor(1.0)
+    rule = get_rule("lsq", bits=4, signed=False)
+    grad_values, grad_step = rule(torch.ones(3), (values, step), quantise(values, step, 0, 15))
+    assert grad_values.tolist() == [0.0, 1.0, 0.0]
+    assert grad_step.item() == pytest.approx((0 - 0.5 + 15) / math.sqrt(3 * 15))
+
+
+def test_lsq_says_what_it_needs():
+    x = torch.ones(2)
+    with pytest.raises(PolicyError, match=r"'lsq': expects the inputs \(values, step\), got 1"):
+        get_rule("lsq")(x, (x,), x)
+    with pytest.raises(PolicyError, match="'lsq': bits=1 leaves no positive point"):
+        get_rule("lsq", bits=1)(x, (x, x), x)
+
+
+def rotation_matrix(source, target):
+    """The rotation in the plane of two vectors that takes the one's direction to the other's (Rodrigues)."""
+    a, b = source / source.norm(), target / target.norm()
+    turn = torch.outer(b, a) - torch.outer(a, b)
+    return torch.eye(len(a), dtype=a.dtype) + turn + turn @ turn / (1 + a @ b)
+
+
+@pytest.mark.parametrize("size", [2, 3, 16])
+def test_rotation_is_the_transposed_rotation_matrix_stretched(size):
+    e, q, grad = torch.randn(3, 7, size, dtype=torch.float64)
+    got = get_rule("rotation")(grad, (e,), q)
+    for row in range(7):
+        matrix = q[row].norm() / e[row].norm() * rotation_matrix(e[row], q[row])
+        torch.testing.assert_close(matrix @ e[row], q[row])
+        torch.testing.assert_close(got[row], matrix.T @ grad[row])
+
+
+def test_rotation_keeps_the_angle_between_gradient_and_vector():
+    e, q, grad = torch.randn(3, 20, 5, dtype=torch.float64)
+    got = get_rule("rotation")(grad, (e,), q)
+    before = torch.cosine_similarity(grad, q, -1)
+    torch.testing.assert_close(torch.cosine_similarity(got, e, -1), before)
+
+
+def test_rotation_takes_any_dimension_and_leaves_the_codebook_alone():
+    e, q, grad = torch.randn(3, 2, 5, 4)
+    codebook = torch.randn(8, 5)
+    got, none = get_rule("rotation", dim=1)(grad, (e, codebook), q)
+    last = get_rule("rotation")(grad.mT, (e.mT,), q.mT)
+    assert none is None
+    torch.testing.assert_close(got, last.mT)
+
+
+def test_rotation_of_vectors_without_direction_gives_numbers():
+    e = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    q = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
+    grad = torch.ones(3, 2)
+    assert get_rule("rotation")(grad, (e,), q).tolist() == [[1.0, 1.0], [-1.0, 1.0], [0.0, 0.0]]

@@ -1,0 +1,114 @@
+import functools
+
+import pytest
+import torch
+
+from gradpolicy import PolicyError, Rule, get_rule, rule, rule_names
+from gradpolicy.rules.registry import keyword_names
+
+NAMES_OF_THE_DESIGN = {
+    *("stop", "identity", "scale", "reverse", "clip_value", "clip_norm", "guided_relu", "deconv_relu"),
+    *("hardtanh", "tanh", "sigmoid", "fast_sigmoid", "arctan", "triangular", "approx_sign", "swish_sign"),
+    *("bernoulli", "gumbel", "reinmax", "lsq", "rotation", "gate"),
+}
+
+
+def module_level_rule(grad, inputs, output, *, factor=2.0):
+    return factor * grad
+
+
+def test_every_promised_name_is_registered():
+    assert set(rule_names()) >= NAMES_OF_THE_DESIGN
+
+
+def test_a_registered_function_is_returned_as_it_is_and_found_by_its_name():
+    @rule("registry_test_rule")
+    def five_times(grad, inputs, output):
+        return 5 * grad
+
+    found = get_rule("registry_test_rule")
+    x = torch.ones(2)
+    assert found.function is five_times
+    assert found(x, (x,), x).tolist() == [5.0, 5.0]
+    assert get_rule(five_times) is found
+
+
+def test_registering_the_same_function_again_is_allowed_another_is_not():
+    def first(grad, inputs, output):
+        return grad
+
+    def second(grad, inputs, output):
+        return grad
+
+    rule("registry_test_twice")(first)
+    rule("registry_test_twice")(first)
+    with pytest.raises(PolicyError, match=r"registry_test_twice.*already registered.*first"):
+        rule("registry_test_twice")(second)
+
+
+def test_a_rule_without_a_name_is_refused():
+    with pytest.raises(PolicyError, match="under a name"):
+        rule(module_level_rule)
+
+
+def test_a_function_that_cannot_take_three_arguments_is_refused():
+    with pytest.raises(PolicyError, match="must take \\(grad, inputs, output\\)"):
+        rule("registry_test_short")(lambda grad: grad)
+
+
+def test_an_unknown_name_names_the_nearest():
+    with pytest.raises(PolicyError, match=r"unknown rule 'guided_rule'.*'guided_relu'"):
+        get_rule("guided_rule")
+
+
+def test_a_dotted_path_means_the_function_there():
+    path = f"{module_level_rule.__module__}.module_level_rule"
+    assert get_rule(path).function is module_level_rule
+    assert get_rule("gradpolicy.rules.passing.stop") is get_rule("stop")
+
+
+@pytest.mark.parametrize("path", ["no_such_package.rule", "gradpolicy.rules.passing.no_such_rule"])
+def test_a_dotted_path_to_nothing_says_why(path):
+    with pytest.raises(PolicyError, match="cannot be imported"):
+        get_rule(path)
+
+
+def test_what_is_no_rule_is_refused():
+    with pytest.raises(PolicyError, match="a name, a dotted path or a function"):
+        get_rule(3)
+
+
+def test_parameters_are_kept_and_the_original_stays():
+    slow, fast = get_rule("tanh"), get_rule("tanh", slope=4.0)
+    assert slow.parameters == {}
+    assert fast.parameters == {"slope": 4.0}
+    assert get_rule(fast, slope=5.0).parameters == {"slope": 5.0}
+
+
+def test_an_unknown_parameter_names_the_nearest():
+    with pytest.raises(PolicyError, match=r"'tanh' has no parameter 'slop'.*'slope'"):
+        get_rule("tanh", slop=2.0)
+    with pytest.raises(PolicyError, match="'identity' has no parameter 'factor'; it has none"):
+        get_rule("identity", factor=2.0)
+
+
+def test_missing_parameters_are_known():
+    assert get_rule("scale").missing_parameters() == ["factor"]
+    assert get_rule("scale", factor=1.0).missing_parameters() == []
+    assert get_rule("clip_norm").missing_parameters() == ["norm"]
+
+
+def test_a_function_with_any_keyword_takes_any_parameter():
+    def takes_all(grad, inputs, output, **anything):
+        return grad * anything["gain"]
+
+    x = torch.ones(1)
+    assert keyword_names(takes_all) is None
+    assert get_rule(takes_all, gain=3.0)(x, (x,), x).item() == 3.0
+
+
+def test_callables_without_a_name_are_rules_too():
+    doubled = functools.partial(module_level_rule, factor=3.0)
+    found = get_rule(doubled)
+    assert isinstance(found, Rule)
+    assert found.name == "partial"

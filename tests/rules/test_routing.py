@@ -1,0 +1,30 @@
+import torch
+
+from gradpolicy.rules.routing import near, to_first, zeros_for
+
+
+def test_one_input_gets_a_tensor_several_a_tuple():
+    grad = torch.ones(2, 3)
+    assert to_first(grad, (grad,)) is grad
+    assert to_first(grad, (grad, grad, grad))[1:] == (None, None)
+
+
+def test_what_was_broadcast_is_summed():
+    grad = torch.arange(6.0).reshape(2, 3)
+    assert to_first(grad, (torch.zeros(3),)).tolist() == [3.0, 5.0, 7.0]
+    assert to_first(grad, (torch.zeros(2, 1),)).tolist() == [[3.0], [12.0]]
+    assert to_first(grad, (torch.tensor(0.0),)).item() == 15.0
+
+
+def test_a_shape_that_does_not_broadcast_is_left_for_the_caller_to_refuse():
+    assert to_first(torch.ones(2, 3), (torch.zeros(4),)).shape == (2, 3)
+
+
+def test_integers_have_no_zero_gradient():
+    assert zeros_for(torch.ones(2, dtype=torch.int64)) is None
+    assert zeros_for(torch.ones(2, dtype=torch.float16)).dtype == torch.float16
+
+
+def test_plain_numbers_stay_plain():
+    assert near(2.0, torch.ones(1)) == 2.0
+    assert near(torch.tensor(2.0), torch.ones(1)).item() == 2.0

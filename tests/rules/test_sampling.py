@@ -1,0 +1,114 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from gradpolicy import get_rule, gradcheck_rule
+from gradpolicy.rules.gradcheck import enumerate_bits, enumerate_categories
+
+PROBABILITIES = torch.tensor([0.1, 0.5, 0.8], dtype=torch.float64)
+LOGITS = torch.tensor([0.5, -1.0, 0.2, 1.3], dtype=torch.float64)
+
+
+def random_quadratic(size=4):
+    matrix = torch.randn(size, size, dtype=torch.float64)
+    return lambda y: y @ matrix @ y
+
+
+def exponential(strength):
+    weight = strength * torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    return lambda y: torch.exp(weight @ y)
+
+
+def expected(rule, loss):
+    return gradcheck_rule(rule, torch.softmax, LOGITS, outcomes=enumerate_categories, loss=loss)
+
+
+def test_bernoulli_passes_the_gradient_as_it_is(apply_rule):
+    grad = torch.randn(5)
+    p = torch.tensor([0.0, 0.2, 0.5, 0.9, 1.0])
+    torch.testing.assert_close(apply_rule("bernoulli", p, grad), grad)
+
+
+def test_bernoulli_is_unbiased_for_a_linear_loss():
+    check = gradcheck_rule("bernoulli", torch.bernoulli, PROBABILITIES, outcomes=enumerate_bits)
+    assert check.exact
+
+
+def test_bernoulli_is_biased_for_a_curved_loss_by_as_much_as_theory_says():
+    """For y² the true gradient is 1 for each bit, the expected estimate 2p."""
+    check = gradcheck_rule(
+        "bernoulli",
+        torch.bernoulli,
+        PROBABILITIES,
+        outcomes=enumerate_bits,
+        loss=lambda y: y.square().sum(),
+    )
+    assert not check.exact
+    assert check.length_ratio == pytest.approx(float((2 * PROBABILITIES).norm() / 3**0.5), abs=1e-6)
+
+
+@pytest.mark.parametrize("slope", [1.0, 2.5, 6.0])
+def test_the_slope_sharpens_the_probability(slope):
+    def sharpened(p):
+        return torch.sigmoid(slope * torch.logit(p))
+
+    assert gradcheck_rule(get_rule("bernoulli", slope=slope), sharpened, PROBABILITIES).exact
+
+
+@pytest.mark.parametrize("slope", [1.0, 3.0, 200.0, torch.tensor(64.0)])
+def test_certain_bits_give_numbers(apply_rule, slope):
+    p = torch.tensor([0.0, 1.0, 0.5])
+    steep = apply_rule("bernoulli", p, slope=slope)
+    assert bool(steep.isfinite().all())
+    torch.testing.assert_close(steep[2], torch.as_tensor(slope))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_gumbel_is_the_gradient_of_torchs_hard_gumbel_softmax(temperature, dim):
+    logits = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(5, 4, dtype=torch.float64)
+    torch.manual_seed(3)
+    hard = functional.gumbel_softmax(logits, tau=temperature, hard=True, dim=dim)
+    reference = torch.autograd.grad(hard, logits, grad)[0]
+    torch.manual_seed(3)
+    noisy = logits.detach() - torch.empty_like(logits).exponential_().log()
+    got = get_rule("gumbel", temperature=temperature, dim=dim)(grad, (noisy,), hard.detach())
+    torch.testing.assert_close(got, reference)
+
+
+def test_reinmax_is_exact_for_linear_and_quadratic_losses():
+    assert expected("reinmax", lambda y: 3 * y[0] - y[2]).exact
+    assert expected("reinmax", random_quadratic()).exact
+
+
+def test_straight_through_is_exact_for_linear_losses_only():
+    assert expected("gumbel", lambda y: 3 * y[0] - y[2]).exact
+    assert not expected("gumbel", random_quadratic()).exact
+
+
+@pytest.mark.parametrize(("name", "order"), [("gumbel", 2), ("reinmax", 3)])
+def test_the_error_shrinks_with_the_order_that_is_claimed(name, order):
+    """The loss is exp(strength · w·y): accurate to order n means an error in strength to the n + 1."""
+    coarse, fine = (expected(name, exponential(strength)).deviation for strength in (0.08, 0.04))
+    assert coarse / fine == pytest.approx(2**order, rel=0.15)
+
+
+def test_reinmax_follows_the_papers_algorithm():
+    """π₂ = 2 softmax(stop(ln π₁ − x) + x) − π₀ / 2, with y in its place in the forward."""
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(6, 4, dtype=torch.float64)
+    sample = torch.distributions.OneHotCategorical(logits=x).sample()
+    smoothed = (torch.softmax(x / 1.3, -1) + sample) / 2
+    first = torch.softmax((smoothed.log() - x).detach() + x, -1)
+    reference = torch.autograd.grad(2 * first - torch.softmax(x, -1) / 2, x, grad)[0]
+    got = get_rule("reinmax", temperature=1.3)(grad, (x.detach(),), sample)
+    torch.testing.assert_close(got, reference)
+
+
+def test_the_gradients_of_logits_sum_to_zero():
+    x, grad = torch.randn(6, 4), torch.randn(6, 4)
+    sample = functional.one_hot(x.argmax(-1), 4).float()
+    for name in ("gumbel", "reinmax"):
+        total = get_rule(name)(grad, (x,), sample).sum(-1)
+        torch.testing.assert_close(total, torch.zeros(6), atol=1e-6, rtol=0)

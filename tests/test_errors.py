@@ -1,0 +1,40 @@
+import pytest
+
+from gradpolicy.errors import PolicyError, nearest, unknown
+
+
+def test_a_policy_error_is_a_value_error():
+    assert issubclass(PolicyError, ValueError)
+
+
+def test_close_names_come_first():
+    assert nearest("roud", ["round", "floor", "relu"], count=1) == "did you mean 'round'?"
+
+
+def test_case_does_not_matter():
+    assert nearest("RELU", ["relu", "floor"], count=1) == "did you mean 'relu'?"
+
+
+def test_without_a_close_name_all_are_listed_where_they_are_few():
+    assert nearest("zzz", ["b", "a"]) == "valid names: 'a', 'b'"
+
+
+def test_a_long_list_is_cut():
+    listed = nearest("zzz", [f"name{number:02}" for number in range(20)])
+    assert listed.endswith("'name11', …")
+
+
+def test_without_candidates_nothing_is_said():
+    assert nearest("a", []) == ""
+    assert str(unknown("rule", "a", [])) == "unknown rule 'a'"
+
+
+def test_unknown_says_the_key_the_kind_the_name_and_the_nearest():
+    error = unknown("mode", "detatch", ["detach", "zero"], key="policy.probe.mode")
+    assert isinstance(error, PolicyError)
+    assert str(error) == "policy.probe.mode: unknown mode 'detatch'; did you mean 'detach'?"
+
+
+@pytest.mark.parametrize("name", ["", "quantiser with a very long name indeed"])
+def test_any_name_gives_a_message(name):
+    assert "unknown operation" in str(unknown("operation", name, ["relu"]))

@@ -1,0 +1,67 @@
+import math
+import pickle
+
+import pytest
+
+import gradpolicy as gp
+from gradpolicy.schedules import Constant, Cosine, Exponential, Ganin, Linear
+
+SCHEDULES = [
+    Constant(0.3),
+    Linear(1.0, 5.0, 10),
+    Cosine(1.0, 0.0, 10),
+    Exponential(1.0, 0.01, 10),
+    Ganin(10, 100),
+]
+
+
+def test_linear_is_a_straight_line():
+    ramp = Linear(2.0, 4.0, steps=10)
+    assert [ramp(count) for count in (0, 1, 5, 10)] == pytest.approx([2.0, 2.2, 3.0, 4.0])
+
+
+def test_cosine_is_half_a_wave():
+    wave = Cosine(1.0, 0.0, steps=8)
+    assert [wave(count) for count in range(9)] == pytest.approx(
+        [math.cos(math.pi * count / 16) ** 2 for count in range(9)]
+    )
+
+
+def test_exponential_keeps_the_ratio():
+    decay = Exponential(1.0, 0.001, steps=3)
+    assert [decay(count) for count in range(4)] == pytest.approx([1.0, 0.1, 0.01, 0.001])
+
+
+def test_ganin_is_the_papers_ramp():
+    ramp = Ganin(gamma=10, steps=200)
+    for count in (0, 1, 50, 199, 200):
+        assert ramp(count) == pytest.approx(2 / (1 + math.exp(-10 * count / 200)) - 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+def test_a_schedule_holds_its_last_value_gives_floats_and_can_be_pickled(schedule):
+    last = schedule(getattr(schedule, "steps", 0))
+    assert schedule(10**9) == last
+    assert isinstance(last, float)
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+
+
+def test_schedules_are_found_under_the_package():
+    assert gp.schedules.Ganin is Ganin
+    assert "schedules" in dir(gp)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Linear(0, 1, 0), "Linear.steps: must be a whole number of at least 1, got 0"),
+        (lambda: Ganin(steps=1.5), "Ganin.steps: must be a whole number"),
+        (lambda: Constant("a"), "Constant.value: must be a finite number, got 'a'"),
+        (lambda: Cosine(math.nan, 1, 1), "Cosine.start: must be a finite number"),
+        (lambda: Exponential(-1, 1, 1), "Exponential: start and stop must be of one sign"),
+        (lambda: Exponential(0, 1, 1), "Exponential: start and stop must be of one sign"),
+    ],
+)
+def test_wrong_input_names_the_key(make, message):
+    with pytest.raises(gp.PolicyError, match=message):
+        make()

@@ -1,0 +1,71 @@
+import dataclasses
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradpolicy import PolicyError, When
+
+
+def test_by_default_it_holds_at_every_step_of_fitting_only():
+    assert When().active(step=0)
+    assert When().active(phase="fit", step=10**6)
+    assert not When().active(phase="test")
+
+
+def test_the_start_is_included_the_stop_is_not():
+    when = When(start=3, stop=5)
+    assert [when.active(step=step) for step in range(7)] == [False, False, False, True, True, False, False]
+
+
+def test_every_counts_from_the_start():
+    when = When(start=1, every=3)
+    assert [step for step in range(10) if when.active(step=step)] == [1, 4, 7]
+
+
+def test_epochs_are_counted_where_told():
+    when = When(start=2, unit="epoch")
+    assert not when.active(step=100, epoch=1)
+    assert when.active(step=0, epoch=2)
+
+
+def test_outside_fitting_only_the_phase_counts():
+    when = When(phases=("test", "predict"), start=100)
+    assert when.active(phase="test", step=0)
+    assert not when.active(phase="fit", step=200)
+
+
+def test_one_phase_may_be_a_plain_name():
+    assert When(phases="validate") == When(phases=["validate"])
+
+
+@given(start=st.integers(0, 20), length=st.integers(1, 20), every=st.integers(1, 5), step=st.integers(0, 50))
+def test_it_holds_at_the_steps_of_a_range(start, length, every, step):
+    when = When(start=start, stop=start + length, every=every)
+    assert when.active(step=step) == (step in range(start, start + length, every))
+
+
+def test_it_is_a_value():
+    when = When(phases=("fit", "test"), start=2)
+    assert pickle.loads(pickle.dumps(when)) == when
+    assert hash(when) == hash(When(phases=("fit", "test"), start=2))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        when.start = 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"phases": ("fitt",)}, "when.phases: unknown phase 'fitt'; did you mean 'fit'?"),
+        ({"unit": "steps"}, "when.unit: unknown unit 'steps'; did you mean 'step'"),
+        ({"start": -1}, "when.start: must be a whole number of at least 0, got -1"),
+        ({"start": 1.5}, "when.start: must be a whole number"),
+        ({"every": 0}, "when.every: must be a whole number of at least 1, got 0"),
+        ({"every": True}, "when.every: must be a whole number"),
+        ({"start": 5, "stop": 5}, r"when.stop: must be a whole number above start \(5\), got 5"),
+    ],
+)
+def test_wrong_input_names_the_key(arguments, message):
+    with pytest.raises(PolicyError, match=message):
+        When(**arguments)

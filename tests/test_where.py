@@ -1,0 +1,117 @@
+import pytest
+import torch
+from torch import nn
+
+from gradpolicy import PolicyError
+from gradpolicy.where import as_patterns, match_modules, match_names, match_parameters, pick, plain_name
+
+NAMES = ["trunk.0.weight", "trunk.0.bias", "trunk.1.weight", "head.weight"]
+
+
+@pytest.fixture
+def model():
+    return nn.ModuleDict(
+        {
+            "trunk": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
+            "head": nn.Linear(2, 1),
+        }
+    )
+
+
+def parameters(patterns):
+    return match_names(patterns, NAMES, "parameter")
+
+
+def test_a_star_crosses_dots():
+    assert parameters("trunk.*") == NAMES[:3]
+    assert parameters("*.weight") == [NAMES[0], NAMES[2], NAMES[3]]
+
+
+def test_the_order_is_that_of_the_names():
+    assert parameters(["head.*", "trunk.0.*"]) == [NAMES[0], NAMES[1], NAMES[3]]
+
+
+def test_an_exclamation_mark_takes_away_wherever_it_stands():
+    assert parameters(["trunk.*", "!*.bias"]) == [NAMES[0], NAMES[2]]
+    assert parameters(["!*.bias", "trunk.*"]) == [NAMES[0], NAMES[2]]
+
+
+def test_only_exclamation_marks_mean_all_but_these():
+    assert parameters("!trunk.*") == [NAMES[3]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [("trunc.*", "'trunk'"), ("head.wieght", "'head.weight'"), ("!trunc.*", "'trunk'")],
+)
+def test_a_pattern_that_matches_nothing_names_the_nearest(pattern, near):
+    with pytest.raises(PolicyError, match=f"pattern .* matches nothing; did you mean .*{near}"):
+        parameters([pattern])
+
+
+def test_taking_everything_away_is_an_error():
+    with pytest.raises(PolicyError, match="take away everything"):
+        parameters(["head.*", "!*weight"])
+
+
+def test_one_pattern_several_or_none():
+    assert as_patterns(None) == ()
+    assert as_patterns("a") == ("a",)
+    assert as_patterns(nn.ReLU) == (nn.ReLU,)
+    assert as_patterns(["a", nn.ReLU]) == ("a", nn.ReLU)
+
+
+def test_the_names_of_wrappers_do_not_show():
+    assert plain_name("trunk._orig_mod.0._checkpoint_wrapped_module.weight") == "trunk.0.weight"
+    assert plain_name("_fsdp_wrapped_module") == ""
+
+
+def test_modules_by_glob_class_and_path(model):
+    assert list(match_modules(model, "trunk.*")) == ["trunk.0", "trunk.1", "trunk.2"]
+    assert list(match_modules(model, nn.Linear)) == ["trunk.0", "trunk.2", "head"]
+    assert list(match_modules(model, "torch.nn.ReLU")) == ["trunk.1"]
+
+
+def test_the_model_itself_has_the_empty_name(model):
+    assert match_modules(model, "*")[""] is model
+    assert list(match_modules(model, ["!trunk*"])) == ["", "head"]
+
+
+def test_a_module_class_may_be_taken_away_by_its_path(model):
+    assert list(match_modules(model, ["trunk.*", "!torch.nn.Linear"])) == ["trunk.1"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("trunks.*", "module pattern 'trunks.*' matches nothing; did you mean 'trunk'"),
+        (nn.GELU, "module class 'GELU' matches nothing"),
+        ("torch.nn.Linaer", "module pattern 'torch.nn.Linaer' matches nothing"),
+        ("no_such_package.Linear", "matches nothing"),
+        (3, "must be a glob or a module class, got 3"),
+    ],
+)
+def test_modules_that_do_not_exist(model, pattern, message):
+    with pytest.raises(PolicyError, match=message.replace("*", r"\*")):
+        match_modules(model, pattern)
+
+
+def test_taking_every_module_away_is_an_error(model):
+    with pytest.raises(PolicyError, match="take away everything"):
+        match_modules(model, ["head", "!h*"])
+
+
+def test_compiled_modules_are_matched_by_their_own_names(model):
+    model["head"] = torch.compile(model["head"])
+    assert "head" in match_modules(model, "head")
+    assert list(match_parameters(model, "head.*")) == ["head.weight", "head.bias"]
+
+
+def test_a_shared_parameter_is_found_once_under_its_first_name(model):
+    model["trunk"][2].weight = model["trunk"][0].weight
+    assert list(match_parameters(model, "trunk.*.weight")) == ["trunk.0.weight"]
+
+
+def test_pick_selects_from_named_tensors():
+    named = {name: torch.zeros(1) for name in NAMES}
+    assert list(pick(named, "head.*")) == ["head.weight"]
