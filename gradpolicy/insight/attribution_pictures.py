@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
@@ -55,8 +54,13 @@ class AttributionPictures(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks that the policy is there before anything is computed."""
         self._batches = []
-        callbacks = [callback for callback in trainer.callbacks if isinstance(callback, GradientPolicies)]
-        declared = {name: policy for callback in callbacks for name, policy in callback.policies.items()}
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        declared = {
+            name: policy
+            for callback in callbacks
+            if isinstance(callback, GradientPolicies)
+            for name, policy in callback.policies.items()
+        }
         if self.policy not in declared:
             raise PolicyError(
                 f"AttributionPictures.policy: the run has no policy {self.policy!r};"
@@ -87,7 +91,7 @@ class AttributionPictures(Callback):
         """Attributes the images, saves the grid and logs it."""
         if not trainer.is_global_zero or not self._batches:
             return
-        figure = self.draw(pl_module, getattr(trainer.datamodule, "classes", None))
+        figure = self.draw(pl_module, getattr(getattr(trainer, "datamodule", None), "classes", None))
         directory = self.directory or Path(trainer.default_root_dir) / "pictures"
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.policy}.png"

@@ -2,7 +2,23 @@
 
 from gradpolicy.tasks.classification import Classifier
 from gradpolicy.tasks.digits import DigitsDataModule
-from gradpolicy.tasks.models import Prediction, QuantizedConvNet
+from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
+from gradpolicy.tasks.language_model import LanguageModel
+from gradpolicy.tasks.models import ConvNet, MultilayerPerceptron, Prediction, QuantizedConvNet
 from gradpolicy.tasks.resume import ExactResume
+from gradpolicy.tasks.tiny_shakespeare import TinyShakespeareDataModule
+from gradpolicy.tasks.transformer import CharacterTransformer
 
-__all__ = ["Classifier", "DigitsDataModule", "ExactResume", "Prediction", "QuantizedConvNet"]
+__all__ = [
+    "CharacterTransformer",
+    "Classifier",
+    "ConvNet",
+    "DigitsDataModule",
+    "ExactResume",
+    "FashionMNISTDataModule",
+    "LanguageModel",
+    "MultilayerPerceptron",
+    "Prediction",
+    "QuantizedConvNet",
+    "TinyShakespeareDataModule",
+]

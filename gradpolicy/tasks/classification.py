@@ -1,33 +1,28 @@
 """Classification as a Lightning module, with a probe where the model has one."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import cast
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from gradpolicy.errors import PolicyError
 from gradpolicy.insight.attribution import class_logits
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory, Task
 
 
-class Classifier(LightningModule):
+class Classifier(Task):
     """Trains a classifier with cross-entropy, and its probe beside it.
 
     The loss is the head's cross-entropy plus the probe's. Whether the probe shapes the trunk is not decided
     here but by the policies of the run.
 
     Args:
-        model: Gives logits of shape (batch, classes), or something with `logits` and `probe_logits`.
-        optimizer: Makes the optimizer of an iterable of parameters, as Hydra's ``_partial_: true`` gives it.
-        scheduler: Makes a learning-rate scheduler of the optimizer.
-        scheduler_interval: When the scheduler steps, ``"step"`` or ``"epoch"``.
+        model: Gives logits of shape (batch, classes), or something with `logits` and perhaps `probe_logits`.
+        optimizer: See :class:`~gradpolicy.tasks.task.Task`.
+        scheduler: See :class:`~gradpolicy.tasks.task.Task`.
+        scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
         classes: Number of classes.
 
     Logs ``{train,val,test}/loss``, ``…/accuracy`` and, with a probe, ``…/probe_loss``, ``…/probe_accuracy``.
@@ -42,13 +37,7 @@ class Classifier(LightningModule):
         scheduler_interval: str = "epoch",
         classes: int = 10,
     ) -> None:
-        super().__init__()
-        if scheduler_interval not in ("step", "epoch"):
-            raise PolicyError(f"scheduler_interval: {scheduler_interval!r} given, 'step' or 'epoch' needed")
-        self.model = model
-        self.make_optimizer = optimizer
-        self.make_scheduler = scheduler
-        self.scheduler_interval = scheduler_interval
+        super().__init__(model, optimizer, scheduler, scheduler_interval)
         self.metrics = nn.ModuleDict(
             {
                 f"{stage}_{name}": MulticlassAccuracy(classes, average="micro")
@@ -56,10 +45,6 @@ class Classifier(LightningModule):
                 for name in ("accuracy", "probe_accuracy")
             }
         )
-
-    def forward(self, images: Tensor) -> Any:
-        """What the model gives."""
-        return self.model(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
         """The summed loss of a batch."""
@@ -78,14 +63,6 @@ class Classifier(LightningModule):
         """Logs the test values."""
         self._evaluate("test", batch)
 
-    def configure_optimizers(self) -> Any:
-        """The optimizer and, if there is one, its scheduler."""
-        optimizer = self.make_optimizer(self.parameters())
-        if self.make_scheduler is None:
-            return optimizer
-        schedule = {"scheduler": self.make_scheduler(optimizer), "interval": self.scheduler_interval}
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
-
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
         losses, predictions = self._assess(batch)
@@ -100,11 +77,9 @@ class Classifier(LightningModule):
         """Losses and predicted classes of the head and, where there is one, of the probe."""
         images, labels = batch
         output = self(images)
-        logits = class_logits(output)
-        probe_logits = getattr(output, "probe_logits", None)
-        losses = {"loss": functional.cross_entropy(logits, labels)}
-        predictions = {"accuracy": logits.argmax(dim=-1)}
-        if probe_logits is not None:
-            losses["probe_loss"] = functional.cross_entropy(probe_logits, labels)
-            predictions["probe_accuracy"] = probe_logits.argmax(dim=-1)
+        logits = {"": class_logits(output)}
+        if getattr(output, "probe_logits", None) is not None:
+            logits["probe_"] = output.probe_logits
+        losses = {f"{part}loss": functional.cross_entropy(value, labels) for part, value in logits.items()}
+        predictions = {f"{part}accuracy": value.argmax(dim=-1) for part, value in logits.items()}
         return losses, predictions

@@ -2,12 +2,11 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.loading import DataModule, TensorRows
+from gradpolicy.tasks.splits import stratified_split
 
 
 class DigitsDataModule(DataModule):
@@ -54,18 +53,10 @@ class DigitsDataModule(DataModule):
             return
         digits = load_digits()
         images, labels = (digits.images / 16.0).astype(np.float32)[:, None], digits.target
-        rest, test = _split(np.arange(len(labels)), labels, self.test_share, self.seed)
+        rest, test = stratified_split(np.arange(len(labels)), labels, self.test_share, self.seed)
         share_of_rest = self.validation_share / (1 - self.test_share)
-        train, validation = _split(rest, labels, share_of_rest, self.seed)
+        train, validation = stratified_split(rest, labels, share_of_rest, self.seed)
         self.train_set, self.validation_set, self.test_set = (
             TensorRows(torch.from_numpy(images[part]), torch.from_numpy(labels[part]).long())
             for part in (train, validation, test)
         )
-
-
-def _split(
-    indices: NDArray[np.int64], labels: NDArray[np.int64], share: float, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Takes a share away from the indices, in every class alike."""
-    rest, taken = train_test_split(indices, test_size=share, random_state=seed, stratify=labels[indices])
-    return np.sort(rest), np.sort(taken)

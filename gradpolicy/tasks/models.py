@@ -1,5 +1,7 @@
 """Small image classifiers, built of distinct modules with telling names."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -61,6 +63,65 @@ class QuantizedBlock(nn.Sequential):
         self.activation = QuantizedReLU(levels)
 
 
+class ConvNet(nn.Module):
+    """Two convolutions with pooling, two linear layers; every activation is an `nn.ReLU` of its own.
+
+    Args:
+        channels: Channels of the images.
+        size: Height and width of the images in pixels.
+        classes: Number of classes.
+        width: Channels of the first convolution; the second has twice as many.
+        hidden: Units of the hidden linear layer.
+        dropout: Share of its units that are left out in training.
+    """
+
+    def __init__(
+        self,
+        channels: int = 1,
+        size: int = 28,
+        classes: int = 10,
+        width: int = 32,
+        hidden: int = 128,
+        dropout: float = 0.25,
+    ) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(
+            nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        )
+        self.hidden = nn.Linear(2 * width * (size // 4) ** 2, hidden)
+        self.activation = nn.ReLU()
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Classifies images of shape (batch, channels, size, size)."""
+        features = self.activation(self.hidden(self.trunk(images).flatten(1)))
+        return self.head(self.dropout(features))
+
+
+class MultilayerPerceptron(nn.Module):
+    """Fully connected layers with ReLUs between them.
+
+    Args:
+        inputs: Pixels of an image, over all channels.
+        hidden: Units of each hidden layer.
+        classes: Number of classes.
+    """
+
+    def __init__(self, inputs: int = 784, hidden: Sequence[int] = (300, 100), classes: int = 10) -> None:
+        super().__init__()
+        sizes = [inputs, *hidden]
+        self.trunk = nn.Sequential(
+            *(nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)),
+        )
+        self.head = nn.Linear(sizes[-1], classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Classifies images of any shape (batch, …) with as many pixels as inputs."""
+        return self.head(self.trunk(images.flatten(1)))
+
+
 class QuantizedConvNet(nn.Module):
     """A small convolutional network with quantised activations and a probe beside its head.
 
@@ -73,7 +134,7 @@ class QuantizedConvNet(nn.Module):
         classes: Number of classes.
         width: Channels of the first block; the later ones have twice as many.
         levels: Steps of the quantised activations between 0 and 1.
-        dropout: Share of the features that head and probe, each for itself, do not see in training.
+        dropout: Share of the features that head and probe do not see in training.
     """
 
     def __init__(
@@ -86,15 +147,17 @@ class QuantizedConvNet(nn.Module):
         dropout: float = 0.25,
     ) -> None:
         super().__init__()
-        self.trunk = nn.Sequential()
-        self.trunk.add_module("block1", QuantizedBlock(channels, width, 1, levels))
-        self.trunk.add_module("block2", QuantizedBlock(width, 2 * width, 2, levels))
-        self.trunk.add_module("block3", QuantizedBlock(2 * width, 2 * width, 1, levels))
+        self.trunk = nn.Sequential(
+            QuantizedBlock(channels, width, 1, levels),
+            QuantizedBlock(width, 2 * width, 2, levels),
+            QuantizedBlock(2 * width, 2 * width, 1, levels),
+        )
+        self.dropout = nn.Dropout(dropout)
         features = 2 * width * ((size + 1) // 2) ** 2
-        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(features, classes))
-        self.probe = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(features, classes))
+        self.head = nn.Linear(features, classes)
+        self.probe = nn.Linear(features, classes)
 
     def forward(self, images: Tensor) -> Prediction:
         """Classifies images of shape (batch, channels, size, size)."""
-        features = self.trunk(images)
+        features = self.dropout(self.trunk(images).flatten(1))
         return Prediction(self.head(features), self.probe(features))

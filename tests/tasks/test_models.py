@@ -2,7 +2,7 @@
 
 import torch
 
-from gradpolicy.tasks.models import QuantizedConvNet, QuantizedReLU
+from gradpolicy.tasks.models import ConvNet, MultilayerPerceptron, QuantizedConvNet, QuantizedReLU
 
 
 def test_the_quantised_activation_has_evenly_spaced_values_between_0_and_1() -> None:
@@ -14,9 +14,19 @@ def test_without_a_straight_through_policy_nothing_before_the_round_learns() -> 
     model = QuantizedConvNet(width=4)
     model(torch.rand(2, 1, 8, 8)).logits.sum().backward()
     assert all(not parameter.grad.any() for parameter in model.trunk.parameters())
-    assert model.head[-1].weight.grad.any()
+    assert model.head.weight.grad.any()
 
 
 def test_the_network_takes_other_images_and_classes() -> None:
     output = QuantizedConvNet(channels=3, size=13, classes=4, width=4)(torch.rand(2, 3, 13, 13))
     assert output.logits.shape == output.probe_logits.shape == (2, 4)
+
+
+def test_the_plain_networks_classify_images_of_their_size() -> None:
+    assert ConvNet(channels=3, size=12, classes=4, width=2, hidden=5)(torch.rand(2, 3, 12, 12)).shape == (
+        2,
+        4,
+    )
+    perceptron = MultilayerPerceptron(inputs=12, hidden=(7, 5), classes=4)
+    assert perceptron(torch.rand(2, 3, 2, 2)).shape == (2, 4)
+    assert [tuple(p.shape) for p in perceptron.parameters() if p.dim() == 2] == [(7, 12), (5, 7), (4, 5)]

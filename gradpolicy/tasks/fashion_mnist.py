@@ -1,0 +1,131 @@
+"""Fashion-MNIST: small pictures of clothes."""
+
+import gzip
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.tasks.files import KEY, RemoteFile, check_present, fetch
+from gradpolicy.tasks.loading import DataModule, TensorRows
+from gradpolicy.tasks.splits import stratified_split
+
+_SITE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+FILES = tuple(
+    RemoteFile(name, _SITE + name, sha256)
+    for name, sha256 in (
+        ("train-images-idx3-ubyte.gz", "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+        ("train-labels-idx1-ubyte.gz", "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+        ("t10k-images-idx3-ubyte.gz", "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+        ("t10k-labels-idx1-ubyte.gz", "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
+    )
+)
+
+
+class ImageRows(TensorRows):
+    """Images kept as bytes and given as float32 in [0, 1], with their labels.
+
+    Args:
+        images: uint8, shape (count, channels, height, width).
+        labels: int64, shape (count,).
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        super().__init__(images, labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        """One image and its label."""
+        image, label = super().__getitem__(index)
+        return image / 255, label
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """The images and labels of a batch."""
+        images, labels = super().__getitems__(indices)
+        return images / 255, labels
+
+
+class FashionMNISTDataModule(DataModule):
+    """60,000 grey images of 28×28 pixels for training and validation, 10,000 for the test, in ten classes.
+
+    A batch is ``(images, labels)``: float32 of shape (batch, 1, 28, 28) in [0, 1], int64 of shape (batch,).
+
+    Source: H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", 2017, arXiv:1708.07747; MIT licence.
+
+    Args:
+        data_dir: Holds the four compressed files, or gets them.
+        batch_size: Images a batch, on each process.
+        validation_share: Share of the 60,000 images for validation.
+        seed: Seeds the split and the order of the training images.
+        workers: Loader processes; 0 loads in the training process.
+        download: Downloads what is absent.
+
+    Raises:
+        PolicyError: If a file is absent and not to be downloaded, or has other contents than it should.
+    """
+
+    classes = (
+        "T-shirt",
+        "trouser",
+        "pullover",
+        "dress",
+        "coat",
+        "sandal",
+        "shirt",
+        "sneaker",
+        "bag",
+        "ankle boot",
+    )
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        batch_size: int = 128,
+        validation_share: float = 0.1,
+        seed: int = 0,
+        workers: int = 0,
+        download: bool = False,
+    ) -> None:
+        super().__init__(batch_size, seed, workers)
+        if not 0 < validation_share < 1:
+            raise PolicyError(f"data.validation_share: {validation_share} given, between 0 and 1 needed")
+        self.data_dir = Path(data_dir)
+        self.validation_share = validation_share
+        self.download = download
+        check_present(self.data_dir, FILES, download)
+
+    def prepare_data(self) -> None:
+        """Checks the files, and downloads those that are absent if that is wanted."""
+        fetch(self.data_dir, FILES, self.download)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the images and splits off those for validation."""
+        if self.train_set is not None:
+            return
+        images, labels, test_images, test_labels = (read_idx(self.data_dir / file.name) for file in FILES)
+        chosen = np.arange(len(labels))
+        train, validation = stratified_split(chosen, labels.numpy(), self.validation_share, self.seed)
+        images, test_images = images[:, None], test_images[:, None]
+        self.train_set = ImageRows(images[train], labels[train].long())
+        self.validation_set = ImageRows(images[validation], labels[validation].long())
+        self.test_set = ImageRows(test_images, test_labels.long())
+
+
+def read_idx(path: Path) -> Tensor:
+    """Reads a gzip-compressed IDX file of bytes.
+
+    The format: two zero bytes, the type (8 = unsigned byte), the number of dimensions, each dimension as a
+    big-endian 32-bit number, then the values (Y. LeCun, C. Cortes, C. Burges, the MNIST database).
+
+    Raises:
+        PolicyError: If it is no such file.
+    """
+    content = gzip.decompress(path.read_bytes())
+    dimensions = content[3] if len(content) > 3 else 0
+    start = 4 + 4 * dimensions
+    shape = np.frombuffer(content[4:start], ">u4").astype(int)
+    if content[:3] != b"\0\0\x08" or len(content) != start + shape.prod():
+        raise PolicyError(f"{KEY}: {path} is not an IDX file of bytes")
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())

@@ -1,0 +1,28 @@
+"""Seeded splits that keep the share of every class."""
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.model_selection import train_test_split
+
+Indices = NDArray[np.integer]
+
+
+def stratified_split(indices: Indices, labels: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
+    """Takes a share away from samples, in every class alike.
+
+    Args:
+        indices: The samples.
+        labels: The class of every sample there is, by index.
+        share: What share is taken away, between 0 and 1.
+        seed: Decides which.
+
+    Returns:
+        What is left and what was taken, each in ascending order.
+
+    Example:
+        >>> left, taken = stratified_split(np.arange(8), np.array([0, 1] * 4), share=0.25, seed=0)
+        >>> sorted(taken % 2)
+        [np.int64(0), np.int64(1)]
+    """
+    left, taken = train_test_split(indices, test_size=share, random_state=seed, stratify=labels[indices])
+    return np.sort(left), np.sort(taken)

@@ -1,0 +1,56 @@
+"""What the project's Lightning modules share: a model, and how its optimizer is made."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from gradpolicy.errors import PolicyError
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+
+class Task(LightningModule):
+    """A model with an optimizer and perhaps a learning-rate scheduler.
+
+    Args:
+        model: What is trained.
+        optimizer: Makes the optimizer of an iterable of parameters, as Hydra's ``_partial_: true`` gives it.
+        scheduler: Makes a learning-rate scheduler of the optimizer.
+        scheduler_interval: When the scheduler steps, ``"step"`` or ``"epoch"``.
+
+    Raises:
+        PolicyError: For another interval.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        scheduler_interval: str = "epoch",
+    ) -> None:
+        super().__init__()
+        if scheduler_interval not in ("step", "epoch"):
+            raise PolicyError(
+                f"model.scheduler_interval: {scheduler_interval!r} given, 'step' or 'epoch' needed"
+            )
+        self.model = model
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """What the model gives."""
+        return self.model(inputs)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer and, if there is one, its scheduler."""
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_scheduler is None:
+            return optimizer
+        schedule = {"scheduler": self.make_scheduler(optimizer), "interval": self.scheduler_interval}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}

@@ -1,0 +1,137 @@
+"""Tiny Shakespeare: a million characters of his plays, whole or one half of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.tasks.files import RemoteFile, check_present, fetch
+from gradpolicy.tasks.loading import DataModule
+
+FILES = (
+    RemoteFile(
+        "input.txt",
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    ),
+)
+PARTS = {"all": (0.0, 1.0), "first": (0.0, 0.5), "second": (0.5, 1.0)}
+
+
+class Windows(Dataset[tuple[Tensor, ...]]):
+    """Stretches of a text, each with the same stretch one token later.
+
+    Args:
+        tokens: int64, shape (length,).
+        context: Length of a stretch.
+        stride: From the start of one stretch to that of the next.
+    """
+
+    def __init__(self, tokens: Tensor, context: int, stride: int) -> None:
+        self.tokens = tokens
+        self.stride = stride
+        self.offsets = torch.arange(context + 1)
+
+    def __len__(self) -> int:
+        """Number of stretches."""
+        return max(0, (len(self.tokens) - len(self.offsets)) // self.stride + 1)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        """One stretch and the one a token later."""
+        return tuple(part[0] for part in self.__getitems__([index]))
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """The stretches of a batch, each of shape (batch, context)."""
+        starts = torch.as_tensor(indices) * self.stride
+        stretches = self.tokens[starts[:, None] + self.offsets]
+        return stretches[:, :-1], stretches[:, 1:]
+
+
+class TinyShakespeareDataModule(DataModule):
+    """1,115,394 characters out of 65, of which the end is kept for validation and test.
+
+    A batch is ``(characters, next characters)``, both int64 of shape (batch, context). The 65 characters have
+    the same numbers whichever part of the text is taken, so that a model of one part can be tuned on another.
+
+    Source: A. Karpathy, char-rnn, 2015; MIT licence, the text itself is in the public domain.
+
+    Args:
+        data_dir: Holds ``input.txt``, or gets it.
+        batch_size: Sequences a batch, on each process.
+        context: Length of a sequence.
+        stride: From the start of one training sequence to that of the next; the context unless given.
+        part: ``"all"`` of the text, its ``"first"`` or its ``"second"`` half.
+        validation_share: Share of that part for validation, before the test's.
+        test_share: Share of that part for the test, at its end.
+        seed: Seeds the order of the training sequences.
+        workers: Loader processes; 0 loads in the training process.
+        download: Downloads what is absent.
+
+    Raises:
+        PolicyError: If the file is absent and not to be downloaded, has other contents than it should, or the
+            settings leave no sequence.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        batch_size: int = 64,
+        context: int = 128,
+        stride: int | None = None,
+        part: str = "all",
+        validation_share: float = 0.1,
+        test_share: float = 0.1,
+        seed: int = 0,
+        workers: int = 0,
+        download: bool = False,
+    ) -> None:
+        super().__init__(batch_size, seed, workers)
+        if part not in PARTS:
+            raise unknown("part", part, PARTS, key="data.part")
+        if min(validation_share, test_share) <= 0 or validation_share + test_share >= 1:
+            raise PolicyError("data.validation_share: with data.test_share it must lie between 0 and 1")
+        for name, value in {"context": context, "stride": stride}.items():
+            if value is not None and value < 1:
+                raise PolicyError(f"data.{name}: {value} given, at least 1 needed")
+        self.data_dir = Path(data_dir)
+        self.context = context
+        self.stride = stride or context
+        self.part = part
+        self.validation_share = validation_share
+        self.test_share = test_share
+        self.download = download
+        self.characters = ""
+        check_present(self.data_dir, FILES, download)
+
+    def prepare_data(self) -> None:
+        """Checks the file, and downloads it if it is absent and that is wanted."""
+        fetch(self.data_dir, FILES, self.download)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the text, numbers its characters and cuts it in three."""
+        if self.train_set is not None:
+            return
+        text = (self.data_dir / FILES[0].name).read_text(encoding="utf-8")
+        self.characters = "".join(sorted(set(text)))
+        begin, end = (round(share * len(text)) for share in PARTS[self.part])
+        tokens = self.encode(text[begin:end])
+        test = len(tokens) - round(self.test_share * len(tokens))
+        validation = test - round(self.validation_share * len(tokens))
+        self.train_set = Windows(tokens[:validation], self.context, self.stride)
+        self.validation_set = Windows(tokens[validation:test], self.context, self.context)
+        self.test_set = Windows(tokens[test:], self.context, self.context)
+        for name, windows in {"validation": self.validation_set, "test": self.test_set}.items():
+            if len(windows) == 0:
+                raise PolicyError(f"data.context: {self.context} is longer than the {name} text")
+
+    def encode(self, text: str) -> Tensor:
+        """The numbers of characters, int64 of shape (length,)."""
+        number = {character: index for index, character in enumerate(self.characters)}
+        return torch.tensor([number[character] for character in text])
+
+    def decode(self, tokens: Tensor) -> str:
+        """The characters of numbers."""
+        return "".join(self.characters[index] for index in tokens.tolist())

@@ -1,0 +1,169 @@
+"""A small decoder-only transformer over characters."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradpolicy.errors import PolicyError
+
+
+class CharacterTransformer(nn.Module):
+    """Predicts the next character from those before it.
+
+    `embedding`, the numbered `layers`, `norm` and `head` follow each other, as layerwise policies expect.
+    Each layer normalises before attention and before its perceptron (Radford et al., "Language Models are
+    Unsupervised Multitask Learners", 2019); weights start as there, with residual outputs scaled by depth.
+
+    Args:
+        vocabulary: Number of characters.
+        context: Longest sequence.
+        width: Features of a character.
+        layers: Number of layers.
+        heads: Attention heads of a layer.
+        dropout: Share of values left out in training.
+
+    Raises:
+        PolicyError: If the heads do not divide the width.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 65,
+        context: int = 128,
+        width: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise PolicyError(f"model.heads: {heads} heads do not divide a width of {width}")
+        self.context = context
+        self.embedding = Embedding(vocabulary, context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self._initialise(layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Gives logits of shape (batch, length, vocabulary) for tokens of shape (batch, length)."""
+        if tokens.shape[1] > self.context:
+            raise ValueError(f"{tokens.shape[1]} characters are more than the context of {self.context}")
+        hidden = self.dropout(self.embedding(tokens))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Continues sequences by sampling.
+
+        Args:
+            tokens: Shape (batch, length).
+            count: How many characters to add.
+            generator: Where the samples come from.
+
+        Returns:
+            Shape (batch, length + count).
+        """
+        for _ in range(count):
+            probabilities = self(tokens[:, -self.context :])[:, -1].softmax(dim=-1)
+            tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
+        return tokens
+
+    def _initialise(self, layers: int) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                depth = 2 * layers if name.endswith("output.weight") else 1
+                nn.init.normal_(parameter, std=0.02 / depth**0.5)
+
+
+class Embedding(nn.Module):
+    """Adds what a character is to where it stands.
+
+    Args:
+        vocabulary: Number of characters.
+        context: Longest sequence.
+        width: Features of a character.
+    """
+
+    def __init__(self, vocabulary: int, context: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embeds tokens of shape (batch, length)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.token(tokens) + self.position(places)
+
+
+class Layer(nn.Module):
+    """Causal self-attention, then a perceptron, each added to what it was given.
+
+    Args:
+        width: Features of a character.
+        heads: Attention heads.
+        dropout: Share of values left out in training.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.perceptron_norm = nn.LayerNorm(width)
+        self.perceptron = Perceptron(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Transforms features of shape (batch, length, width)."""
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        return hidden + self.dropout(self.perceptron(self.perceptron_norm(hidden)))
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Args:
+        width: Features of a character.
+        heads: Attention heads.
+        dropout: Share of attention weights left out in training.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.input = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Attends from each place to those up to it."""
+        parts = self.input(hidden).unflatten(-1, (3, self.heads, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+        return self.output(attended.transpose(1, 2).flatten(-2))
+
+
+class Perceptron(nn.Module):
+    """Two linear layers with a GELU between them.
+
+    Args:
+        width: Features of a character; four times as many lie between.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(width, 4 * width)
+        self.activation = nn.GELU()
+        self.output = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Transforms the features of each place by itself."""
+        return self.output(self.activation(self.input(hidden)))

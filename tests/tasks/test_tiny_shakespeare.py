@@ -1,0 +1,82 @@
+"""The text is cut in three, numbered, and given in windows; the real one is used where it is at hand."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.tasks import TinyShakespeareDataModule, tiny_shakespeare
+from gradpolicy.tasks.files import RemoteFile
+from gradpolicy.tasks.tiny_shakespeare import Windows
+
+REAL = Path(__file__).parents[2].parent / "shared" / "data" / "tiny_shakespeare"
+TEXT = "".join(chr(97 + index % 26) for index in range(1000)) + "".join(
+    chr(65 + index % 26) for index in range(1000)
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "input.txt").write_text(TEXT)
+    file = RemoteFile("input.txt", "file:///nowhere", hashlib.sha256(TEXT.encode()).hexdigest())
+    monkeypatch.setattr(tiny_shakespeare, "FILES", (file,))
+    return tmp_path
+
+
+def made(directory: Path, **settings: object) -> TinyShakespeareDataModule:
+    data = TinyShakespeareDataModule(directory, **{"batch_size": 4, "context": 10, **settings})
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def test_a_window_is_followed_by_itself_one_token_later() -> None:
+    windows = Windows(torch.arange(23), context=5, stride=3)
+    assert len(windows) == 6
+    tokens, following = windows.__getitems__([5, 1])
+    assert tokens.tolist() == [[15, 16, 17, 18, 19], [3, 4, 5, 6, 7]]
+    assert torch.equal(following, tokens + 1)
+    assert torch.equal(windows[1][0], tokens[1])
+
+
+def test_the_three_texts_follow_each_other(directory: Path) -> None:
+    data = made(directory)
+    parts = [part.tokens for part in (data.train_set, data.validation_set, data.test_set)]
+    assert [len(part) for part in parts] == [1600, 200, 200]
+    assert data.decode(torch.cat(parts)) == TEXT
+
+
+def test_the_halves_share_their_numbering(directory: Path) -> None:
+    first, second = made(directory, part="first"), made(directory, part="second")
+    assert first.characters == second.characters
+    assert first.decode(first.train_set.tokens) == TEXT[:800]
+    assert second.decode(second.train_set.tokens) == TEXT[1000:1800]
+
+
+def test_batches_have_the_shape_asked_for(directory: Path) -> None:
+    tokens, following = next(iter(made(directory).train_dataloader()))
+    assert tokens.shape == following.shape == (4, 10)
+    assert torch.equal(tokens[:, 1:], following[:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"part": "third"}, "data.part: unknown part 'third'"),
+        ({"validation_share": 0.95}, "data.validation_share"),
+        ({"context": 0}, "data.context: 0 given"),
+        ({"context": 500}, "data.context: 500 is longer than the validation text"),
+    ],
+)
+def test_wrong_settings_name_their_key(directory: Path, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        made(directory, **settings)
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="needs the tiny Shakespeare file beside the project")
+def test_the_real_text_has_65_characters() -> None:
+    data = made(REAL, context=128)
+    assert len(data.characters) == 65
+    assert data.decode(data.train_set.tokens[:14]) == "First Citizen:"
