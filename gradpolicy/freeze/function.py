@@ -1,0 +1,145 @@
+"""The user's own functions and classes as mask sources."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.freeze.fixed import Fixed
+from gradpolicy.freeze.mask import Mask
+from gradpolicy.freeze.source import MaskSource
+
+MaskFunction = Callable[[str, Tensor, int], Mask]
+SourceLike = (
+    MaskSource
+    | MaskFunction
+    | Tensor
+    | bool
+    | str
+    | Path
+    | Iterable[str]
+    | Mapping[str, Mask]
+    | type
+    | object
+)
+_METHODS = (
+    "setup",
+    "due",
+    "observe",
+    "wants_gradients",
+    "gradient_names",
+    "gradient_scale",
+    "learning_rate_scale",
+    "apply",
+    "state_dict",
+    "load_state_dict",
+)
+
+
+class Function(MaskSource):
+    """A plain function ``(name, parameter, step) -> mask`` as a mask source.
+
+    The function must give the same mask on every rank: of name, shape and step, not of a rank's own data.
+
+    Args:
+        function: The function; the step it gets is the count at which the masks changed last.
+        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
+
+    Example:
+        >>> import torch
+        >>> first_row = Function(lambda name, parameter, step: torch.arange(len(parameter))[:, None] == 0)
+        >>> first_row.setup({"weight": torch.zeros(3, 2)}, seed=0)
+        >>> first_row.masks(step=0, epoch=0)["weight"].flatten().tolist()
+        [True, False, False]
+    """
+
+    def __init__(self, function: MaskFunction, **timetable: Any) -> None:
+        super().__init__(**timetable)
+        if not callable(function):
+            raise PolicyError(
+                f"Function: must be a function (name, parameter, step) -> mask, got {function!r}"
+            )
+        self.function = function
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """What the function gives for each parameter."""
+        changed = self.changed_at(self.period(step, epoch))
+        return {name: self.function(name, parameter, changed) for name, parameter in self.parameters.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """The function's name."""
+        return {"function": getattr(self.function, "__qualname__", type(self.function).__name__)}
+
+
+class Adapted(MaskSource):
+    """Any object with a ``masks`` method as a mask source; other methods of a source that it has are used.
+
+    Args:
+        source: The object. Its ``masks`` takes ``(step, epoch)`` or ``(step)``.
+    """
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.source = source
+        self.needs_gradients = bool(getattr(source, "needs_gradients", False))
+        self._takes_epoch = _positional_count(source.masks) >= 2
+        for method in _METHODS:
+            own = getattr(source, method, None)
+            if callable(own) and method != "setup":
+                setattr(self, method, own)
+
+    def prepare(self) -> None:
+        """Hands the parameters on."""
+        if callable(getattr(self.source, "setup", None)):
+            self.source.setup(self.parameters, seed=self.seed)
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """What the object gives."""
+        given = self.source.masks(step, epoch) if self._takes_epoch else self.source.masks(step)
+        if not isinstance(given, Mapping):
+            raise PolicyError(
+                f"{type(self.source).__name__}.masks: must give masks by parameter name, got {given!r}"
+            )
+        return given
+
+    def describe(self) -> dict[str, Any]:
+        """The object's class."""
+        return {"source": type(self.source).__name__}
+
+
+def as_source(value: SourceLike) -> MaskSource:
+    """Makes a mask source of what stands for one.
+
+    Args:
+        value: A mask source; a class or object with a ``masks`` method; a function
+            ``(name, parameter, step) -> mask``; or what :class:`Fixed` takes: a mask tensor, a dict of masks,
+            globs of what trains, True or False, a safetensors file.
+
+    Raises:
+        PolicyError: For anything else.
+    """
+    if isinstance(value, MaskSource):
+        return value
+    if isinstance(value, type) and callable(getattr(value, "masks", None)):
+        return as_source(value())
+    if callable(getattr(value, "masks", None)):
+        return Adapted(value)
+    if isinstance(value, bool | str | Path | Tensor | Mapping | list | tuple):
+        return Fixed(value)
+    if callable(value):
+        return Function(value)
+    raise PolicyError(
+        "mask: must be a mask source, a function (name, parameter, step) -> mask, a mask tensor or a dict of "
+        f"masks, got {value!r}"
+    )
+
+
+def _positional_count(function: Callable) -> int:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return 2
+    return sum(parameter.kind in kinds for parameter in parameters)

@@ -1,0 +1,100 @@
+"""Finds the layers of a model from the names of its parameters."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.where import as_patterns, match_names
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Parameters that are frozen and thawed together.
+
+    Attributes:
+        name: The module they lie in; for what lies between the numbered layers, the modules' names.
+        parameters: The parameters' names, in model order.
+        numbered: Whether this is one of a stack, such as ``layers.3`` (and not the embedding or the head).
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    numbered: bool
+
+
+def find_layers(names: Iterable[str], stacks: str | Iterable[str] | None = None) -> list[Layer]:
+    """Groups parameters into layers, from the input to the output.
+
+    Every member of a numbered container (``layers.0.``, ``h.3.``, ``blocks.1.``) is a layer. What lies
+    before, between or after them (embedding, final norm, head) forms a layer of its own, with
+    ``numbered=False``. In a model without numbered containers every module that holds parameters is a layer.
+
+    Args:
+        names: The parameter names, in model order.
+        stacks: The containers that count, as globs (``"trunk.layers"``); None: the outermost of each name.
+
+    Raises:
+        PolicyError: If a glob matches no numbered container.
+
+    Example:
+        >>> names = ["embed.weight", "h.0.w", "h.0.b", "h.1.w", "h.1.b", "head.weight"]
+        >>> [(layer.name, layer.numbered) for layer in find_layers(names)]
+        [('embed', False), ('h.0', True), ('h.1', True), ('head', False)]
+    """
+    names = list(names)
+    chosen = _chosen_stacks(names, stacks)
+    members = {name: _member(name, chosen) for name in names}
+    if not any(members.values()):
+        return [Layer(module, tuple(inside), True) for module, inside in _by_module(names).items()]
+    runs: list[tuple[str | None, list[str]]] = []
+    places: dict[str, int] = {}
+    for name in names:
+        member = members[name]
+        if member in places:
+            runs[places[member]][1].append(name)
+        elif member is None and runs and runs[-1][0] is None:
+            runs[-1][1].append(name)
+        else:
+            if member is not None:
+                places[member] = len(runs)
+            runs.append((member, [name]))
+    return [
+        Layer(member or "+".join(_by_module(inside)), tuple(inside), member is not None)
+        for member, inside in runs
+    ]
+
+
+def _chosen_stacks(names: list[str], stacks: str | Iterable[str] | None) -> set[str] | None:
+    """The containers whose members are layers; None where the outermost of each name counts."""
+    if stacks is None:
+        return None
+    containers = list(dict.fromkeys(stack for name in names for stack, _ in _numbered(name)))
+    if not containers:
+        raise PolicyError(f"layers {list(as_patterns(stacks))!r}: no parameter lies in a numbered container")
+    return set(match_names(stacks, containers, "layer container"))
+
+
+def _numbered(name: str) -> list[tuple[str, str]]:
+    """The numbered containers round a parameter with its member in each, from the outermost."""
+    parts = name.split(".")
+    return [
+        (".".join(parts[:place]), ".".join(parts[: place + 1]))
+        for place, part in enumerate(parts[:-1])
+        if re.fullmatch(r"\d+", part)
+    ]
+
+
+def _member(name: str, chosen: set[str] | None) -> str | None:
+    for container, member in _numbered(name):
+        if chosen is None or container in chosen:
+            return member
+    return None
+
+
+def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names by the module they lie in."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    return modules

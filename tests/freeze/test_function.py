@@ -1,0 +1,65 @@
+"""Functions and classes of the user's own are mask sources."""
+
+import pytest
+import torch
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.freeze import MaskSource, as_source
+
+
+def alternate(name: str, parameter: torch.Tensor, step: int) -> torch.Tensor:
+    rows = torch.arange(len(parameter)) % 2 == step % 2
+    return rows.reshape(-1, *[1] * (parameter.dim() - 1))
+
+
+class OneParameter:
+    """A plain class: its masks know the step only."""
+
+    def setup(self, parameters, *, seed: int) -> None:
+        self.names, self.seed = list(parameters), seed
+
+    def masks(self, step: int) -> dict[str, bool]:
+        return {name: place == step % len(self.names) for place, name in enumerate(self.names)}
+
+    def due(self, step: int, epoch: int) -> bool:
+        return step % 3 == 0
+
+
+def test_a_function_gives_the_mask_of_each_parameter(prepared) -> None:
+    source = prepared(as_source(alternate))
+    for step in (0, 1):
+        assert source.masks(step, 0)["head.bias"].tolist() == [step == 0, step == 1, step == 0]
+
+
+def test_a_function_may_have_a_timetable(prepared) -> None:
+    source = prepared(gp.masks.Function(alternate, every=5))
+    assert source.masks(9, 0)["head.bias"].tolist() == [False, True, False]
+    assert [step for step in range(12) if source.due(step, 0)] == [0, 5, 10]
+
+
+@pytest.mark.parametrize("given", [OneParameter, OneParameter()])
+def test_a_class_with_masks_needs_no_base_class(prepared, given) -> None:
+    source = prepared(as_source(given), seed=3)
+    assert isinstance(source, MaskSource)
+    assert source.masks(1, 0)["blocks.0.weight"] is True
+    assert source.source.seed == 3
+    assert [step for step in range(7) if source.due(step, 0)] == [0, 3, 6]
+
+
+def test_a_tensor_and_a_dict_are_fixed_masks(prepared) -> None:
+    mask = torch.tensor([[True], [False]])
+    assert torch.equal(prepared(as_source(mask), {"w": torch.zeros(2, 3)}).masks(0, 0)["w"], mask)
+    assert prepared(as_source({"head.*": False})).masks(0, 0)["head.bias"] is False
+
+
+def test_a_source_stays_what_it_is() -> None:
+    source = gp.masks.Random()
+    assert as_source(source) is source
+
+
+def test_what_is_no_source_is_an_error(prepared) -> None:
+    with pytest.raises(PolicyError, match="must be a mask source"):
+        as_source(3)
+    with pytest.raises(PolicyError, match="must give masks"):
+        prepared(as_source(type("Bad", (), {"masks": lambda self, step: None}))).masks(0, 0)
