@@ -1,7 +1,8 @@
 """Ready schedules: a rule's number as a function of the step (or epoch) count.
 
 A schedule is any callable ``count -> float``. These can be pickled, compared and named in YAML as
-``_target_: gradpolicy.schedules.Ganin``; give one wherever a rule takes a number.
+``_target_: gradpolicy.schedules.Ganin``; give one wherever a rule takes a number. The ramps run from count
+``begin`` for ``steps`` counts, and hold their ends: ``p`` is the share that has passed, from 0 to 1.
 
 Example:
     >>> import gradpolicy as gp
@@ -12,149 +13,150 @@ Example:
 """
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from typing import Any
 
 from gradpolicy.errors import PolicyError
 
 __all__ = ["Constant", "Cosine", "Exponential", "Ganin", "Linear"]
 
 
-@dataclass(frozen=True)
-class Constant:
+class Schedule(ABC):
+    """A number for every count; equal to another one of the same class and settings.
+
+    No dataclass, since Hydra would take one within ``parameters:`` for a config of its own.
+    """
+
+    @abstractmethod
+    def __call__(self, count: int) -> float:
+        """The value at a count of steps or epochs."""
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items())
+        return f"{type(self).__name__}({settings})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def _number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise PolicyError(f"{type(self).__name__}.{key}: must be a finite number, got {value!r}")
+        return float(value)
+
+    def _whole(self, key: str, value: Any, least: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise PolicyError(
+                f"{type(self).__name__}.{key}: must be a whole number of at least {least}, got {value!r}"
+            )
+        return value
+
+
+class Constant(Schedule):
     """The same number at every count.
 
     Args:
         value: The number.
     """
 
-    value: float
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "value")
+    def __init__(self, value: float) -> None:
+        self.value = self._number("value", value)
 
     def __call__(self, count: int) -> float:
-        """The value at a count."""
-        return float(self.value)
+        """The number."""
+        return self.value
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A straight line: ``start + (stop − start) · p`` with ``p = min(count / steps, 1)``.
-
-    Args:
-        start: The value at count 0.
-        stop: The value from count ``steps`` on.
-        steps: The length of the ramp.
-    """
-
-    start: float
-    stop: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "start", "stop")
-        _check_steps(self)
-
-    def __call__(self, count: int) -> float:
-        """The value at a count."""
-        return self.start + (self.stop - self.start) * progress(count, self.steps)
-
-
-@dataclass(frozen=True)
-class Cosine:
-    """Half a cosine wave: ``stop + (start − stop) · (1 + cos(π p)) / 2`` with ``p = min(count / steps, 1)``.
+class Ramp(Schedule):
+    """A way from one number to another; the subclasses say along which curve.
 
     Args:
-        start: The value at count 0.
-        stop: The value from count ``steps`` on.
-        steps: The length of the ramp.
-
-    Source: the half-wave of Loshchilov, Hutter 2017 (SGDR), arXiv:1608.03983.
-    """
-
-    start: float
-    stop: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "start", "stop")
-        _check_steps(self)
-
-    def __call__(self, count: int) -> float:
-        """The value at a count."""
-        wave = (1 + math.cos(math.pi * progress(count, self.steps))) / 2
-        return self.stop + (self.start - self.stop) * wave
-
-
-@dataclass(frozen=True)
-class Exponential:
-    """A constant ratio from step to step: ``start · (stop / start)ᵖ`` with ``p = min(count / steps, 1)``.
-
-    Args:
-        start: The value at count 0; not 0.
-        stop: The value from count ``steps`` on; not 0, and of the same sign.
-        steps: The length of the ramp.
+        start: The value until ``begin``.
+        stop: The value from ``begin + steps`` on.
+        steps: How many counts the way takes.
+        begin: The count at which it starts.
 
     Raises:
-        PolicyError: If a ratio of the two does not exist.
+        PolicyError: If a value is not finite, or there is not at least one step.
     """
 
-    start: float
-    stop: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "start", "stop")
-        _check_steps(self)
-        if not self.start * self.stop > 0:
-            raise PolicyError(
-                f"Exponential: start and stop must be of one sign, not 0; got {self.start!r}, {self.stop!r}"
-            )
+    def __init__(self, start: float, stop: float, steps: int, begin: int = 0) -> None:
+        self.start = self._number("start", start)
+        self.stop = self._number("stop", stop)
+        self.steps = self._whole("steps", steps, least=1)
+        self.begin = self._whole("begin", begin, least=0)
 
     def __call__(self, count: int) -> float:
-        """The value at a count."""
-        return self.start * (self.stop / self.start) ** progress(count, self.steps)
+        """The value at a count of steps or epochs."""
+        return self.value_at(progress(count - self.begin, self.steps))
+
+    @abstractmethod
+    def value_at(self, passed: float) -> float:
+        """The value where a share of the way has passed."""
 
 
-@dataclass(frozen=True)
-class Ganin:
+class Linear(Ramp):
+    """A straight line: ``start + (stop − start) · p``."""
+
+    def value_at(self, passed: float) -> float:
+        """The value where a share of the way has passed."""
+        return self.start + (self.stop - self.start) * passed
+
+
+class Cosine(Ramp):
+    """Half a cosine wave, slow at both ends: ``stop + (start − stop) · (1 + cos πp) / 2``.
+
+    Source: Loshchilov, Hutter 2017 (SGDR), arXiv:1608.03983.
+    """
+
+    def value_at(self, passed: float) -> float:
+        """The value where a share of the way has passed."""
+        return self.stop + (self.start - self.stop) * (1 + math.cos(math.pi * passed)) / 2
+
+
+class Exponential(Ramp):
+    """A constant ratio from count to count: ``start · (stop / start)ᵖ``.
+
+    Raises:
+        PolicyError: If the ratio does not exist: one end is 0, or the signs differ.
+    """
+
+    def __init__(self, start: float, stop: float, steps: int, begin: int = 0) -> None:
+        super().__init__(start, stop, steps, begin)
+        if not self.start * self.stop > 0:
+            raise PolicyError(
+                f"Exponential: start and stop must be of one sign, not 0; got {start!r}, {stop!r}"
+            )
+
+    def value_at(self, passed: float) -> float:
+        """The value where a share of the way has passed."""
+        return self.start * (self.stop / self.start) ** passed
+
+
+class Ganin(Schedule):
     """The ramp of domain-adversarial training: ``2 / (1 + exp(−gamma · p)) − 1``, from 0 towards 1.
 
     Args:
         gamma: Steepness of the rise.
-        steps: The count at which ``p = 1``, as a rule the length of the training.
+        steps: How many counts the way takes, as a rule the length of the training.
+        begin: The count at which it starts.
 
     Source: Ganin, Lempitsky 2015, arXiv:1409.7495 (λₚ of its experiments).
     """
 
-    gamma: float = 10.0
-    steps: int = 10_000
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "gamma")
-        _check_steps(self)
+    def __init__(self, gamma: float = 10.0, steps: int = 10_000, begin: int = 0) -> None:
+        self.gamma = self._number("gamma", gamma)
+        self.steps = self._whole("steps", steps, least=1)
+        self.begin = self._whole("begin", begin, least=0)
 
     def __call__(self, count: int) -> float:
-        """The value at a count."""
+        """The value at a count of steps or epochs."""
         # tanh(z / 2) is the same function, and does not overflow.
-        return math.tanh(self.gamma * progress(count, self.steps) / 2)
+        return math.tanh(self.gamma * progress(count - self.begin, self.steps) / 2)
 
 
 def progress(count: int, steps: int) -> float:
     """How much of a ramp is done: 0 at count 0, 1 from ``steps`` on."""
     return min(max(count / steps, 0.0), 1.0)
-
-
-def _check_numbers(schedule: object, *keys: str) -> None:
-    for key in keys:
-        value = getattr(schedule, key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise PolicyError(f"{type(schedule).__name__}.{key}: must be a finite number, got {value!r}")
-
-
-def _check_steps(schedule: "Linear | Cosine | Exponential | Ganin") -> None:
-    steps = schedule.steps
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise PolicyError(
-            f"{type(schedule).__name__}.steps: must be a whole number of at least 1, got {steps!r}"
-        )

@@ -2,6 +2,8 @@ import math
 import pickle
 
 import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 import gradpolicy as gp
 from gradpolicy.schedules import Constant, Cosine, Exponential, Ganin, Linear
@@ -46,6 +48,30 @@ def test_a_schedule_holds_its_last_value_gives_floats_and_can_be_pickled(schedul
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
+def test_a_ramp_may_begin_later():
+    ramp = Linear(1.0, 0.0, steps=10, begin=100)
+    assert [ramp(count) for count in (0, 100, 105, 110)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+    assert Ganin(steps=10, begin=100)(50) == 0.0
+
+
+def test_equal_settings_make_equal_schedules():
+    assert Linear(0, 1, 5) == Linear(0.0, 1.0, 5)
+    assert len({Linear(0, 1, 5), Linear(0.0, 1.0, 5), Cosine(0, 1, 5)}) == 2
+    assert repr(Constant(2)) == "Constant(value=2.0)"
+
+
+def test_yaml_may_nest_a_schedule_within_a_rules_parameters():
+    node = {
+        "_target_": "gradpolicy.StraightThrough",
+        "surrogate": "tanh",
+        "parameters": {
+            "slope": {"_target_": "gradpolicy.schedules.Linear", "start": 1, "stop": 2, "steps": 4}
+        },
+    }
+    for config in (node, OmegaConf.create(node)):
+        assert instantiate(config).rule.parameters == {"slope": Linear(1, 2, 4)}
+
+
 def test_schedules_are_found_under_the_package():
     assert gp.schedules.Ganin is Ganin
     assert "schedules" in dir(gp)
@@ -54,7 +80,7 @@ def test_schedules_are_found_under_the_package():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Linear(0, 1, 0), "Linear.steps: must be a whole number of at least 1, got 0"),
+        (lambda: Linear(0, 1, 0), r"Linear.steps: must be a whole number of at least 1, got 0"),
         (lambda: Ganin(steps=1.5), "Ganin.steps: must be a whole number"),
         (lambda: Constant("a"), "Constant.value: must be a finite number, got 'a'"),
         (lambda: Cosine(math.nan, 1, 1), "Cosine.start: must be a finite number"),

@@ -1,0 +1,428 @@
+"""Draws the pictures of the policy cards from the registered rules themselves.
+
+python scripts/draw_cards.py              all pictures, into docs/policies/pictures
+python scripts/draw_cards.py guided clip  only these
+"""
+
+import argparse
+import io
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
+import gradpolicy as gp
+from gradpolicy.rules.gradcheck import enumerate_categories
+
+FOLDER = Path(__file__).parents[1] / "docs" / "policies" / "pictures"
+# Okabe and Ito's colours, which colour-blind readers tell apart.
+FORWARD, BACKWARD, OTHER, PLAIN = "#0072B2", "#D55E00", "#009E73", "#999999"
+X = torch.linspace(-3, 3, 1200, dtype=torch.float64)
+
+PICTURES: dict[str, Callable[[], Figure]] = {}
+
+
+def picture(draw: Callable[[], Figure]) -> Callable[[], Figure]:
+    """Registers a picture under its function's name."""
+    PICTURES[draw.__name__] = draw
+    return draw
+
+
+def passed(rule: str | gp.Rule, x: Tensor, output: Tensor, incoming: float = 1.0) -> Tensor:
+    """The gradient that a rule of one input passes on."""
+    return gp.get_rule(rule)(torch.full_like(x, incoming), (x,), output)
+
+
+def own(forward: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
+    """The operation's own gradient."""
+    point = x.clone().requires_grad_()
+    return torch.autograd.grad(forward(point), point, grad)[0]
+
+
+def figure(columns: int, rows: int = 1, width: float = 2.7, height: float = 2.5) -> tuple[Figure, list[Axes]]:
+    """An empty picture with panels side by side."""
+    canvas = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = canvas.subplots(rows, columns, squeeze=False)
+    return canvas, list(axes.flat)
+
+
+def panel(axes: Axes, title: str, x_label: str = "x", y_label: str = "", baseline: bool = True) -> Axes:
+    """Gives a panel its title, its labels and a line at 0."""
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(x_label, fontsize=8)
+    axes.set_ylabel(y_label, fontsize=8)
+    axes.tick_params(labelsize=7)
+    if baseline:
+        axes.axhline(0, color="#cccccc", linewidth=0.8, zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def key(axes: Axes, place: Any = "best") -> None:
+    """Names the lines of a panel."""
+    axes.legend(fontsize=7, frameon=False, loc=place)
+
+
+def key_below(canvas: Figure, axes: Axes) -> None:
+    """Names the lines of a panel in a row below the picture."""
+    canvas.legend(
+        *axes.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside lower center", ncols=4
+    )
+
+
+def arrows(axes: Axes, tails: Tensor, ways: Tensor, colour: str, label: str | None = None) -> None:
+    """Draws arrows to scale; tails and ways have one row an arrow."""
+    axes.quiver(
+        tails[:, 0],
+        tails[:, 1],
+        ways[:, 0],
+        ways[:, 1],
+        color=colour,
+        label=label,
+        angles="xy",
+        scale_units="xy",
+        scale=1,
+        width=0.012,
+    )
+
+
+def steps(axes: Axes, forward: Callable[[Tensor], Tensor], label: str | None = None) -> None:
+    """Draws a step-like function without the vertical strokes at its jumps."""
+    y = forward(X)
+    y = torch.where(y.diff(prepend=y[:1]).abs() > 0.5, torch.nan, y)
+    axes.plot(X, y, color=FORWARD, linewidth=1.8, label=label)
+
+
+@picture
+def stop() -> Figure:
+    """Nothing passes."""
+    canvas, (left, right) = figure(2)
+    panel(left, "forward: unchanged", y_label="y").plot(X, X, color=FORWARD)
+    panel(right, "backward", y_label="gradient passed, incoming 1")
+    right.plot(X, own(torch.clone, X, torch.ones_like(X)), color=PLAIN, linestyle="--", label="plain")
+    right.plot(X, passed("stop", X, X), color=BACKWARD, label="stop")
+    key(right, "center right")
+    return canvas
+
+
+def incoming_and_outgoing(axes: Axes, rules: Iterable[tuple[str, gp.Rule, str]]) -> None:
+    """Draws the outgoing gradient over the incoming one."""
+    panel(axes, "backward", "incoming gradient", "outgoing gradient")
+    axes.plot(X, X, color=PLAIN, linestyle="--", label="plain")
+    for label, rule, colour in rules:
+        axes.plot(X, rule(X, (X,), X), color=colour, label=label)
+    key(axes)
+
+
+@picture
+def scale() -> Figure:
+    """The outgoing gradient over the incoming one."""
+    canvas, (left, right) = figure(2)
+    panel(left, "forward: unchanged", y_label="y").plot(X, X, color=FORWARD)
+    half, double = (gp.get_rule("scale", factor=factor) for factor in (0.3, 2.0))
+    incoming_and_outgoing(right, [("factor 0.3", half, BACKWARD), ("factor 2", double, OTHER)])
+    return canvas
+
+
+@picture
+def reverse() -> Figure:
+    """The outgoing gradient over the incoming one, and the ramp of its factor."""
+    canvas, (left, middle, right) = figure(3)
+    panel(left, "forward: unchanged", y_label="y").plot(X, X, color=FORWARD)
+    incoming_and_outgoing(middle, [("reverse", gp.get_rule("reverse"), BACKWARD)])
+    panel(right, "factor: schedules.Ganin", "step / steps", "factor")
+    for gamma, colour in ((10, BACKWARD), (3, OTHER)):
+        ramp = gp.schedules.Ganin(gamma=gamma, steps=100)
+        right.plot(
+            [n / 100 for n in range(101)], [ramp(n) for n in range(101)], color=colour, label=f"γ = {gamma}"
+        )
+    key(right)
+    return canvas
+
+
+@picture
+def clip() -> Figure:
+    """By value: over the incoming gradient. By norm: arrows before and after."""
+    canvas, (left, middle, right) = figure(3)
+    incoming_and_outgoing(left, [("value 1", gp.get_rule("clip_value", value=1.0), BACKWARD)])
+    before = torch.tensor([[2.4, 0.6], [1.2, 2.0], [-1.8, 1.2], [-0.4, -0.6], [0.9, -2.2]])
+    for axes, rule, title in (
+        (middle, gp.get_rule("clip_value", value=1.0), "value 1: direction changes"),
+        (right, gp.get_rule("clip_norm", norm=1.0, per_sample=True), "norm 1, per sample: direction stays"),
+    ):
+        panel(axes, title, "first entry", "second entry")
+        after = rule(before, (before,), before)
+        arrows(axes, torch.zeros_like(before), before, PLAIN)
+        arrows(axes, torch.zeros_like(after), after, BACKWARD)
+        axes.set(xlim=(-2.6, 2.6), ylim=(-2.6, 2.6), aspect="equal")
+    return canvas
+
+
+def rectified(axes: Axes, forward: Callable[[Tensor], Tensor], rule: str, title: str) -> None:
+    """Draws what a rectifier passes of a positive and of a negative gradient."""
+    found = gp.get_rule(rule)
+    panel(axes, title, y_label="gradient passed")
+    for incoming, style, width in ((1.0, "-", 1.8), (-1.0, "--", 1.8)):
+        grad = torch.full_like(X, incoming)
+        axes.plot(X, own(forward, X, grad), color=PLAIN, linestyle=style, linewidth=1)
+        if found.gradient_filter is None:
+            kept = found(grad, (X,), forward(X))
+        else:
+            kept = own(forward, X, found.gradient_filter(grad))
+        label = f"incoming {incoming:+.0f}".replace("-", "−")
+        axes.plot(
+            X, kept, color=BACKWARD if incoming > 0 else OTHER, linestyle=style, linewidth=width, label=label
+        )
+    axes.plot([], [], color=PLAIN, label="plain")
+
+
+def rectifiers(rule: str) -> Figure:
+    """Forward, and backward at a ReLU and at its smooth relatives."""
+    canvas, panels = figure(4)
+    functions = {
+        "ReLU": torch.relu,
+        "GELU": functional.gelu,
+        "LeakyReLU(0.1)": lambda x: functional.leaky_relu(x, 0.1),
+    }
+    panel(panels[0], "forward: unchanged", y_label="y")
+    for (name, forward), style in zip(functions.items(), ("-", "--", ":"), strict=True):
+        panels[0].plot(X, forward(X), color=FORWARD, linestyle=style, label=name, linewidth=1.2)
+    key(panels[0])
+    for axes, (name, forward) in zip(panels[1:], functions.items(), strict=True):
+        rectified(axes, forward, rule, f"backward: {name}")
+    key_below(canvas, panels[1])
+    return canvas
+
+
+@picture
+def guided() -> Figure:
+    """Guided backpropagation."""
+    return rectifiers("guided_relu")
+
+
+@picture
+def deconv() -> Figure:
+    """Deconvnet backpropagation."""
+    return rectifiers("deconv_relu")
+
+
+@picture
+def redirected() -> Figure:
+    """Redirected ReLU: a sample that passes nothing, and one that passes something."""
+    canvas, panels = figure(3)
+    panel(panels[0], "forward: unchanged", y_label="y").plot(X, X.relu(), color=FORWARD)
+    shut = X[X < 0][None]
+    for axes, x, title in (
+        (panels[1], shut, "backward: whole sample shut"),
+        (panels[2], X[None], "some units open"),
+    ):
+        panel(axes, title, y_label="gradient passed")
+        for incoming, colour in ((1.0, BACKWARD), (-1.0, OTHER)):
+            label = f"incoming {incoming:+.0f}".replace("-", "−")
+            axes.plot(x[0], passed("redirected_relu", x, x.relu(), incoming)[0], color=colour, label=label)
+        axes.set(xlim=(-3, 3), ylim=(-1.15, 1.15))
+    key(panels[1])
+    return canvas
+
+
+SURROGATES = (
+    "identity",
+    "hardtanh",
+    "tanh",
+    "sigmoid",
+    "fast_sigmoid",
+    "arctan",
+    "triangular",
+    "approx_sign",
+    "swish_sign",
+)
+
+
+@picture
+def straight_through() -> Figure:
+    """A step, and what each surrogate passes."""
+    canvas, panels = figure(5, rows=2, width=1.9, height=1.75)
+    steps(panel(panels[0], "forward: sign", "", ""), torch.sign)
+    for axes, name in zip(panels[1:], SURROGATES, strict=True):
+        panel(axes, name, "", "").plot(X, passed(name, X, torch.sign(X)), color=BACKWARD)
+        axes.set_ylim(-0.6 if name == "swish_sign" else -0.05, None)
+    canvas.supylabel("gradient passed, incoming 1", fontsize=8)
+    return canvas
+
+
+@picture
+def sampling() -> Figure:
+    """Random bits with slope annealing; the error of the categorical rules against exact enumeration."""
+    canvas, (left, middle, right) = figure(3)
+    p = torch.linspace(0, 1, 400, dtype=torch.float64)
+    torch.manual_seed(0)
+    panel(left, "forward: torch.bernoulli(p)", "p", "sample")
+    left.scatter(p[::4], torch.bernoulli(p[::4]), s=5, color=FORWARD)
+    panel(middle, "backward: bernoulli", "p", "gradient passed, incoming 1")
+    for slope, colour in ((1.0, PLAIN), (2.0, OTHER), (5.0, BACKWARD)):
+        rule = gp.get_rule("bernoulli", slope=slope)
+        middle.plot(p, passed(rule, p, p), color=colour, label=f"slope {slope:.0f}")
+    key(middle)
+    panel(right, "categories: error, all outcomes", "curvature of the loss", "relative error", baseline=False)
+    logits = torch.tensor([0.5, -1.0, 0.2, 1.3])
+    weight = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    strengths = [0.02 * 1.6**power for power in range(8)]
+    for name, label, colour in (
+        ("gumbel", "straight-through softmax", OTHER),
+        ("reinmax", "reinmax", BACKWARD),
+    ):
+        errors = [error_of_expectation(name, logits, strength * weight) for strength in strengths]
+        right.loglog(strengths, errors, color=colour, marker="o", markersize=3, label=label)
+    right.set_xticks([0.02, 0.1, 0.5], ["0.02", "0.1", "0.5"])
+    right.xaxis.set_minor_formatter(NullFormatter())
+    key(right)
+    return canvas
+
+
+def error_of_expectation(name: str, logits: Tensor, weight: Tensor) -> float:
+    """How far a rule's expected gradient is from the true one for the loss exp(weight · sample)."""
+    check = gp.gradcheck_rule(
+        name,
+        torch.softmax,
+        logits,
+        outcomes=enumerate_categories,
+        loss=lambda sample: torch.exp(weight @ sample) / weight.norm(),
+    )
+    return check.relative_deviation
+
+
+@picture
+def quantisation() -> Figure:
+    """Learned step size: the staircase and both gradients; the rotation trick as arrows."""
+    canvas, (left, middle, right) = figure(3)
+    step = torch.tensor(0.75, dtype=torch.float64)
+    staircase = torch.round(torch.clamp(X / step, -2, 1)) * step
+    rule = gp.get_rule("lsq", bits=2, count=1)
+    panel(left, "lsq forward: 2 bits, step 0.75", "v", "y")
+    steps(left, lambda x: torch.round(torch.clamp(x / step, -2, 1)) * step)
+    panel(middle, "lsq backward, incoming 1", "v", "gradient passed")
+    middle.plot(X, rule(torch.ones_like(X), (X, step), staircase)[0], color=BACKWARD, label="to the value")
+    to_step = [rule(torch.ones(1), (x[None], step.float()), x[None])[1] for x in X.float()]
+    middle.plot(X, torch.stack(to_step), color=OTHER, linewidth=1, label="to the step")
+    key(middle, "lower right")
+    panel(right, "rotation: gradients of three vectors", "", "")
+    rotation_arrows(right)
+    return canvas
+
+
+def rotation_arrows(axes: Axes) -> None:
+    """Three vectors with one code: one straight-through gradient for all, a turned one for each."""
+    code = torch.tensor([1.0, 1.0])
+    vectors = torch.tensor([[0.4, 1.5], [1.4, 0.9], [0.9, 0.2]])
+    grad = torch.tensor([[0.5, 0.0]]).repeat(3, 1)
+    turned = gp.get_rule("rotation")(grad, (vectors,), code.expand(3, 2))
+    axes.scatter(code[0], code[1], marker="*", s=90, color=FORWARD, label="code", zorder=3)
+    axes.scatter(vectors[:, 0], vectors[:, 1], s=14, color="black", label="vectors", zorder=3)
+    arrows(axes, vectors, grad, PLAIN, "straight-through")
+    arrows(axes, vectors, turned, BACKWARD, "rotation")
+    axes.set(xlim=(0, 3.0), ylim=(-0.4, 2.6), aspect="equal")
+    key(axes, "upper right")
+
+
+@picture
+def gate() -> Figure:
+    """A choice between two branches."""
+    canvas, (left, right) = figure(2)
+    condition = X > 0.5
+    first, second = X, torch.full_like(X, -0.5)
+    panel(left, "forward: where(x > 0.5, x, −0.5)", y_label="y")
+    left.plot(X, torch.where(condition, first, second), color=FORWARD)
+    _, to_first, to_second = gp.get_rule("gate")(torch.ones_like(X), (condition, first, second), X)
+    panel(right, "backward, incoming 1", y_label="gradient passed")
+    right.plot(X, to_first, color=BACKWARD, label="to the first branch")
+    right.plot(X, to_second, color=OTHER, linestyle="--", label="to the second branch")
+    key_below(canvas, right)
+    return canvas
+
+
+@picture
+def use_rule() -> Figure:
+    """The rule of the card, registered as its reader would."""
+
+    @gp.rule("card_soft_round")
+    def soft_round(
+        grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, sharpness: float = 4.0
+    ) -> Tensor:
+        distance = (inputs[0] - inputs[0].floor() - 0.5).abs()
+        return grad * torch.exp(-sharpness * distance)
+
+    canvas, (left, right) = figure(2)
+    steps(panel(left, "forward: round", y_label="y"), torch.round)
+    panel(right, "backward: soft_round", y_label="gradient passed, incoming 1")
+    for sharpness, colour in ((1.0, OTHER), (4.0, BACKWARD)):
+        rule = gp.get_rule("card_soft_round", sharpness=sharpness)
+        right.plot(X, passed(rule, X, torch.round(X)), color=colour, label=f"sharpness {sharpness:.0f}")
+    right.set_ylim(0, None)
+    key_below(canvas, right)
+    return canvas
+
+
+@picture
+def freeze() -> Figure:
+    """Which entries train under a random mask, and the values that entries take."""
+    canvas, (left, right) = figure(2, width=3.4)
+    parameter = torch.nn.Parameter(torch.linspace(1, -1, 24))
+    optimizer = gp.MaskedOptimizer(torch.optim.Adam([parameter], lr=0.05), frozen_state="zero")
+    source = gp.masks.Random(density=0.4, every=10)
+    source.setup({"weight": parameter}, seed=1)
+    masks, values = [], []
+    for step in range(60):
+        optimizer.set_mask(parameter, source.masks(step, 0)["weight"])
+        masks.append(optimizer.get_mask(parameter).clone())
+        optimizer.zero_grad()
+        parameter.square().sum().backward()
+        optimizer.step()
+        values.append(parameter.detach().clone())
+    panel(left, "mask: Random(density=0.4, every=10)", "step", "entry", baseline=False)
+    left.imshow(
+        torch.stack(masks).T, cmap=ListedColormap(["#eeeeee", BACKWARD]), aspect="auto", interpolation="none"
+    )
+    panel(right, "four entries, Adam, frozen_state: zero", "step", "value")
+    for entry, colour in zip((0, 6, 13, 21), (FORWARD, BACKWARD, OTHER, "black"), strict=True):
+        right.plot(torch.stack(values)[:, entry], color=colour)
+    return canvas
+
+
+def save(canvas: Figure, path: Path) -> None:
+    """Saves a picture with a palette, which keeps it small."""
+    raw = io.BytesIO()
+    canvas.savefig(raw, dpi=110, format="png")
+    with Image.open(raw) as image:
+        image.convert("RGB").quantize(colors=200).save(path, optimize=True)
+
+
+def main() -> None:
+    """Draws the pictures that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help=f"which pictures; all unless told: {', '.join(PICTURES)}")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    chosen = parser.parse_args()
+    for name in chosen.names:
+        if name not in PICTURES:
+            parser.error(f"unknown picture {name!r}; {gp.errors.nearest(name, PICTURES)}")
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    mpl.rcParams["font.family"] = "DejaVu Sans"
+    for name in chosen.names or PICTURES:
+        path = chosen.folder / f"{name}.png"
+        save(PICTURES[name](), path)
+        print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()
