@@ -9,7 +9,7 @@ from gradpolicy.rules.registry import rule
 from gradpolicy.rules.routing import Number, near, to_first
 
 
-@rule("clip_value")
+@rule("clip_value", reads=())
 def clip_value(
     grad: Tensor,
     inputs: tuple[Tensor, ...],
@@ -49,7 +49,7 @@ def clip_value(
     return to_first(torch.clamp(grad, min=-bound, max=bound).to(grad.dtype), inputs)
 
 
-@rule("clip_norm")
+@rule("clip_norm", reads=())
 def clip_norm(
     grad: Tensor,
     inputs: tuple[Tensor, ...],

@@ -9,7 +9,7 @@ from gradpolicy.rules.registry import rule
 from gradpolicy.rules.routing import Number, near, to_first, zeros_for
 
 
-@rule("stop")
+@rule("stop", reads=())
 def stop(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
     """Lets nothing through: every input gets exact zeros, also where the incoming gradient is not finite.
 
@@ -32,7 +32,7 @@ def stop(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
     return zeros[0] if len(zeros) == 1 else zeros
 
 
-@rule("identity")
+@rule("identity", reads=())
 def identity(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
     """Passes the gradient as it is to the first input: the straight-through estimator.
 
@@ -55,7 +55,7 @@ def identity(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
     return to_first(grad, inputs)
 
 
-@rule("scale")
+@rule("scale", reads=())
 def scale(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: Number) -> Any:
     """Multiplies the gradient by a number. A factor of 0 gives exact zeros, also for infinite gradients.
 
@@ -83,7 +83,7 @@ def scale(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: N
     return to_first(_times(factor, grad), inputs)
 
 
-@rule("reverse")
+@rule("reverse", reads=())
 def reverse(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: Number = 1.0) -> Any:
     """Turns the gradient round: the gradient reversal layer of domain-adversarial training.
 

@@ -26,7 +26,7 @@ def positive_part(grad: Tensor) -> Tensor:
     return grad.clamp(min=0)
 
 
-@rule("guided_relu", gradient_filter=positive_part)
+@rule("guided_relu", gradient_filter=positive_part, reads=("output",))
 def guided_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
     """Guided backpropagation: only positive gradients pass the ReLUs that were active.
 
@@ -54,7 +54,7 @@ def guided_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any
     return to_first(torch.where(output <= 0, torch.zeros_like(grad), positive_part(grad)), inputs)
 
 
-@rule("deconv_relu")
+@rule("deconv_relu", reads=())
 def deconv_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
     """Deconvnet backpropagation: positive gradients pass every rectifier, whatever its input was.
 

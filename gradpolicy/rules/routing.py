@@ -28,7 +28,10 @@ def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Any:
 
 def near(number: Any, tensor: Tensor) -> Any:
     """A rule's number where a tensor is: a tensor on its device, a plain number as it is."""
-    return number.to(tensor.device) if isinstance(number, Tensor) else number
+    if not isinstance(number, Tensor):
+        return number
+    # From the processor to an accelerator the copy need not be waited for.
+    return number.to(tensor.device, non_blocking=tensor.device.type != "cpu")
 
 
 def zeros_for(tensor: Tensor) -> Tensor | None:
