@@ -10,10 +10,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError
 from gradpolicy.flow import install
 from gradpolicy.flow.install import Installed
 from gradpolicy.freeze import Freezer
+from gradpolicy.insight.plan import check_met
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.where import match_names, plain_name
@@ -73,7 +74,7 @@ class GradientPolicies(Callback):
         # The number of updates done when the policies were last told; a window of accumulated batches, or a
         # step that fp16 skipped, leaves it as it is.
         self._updates_seen = -1
-        self._operations_checked = False
+        self._checked_phases: set[str] = set()
 
     @property
     def flow_policies(self) -> dict[str, FlowPolicy]:
@@ -190,7 +191,7 @@ class GradientPolicies(Callback):
         logs = self.log_policies and self._logs_now(trainer)
         before = self._freeze_norms() if logs else {}
         if self.freezer is not None:
-            self.freezer.observe()
+            self.freezer.observe(optimizer if optimizer in self._masked else None)
         if logs:
             pl_module.log_dict({**self._flow_metrics(), **self._freeze_metrics(before)})
 
@@ -200,9 +201,13 @@ class GradientPolicies(Callback):
         """Counts an update that was done; after the first batch, checks that every operation was met."""
         if self.freezer is not None and self._updates(trainer) != self._updates_seen:
             self.freezer.finish_step()
-        if not self._operations_checked:
-            self._check_operations_met("fit")
-            self._operations_checked = True
+        self._check_operations_met("fit")
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
+    ) -> None:
+        """Checks after the first batch that every operation was met."""
+        self._check_operations_met("test")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switches back from validation within a fit."""
@@ -224,25 +229,20 @@ class GradientPolicies(Callback):
         return trainer.global_step
 
     def _check_operations_met(self, phase: str) -> None:
-        """Raises for a policy that held in the first batch and met none of the operations it names."""
-        if self.installed is None or torch.compiler.is_compiling():
+        """Raises, after the first batch of a phase, for a policy that met none of the operations it names."""
+        if self.installed is None or phase in self._checked_phases:
             return
+        self._checked_phases.add(phase)
         for row in self.installed.report().rows:
-            policy = self.policies[row.name]
-            if not isinstance(policy, FlowPolicy) or not policy.ops or not row.active or row.compiled:
-                continue
-            if not policy.when.active(phase=phase) or row.operations_matched:
-                continue
-            met = sorted(row.operations_met)
-            raise PolicyError(
-                f"policy.{row.name}.ops: {row.operations} was never met in the first batch; "
-                f"{nearest(row.operations[0], met) if met else 'no operation ran where it acts'}"
-            )
+            policy = self.flow_policies[row.name]
+            # Compiled code is counted when it is traced, which may have happened before.
+            if row.active and not row.compiled and policy.when.active(phase=phase):
+                check_met(row.name, policy, row)
 
     # ---- what the loggers get
 
     def _logs_now(self, trainer: Trainer) -> bool:
-        return bool(trainer.loggers) and (trainer.global_step + 1) % trainer.log_every_n_steps == 0
+        return bool(trainer.loggers) and (trainer.global_step + 1) % _log_interval(trainer) == 0
 
     def _flow_metrics(self) -> dict[str, float | Tensor]:
         if self.installed is None:
@@ -330,3 +330,8 @@ def _loss_scale(trainer: Trainer) -> float:
 def _gradient_norm(parameters: Any) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+
+
+def _log_interval(trainer: Trainer) -> int:
+    # Lightning sets the attribute from outside the class, where a type checker does not see it.
+    return max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]

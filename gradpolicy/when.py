@@ -58,10 +58,11 @@ class When:
                 raise PolicyError(f"when.{key}: must be a whole number of at least {least}, got {value!r}")
         if stop is not None and (not isinstance(stop, int) or stop <= start):
             raise PolicyError(f"when.stop: must be a whole number above start ({start}), got {stop!r}")
-        for key, value in zip(
-            ("phases", "start", "stop", "every", "unit"), (names, start, stop, every, unit), strict=True
-        ):
-            object.__setattr__(self, key, value)
+        object.__setattr__(self, "phases", names)
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "every", every)
+        object.__setattr__(self, "unit", unit)
 
     def active(self, *, phase: str = "fit", step: int = 0, epoch: int = 0) -> bool:
         """Whether a policy holds now.

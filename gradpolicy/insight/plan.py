@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.flow import install
+from gradpolicy.flow.operations import operation_names
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.where import match_parameters, plain_name
@@ -156,6 +157,24 @@ def training_loss(module: Any, batch: Any) -> Tensor:
     return loss
 
 
+def check_met(name: str, policy: FlowPolicy, row: "ReportRow") -> None:
+    """Makes sure that operations which a policy names ran where it acts.
+
+    Args:
+        name: The policy's name.
+        policy: The policy.
+        row: What it met in a step.
+
+    Raises:
+        PolicyError: If none of them did; it names the operations that did.
+    """
+    if not policy.ops or row.operations_matched or row.operations_met & set(row.operations):
+        return
+    met = sorted(row.operations_met & set(operation_names()))
+    hint = nearest(row.operations[0], met) if met else "no operation ran where the policy acts"
+    raise PolicyError(f"policy.{name}.ops: {', '.join(row.operations)} is never met in a step; {hint}")
+
+
 # ---- flow policies: one step for training, one for what holds in other phases
 
 
@@ -183,7 +202,7 @@ def _observe(
         found = _gradients(loss, parameters)
         report = {row.name: row for row in installed.report().rows}
     for name in active:
-        _check_met(name, policies[name], report[name])
+        check_met(name, policies[name], report[name])
     return found, {name: _flow_row(name, policies[name], report[name]) for name in policies}
 
 
@@ -196,16 +215,6 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str
         return dict.fromkeys(parameters)
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return dict(zip(parameters, found, strict=True))
-
-
-def _check_met(name: str, policy: FlowPolicy, row: "ReportRow") -> None:
-    if not policy.ops or row.operations_matched:
-        return
-    met = sorted(row.operations_met)
-    hint = nearest(row.operations[0], met) if met else "no operation ran where the policy acts"
-    raise PolicyError(
-        f"policy.{name}.ops: {', '.join(row.operations)} is never met in a training step; {hint}"
-    )
 
 
 def _flow_row(name: str, policy: FlowPolicy, row: "ReportRow") -> PlanRow:
