@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.flow import install
 from gradpolicy.policies import Deconv, FlowPolicy, Guided
 
 Forward = Callable[[Tensor], Any]
@@ -280,8 +281,6 @@ def _activation_map(model: nn.Module, layer: nn.Module, images: Tensor, target: 
 @contextmanager
 def _evaluating(model: nn.Module, policies: Sequence[FlowPolicy]) -> Iterator[None]:
     """Puts a model in evaluation mode, under policies, and each module back in its own mode."""
-    from gradpolicy.flow import install
-
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,0 +1,145 @@
+"""The callback draws what the run's policies give, and changes nothing of the model."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from PIL import Image
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.insight import attribution_pictures
+from gradpolicy.insight.attribution import guided
+from gradpolicy.insight.attribution_pictures import AttributionPictures, log_picture
+from gradpolicy.insight.pictures import Sample, picture_grid
+from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet
+
+IN_TEST = gp.When(phases=("fit", "test"))
+POLICIES = {
+    "guided": gp.Guided(when=gp.When(phases=("test",))),
+    "quantizer": gp.StraightThrough(ops=["round"], when=IN_TEST),
+    "probe": gp.Stop(modules="model.probe"),
+}
+
+
+@pytest.fixture
+def module() -> Classifier:
+    return Classifier(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
+    """The samples that the callback draws."""
+    samples: list[Sample] = []
+
+    def keep(given: list[Sample], *rest: object) -> object:
+        samples.extend(given)
+        return picture_grid(given[:1], "one")
+
+    monkeypatch.setattr(attribution_pictures, "picture_grid", keep)
+    return samples
+
+
+class GivenGradients(Callback):
+    """Gives every parameter a gradient, after Lightning has taken them away for the test."""
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+
+def test_a_test_run_leaves_a_grid_and_the_model_as_it_was(
+    module: Classifier, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = make_trainer(
+        callbacks=[gp.GradientPolicies(POLICIES), GivenGradients(), AttributionPictures(count=6)]
+    )
+    trainer.test(module, DigitsDataModule(batch_size=4), verbose=False)
+    assert np.asarray(Image.open(tmp_path / "pictures" / "guided.png").convert("L")).std() > 5
+    after = module.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in module.parameters())
+
+
+def test_the_attribution_is_that_of_the_policies_of_the_run(
+    module: Classifier, make_trainer: Callable[..., Trainer], drawn: list[Sample]
+) -> None:
+    data = DigitsDataModule(batch_size=4)
+    trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(count=6)])
+    trainer.test(module, data, verbose=False)
+    images, labels = (part[:6] for part in data.test_set.tensors)
+    expected = guided(module, images, policies=[gp.StraightThrough(ops=["round"])])
+    assert expected.any()
+    torch.testing.assert_close(torch.stack([sample.attribution for sample in drawn]), expected)
+    assert [sample.truth for sample in drawn] == [str(int(label)) for label in labels]
+
+
+def test_fitting_before_testing_makes_no_picture(
+    module: Classifier, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    trainer = make_trainer(
+        callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(directory=tmp_path / "here")],
+        limit_train_batches=1,
+        limit_val_batches=1,
+    )
+    trainer.fit(module, DigitsDataModule())
+    assert not (tmp_path / "here").exists()
+    trainer.test(module, DigitsDataModule(), verbose=False)
+    assert (tmp_path / "here" / "guided.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("guidd", "no policy 'guidd'; did you mean 'guided'"),
+        ("probe", "'probe' does not hold in the phase 'test'"),
+    ],
+)
+def test_a_policy_that_is_absent_or_does_not_hold_is_refused(
+    policy: str, message: str, module: Classifier, make_trainer: Callable[..., Trainer]
+) -> None:
+    trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(policy)])
+    with pytest.raises(PolicyError, match=message):
+        trainer.test(module, DigitsDataModule(), verbose=False)
+
+
+def test_no_picture_at_all_is_refused() -> None:
+    with pytest.raises(PolicyError, match="count: 0"):
+        AttributionPictures(count=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (WandbLogger, ["log_image"]),
+        (TensorBoardLogger, ["experiment.add_figure"]),
+        (MLFlowLogger, ["experiment.log_artifact"]),
+        (CSVLogger, []),
+    ],
+)
+def test_each_logger_gets_the_picture_in_its_own_way(kind: type, expected: list[str], tmp_path: Path) -> None:
+    logger = Mock(spec=kind)
+    figure = picture_grid([Sample(torch.rand(1, 2, 2), torch.rand(1, 2, 2), "1", 0.5)], "one")
+    log_picture(logger, "attribution/guided", figure, tmp_path / "guided.png", 3)
+    assert [name for name, *_ in logger.mock_calls] == expected
+
+
+def test_tensorboard_really_takes_the_picture(
+    module: Classifier, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    logger = TensorBoardLogger(tmp_path, "runs", version=0)
+    trainer = make_trainer(
+        logger=logger, callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(count=1)]
+    )
+    trainer.test(module, DigitsDataModule(), verbose=False)
+    logger.experiment.flush()
+    events = b"".join(path.read_bytes() for path in (tmp_path / "runs" / "version_0").glob("events*"))
+    assert b"attribution/guided" in events
+    assert b"PNG" in events

@@ -1,0 +1,106 @@
+"""The pictures show what was computed, on one scale, with the class named."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from gradpolicy.insight.pictures import (
+    RIGHT,
+    UNKNOWN,
+    WRONG,
+    Sample,
+    displayable,
+    overlay,
+    percent,
+    picture_grid,
+    relative,
+    save_overlay,
+)
+
+
+def sample(**settings: object) -> Sample:
+    image = torch.rand(1, 8, 8)
+    attribution = torch.randn(1, 8, 8)
+    return Sample(
+        **{"image": image, "attribution": attribution, "predicted": "3", "probability": 0.9, **settings}
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "caption", "colour"),
+    [
+        ({}, "3  90 %", UNKNOWN),
+        ({"truth": "3"}, "3  90 %", RIGHT),
+        ({"truth": "5"}, "3  90 %  (is 5)", WRONG),
+    ],
+)
+def test_a_caption_names_class_and_probability(settings: dict[str, str], caption: str, colour: str) -> None:
+    assert sample(**settings).caption == caption
+    assert sample(**settings).colour == colour
+
+
+@pytest.mark.parametrize(
+    ("probability", "text"),
+    [(1.0, "100 %"), (0.9996, ">99 %"), (0.004, "<1 %"), (0.0, "0 %"), (0.426, "43 %")],
+)
+def test_certainty_is_not_exaggerated(probability: float, text: str) -> None:
+    assert percent(probability) == text
+
+
+def test_the_strength_is_relative_to_the_image_and_keeps_its_sign() -> None:
+    strength = relative(torch.tensor([[[1.0, -2.0]], [[1.0, -2.0]]]), percentile=100)
+    assert strength.tolist() == [[0.5, -1.0]]
+    assert relative(torch.zeros(1, 2, 2)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_single_strong_pixel_does_not_vanish() -> None:
+    attribution = torch.zeros(1, 40, 40)
+    attribution[0, 3, 4] = 1e-3
+    assert relative(attribution).max() == 1
+
+
+def test_a_normalised_image_is_brought_into_range_and_one_in_range_is_kept() -> None:
+    assert displayable(torch.tensor([[[-1.0, 3.0]]])).tolist() == [[[0.0] * 3, [1.0] * 3]]
+    kept = displayable(torch.full((3, 2, 2), 0.25))
+    assert kept.shape == (2, 2, 3)
+    assert (kept == 0.25).all()
+
+
+def test_red_speaks_for_a_class_and_blue_against_it() -> None:
+    for_it, against_it, neither = overlay(torch.full((1, 1, 3), 0.5), torch.tensor([[[1.0, -1.0, 0.0]]]))[0]
+    assert for_it[0] > for_it[2]
+    assert against_it[2] > against_it[0]
+    assert neither[0] == neither[1] == neither[2]
+
+
+def test_an_image_of_one_colour_has_a_picture() -> None:
+    assert np.isfinite(overlay(torch.full((3, 4, 4), 7.0), torch.zeros(3, 4, 4))).all()
+
+
+@pytest.mark.parametrize(("count", "columns", "axes"), [(1, 4, 3), (5, 4, 11), (16, 4, 33)])
+def test_a_grid_has_two_pictures_a_sample_and_one_scale(count: int, columns: int, axes: int) -> None:
+    figure = picture_grid([sample(truth="3") for _ in range(count)], "guided", columns)
+    assert len(figure.axes) == axes
+    assert figure.axes[0].get_title(loc="left") == "3  90 %"
+    ticks = [label.get_text() for label in figure.axes[-1].get_xticklabels()]
+    assert ticks == ["against the class", "0", "for the class"]
+
+
+def test_a_grid_is_written_as_a_picture(tmp_path: Path) -> None:
+    picture_grid([sample(), sample()], "two").savefig(tmp_path / "grid.png")
+    assert np.asarray(Image.open(tmp_path / "grid.png").convert("L")).std() > 5
+
+
+def test_an_empty_grid_is_refused() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        picture_grid([], "nothing")
+
+
+def test_a_small_overlay_is_enlarged_in_whole_steps(tmp_path: Path) -> None:
+    save_overlay(sample(), tmp_path / "new" / "overlay.png", pixels=70)
+    written = np.asarray(Image.open(tmp_path / "new" / "overlay.png"))
+    assert written.shape == (64, 64, 3)
+    assert (written[:8, :8] == written[0, 0]).all()
