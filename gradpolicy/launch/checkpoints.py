@@ -1,0 +1,131 @@
+"""Finds the checkpoint to resume from or to test, and makes sure that it is whole and of this model."""
+
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError, nearest
+
+LAST = "last"
+LAST_NAME = "last*.ckpt"
+
+
+def find_checkpoint(ckpt_path: str | None, places: Iterable[Path]) -> Path | None:
+    """Finds the checkpoint that `ckpt_path` names.
+
+    Args:
+        ckpt_path: None; a file; a run directory, which means the newest good one in it; or ``last``, which
+            means the newest good one of all runs in the given places.
+        places: Directories to look for ``last`` in; the first one that holds any decides.
+
+    Raises:
+        PolicyError: If there is none.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == LAST:
+        places = list(places)
+        for place in places:
+            found = _newest_good(place.rglob(LAST_NAME) if place.is_dir() else ())
+            if found is not None:
+                return found
+        raise PolicyError(f"ckpt_path=last: no good checkpoint below {', '.join(map(str, places))}")
+    path = Path(ckpt_path).expanduser()
+    if path.is_dir() and not (path / ".metadata").exists():
+        found = _newest_good(path.rglob("*.ckpt"))
+        if found is None:
+            raise PolicyError(f"ckpt_path: no good checkpoint in the directory {path}")
+        return found
+    if not path.exists():
+        raise PolicyError(f"ckpt_path: {path} does not exist; {_near(path)}".rstrip("; "))
+    return path
+
+
+def read_checkpoint(path: Path) -> Mapping[str, Any]:
+    """Reads a checkpoint; its tensors stay in the file until they are used. No code in it is run.
+
+    Raises:
+        PolicyError: If it is damaged, holds anything but tensors and plain values, or is no checkpoint of
+            Lightning's.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        reason = _first_line(error) if zipfile.is_zipfile(path) else "it is no checkpoint, or it is truncated"
+        raise PolicyError(f"ckpt_path: {path} cannot be read: {reason}") from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise PolicyError(f"ckpt_path: {path} is truncated or damaged ({_first_line(error)})") from error
+    if not isinstance(content, Mapping) or "state_dict" not in content:
+        raise PolicyError(f"ckpt_path: {path} holds no 'state_dict': it is no checkpoint of a run")
+    return content
+
+
+def check_fits(path: Path, model: nn.Module) -> None:
+    """Checks that a checkpoint is of this model: the same names, the same shapes.
+
+    A directory of shards is left to who wrote it.
+
+    Raises:
+        PolicyError: If it is damaged, or of another model.
+    """
+    if path.is_dir():
+        return
+    saved: Mapping[str, Tensor] = read_checkpoint(path)["state_dict"]
+    wanted = model.state_dict()
+    lacking, surplus = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    reshaped = [
+        f"{name} is {_shape(saved[name])} there and {_shape(wanted[name])} here"
+        for name in wanted
+        if name in saved and _shape(saved[name]) != _shape(wanted[name])
+    ]
+    differences = [
+        *([f"it lacks {_few(lacking)}"] if lacking else []),
+        *([f"it holds {_few(surplus)}, which this model has not"] if surplus else []),
+        *reshaped[:2],
+    ]
+    if differences:
+        raise PolicyError(f"ckpt_path: {path} is of another model: {'; '.join(differences)}")
+
+
+def _newest_good(paths: Iterable[Path]) -> Path | None:
+    for path in sorted(paths, key=lambda found: found.stat().st_mtime, reverse=True):
+        try:
+            read_checkpoint(path)
+        except PolicyError as error:
+            rank_zero_warn(f"passed over: {error}")
+            continue
+        return path
+    return None
+
+
+def _near(path: Path) -> str:
+    """Names the checkpoints that lie where the path leads, as far as it does."""
+    for above in path.parents:
+        if above.is_dir():
+            found = {str(candidate) for candidate in _some(above.rglob("*.ckpt"))}
+            return nearest(str(path), found, count=2) if found else f"{above} holds no checkpoint"
+    return ""
+
+
+def _some(paths: Iterator[Path], most: int = 200) -> Iterator[Path]:
+    for _, path in zip(range(most), paths, strict=False):
+        yield path
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _few(names: list[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

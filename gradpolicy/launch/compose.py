@@ -1,0 +1,215 @@
+"""Composes and checks a config, also each job of a sweep, before Hydra makes any directory."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.launch.schema import Settings, read_settings
+from gradpolicy.launch.signatures import argument_names, check_arguments
+from gradpolicy.launch.targets import ALLOWED, check_targets, locate_target
+
+VERSION_BASE = "1.3"
+WHEN = "gradpolicy.When"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where configs come from.
+
+    Args:
+        directory: The directory of configs.
+        name: The config at its top.
+        more: A further directory, as ``--config-dir`` names it, that comes first.
+    """
+
+    directory: Path
+    name: str = "train"
+    more: str | None = None
+
+
+def check_jobs(source: Source, overrides: list[str], multirun: bool) -> None:
+    """Composes every job that the command line asks for and checks it; makes nothing.
+
+    Args:
+        source: Where the configs come from.
+        overrides: The overrides of the command line.
+        multirun: Whether they ask for a sweep.
+
+    Raises:
+        PolicyError: For wrong input; other errors of Hydra's where its own message is as good.
+    """
+    for job in jobs_of(source, overrides) if multirun else [overrides]:
+        config = compose_job(source, job)
+        hydra = OmegaConf.to_container(config.hydra.callbacks, resolve=False) or {}
+        check_targets({"hydra": {"callbacks": hydra}}, _allowed(config))
+        check_config(_without_hydra(config))
+
+
+def compose_job(source: Source, overrides: list[str]) -> DictConfig:
+    """Composes one job's config, Hydra's own part included.
+
+    Raises:
+        PolicyError: For a choice or key that does not exist, with the nearest ones that do.
+    """
+    overrides = [*overrides, *([f"hydra.searchpath=[file://{source.more}]"] if source.more else [])]
+    with _hydra(source.directory):
+        try:
+            config = compose(source.name, overrides, return_hydra_config=True)
+        except MissingConfigException as error:
+            raise _unknown_choice(error, source.directory) from error
+        except ConfigCompositionException as error:
+            raise _unknown_key(error, source.name, overrides) from error
+    with read_write(config), open_dict(config):
+        # Hydra sets it when a job starts; until then any directory will do for what refers to it.
+        config.hydra.runtime.output_dir = str(Path.cwd())
+    HydraConfig.instance().set_config(config)
+    return config
+
+
+def fixed_overrides(overrides: list[str]) -> list[str]:
+    """The overrides that do not sweep: what all jobs have in common."""
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    return [line for line, override in zip(overrides, parsed, strict=True) if not override.is_sweep_override()]
+
+
+def jobs_of(source: Source, overrides: list[str]) -> list[list[str]]:
+    """Lists the overrides of each job of a sweep, as Hydra's own sweeper makes them.
+
+    Sweeps that other sweepers draw, from intervals for instance, are not known beforehand: none is listed.
+    """
+    parser = OverridesParser.create()
+    config = compose_job(source, fixed_overrides(overrides))
+    if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
+        return []
+    from_config = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    every = parser.parse_overrides([*from_config, *overrides])
+    if not all(override.is_discrete_sweep() for override in every if override.is_sweep_override()):
+        return []
+    return BasicSweeper.split_arguments(every, max_batch_size=None)[0]
+
+
+def check_config(config: DictConfig) -> Settings:
+    """Checks a job's config: references, keys, types, targets and their arguments.
+
+    Raises:
+        PolicyError: For wrong input.
+    """
+    container = resolved(config)
+    settings = read_settings(container)
+    groups = {key: value for key, value in container.items() if isinstance(value, dict) and key != "sweep"}
+    for name, node in (settings.policy or {}).items():
+        if node is not None and "_target_" not in node:
+            raise PolicyError(f"policy.{name}: needs a _target_, such as gradpolicy.Freeze")
+    check_targets(groups, settings.allowed_targets)
+    check_arguments(groups, tuple(settings.allowed_targets))
+    return settings
+
+
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """Gives a config as plain containers, every reference in it followed.
+
+    A search space is left as it is: it is written for other programs. A policy's `when` may be written
+    without its `_target_`.
+    """
+    plain = OmegaConf.create({key: config._get_node(key) for key in config if key != "sweep"})
+    container = OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)
+    assert isinstance(container, dict)
+    for node in (container.get("policy") or {}).values():
+        when = node.get("when") if isinstance(node, dict) else None
+        if isinstance(when, dict):
+            when.setdefault("_target_", WHEN)
+    return {str(key): value for key, value in container.items()}
+
+
+@contextmanager
+def _hydra(config_dir: Path) -> Iterator[None]:
+    """Sets Hydra up for a composition, and takes it down."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_dir), job_name="train", version_base=VERSION_BASE):
+        yield
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    job = config.copy()
+    with read_write(job), open_dict(job):
+        del job["hydra"]
+    return job
+
+
+def _allowed(config: DictConfig) -> tuple[str, ...]:
+    allowed = config.get("allowed_targets") or ()
+    return (allowed,) if isinstance(allowed, str) else tuple(allowed)
+
+
+# ---- what Hydra says too little about
+
+
+def _unknown_choice(error: MissingConfigException, config_dir: Path) -> HydraException:
+    """Adds the choices there are: Hydra names them for a single choice, not for a list."""
+    group = str(error.missing_cfg_file or "").rpartition("/")[0]
+    options = error.options or [path.stem for path in sorted((config_dir / group).glob("*.yaml"))]
+    return MissingConfigException(str(error), error.missing_cfg_file, options)
+
+
+def _unknown_key(error: ConfigCompositionException, config_name: str, overrides: list[str]) -> Exception:
+    found = re.match(r"Could not (?:override|delete|append to config\b.*) ?'?([^'\s]*)'?", str(error))
+    key = re.sub(r"^[+~]+", "", found.group(1)).rstrip(".") if found else ""
+    if not key or "already at" in str(error):
+        return error
+    config = _composable(config_name, overrides)
+    parent, missing = _deepest(config, key)
+    siblings = list(parent.keys()) if isinstance(parent, DictConfig) else []
+    above = key[: -len(missing) - 1] if key != missing else ""
+    name = missing.split(".")[0]
+    arguments = _arguments(parent)
+    if name in arguments:
+        return PolicyError(f"{key}: is not set in the config; add it by a plus: +{key}=…")
+    hint = nearest(name, {*map(str, siblings), *arguments} - {"_target_", "_partial_", "hydra"})
+    return PolicyError(f"{above + '.' if above else ''}{name}: there is no such key; {hint}")
+
+
+def _composable(config_name: str, overrides: Iterable[str]) -> DictConfig:
+    """The config with as many of the overrides as compose, to see which keys there are."""
+    good: list[str] = []
+    for override in overrides:
+        try:
+            compose(config_name, [*good, override])
+        except Exception:
+            continue
+        good.append(override)
+    return compose(config_name, good)
+
+
+def _deepest(config: DictConfig, key: str) -> tuple[Any, str]:
+    """The deepest node on the way to a key that exists, and the rest of the way."""
+    node: Any = config
+    parts = key.replace("/", ".").split(".")
+    for depth, part in enumerate(parts):
+        below = OmegaConf.select(node, part, throw_on_missing=False) if isinstance(node, DictConfig) else None
+        if below is None or not OmegaConf.is_dict(below):
+            return node, ".".join(parts[depth:])
+        node = below
+    return node, parts[-1]
+
+
+def _arguments(node: Any) -> Mapping[str, Any]:
+    """The arguments that a node's `_target_` takes."""
+    path = node.get("_target_") if isinstance(node, DictConfig) else None
+    if not isinstance(path, str):
+        return {}
+    try:
+        return argument_names(locate_target("_target_", path, ALLOWED))[0]
+    except PolicyError:
+        return {}

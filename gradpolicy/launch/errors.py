@@ -1,0 +1,89 @@
+"""Turns what Hydra, OmegaConf, YAML and Lightning raise for wrong input into one clear message."""
+
+import re
+import sys
+import traceback
+
+import yaml
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf.errors import OmegaConfBaseException
+
+from gradpolicy.errors import PolicyError, nearest
+
+WRONG_INPUT = 2
+FAILED = 1
+TERMINATED = 143
+
+# Whatever of these ends a run before it trains was caused by what the user gave.
+WRONG_INPUT_ERRORS = (
+    PolicyError,
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    MisconfigurationException,
+)
+
+
+def explain(error: BaseException) -> str:
+    """Says in one line what was wrong with the input, as plainly as the error allows."""
+    if isinstance(error, PolicyError):
+        return str(error)
+    if isinstance(error, MissingConfigException):
+        return _missing_choice(error)
+    if isinstance(error, InstantiationException):
+        return _failed_instance(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read as an override: {_first_line(error)}; quote what is special"
+    if isinstance(error, ConfigCompositionException) and error.__cause__ is not None:
+        return f"{_first_line(error).rstrip('.')}: {_first_line(error.__cause__)}"
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return f"{error.full_key}: {_first_line(error)}"
+    if isinstance(error, yaml.YAMLError):
+        return f"the file is no valid YAML: {' '.join(str(error).split())}"
+    return _first_line(error)
+
+
+def report_error(error: BaseException, show_traceback: bool) -> None:
+    """Prints a message for wrong input to the standard error stream; with its traceback where asked for."""
+    if show_traceback:
+        traceback.print_exception(error)
+    print(f"error: {explain(error)}", file=sys.stderr)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Follows the chain of causes to its beginning."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _missing_choice(error: MissingConfigException) -> str:
+    path = str(error.missing_cfg_file or "")
+    group, _, name = path.rpartition("/")
+    if not group:
+        return f"no config {path!r} found; {_first_line(error)}"
+    return f"{group}={name}: there is no such {group}; {nearest(name, error.options or ())}".rstrip("; ")
+
+
+def _failed_instance(error: InstantiationException) -> str:
+    """The first cause of a failed instantiation, under the key of the config node."""
+    cause = root_cause(error)
+    message = str(error)
+    found = re.search(r"full_key: (\S+)", message)
+    key = found.group(1) if found else ""
+    what = str(cause) if isinstance(cause, PolicyError) else f"{type(cause).__name__}: {_first_line(cause)}"
+    if cause is error:
+        what = _first_line(error)
+    return what if not key or what.startswith(f"{key.split('.')[0]}.") else f"{key}: {what}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

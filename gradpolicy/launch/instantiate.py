@@ -1,0 +1,55 @@
+"""Makes the objects that a config names; what goes wrong is told under the key of the config node."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import hydra.utils
+from hydra.errors import InstantiationException
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.launch.errors import root_cause
+
+
+def build(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
+    """Instantiates a node of the resolved config.
+
+    Args:
+        node: The node, with its ``_target_``.
+        key: Where it stands in the config.
+        **arguments: Objects to hand over beside what the node says.
+
+    Raises:
+        PolicyError: If it fails; with the key of the innermost node that failed, and the first cause.
+    """
+    try:
+        made = hydra.utils.instantiate({**node, **({"_partial_": True} if arguments else {})}, _convert_="all")
+    except InstantiationException as error:
+        raise _under_key(error, key) from error
+    if not arguments:
+        return made
+    try:
+        return made(**arguments)
+    except (TypeError, ValueError) as error:
+        raise PolicyError(f"{key}: {error}") from error
+
+
+def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str) -> dict[str, Any]:
+    """Instantiates each node of a group; one that is null was taken away."""
+    return {
+        name: build(node, f"{key}.{name}") for name, node in (nodes or {}).items() if node and "_target_" in node
+    }
+
+
+def _under_key(error: InstantiationException, key: str) -> PolicyError:
+    cause = root_cause(error)
+    below = next(
+        (line.removeprefix("full_key: ") for line in str(error).splitlines() if line.startswith("full_key: ")),
+        "",
+    )
+    place = f"{key}.{below}" if below else key
+    if isinstance(cause, PolicyError):
+        group = key.split(".")[0]
+        return PolicyError(str(cause) if str(cause).startswith(f"{group}.") else f"{place}: {cause}")
+    if isinstance(cause, InstantiationException):
+        return PolicyError(f"{place}: {str(cause).splitlines()[0]}")
+    return PolicyError(f"{place}: {type(cause).__name__}: {cause}")

@@ -1,0 +1,74 @@
+"""What the processes that Lightning launches beside this one are told to run.
+
+Lightning starts them with this process's command line. In a sweep that is the command line of the whole sweep:
+every rank but the first would run all jobs again, and train with other values than the first. So while a job
+runs, the command line is the job's own.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, open_dict, read_write
+
+# What a rank must not be told: it runs one job, in the directory of the first rank.
+SWEEPS_OWN = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.sweep|\.mode|\.run)\b")
+# Lightning sets these for the processes it launches; a job must not find those of the job before.
+LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints, plans and writes."""
+    return rank_zero_only.rank == 0
+
+
+@contextmanager
+def own_command_line() -> Iterator[None]:
+    """Makes the command line this job's own while it runs, and cleans up what launching ranks leaves."""
+    if not HydraConfig.initialized():
+        yield
+        return
+    main = sys.modules["__main__"]
+    argv, spec = sys.argv, getattr(main, "__spec__", None)
+    environment = {name: os.environ.get(name) for name in LAUNCHED_BY_LIGHTNING}
+    hydra = HydraConfig.get()
+    sys.argv = [str(program(hydra)), *job_arguments(hydra)]
+    main.__spec__ = None
+    with read_write(hydra), open_dict(hydra):
+        hydra.run.dir = hydra.runtime.output_dir
+    try:
+        yield
+    finally:
+        sys.argv, main.__spec__ = argv, spec
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def job_arguments(hydra: DictConfig) -> list[str]:
+    """The command line that runs this job alone."""
+    sources = {source.provider: source.path for source in hydra.runtime.config_sources}
+    arguments = ["--config-name", hydra.job.config_name] if hydra.job.config_name else []
+    if "command-line" in sources:
+        arguments += ["--config-dir", sources["command-line"]]
+    kept = [line for line in hydra.overrides.hydra if not SWEEPS_OWN.match(line)]
+    return [*arguments, *hydra.overrides.task, *kept]
+
+
+def program(hydra: DictConfig) -> Path:
+    """The program that runs a job; in a worker of a launcher the command line does not say."""
+    started = Path(sys.argv[0])
+    if started.suffix == ".py" and started.name == f"{hydra.job.name}.py":
+        return started.absolute()
+    configs = next(Path(source.path) for source in hydra.runtime.config_sources if source.provider == "main")
+    return configs.parent / "train.py"

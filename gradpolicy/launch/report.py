@@ -1,0 +1,100 @@
+"""What a person sees of a run: its config before, its results and where they lie after."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.tree import Tree
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a run.
+
+    Args:
+        overrides: What the command line set.
+        metrics: The last value of each metric.
+        optimized: The value that a sweep compares.
+        status: ``"completed"``, ``"planned"`` or ``"failed"``.
+        error: What was wrong, where it failed.
+        directory: Where everything was saved.
+    """
+
+    overrides: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    optimized: float | None = None
+    status: str = "completed"
+    error: str = ""
+    directory: str = ""
+
+    def save(self, path: Path) -> None:
+        """Writes it as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> "Result":
+        """Reads what :meth:`save` wrote."""
+        return Result(**json.loads(path.read_text()))
+
+
+def print_config(config: Mapping[str, Any], console: Console) -> None:
+    """Prints the composed config as a tree, a branch a group."""
+    tree = Tree("config", guide_style="dim", style="bold")
+    plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
+    groups = {key: value for key, value in config.items() if isinstance(value, dict) and value}
+    for key, value in [("", plain), *groups.items()]:
+        branch = tree.add(f"[bold]{key}[/bold]") if key else tree
+        text = yaml.safe_dump(value, sort_keys=False, default_flow_style=None, width=100).rstrip()
+        branch.add(Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True))
+    console.print(tree)
+
+
+def print_results(result: Result, saved: Mapping[str, str], console: Console) -> None:
+    """Prints the final table and where everything was saved."""
+    table = Table(title="Results", title_justify="left", title_style="bold", header_style="bold")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    for name, value in sorted(result.metrics.items(), key=_by_stage):
+        table.add_row(name, f"{value:.4g}")
+    console.print(table)
+    places = Table(title="Saved", title_justify="left", title_style="bold", show_header=False, box=None)
+    places.add_column(style="bold")
+    places.add_column(overflow="fold")
+    for what, where in saved.items():
+        places.add_row(what, where)
+    console.print(places)
+
+
+def saved_in(directory: Path) -> dict[str, str]:
+    """Lists what a run left in its directory, a line a kind."""
+    kinds = {
+        "run": [directory],
+        "config": [directory / "config.yaml"],
+        "checkpoints": sorted(directory.glob("checkpoints/*")),
+        "metrics": sorted(directory.glob("csv/*/metrics.csv"))[-1:],
+        "wandb": sorted(directory.glob("wandb/*run-*"))[-1:],
+        "tensorboard": sorted(directory.glob("tensorboard/*"))[-1:],
+        "mlflow": sorted(directory.glob("mlflow.db")),
+        "pictures": sorted(directory.glob("pictures/*")),
+    }
+    return {
+        what: ", ".join(str(path) if what == "run" else str(path.relative_to(directory)) for path in paths)
+        for what, paths in kinds.items()
+        if any(path.exists() for path in paths)
+    }
+
+
+def _by_stage(item: tuple[str, float]) -> tuple[int, str]:
+    """Test first, then validation, training, and the policies' own."""
+    stages = ("test/", "val/", "train/")
+    name = item[0]
+    return next((index for index, stage in enumerate(stages) if name.startswith(stage)), len(stages)), name

@@ -1,0 +1,245 @@
+"""One run: check the config, build its parts, plan, fit, test, report."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import DictConfig
+from rich.console import Console
+
+from gradpolicy.callback import GradientPolicies
+from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.faults.checkpoints import WholeCheckpointIO
+from gradpolicy.faults.preemption import SaveOnPreemption
+from gradpolicy.faults.rank_watch import RankWatch
+from gradpolicy.insight.plan import make_plan, training_loss
+from gradpolicy.launch.checkpoints import check_fits, find_checkpoint
+from gradpolicy.launch.compose import check_config, resolved
+from gradpolicy.launch.instantiate import build, build_all
+from gradpolicy.launch.ranks import is_first_rank, own_command_line
+from gradpolicy.launch.report import Result, print_config, print_results, saved_in
+from gradpolicy.launch.rundir import RunDirectory, run_directory
+from gradpolicy.launch.schema import Settings
+from gradpolicy.launch.signals import termination_exits
+from gradpolicy.policies import Policy
+from gradpolicy.tasks.resume import ExactResume
+
+# True of every small run, and nothing that a person should change.
+QUIET = (
+    ".*does not have many workers.*",
+    ".*smaller than the logging interval.*",
+    ".*Checkpoint directory .* exists and is not empty.*",
+    ".*treespec, LeafSpec.*",
+    ".*You defined a `validation_step` but have no `val_dataloader`.*",
+)
+
+
+@dataclass
+class Subject:
+    """What policies act on: the data, the model, the policies themselves."""
+
+    data: LightningDataModule
+    model: LightningModule
+    policies: dict[str, Policy]
+
+
+class RunBegins(Callback):
+    """Tells the run directory that there is something in it to keep."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        """A step was taken."""
+        self.directory.begin()
+
+    def on_test_end(self, *arguments: Any) -> None:
+        """A model was tested."""
+        self.directory.begin()
+
+
+def run(config: DictConfig, overrides: list[str]) -> Result:
+    """Does what a composed config says.
+
+    Args:
+        config: The config, without Hydra's own part.
+        overrides: What the command line set, for the record.
+
+    Raises:
+        PolicyError: For wrong input.
+        SystemExit: With code 143, if the run was told to go.
+    """
+    settings = check_config(config)
+    container = resolved(config)
+    console = Console(quiet=not is_first_rank())
+    with termination_exits(), quieter(), run_directory(Path(settings.paths.output_dir)) as directory:
+        if settings.extras.print_config:
+            print_config(container, console)
+        seed_everything(settings.seed, workers=True, verbose=False)
+        checkpoint = find_checkpoint(settings.ckpt_path, [directory.path, Path(settings.paths.log_dir)])
+        subject = build_subject(container)
+        if checkpoint is not None:
+            check_fits(checkpoint, subject.model)
+        if is_first_rank() and (settings.plan_only or settings.extras.plan):
+            console.print(make_run_plan(subject, settings.seed))
+        if settings.plan_only:
+            directory.remove_unless_begun()
+            return Result(overrides, status="planned")
+        metrics = train_and_test(container, settings, subject, checkpoint, directory)
+        result = Result(overrides, metrics, optimized_value(settings, metrics), directory=str(directory.path))
+        if is_first_rank():
+            print_results(result, saved_in(directory.path), console)
+        return result
+
+
+def build_subject(container: Mapping[str, Any]) -> Subject:
+    """Makes the data module, the model and the policies."""
+    data = build(container["data"], "data")
+    model = build(container["model"], "model")
+    if not isinstance(model, LightningModule):
+        raise PolicyError(f"model: must be a LightningModule, got {type(model).__name__}")
+    if not isinstance(data, LightningDataModule):
+        raise PolicyError(f"data: must be a LightningDataModule, got {type(data).__name__}")
+    policies = build_all(container.get("policy"), "policy")
+    for name, policy in policies.items():
+        if not isinstance(policy, Policy):
+            raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
+    return Subject(data, model, policies)
+
+
+def make_run_plan(subject: Subject, seed: int) -> Any:
+    """Finds out what the policies will touch, by one step of a copy of the model on the first batch."""
+    subject.data.prepare_data()
+    subject.data.setup("fit")
+    batch = next(iter(subject.data.train_dataloader()))
+    return make_plan(
+        subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed
+    )
+
+
+def build_trainer(
+    container: Mapping[str, Any], settings: Settings, subject: Subject, directory: RunDirectory
+) -> Trainer:
+    """Makes the trainer, with the callbacks that every run has whatever the config says."""
+    node = dict(container["trainer"])
+    saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
+    callbacks = [
+        ExactResume(),
+        RankWatch(),
+        *([SaveOnPreemption()] if saves else []),
+        *build_all(settings.callbacks, "callbacks").values(),
+        GradientPolicies(subject.policies, seed=settings.seed),
+        RunBegins(directory),
+    ]
+    plugins = {} if node.get("plugins") else {"plugins": [WholeCheckpointIO()]}
+    loggers = list(build_all(settings.logger, "logger").values())
+    return build(node, "trainer", callbacks=callbacks, logger=loggers or False, **plugins)
+
+
+def train_and_test(
+    container: Mapping[str, Any],
+    settings: Settings,
+    subject: Subject,
+    checkpoint: Path | None,
+    directory: RunDirectory,
+) -> dict[str, float]:
+    """Trains, tests the best weights, and gives the last value of each metric."""
+    save_config(container, directory.path)
+    metrics: dict[str, float] = {}
+    with own_command_line(), finished_loggers():
+        trainer = build_trainer(container, settings, subject, directory)
+        if settings.train:
+            trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
+            metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+            metrics |= best_scores(trainer)
+            checkpoint = best_checkpoint(trainer)
+        if settings.test:
+            trainer.test(
+                subject.model,
+                subject.data,
+                ckpt_path=_text(checkpoint),
+                weights_only=True,
+                verbose=False,
+            )
+            metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(best_scores(trainer), step=trainer.global_step)
+            logger.save()
+    return metrics
+
+
+def save_config(container: Mapping[str, Any], directory: Path) -> None:
+    """Writes the resolved config beside what comes of it."""
+    if is_first_rank():
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.yaml").write_text(yaml.safe_dump(dict(container), sort_keys=False))
+
+
+def best_scores(trainer: Trainer) -> dict[str, float]:
+    """The best value of each metric that a checkpoint callback watches, under the name ``…_best``."""
+    return {
+        f"{callback.monitor}_best": float(callback.best_model_score)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint) and callback.monitor and callback.best_model_score is not None
+    }
+
+
+def best_checkpoint(trainer: Trainer) -> Path | None:
+    """The best checkpoint of this run; None where none was kept, which means the weights as they are."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
+            return Path(callback.best_model_path)
+    return None
+
+
+def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float | None:
+    """The value that a sweep compares; None, with a warning, where it was not logged."""
+    name = settings.optimized_metric
+    if name is None or not settings.train:
+        return None
+    if name not in metrics:
+        warnings.warn(f"optimized_metric: {name!r} was not logged; {nearest(name, metrics)}", stacklevel=2)
+    return metrics.get(name)
+
+
+@contextmanager
+def finished_loggers() -> Iterator[None]:
+    """Ends the W&B run, so that the next one in this process is another."""
+    try:
+        yield
+    finally:
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].finish()
+
+
+@contextmanager
+def quieter() -> Iterator[None]:
+    """Leaves out what Lightning says about every run."""
+    lightning = logging.getLogger("lightning.pytorch")
+    level = lightning.level
+    lightning.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        for message in QUIET:
+            warnings.filterwarnings("ignore", message)
+        try:
+            yield
+        finally:
+            lightning.setLevel(level)
+
+
+def _text(path: Path | None) -> str | None:
+    return str(path) if path is not None else None
