@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, near, to_first
+from gradpolicy.rules.routing import Number, first_input, near, to_first
 
 
 @rule("approx_sign")
@@ -29,7 +29,7 @@ def approx_sign(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any
         >>> x.grad
         tensor([0., 2., 1.])
     """
-    size = inputs[0].abs()
+    size = first_input(inputs).abs()
     return to_first(torch.where(size <= 1, grad * (2 - 2 * size), torch.zeros_like(grad)), inputs)
 
 
@@ -45,7 +45,7 @@ def swish_sign(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, beta
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         beta: β, how closely the stand-in follows the sign function.
 
@@ -61,7 +61,7 @@ def swish_sign(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, beta
     """
     beta = near(beta, grad)
     # Beyond 80 all is 0 in single precision; the bound keeps 0 · infinity out.
-    scaled = (beta * inputs[0]).clamp(-80, 80)
+    scaled = (beta * first_input(inputs)).clamp(-80, 80)
     # 1 / (1 + cosh z) = 2 σ(z) σ(−z), which does not overflow in half precision.
     bell = 2 * torch.sigmoid(scaled) * torch.sigmoid(-scaled)
     return to_first(grad * (beta * (2 - scaled * torch.tanh(scaled / 2)) * bell), inputs)

@@ -28,7 +28,7 @@ def clip_value(
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         value: The largest size of an entry, above 0.
         loss_scale: What the loss was multiplied by (fp16 training); the bound is multiplied by it too.
@@ -71,7 +71,7 @@ def clip_norm(
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         norm: The largest length, above 0.
         per_sample: Takes the length of each entry of the first dimension by itself.

@@ -197,7 +197,7 @@ def _compare(
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Pairs (by rule, true) of all inputs' gradients end to end, and which entries lie at a kink."""
     output = forward(*inputs)
-    if not torch.equal(output, forward(*inputs)):
+    if not torch.allclose(output, forward(*inputs), rtol=0, atol=0, equal_nan=True):
         raise PolicyError(f"rule {rule.name!r}: the forward is random; give outcomes= with all its outputs")
     jacobian, kinks = _differences(lambda *moved: forward(*moved).double(), inputs, places)
     pairs = []
@@ -266,6 +266,8 @@ def _by_rule(
         gradient, tensor = gradients[place], inputs[place]
         if gradient is None:
             gradient = torch.zeros_like(tensor)
+        if not isinstance(gradient, Tensor):
+            raise PolicyError(f"rule {rule.name!r} returned {gradient!r} for input {place}, not a tensor")
         if gradient.shape != tensor.shape:
             raise PolicyError(
                 f"rule {rule.name!r} returned a gradient of shape {tuple(gradient.shape)} "
@@ -301,7 +303,7 @@ def _differences(
 
 
 def _moved(inputs: tuple[Tensor, ...], place: int, entry: int, length: float) -> tuple[Tensor, ...]:
-    moved = inputs[place].clone()
+    moved = inputs[place].clone(memory_format=torch.contiguous_format)
     moved.view(-1)[entry] += length
     return (*inputs[:place], moved, *inputs[place + 1 :])
 

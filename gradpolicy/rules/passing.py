@@ -67,7 +67,7 @@ def scale(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: N
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         factor: A number, or a 0-dimensional tensor.
 
@@ -95,7 +95,7 @@ def reverse(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor:
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         factor: A number, or a 0-dimensional tensor; :class:`gradpolicy.schedules.Ganin` is the paper's ramp.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import to_first
+from gradpolicy.rules.routing import first_input, to_first
 
 
 @rule("lsq")
@@ -107,7 +107,7 @@ def rotation(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, dim: i
         >>> e.grad.round(decimals=3)
         tensor([[2., 0.]])
     """
-    vectors, codes = inputs[0], output
+    vectors, codes = first_input(inputs), output
     length = torch.linalg.vector_norm(vectors, dim=dim, keepdim=True)
     code_length = torch.linalg.vector_norm(codes, dim=dim, keepdim=True)
     direction, code_direction = _divide(vectors, length), _divide(codes, code_length)

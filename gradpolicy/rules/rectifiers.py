@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import to_first
+from gradpolicy.rules.routing import first_input, to_first
 
 
 def positive_part(grad: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def redirected_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) ->
     """
     zeros = torch.zeros_like(grad)
     own = torch.where(output <= 0, zeros, grad)
-    redirected = torch.where((inputs[0] < 0) & (grad > 0), zeros, grad)
+    redirected = torch.where((first_input(inputs) < 0) & (grad > 0), zeros, grad)
     passes = own != 0
     within_sample = tuple(range(1, grad.dim()))
     if within_sample:

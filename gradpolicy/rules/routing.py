@@ -9,21 +9,38 @@ from torch import Tensor
 Number = float | Tensor
 
 
-def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Any:
-    """Routes a gradient to an operation's first input; the others get none.
+def first_place(inputs: tuple[Tensor, ...]) -> int:
+    """The place of the first input that can have a gradient: floating-point or complex; else 0."""
+    for place, tensor in enumerate(inputs):
+        if tensor.is_floating_point() or tensor.is_complex():
+            return place
+    return 0
 
-    Where the operation broadcast its first input, the gradient is summed over what was repeated.
+
+def first_input(inputs: tuple[Tensor, ...]) -> Tensor:
+    """The first input that can have a gradient: what a rule of one input is about."""
+    return inputs[first_place(inputs)]
+
+
+def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Any:
+    """Routes a gradient to the first input that can have one; the others get none.
+
+    Where the operation broadcast that input, the gradient is summed over what was repeated.
 
     Args:
         gradient: The gradient, in the shape of the output.
         inputs: The operation's inputs.
 
     Returns:
-        A tensor for one input, otherwise a tuple with ``None`` for every input but the first.
+        A tensor for one input, otherwise a tuple with ``None`` for every other input.
     """
-    if gradient.shape != inputs[0].shape and _broadcasts(inputs[0].shape, gradient.shape):
-        gradient = gradient.sum_to_size(inputs[0].shape)
-    return gradient if len(inputs) == 1 else (gradient, *[None] * (len(inputs) - 1))
+    place = first_place(inputs)
+    shape = inputs[place].shape
+    if gradient.shape != shape and _broadcasts(shape, gradient.shape):
+        gradient = gradient.sum_to_size(shape)
+    if len(inputs) == 1:
+        return gradient
+    return tuple(gradient if other == place else None for other in range(len(inputs)))
 
 
 def near(number: Any, tensor: Tensor) -> Any:

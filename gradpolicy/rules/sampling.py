@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, near, to_first
+from gradpolicy.rules.routing import Number, first_input, near, to_first
 
 
 @rule("bernoulli")
@@ -46,7 +46,8 @@ def bernoulli(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope
         tensor([0.0456, 3.0000])
     """
     slope = near(slope, grad)
-    large = torch.maximum(inputs[0], 1 - inputs[0])
+    probabilities = first_input(inputs)
+    large = torch.maximum(probabilities, 1 - probabilities)
     # dq/dp in the ratio of the smaller probability to the larger, which neither over- nor underflows.
     ratio = (1 - large) / large
     steepness = slope * ratio ** (slope - 1) / (large * (1 + ratio**slope)).square()
@@ -86,7 +87,7 @@ def gumbel(
         tensor(1., grad_fn=<SumBackward0>)
     """
     temperature = near(temperature, grad)
-    return to_first(_through_softmax(grad, inputs[0] / temperature, dim) / temperature, inputs)
+    return to_first(_through_softmax(grad, first_input(inputs) / temperature, dim) / temperature, inputs)
 
 
 @rule("reinmax")
@@ -124,7 +125,7 @@ def reinmax(
         >>> bool(logits.grad.sum().abs() < 1e-6)
         True
     """
-    logits = inputs[0]
+    logits = first_input(inputs)
     own = torch.softmax(logits, dim)
     smoothed = torch.softmax(logits / near(temperature, grad), dim)
     midpoint = (smoothed + output) / 2

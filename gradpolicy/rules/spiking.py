@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, near, to_first
+from gradpolicy.rules.routing import Number, first_input, near, to_first
 
 
 @rule("fast_sigmoid")
@@ -25,7 +25,7 @@ def fast_sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, sl
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         slope: How fast the gradient falls off.
 
@@ -39,7 +39,7 @@ def fast_sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, sl
         >>> x.grad
         tensor([1.0000, 0.2500])
     """
-    return to_first(grad / (near(slope, grad) * inputs[0].abs() + 1).square(), inputs)
+    return to_first(grad / (near(slope, grad) * first_input(inputs).abs() + 1).square(), inputs)
 
 
 @rule("arctan")
@@ -54,7 +54,7 @@ def arctan(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, alpha: N
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         alpha: Steepness; the stand-in's derivative at 0 is half of it.
 
@@ -69,7 +69,7 @@ def arctan(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, alpha: N
         tensor([1.0000, 0.5000])
     """
     alpha = near(alpha, grad)
-    return to_first(grad * (alpha / 2 / (1 + (math.pi / 2 * alpha * inputs[0]).square())), inputs)
+    return to_first(grad * (alpha / 2 / (1 + (math.pi / 2 * alpha * first_input(inputs)).square())), inputs)
 
 
 @rule("triangular")
@@ -86,7 +86,7 @@ def triangular(
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         height: The gradient at the threshold; the paper dampens it to 0.3.
         width: Half the base; the paper divides the potential by the threshold, which is a width of that size.
@@ -101,5 +101,5 @@ def triangular(
         >>> x.grad
         tensor([0.0000, 1.0000, 0.5000])
     """
-    rise = 1 - inputs[0].abs() / near(width, grad)
+    rise = 1 - first_input(inputs).abs() / near(width, grad)
     return to_first(torch.where(rise > 0, grad * (near(height, grad) * rise), torch.zeros_like(grad)), inputs)

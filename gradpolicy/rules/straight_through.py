@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, near, to_first
+from gradpolicy.rules.routing import Number, first_input, near, to_first
 
 
 @rule("hardtanh")
@@ -27,7 +27,7 @@ def hardtanh(
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         minimum: Lower end of the range.
         maximum: Upper end of the range.
@@ -42,7 +42,7 @@ def hardtanh(
         >>> x.grad
         tensor([0., 1., 0.])
     """
-    x = inputs[0]
+    x = first_input(inputs)
     within = (x >= near(minimum, x)) & (x <= near(maximum, x))
     return to_first(torch.where(within, grad, torch.zeros_like(grad)), inputs)
 
@@ -59,7 +59,7 @@ def tanh(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Num
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         slope: Steepness of the stand-in at 0.
 
@@ -74,7 +74,7 @@ def tanh(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Num
         tensor([2.0000, 0.1413])
     """
     slope = near(slope, grad)
-    return to_first(grad * (slope * (1 - torch.tanh(slope * inputs[0]).square())), inputs)
+    return to_first(grad * (slope * (1 - torch.tanh(slope * first_input(inputs)).square())), inputs)
 
 
 @rule("sigmoid")
@@ -89,7 +89,7 @@ def sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: 
 
     Args:
         grad: Gradient at the output.
-        inputs: The operation's inputs; the first gets the gradient.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         slope: Steepness; the stand-in's derivative at 0 is a quarter of it.
 
@@ -104,5 +104,5 @@ def sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: 
         tensor([0.2500, 0.1966])
     """
     slope = near(slope, grad)
-    scaled = slope * inputs[0]
+    scaled = slope * first_input(inputs)
     return to_first(grad * (slope * torch.sigmoid(scaled) * torch.sigmoid(-scaled)), inputs)

@@ -8,6 +8,8 @@ import pkgutil
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gradpolicy
 from gradpolicy import get_rule, rule_names
@@ -91,6 +93,22 @@ def test_lower_precision_agrees_with_double_precision(name, dtype):
         else:
             assert low.dtype == dtype
             torch.testing.assert_close(low.double(), high, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+)
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("gumbel", "reinmax")])
+def test_gradients_have_the_shape_and_dtype_of_the_inputs(name, shape, dtype):
+    arguments = example(name, dtype, shape)
+    for gradient, tensor in zip(as_tuple(configured(name)(*arguments)), arguments[1], strict=True):
+        if tensor.is_floating_point():
+            assert gradient.shape == tensor.shape
+            assert gradient.dtype == dtype
+        else:
+            assert gradient is None
 
 
 @pytest.mark.parametrize("name", NUMBERS)

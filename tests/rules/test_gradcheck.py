@@ -152,6 +152,16 @@ def test_a_wrong_number_or_shape_of_gradients_names_the_rule():
         gradcheck_rule(lambda grad, inputs, output: grad.sum(), torch.clone, X)
 
 
+def test_what_is_no_tensor_names_the_rule():
+    with pytest.raises(PolicyError, match=r"returned 2.0 for input 0, not a tensor"):
+        gradcheck_rule(lambda grad, inputs, output: 2.0, torch.clone, X)
+
+
+def test_transposed_inputs_are_checked_in_their_own_order():
+    check = gradcheck_rule(own(torch.exp), torch.exp, torch.randn(2, 3).mT)
+    assert check.exact
+
+
 def test_integers_alone_cannot_be_checked():
     with pytest.raises(PolicyError, match="no floating-point input"):
         gradcheck_rule("identity", torch.clone, torch.arange(3))
