@@ -222,8 +222,8 @@ def _flow_row(name: str, policy: FlowPolicy, row: "ReportRow") -> PlanRow:
         name=name,
         kind=type(policy).__name__,
         where=row.where,
-        modules=len(row.modules),
-        operations=dict(row.matched),
+        modules=len(row.modules) if policy.modules else 0,
+        operations=dict(row.matched) if policy.ops else {},
         parameters=len(row.parameters),
         phases=policy.when.phases,
     )
@@ -331,23 +331,25 @@ def _table(rows: tuple[PlanRow, ...]) -> "RenderableType":
     from rich.table import Table
 
     table = Table(title="Plan", title_justify="left", title_style="bold", header_style="bold")
-    for heading in ("policy", "kind", "where", "when"):
+    table.add_column("policy", no_wrap=True)
+    for heading in ("what", "where", "matches"):
         table.add_column(heading, overflow="fold")
-    for heading in ("modules", "operations", "parameters", "entries that train"):
-        table.add_column(heading, justify="right")
+    table.add_column("entries that train", justify="right")
     for row in rows:
-        counted = ", ".join(f"{count} {operation}" for operation, count in row.operations.items())
-        table.add_row(
-            row.name,
-            row.kind,
-            row.where,
-            ", ".join(row.phases),
-            str(row.modules or "–"),
-            counted or "–",
-            str(row.parameters or "–"),
-            f"{row.active_share:.1%} of {row.entries:,}" if row.entries else "–",
-        )
+        phases = "" if row.phases == ("fit",) else f" (in {', '.join(row.phases)})"
+        trains = f"{row.active_share:.1%} of {row.entries:,}" if row.entries else ""
+        table.add_row(row.name, row.kind + phases, row.where, _matched(row), trains)
     return table
+
+
+def _matched(row: PlanRow) -> str:
+    """What a policy matched, as in ``2 modules, 3 relu`` or ``9 parameters``."""
+    calls = [f"{count} {operation}" for operation, count in row.operations.items()]
+    return ", ".join([*_counted(row.modules, "module"), *calls, *_counted(row.parameters, "parameter")])
+
+
+def _counted(count: int, what: str) -> list[str]:
+    return [f"{count} {what}{'' if count == 1 else 's'}"] if count else []
 
 
 def _remarks(plan: Plan) -> list[str]:
