@@ -1,0 +1,463 @@
+"""The engine of freeze policies: asks the sources, combines their masks, hands them to the optimizer.
+
+It knows neither Lightning nor the optimizer's arithmetic. A training loop calls, for each effective step,
+``begin_step`` before the first forward pass, ``observe`` between backward pass and clipping, and
+``finish_step`` after the update.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.freeze.mask import Mask, active_entries, check_mask, intersect, same_mask
+from gradpolicy.freeze.source import MaskSource
+from gradpolicy.when import When
+from gradpolicy.where import match_names, plain_name
+
+NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+class FreezePolicy(Protocol):
+    """What the engine needs of a policy; :class:`gradpolicy.Freeze` has it."""
+
+    frozen_state: str
+    bias_correction: str
+    when: When
+
+    @property
+    def mask(self) -> MaskSource:
+        """Gives the masks."""
+
+    @property
+    def params(self) -> Sequence[str] | str:
+        """Globs on parameter names."""
+
+
+class MaskingOptimizer(Protocol):
+    """What the engine needs of an optimizer; :class:`gradpolicy.MaskedOptimizer` has it."""
+
+    param_groups: list[dict[str, Any]]
+
+    def set_mask(self, parameter: Tensor, mask: Any, **settings: str) -> None:
+        """Sets the mask of a parameter; None lets every entry train."""
+
+    def mask_gradients(self) -> None:
+        """Removes the gradients of frozen entries."""
+
+
+@dataclass(frozen=True)
+class FreezeRow:
+    """What a freeze policy does at the moment.
+
+    Attributes:
+        name: The policy's name.
+        source: Its mask source.
+        parameters: How many parameters it matches.
+        entries: How many entries these have.
+        active: How many of them its own masks let train.
+        holds: Whether the policy's ``when`` lets it act now.
+        shared_with: Other policies on some of its parameters; there the intersection of the masks counts.
+    """
+
+    name: str
+    source: str
+    parameters: int
+    entries: int
+    active: int
+    holds: bool
+    shared_with: tuple[str, ...]
+
+    @property
+    def active_share(self) -> float:
+        """The share of entries that train."""
+        return self.active / max(self.entries, 1)
+
+
+@dataclass
+class _Bound:
+    """A policy with the parameters it matches and the masks it last gave."""
+
+    name: str
+    policy: FreezePolicy
+    source: MaskSource
+    parameters: dict[str, Tensor]
+    masks: dict[str, Mask] = field(default_factory=dict)
+    holds: bool = False
+    asked: bool = False
+    period: int | None = None
+    counted: int | None = None
+
+    def ask(self, step: int, epoch: int, phase: str) -> set[str]:
+        """Takes the source's masks where they may have changed; gives the names of those that did."""
+        self.asked = True
+        held, self.holds = self.holds, self.policy.when.active(phase=phase, step=step, epoch=epoch)
+        if not self.holds:
+            return set(self.parameters) if held else set()
+        period = self.source.period(step, epoch)
+        due = period != self.period or (self.source.unit == "step" and self.source.due(step, epoch))
+        if held and not due:
+            return set()
+        self.period, before = period, self.masks
+        self.masks = self._checked(self.source.masks(step, epoch))
+        self.counted = None
+        if not held:
+            return set(self.parameters)
+        return {name for name in self.parameters if not same_mask(before.get(name), self.masks[name])}
+
+    def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
+        for name in given:
+            if name not in self.parameters:
+                raise PolicyError(
+                    f"policy.{self.name}: a mask for {name!r}, which the policy does not match; "
+                    f"{nearest(name, self.parameters)}"
+                )
+        return {
+            name: check_mask(name, given.get(name, True), parameter.shape)
+            for name, parameter in self.parameters.items()
+        }
+
+    def active(self) -> int:
+        """How many entries the policy lets train; counted once for each change of the masks."""
+        if self.asked and not self.holds:
+            return sum(parameter.numel() for parameter in self.parameters.values())
+        if self.counted is None:
+            masks = self.masks or self._checked(self.source.masks(0, 0))
+            self.counted = sum(
+                active_entries(masks[name], parameter.shape) for name, parameter in self.parameters.items()
+            )
+        return self.counted
+
+
+class Freezer:
+    """Runs freeze policies on a model and its optimizers.
+
+    Masks change in :meth:`begin_step` only, and only when the count of effective steps has moved on: never
+    within a window of accumulated batches, never after a skipped step.
+
+    Args:
+        model: A model, or its parameters by name.
+        optimizers: One or several :class:`gradpolicy.MaskedOptimizer`.
+        policies: The freeze policies by name.
+        seed: Seeds the mask sources that have no seed of their own.
+        toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, unless a
+            source needs their gradients: the backward pass then skips them. Not under
+            DistributedDataParallel, which must know its parameters beforehand.
+
+    Raises:
+        PolicyError: If a pattern matches nothing, no optimizer holds what a policy matches, a source serves
+            two policies, or two policies want different optimizer state for one parameter.
+
+    Example:
+        >>> import torch, gradpolicy as gp
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
+        >>> freezer = Freezer(model, optimizer, {"bias": gp.Freeze(gp.masks.Fixed(), params="bias")}, seed=0)
+        >>> for step in range(3):
+        ...     freezer.begin_step(step, epoch=0)
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     freezer.observe()
+        ...     optimizer.step()
+        ...     freezer.finish_step()
+        ...     optimizer.zero_grad()
+        >>> [(row.name, row.active_share) for row in freezer.report()]
+        [('bias', 0.0)]
+    """
+
+    def __init__(
+        self,
+        model: NamedParameters,
+        optimizers: MaskingOptimizer | Sequence[MaskingOptimizer],
+        policies: Mapping[str, FreezePolicy],
+        *,
+        seed: int = 0,
+        toggle_requires_grad: bool = True,
+    ) -> None:
+        self.optimizers = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+        self.toggle_requires_grad = toggle_requires_grad
+        named = _named_parameters(model)
+        self._owner = {
+            id(parameter): optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        self._bound = [self._bind(name, policy, named, seed) for name, policy in policies.items()]
+        _check_sources(self._bound)
+        self.parameters = {name: p for bound in self._bound for name, p in bound.parameters.items()}
+        self._policies_of = {
+            name: [bound for bound in self._bound if name in bound.parameters] for name in self.parameters
+        }
+        for name, bounds in self._policies_of.items():
+            _check_agreement(name, bounds)
+        # Empty at first: an optimizer may bring masks of its own from a checkpoint.
+        self._combined: dict[str, Mask] = {}
+        self._turned_off: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] = {}
+        self._rates: dict[str, float] = {}
+        self._wanting: tuple[bool, ...] = ()
+        self._step: int | None = None
+        self._epoch = 0
+
+    def _bind(self, name: str, policy: FreezePolicy, named: Mapping[str, Tensor], seed: int) -> _Bound:
+        """Finds a policy's parameters and sets its source up."""
+        try:
+            matched = match_names(policy.params, named, "parameter")
+            parameters = {key: named[key] for key in matched if id(named[key]) in self._owner}
+            if not parameters:
+                raise PolicyError(f"no optimizer holds what it matches: {', '.join(matched[:5])}")
+            policy.mask.setup(parameters, seed=seed)
+        except PolicyError as error:
+            raise PolicyError(f"policy.{name}: {error}") from error
+        return _Bound(name, policy, policy.mask, parameters)
+
+    # ---- an effective step
+
+    @torch.no_grad()
+    def begin_step(self, step: int, epoch: int = 0, phase: str = "fit") -> None:
+        """Sets the masks of an effective step; a second call with the same step changes nothing.
+
+        Args:
+            step: Effective optimizer steps taken so far.
+            epoch: Epochs completed so far.
+            phase: The phase that runs.
+        """
+        if step == self._step:
+            return
+        self._step, self._epoch = step, epoch
+        asked = [(bound, bound.ask(step, epoch, phase)) for bound in self._bound]
+        changed = set(self.parameters) if not self._combined else set().union(*(names for _, names in asked))
+        for name in self.parameters if changed else ():
+            if name in changed:
+                self._set_mask(name)
+        for bound, names in asked:
+            if names and bound.holds:
+                bound.source.apply()
+        self._toggle(bool(changed))
+
+    @torch.no_grad()
+    def observe(self, optimizer: MaskingOptimizer | None = None) -> None:
+        """Takes the gradients of an effective step: after backward and unscaling, before clipping.
+
+        Sources that ask for gradients get the whole ones; then those of frozen entries are removed.
+
+        Args:
+            optimizer: The one that is about to step, where there are several; None means all.
+        """
+        chosen = self.optimizers if optimizer is None else [optimizer]
+        mine = {
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if len(self.optimizers) == 1 or any(self._owner[id(parameter)] is each for each in chosen)
+        }
+        self._show_gradients(mine)
+        for each in chosen:
+            each.mask_gradients()
+        self._scale_gradients(mine)
+        self._remember_weights(mine)
+
+    @torch.no_grad()
+    def finish_step(self) -> None:
+        """Is called after an effective step: scales what it changed where a source sets learning rates."""
+        for name, rate in self._rates.items():
+            parameter = self.parameters[name]
+            torch.lerp(self._before[name], parameter, rate, out=parameter)
+        self._rates = {}
+
+    def restore(self) -> None:
+        """Gives every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
+        for parameter in self._turned_off.values():
+            parameter.requires_grad_(True)
+        self._turned_off = {}
+        self._step = None
+
+    # ---- what a person sees
+
+    def report(self) -> list[FreezeRow]:
+        """A row for each policy: what it matched and what trains now (or will in the first step)."""
+        return [
+            FreezeRow(
+                name=bound.name,
+                source=repr(bound.source),
+                parameters=len(bound.parameters),
+                entries=sum(parameter.numel() for parameter in bound.parameters.values()),
+                active=bound.active(),
+                holds=bound.holds,
+                shared_with=self._shared_with(bound),
+            )
+            for bound in self._bound
+        ]
+
+    def parameters_of(self, policy: str) -> dict[str, Tensor]:
+        """The parameters that a policy matches, by name.
+
+        Raises:
+            PolicyError: If there is no such policy.
+        """
+        for bound in self._bound:
+            if bound.name == policy:
+                return bound.parameters
+        raise PolicyError(f"no freeze policy {policy!r}; {nearest(policy, [b.name for b in self._bound])}")
+
+    def mask_of(self, name: str) -> Mask:
+        """The mask in force on a parameter: the intersection of all policies that hold."""
+        if name not in self.parameters:
+            raise PolicyError(f"no freeze policy matches {name!r}; {nearest(name, self.parameters)}")
+        return self._combined.get(name, True)
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the sources remember; masks and ages are in the optimizer's own state_dict."""
+        return {"sources": {bound.name: bound.source.state_dict() for bound in self._bound}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives the sources what they remember; policies that the state does not know start anew."""
+        saved = state.get("sources", {})
+        for bound in self._bound:
+            if bound.name in saved:
+                bound.source.load_state_dict(saved[bound.name])
+            bound.period, bound.holds = None, False
+        self._combined = {}
+        self._step = None
+
+    # ---- the parts
+
+    def _set_mask(self, name: str) -> None:
+        """Hands the optimizer the intersection of the masks that hold on a parameter."""
+        parameter, bounds = self.parameters[name], self._policies_of[name]
+        masks = [bound.masks[name] for bound in bounds if bound.holds]
+        combined: Mask = True
+        for mask in masks:
+            combined = intersect(combined, mask, parameter.shape, parameter.device)
+        if same_mask(self._combined.get(name), combined):
+            return
+        self._combined[name] = combined
+        policy = bounds[0].policy
+        self._owner[id(parameter)].set_mask(
+            parameter,
+            _for_optimizer(combined, parameter),
+            frozen_state=policy.frozen_state,
+            bias_correction=policy.bias_correction,
+        )
+
+    def _toggle(self, changed: bool) -> None:
+        """Turns ``requires_grad`` off where nothing trains and nobody wants the gradient."""
+        if not self.toggle_requires_grad or self._step is None:
+            return
+        times = (self._step, self._epoch)
+        wanting = tuple(bound.holds and bound.source.wants_gradients(*times) for bound in self._bound)
+        if not changed and wanting == self._wanting:
+            return
+        self._wanting = wanting
+        wanted = {
+            name
+            for bound, wants in zip(self._bound, wanting, strict=True)
+            if wants
+            for name in bound.source.gradient_names(*times)
+        }
+        idle = {name for name, mask in self._combined.items() if mask is False and name not in wanted}
+        if not self._would_train(idle):
+            idle = set()
+        for name in [name for name in self._turned_off if name not in idle]:
+            self._turned_off.pop(name).requires_grad_(True)
+        for name in idle:
+            parameter = self.parameters[name]
+            if parameter.requires_grad:
+                self._turned_off[name] = parameter.requires_grad_(False)
+                parameter.grad = None
+
+    def _would_train(self, idle: set[str]) -> bool:
+        """Whether a backward pass would find anything to do without these parameters."""
+        without = {id(self.parameters[name]) for name in idle}
+        turned_off = {id(parameter) for parameter in self._turned_off.values()}
+        return any(
+            id(parameter) not in without and (parameter.requires_grad or id(parameter) in turned_off)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def _show_gradients(self, mine: Mapping[str, Tensor]) -> None:
+        times = (self._step or 0, self._epoch)
+        for bound in self._bound:
+            if not bound.holds or not bound.source.wants_gradients(*times):
+                continue
+            wanted = bound.source.gradient_names(*times)
+            gradients = {
+                name: parameter.grad.detach()
+                for name, parameter in bound.parameters.items()
+                if name in wanted and name in mine and parameter.grad is not None
+            }
+            if gradients:
+                bound.source.observe(gradients)
+
+    def _scale_gradients(self, mine: Mapping[str, Tensor]) -> None:
+        for name, scale in self._scales("gradient_scale").items():
+            if name in mine and (gradient := mine[name].grad) is not None:
+                gradient.mul_(scale)
+
+    def _remember_weights(self, mine: Mapping[str, Tensor]) -> None:
+        """Keeps the weights whose coming update is to be scaled: every torch update is linear in its rate."""
+        self._rates = {
+            name: rate
+            for name, rate in self._scales("learning_rate_scale").items()
+            if name in mine and mine[name].grad is not None and rate != 1.0
+        }
+        for name in self._rates:
+            parameter = mine[name].detach()
+            self._before.setdefault(name, torch.empty_like(parameter)).copy_(parameter)
+        for name in self._before.keys() - self._rates.keys():
+            del self._before[name]
+
+    def _scales(self, method: str) -> dict[str, float]:
+        """The product of what the policies that hold ask for."""
+        scales: dict[str, float] = {}
+        for bound in self._bound:
+            if bound.holds:
+                for name, scale in getattr(bound.source, method)(self._step or 0, self._epoch).items():
+                    scales[name] = scales.get(name, 1.0) * scale
+        return scales
+
+    def _shared_with(self, bound: _Bound) -> tuple[str, ...]:
+        others = {other.name: None for name in bound.parameters for other in self._policies_of[name]}
+        return tuple(name for name in others if name != bound.name)
+
+
+def _named_parameters(model: NamedParameters) -> dict[str, Tensor]:
+    """Parameters by plain name, each once."""
+    if isinstance(model, nn.Module):
+        pairs: Iterable[tuple[str, Tensor]] = model.named_parameters()
+    else:
+        pairs = model.items() if isinstance(model, Mapping) else model
+    return {plain_name(name): parameter for name, parameter in pairs}
+
+
+def _for_optimizer(mask: Mask, parameter: Tensor) -> Any:
+    if isinstance(mask, bool):
+        return None if mask else torch.zeros((), dtype=torch.bool, device=parameter.device)
+    return mask.to(parameter.device) if isinstance(mask, Tensor) else mask
+
+
+def _check_sources(bound: Sequence[_Bound]) -> None:
+    seen: dict[int, str] = {}
+    for each in bound:
+        other = seen.setdefault(id(each.source), each.name)
+        if other != each.name:
+            raise PolicyError(
+                f"policy.{each.name}: has the mask source of policy.{other}; each needs its own"
+            )
+
+
+def _check_agreement(name: str, bounds: Sequence[_Bound]) -> None:
+    first = bounds[0]
+    for other in bounds[1:]:
+        for key in ("frozen_state", "bias_correction"):
+            here, there = getattr(first.policy, key), getattr(other.policy, key)
+            if here != there:
+                raise PolicyError(
+                    f"{name!r}: policy.{first.name} wants {key}={here!r}, policy.{other.name} {key}={there!r}"
+                )

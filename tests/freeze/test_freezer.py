@@ -1,0 +1,384 @@
+"""The engine: when masks change, who gets gradients, what is left as it was found."""
+
+import copy
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.freeze import Freezer, MaskSource
+from gradpolicy.freeze.recipe import RandomMask
+
+
+class FakeOptimizer:
+    """Writes down what it is told."""
+
+    def __init__(self, parameters) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+        self.masks, self.settings, self.calls, self.masked = {}, {}, 0, 0
+
+    def set_mask(self, parameter, mask, **settings) -> None:
+        self.masks[parameter], self.settings[parameter] = mask, settings
+        self.calls += 1
+
+    def mask_gradients(self) -> None:
+        self.masked += 1
+
+
+class Recorder(MaskSource):
+    """Freezes everything at odd periods; writes down the gradients it is shown."""
+
+    needs_gradients = True
+
+    def __init__(self, **timetable) -> None:
+        super().__init__(**timetable)
+        self.seen, self.applied = [], 0
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, bool]:
+        return dict.fromkeys(self.parameters, self.period(step, epoch) % 2 == 0)
+
+    def observe(self, gradients) -> None:
+        self.seen.append({name: gradient.clone() for name, gradient in gradients.items()})
+
+    def apply(self) -> None:
+        self.applied += 1
+
+    def state_dict(self) -> dict:
+        return {"count": len(self.seen)}
+
+    def load_state_dict(self, state) -> None:
+        self.loaded = state["count"]
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens).square().mean()
+
+
+def train(model, optimizer, freezer, tokens, steps: range, skipped: tuple[int, ...] = ()) -> None:
+    """Takes effective steps; a skipped one runs the backward pass twice before the update comes."""
+    for step in steps:
+        for attempt in range(2 if step in skipped else 1):
+            freezer.begin_step(step, epoch=step // 4)
+            optimizer.zero_grad()
+            loss_of(model, tokens).backward()
+            freezer.observe()
+            if attempt == (1 if step in skipped else 0):
+                optimizer.step()
+        freezer.finish_step()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def masked(model: nn.Module, **settings) -> gp.MaskedOptimizer:
+    return gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), **settings)
+
+
+def test_frozen_parameters_keep_their_bits_and_others_train(stack, tokens) -> None:
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"trunk": gp.Freeze(gp.masks.Fixed(), params="blocks.*")})
+    before = weights(stack)
+    train(stack, optimizer, freezer, tokens, range(3))
+    for name, parameter in stack.named_parameters():
+        assert torch.equal(parameter, before[name]) == name.startswith("blocks")
+
+
+def test_masks_change_at_effective_steps_only(stack) -> None:
+    optimizer = FakeOptimizer(stack.parameters())
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Random(density=0.5))})
+    freezer.begin_step(0)
+    first, calls = dict(optimizer.masks), optimizer.calls
+    freezer.begin_step(0, epoch=1)
+    assert (optimizer.masks, optimizer.calls) == (first, calls)
+    freezer.begin_step(1)
+    assert all(optimizer.masks[parameter] != first[parameter] for parameter in first)
+
+
+def test_a_mask_that_stays_is_not_set_again(stack) -> None:
+    optimizer = FakeOptimizer(stack.parameters())
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Layerwise(active=1, every=3))})
+    for step in range(3):
+        freezer.begin_step(step)
+    assert optimizer.calls == len(list(stack.parameters()))
+
+
+def test_the_optimizer_gets_recipes_tensors_and_none(stack) -> None:
+    optimizer = FakeOptimizer(stack.parameters())
+    rows = torch.tensor([[True], [False], [True]])
+    policies = {
+        "random": gp.Freeze(gp.masks.Random(density=0.5, level="row"), params="embed.*"),
+        "rows": gp.Freeze(gp.masks.Fixed({"head.weight": rows}), params="head.weight"),
+        "none": gp.Freeze(gp.masks.Fixed(True), params="head.bias"),
+        "all": gp.Freeze(gp.masks.Fixed(), params="blocks.0.*", frozen_state="drop"),
+    }
+    Freezer(stack, optimizer, policies, seed=3).begin_step(5)
+    assert optimizer.masks[stack.embed.weight] == RandomMask(3, 5, "embed.weight", 0.5, "row")
+    assert optimizer.masks[stack.head.weight] is rows
+    assert optimizer.masks[stack.head.bias] is None
+    assert optimizer.masks[stack.blocks[0].weight].tolist() is False
+    assert optimizer.settings[stack.blocks[0].weight] == {"frozen_state": "drop", "bias_correction": "entry"}
+    assert stack.blocks[1].weight not in optimizer.masks
+
+
+def test_several_policies_mean_the_intersection(stack, tokens) -> None:
+    mask = torch.rand(4, 4) < 0.5
+    policies = {
+        "layers": gp.Freeze(gp.masks.Layerwise(active=2, every=1)),
+        "entries": gp.Freeze(gp.masks.Fixed(mask), params="blocks.*.weight"),
+        "random": gp.Freeze(gp.masks.Random(density=0.5, seed=1), params="blocks.*.weight"),
+    }
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, policies)
+    for step in range(4):
+        freezer.begin_step(step)
+        layers = freezer._bound[0].source.masks(step, 0)
+        for i in range(4):
+            name = f"blocks.{i}.weight"
+            drawn = RandomMask(1, step, name, 0.5).materialize((4, 4))
+            together = mask & drawn & layers[name]
+            assert torch.equal(optimizer.get_mask(stack.blocks[i].weight).expand(4, 4), together)
+    assert freezer.report()[1].shared_with == ("layers", "random")
+
+
+def test_gradients_reach_a_source_whole_and_before_they_are_masked(stack, tokens) -> None:
+    source = Recorder(every=1)
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(source, params="head.*")})
+    freezer.begin_step(1)
+    loss_of(stack, tokens).backward()
+    whole = {name: stack.get_parameter(name).grad.clone() for name in ("head.weight", "head.bias")}
+    freezer.observe()
+    assert all(torch.equal(source.seen[0][name], whole[name]) for name in whole)
+    assert stack.head.weight.grad is None
+    assert stack.embed.weight.grad is not None
+
+
+def test_requires_grad_is_off_only_where_nobody_wants_the_gradient(stack) -> None:
+    policies = {
+        "watched": gp.Freeze(Recorder(start=1), params="head.*"),
+        "unwatched": gp.Freeze(gp.masks.Fixed(), params="blocks.*"),
+    }
+    freezer = Freezer(stack, masked(stack), policies)
+    freezer.begin_step(2)
+    assert [name for name, p in stack.named_parameters() if not p.requires_grad] == [
+        f"blocks.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")
+    ]
+
+
+def test_requires_grad_is_left_as_it_was_found(stack) -> None:
+    stack.head.bias.requires_grad_(False)
+    freezer = Freezer(stack, masked(stack), {"layers": gp.Freeze(gp.masks.Layerwise(active=1, every=1))})
+    for step in range(5):
+        freezer.begin_step(step)
+        off = {name for name, p in stack.named_parameters() if not p.requires_grad}
+        assert len(off) == 7
+        assert "head.bias" in off
+    freezer.restore()
+    assert [name for name, p in stack.named_parameters() if not p.requires_grad] == ["head.bias"]
+
+
+def test_a_stale_gradient_of_a_frozen_tensor_is_forgotten(stack, tokens) -> None:
+    freezer = Freezer(stack, masked(stack), {"blocks": gp.Freeze(gp.masks.Fixed(), params="blocks.*")})
+    loss_of(stack, tokens).backward()
+    freezer.begin_step(0)
+    assert stack.blocks[0].weight.grad is None
+    assert stack.head.weight.grad is not None
+
+
+def test_a_backward_pass_always_finds_something_to_do(stack, tokens) -> None:
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Fixed())})
+    before = weights(stack)
+    train(stack, optimizer, freezer, tokens, range(2))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in stack.named_parameters())
+
+
+def test_requires_grad_may_stay_constant(stack) -> None:
+    freezer = Freezer(
+        stack, masked(stack), {"all": gp.Freeze(gp.masks.Layerwise(active=1))}, toggle_requires_grad=False
+    )
+    freezer.begin_step(0)
+    assert all(parameter.requires_grad for parameter in stack.parameters())
+
+
+def test_outside_its_time_a_policy_lets_everything_train(stack) -> None:
+    optimizer = masked(stack)
+    when = gp.When(start=2, stop=4)
+    freezer = Freezer(stack, optimizer, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*", when=when)})
+    shares = []
+    for step in range(6):
+        freezer.begin_step(step)
+        shares.append((optimizer.active_share(stack.head.weight), freezer.report()[0].active_share))
+    assert shares == [(1.0, 1.0)] * 2 + [(0.0, 0.0)] * 2 + [(1.0, 1.0)] * 2
+    assert stack.head.weight.requires_grad
+
+
+def test_epochs_count_where_the_source_says_so(stack) -> None:
+    optimizer = FakeOptimizer(stack.parameters())
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Random(density=0.5, unit="epoch"))})
+    steps = []
+    for step in range(6):
+        freezer.begin_step(step, epoch=step // 3)
+        steps.append(optimizer.masks[stack.head.weight].step)
+    assert steps == [0, 0, 0, 1, 1, 1]
+
+
+def test_child_tuning_scales_the_gradients_of_active_entries(stack, tokens) -> None:
+    source = gp.masks.Random(density=0.5, rescale=True)
+    freezer = Freezer(stack, masked(stack), {"all": gp.Freeze(source, params="head.weight")})
+    freezer.begin_step(0)
+    loss_of(stack, tokens).backward()
+    whole = stack.head.weight.grad.clone()
+    freezer.observe()
+    mask = freezer.mask_of("head.weight").materialize((3, 4))
+    assert torch.equal(stack.head.weight.grad, torch.where(mask, whole * 2, 0))
+
+
+class HalfRate(MaskSource):
+    """Everything trains, the head at half the learning rate."""
+
+    def masks(self, step: int, epoch: int) -> dict:
+        return {}
+
+    def learning_rate_scale(self, step: int, epoch: int) -> dict[str, float]:
+        return {name: 0.5 for name in self.parameters if name.startswith("head")}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda groups: torch.optim.AdamW(groups, lr=0.1, weight_decay=0.1),
+    ],
+)
+def test_a_scaled_rate_is_that_of_a_group_with_this_rate(stack, tokens, make) -> None:
+    stack.double()
+    other = copy.deepcopy(stack)
+    optimizer = gp.MaskedOptimizer(make(stack.parameters()))
+    freezer = Freezer(stack, optimizer, {"half": gp.Freeze(HalfRate())})
+    train(stack, optimizer, freezer, tokens, range(5))
+    heads = [p for name, p in other.named_parameters() if name.startswith("head")]
+    rest = [p for name, p in other.named_parameters() if not name.startswith("head")]
+    peer = make([{"params": rest}, {"params": heads, "lr": 0.05}])
+    for _ in range(5):
+        peer.zero_grad()
+        loss_of(other, tokens).backward()
+        peer.step()
+    for ours, theirs in zip(stack.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
+def test_a_skipped_step_changes_neither_masks_nor_the_outcome(stack, tokens) -> None:
+    runs = []
+    for skipped in ((), (1, 3)):
+        model = copy.deepcopy(stack)
+        optimizer = masked(model)
+        freezer = Freezer(model, optimizer, {"all": gp.Freeze(gp.masks.Random(density=0.5))}, seed=1)
+        train(model, optimizer, freezer, tokens, range(5), skipped)
+        runs.append(weights(model))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_the_state_of_sources_is_saved_by_policy(stack, tokens) -> None:
+    policies = {"seen": gp.Freeze(Recorder(), params="head.*")}
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, policies)
+    train(stack, optimizer, freezer, tokens, range(2))
+    other = {"seen": gp.Freeze(Recorder(), params="head.*"), "new": gp.Freeze(Recorder(), params="embed.*")}
+    resumed = Freezer(stack, optimizer, other)
+    resumed.load_state_dict(freezer.state_dict())
+    assert other["seen"].source.loaded == 2
+    assert not hasattr(other["new"].source, "loaded")
+
+
+def test_a_resumed_run_sets_masks_that_a_checkpoint_brought_otherwise(stack) -> None:
+    """A mask restored with the optimizer goes where the policy no longer wants it."""
+    optimizer = masked(stack)
+    optimizer.set_mask(stack.head.weight, torch.zeros(3, 4, dtype=torch.bool))
+    when = gp.When(stop=10)
+    freezer = Freezer(stack, optimizer, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*", when=when)})
+    freezer.begin_step(9)
+    freezer.load_state_dict(freezer.state_dict())
+    freezer.begin_step(10)
+    assert optimizer.active_share(stack.head.weight) == 1.0
+
+
+def test_several_optimizers_get_the_masks_of_their_own(stack, tokens) -> None:
+    trunk, head = stack.blocks.parameters(), stack.head.parameters()
+    optimizers = [gp.MaskedOptimizer(torch.optim.SGD(group, lr=0.1)) for group in (trunk, head)]
+    source = Recorder()
+    freezer = Freezer(
+        stack,
+        optimizers,
+        {"all": gp.Freeze(source), "half": gp.Freeze(gp.masks.Random(0.5))},
+    )
+    freezer.begin_step(0)
+    loss_of(stack, tokens).backward()
+    freezer.observe(optimizers[1])
+    assert list(source.seen[0]) == ["head.weight", "head.bias"]
+    assert all(0 < optimizer.active_share() < 1 for optimizer in optimizers)
+
+
+def test_a_row_says_what_a_policy_does(stack) -> None:
+    policies = {"layers": gp.Freeze(gp.masks.Layerwise(active=1, every=20), params="blocks.*")}
+    freezer = Freezer(stack, masked(stack), policies)
+    for _ in range(2):
+        (row,) = freezer.report()
+        assert (row.name, row.parameters, row.entries, row.active) == ("layers", 8, 80, 20)
+        assert row.active_share == 0.25
+        assert "Layerwise(active=1, every=20" in row.source
+        freezer.begin_step(0)
+
+
+def test_parameters_can_be_given_by_name(stack) -> None:
+    for named in (dict(stack.named_parameters()), list(stack.named_parameters())):
+        freezer = Freezer(named, masked(stack), {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
+        assert list(freezer.parameters_of("head")) == ["head.weight", "head.bias"]
+
+
+def test_names_of_wrappers_do_not_count(stack) -> None:
+    compiled = torch.compile(stack)
+    freezer = Freezer(compiled, masked(stack), {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
+    assert list(freezer.parameters_of("head")) == ["head.weight", "head.bias"]
+
+
+class Wrong(MaskSource):
+    def masks(self, step: int, epoch: int) -> dict:
+        return {"head.wieght": True}
+
+
+def test_wrong_input_is_one_clear_message(stack) -> None:
+    optimizer = masked(stack)
+    shared = gp.masks.Fixed()
+    cases = [
+        ({"head": gp.Freeze(shared, params="haed.*")}, r"policy\.head: .*did you mean 'head"),
+        (
+            {"a": gp.Freeze(shared, params="head.*"), "b": gp.Freeze(shared, params="embed.*")},
+            r"policy\.b: has the mask source of policy\.a",
+        ),
+        (
+            {
+                "a": gp.Freeze(gp.masks.Fixed(), params="head.*", frozen_state="zero"),
+                "b": gp.Freeze(gp.masks.Random()),
+            },
+            r"'head.weight': policy\.a wants frozen_state='zero', policy\.b frozen_state='keep'",
+        ),
+        ({"a": gp.Freeze(gp.masks.Layerwise(active=9))}, r"policy\.a: Layerwise.active: 9 layers"),
+    ]
+    for policies, message in cases:
+        with pytest.raises(PolicyError, match=message):
+            Freezer(stack, optimizer, policies)
+    with pytest.raises(PolicyError, match=r"policy\.a: a mask for 'head.wieght'.*did you mean 'head.weight'"):
+        Freezer(stack, optimizer, {"a": gp.Freeze(Wrong())}).begin_step(0)
+    only_head = gp.MaskedOptimizer(torch.optim.SGD(stack.head.parameters(), lr=1.0))
+    with pytest.raises(PolicyError, match=r"policy\.a: no optimizer holds what it matches: embed.weight"):
+        Freezer(stack, only_head, {"a": gp.Freeze(gp.masks.Fixed(), params="embed.*")})
+    freezer = Freezer(stack, only_head, {"a": gp.Freeze(gp.masks.Fixed())})
+    with pytest.raises(PolicyError, match="no freeze policy 'b'"):
+        freezer.parameters_of("b")
+    with pytest.raises(PolicyError, match=r"did you mean 'head\.bias'"):
+        freezer.mask_of("head.bais")
