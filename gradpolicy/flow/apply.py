@@ -1,0 +1,69 @@
+"""A rule for any forward: NumPy code, a library's function, a physical simulation."""
+
+from collections.abc import Callable
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.flow.binding import Binding
+from gradpolicy.flow.calls import differentiable
+from gradpolicy.flow.functions import replace_gradient
+from gradpolicy.flow.override import as_rule
+from gradpolicy.flow.trees import map_tensors, tensors_in
+from gradpolicy.rules.registry import Rule, RuleFunction
+
+
+def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs any forward, with a rule as its backward.
+
+    The forward gets its tensors detached and runs without a graph, so it may call ``.numpy()`` on them, or
+    be a NumPy function. Arrays and numbers that it returns become tensors. A result in whole numbers or
+    truth values comes in the dtype of the first floating-point input, since only so can it have a gradient;
+    within a tuple such results stay as they are, beside one that is floating-point.
+
+    Args:
+        rule: What takes the gradient's place: a rule's name, a rule, a function ``(grad, inputs, output)``,
+            or an operation whose derivative is used. Its inputs are the tensors among the arguments (those in
+            lists, tuples and dicts too) in order. Where the forward returns several floating-point results,
+            ``grad`` and ``output`` are tuples.
+        forward: The function.
+        *args: Its arguments, tensors or not.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What the forward returned, as tensors.
+
+    Raises:
+        PolicyError: If the forward returns what cannot be a tensor; in the backward pass, if the rule returns
+            the wrong number, shape or kind of gradients.
+
+    Example:
+        >>> x = torch.tensor([0.2, 1.7], requires_grad=True)
+        >>> y = apply("identity", np.floor, x)
+        >>> y.sum().backward()
+        >>> y, x.grad
+        (tensor([0., 1.], grad_fn=<ReplaceGradientBackward>), tensor([1., 1.]))
+    """
+    name = getattr(forward, "__name__", type(forward).__name__)
+    backward_rule = Binding(name, as_rule(rule)).at(f"forward {name!r}")
+    inputs = tensors_in((args, kwargs))
+    with torch.no_grad():
+        plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
+        values = _as_tensors(forward(*plain_args, **plain_kwargs), name, inputs)
+    return replace_gradient(backward_rule, differentiable(values, inputs), inputs)
+
+
+def _as_tensors(values: Any, name: str, inputs: list[Tensor]) -> Any:
+    device = inputs[0].device if inputs else None
+    if isinstance(values, Tensor):
+        # A forward that gives its input back must not give it away: the result is a tensor of its own.
+        return values
+    if isinstance(values, np.ndarray | np.generic | Number):
+        return torch.as_tensor(values, device=device)
+    if isinstance(values, tuple | list):
+        return type(values)(_as_tensors(value, name, inputs) for value in values)
+    raise PolicyError(f"forward {name!r} returned {type(values).__name__}; it must return tensors or arrays")

@@ -1,0 +1,100 @@
+"""A rule as it stands in a model: whether it holds now, its scheduled numbers, and what it has met."""
+
+import itertools
+import weakref
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from gradpolicy.flow.functions import BackwardRule
+from gradpolicy.flow.norms import NormMeter
+from gradpolicy.rules.registry import Rule, keyword_names
+from gradpolicy.when import When
+
+# Under torch.compile counts are taken while tracing, through the number of the binding: see count_traced.
+_BINDINGS: "weakref.WeakValueDictionary[int, Binding]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+class Binding:
+    """One policy's rule in a model.
+
+    Args:
+        name: The policy's name.
+        rule: The rule; a callable among its parameters is a schedule.
+        detaches: Whether the gradient is cut off rather than asked of the rule.
+        when: When it holds.
+    """
+
+    def __init__(self, name: str, rule: Rule, *, detaches: bool = False, when: When | None = None) -> None:
+        self.name = name
+        self.when = when
+        self.detaches = detaches
+        self.active = True
+        self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
+        # A schedule's number lives in a tensor, so that compiled code reads it anew at each step.
+        self.rule = rule.with_parameters(
+            **{key: _number(schedule(0)) for key, schedule in self.schedules.items()}
+        )
+        self.meter = NormMeter()
+        self.matched: Counter[str] = Counter()
+        self.without_gradient: set[str] = set()
+        self.compiled = False
+        self._number_itself()
+
+    def at(self, place: str, *, sums_broadcast: bool = False) -> BackwardRule:
+        """The rule at a place."""
+        return BackwardRule(self.rule, place, sums_broadcast, self.meter)
+
+    def count(self, place: str) -> None:
+        """Counts one more place where the rule was put."""
+        if torch.compiler.is_compiling():
+            count_traced(self.number, place)
+        else:
+            self.matched[place] += 1
+
+    def meet(self, operation: str) -> None:
+        """Notes an operation that ran where no gradient is asked for, so that there was nothing to do."""
+        if not torch.compiler.is_compiling():
+            self.without_gradient.add(operation)
+
+    def update(self, phase: str, step: int, epoch: int) -> None:
+        """Switches the rule on or off for a time, and sets its scheduled numbers."""
+        if self.when is None:
+            return
+        self.active = self.when.active(phase=phase, step=step, epoch=epoch)
+        count = epoch if self.when.unit == "epoch" else step
+        for key, schedule in self.schedules.items():
+            self.rule.parameters[key].fill_(float(schedule(count)))
+
+    def set_loss_scale(self, scale: float | Tensor) -> None:
+        """Tells a rule with absolute thresholds what the loss is multiplied by."""
+        if "loss_scale" not in (keyword_names(self.rule.function) or ()):
+            return
+        known = self.rule.parameters.get("loss_scale")
+        if isinstance(known, Tensor):
+            known.copy_(torch.as_tensor(scale)) if isinstance(scale, Tensor) else known.fill_(scale)
+        elif isinstance(scale, Tensor) or scale != 1.0:
+            self.rule.parameters["loss_scale"] = _number(float(scale))  # type: ignore[index]
+
+    def _number_itself(self) -> None:
+        self.number = next(_NUMBERS)
+        _BINDINGS[self.number] = self
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._number_itself()
+
+
+@torch.compiler.assume_constant_result
+def count_traced(number: int, place: str) -> None:
+    """Counts while ``torch.compile`` traces; the compiled code holds nothing of it."""
+    binding = _BINDINGS.get(number)
+    if binding is not None:
+        binding.matched[place] += 1
+        binding.compiled = True
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)

@@ -1,0 +1,89 @@
+"""Rules at a module's boundary: on every tensor that enters or leaves it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from gradpolicy.flow.binding import Binding
+from gradpolicy.flow.calls import in_transform
+from gradpolicy.flow.functions import filter_gradient, replace_gradient
+from gradpolicy.flow.trees import map_tensors
+
+
+class Boundary:
+    """The rules at one side of one module, in the order in which the gradient meets them.
+
+    Args:
+        place: Where it is, for messages: ``"input of module 'trunk'"``.
+        bindings: The rules.
+    """
+
+    def __init__(self, place: str, bindings: Sequence[Binding]) -> None:
+        self.place = place
+        self.bindings = tuple(bindings)
+
+    def pass_through(self, tree: Any, crossed: list | None = None) -> Any:
+        """Gives tensors on, with the rules in their gradient's way.
+
+        Args:
+            tree: Tensors in tuples, lists, dicts and dataclasses.
+            crossed: Gets the pairs of tensors before and after, where that is asked for.
+        """
+        if not torch.is_grad_enabled() or not any(binding.active for binding in self.bindings):
+            return tree
+        return map_tensors(lambda tensor: self._crossing(tensor, crossed), tree)
+
+    def _crossing(self, tensor: Tensor, crossed: list | None) -> Tensor:
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        if not floating or not (tensor.requires_grad or in_transform()):
+            return tensor
+        result = tensor
+        # The rule put on last is the first that the gradient meets.
+        for binding in reversed(self.bindings):
+            if binding.active:
+                result = self._with_rule(result, binding)
+                binding.count(self.place)
+        if crossed is not None:
+            crossed.append((tensor, result))
+        return result
+
+    def _with_rule(self, tensor: Tensor, binding: Binding) -> Tensor:
+        # Under torch.compile a copy costs nothing, and an alias that is then written to cannot be traced.
+        value = tensor.clone() if torch.compiler.is_compiling() else tensor
+        if binding.detaches:
+            return value.detach()
+        rule = binding.at(self.place)
+        if binding.rule.gradient_filter is not None:
+            return filter_gradient(rule, value)
+        return replace_gradient(rule, value.detach(), [tensor])
+
+
+class TakeOver(Function):
+    """Makes a tensor that was written to through an alias a function of that alias.
+
+    A module that works in place on its input (``nn.ReLU(inplace=True)``) gets an alias of it. Whoever uses
+    the input afterwards sees the new values; with this also their gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, alias: Tensor) -> Tensor:
+        """Gives the tensor, whose values are the alias's already."""
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """The gradient goes the alias's way."""
+        return None, grad
+
+
+def take_over_writes(crossed: list[tuple[Tensor, Tensor]], versions: list[int]) -> None:
+    """Lets tensors that a module wrote to through their aliases have the aliases' history."""
+    for (tensor, alias), version in zip(crossed, versions, strict=True):
+        if tensor._version != version:
+            # The values stay, so what was saved of them for the backward pass stays valid.
+            with torch.autograd._unsafe_preserve_version_counter(tensor):
+                TakeOver.apply(tensor, alias)

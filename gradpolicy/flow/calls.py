@@ -1,0 +1,182 @@
+"""One call of an operation with a rule on it: the native forward, then the rule's gradient.
+
+Three ways lead to the same numbers. A rule that only filters what comes in hangs a hook on the node that
+the native operation made (about a tenth of a Python Function's cost). Everything else, and all of it under
+``torch.compile`` and ``torch.func``, where node hooks do not hold, goes through an autograd Function.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.flow.binding import Binding
+from gradpolicy.flow.functions import BackwardRule, filter_gradient, replace_gradient
+from gradpolicy.flow.operations import Function, Operation, is_in_place, ordered_inputs
+
+
+class OperationRule:
+    """A rule for the calls of one operation.
+
+    Args:
+        operation: The operation.
+        binding: The rule, and whether it holds now.
+    """
+
+    def __init__(self, operation: Operation, binding: Binding) -> None:
+        self.operation = operation
+        self.binding = binding
+        self.filters = binding.rule.gradient_filter is not None and not binding.detaches
+
+    def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the rule is for this call, and holds now."""
+        return self.binding.active and self.operation.covers(function, args, kwargs)
+
+    def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Does the call; its gradient is the rule's."""
+        if self.operation.name == "argmax_one_hot":
+            return self._argmax_one_hot(function, args, kwargs)
+        inputs = ordered_inputs(function, args, kwargs)
+        if not _needs_gradient(inputs):
+            self.binding.meet(self.operation.name)
+            return function(*args, **kwargs)
+        # An outer override of the same operation must not act on it too.
+        with torch._C.DisableTorchFunction():
+            return self._with_rule(function, args, kwargs, inputs)
+
+    def _with_rule(self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list) -> Any:
+        in_place = is_in_place(function, args, kwargs)
+        if self.filters and not (in_place and (in_transform() or args[0]._is_view())):
+            return self._filtered(function(*args, **kwargs), inputs, in_place)
+        self.binding.count(self.operation.name)
+        if not in_place:
+            return self._replaced(function, args, kwargs, inputs)
+        # The rule's gradient goes to the values before the call; copy_ then makes them the tensor's own,
+        # with autograd's care for views and leaves.
+        target, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
+        before = target.clone()
+        others = {key: value for key, value in kwargs.items() if args or key != "input"}
+        work = target.detach().clone() if not self.filters else before
+        sources = [before if tensor is target else tensor for tensor in inputs]
+        if self.filters:
+            result = filter_gradient(self._rule(), function(work, *rest, **others))
+        else:
+            result = self._attached(_without_graph(function, (work, *rest), others), sources)
+        return target.copy_(result)
+
+    def _filtered(self, result: Any, inputs: list[Tensor], in_place: bool) -> Any:
+        """The native result with the rule's filter before its node."""
+        if not _has_gradient(result):
+            return result
+        self.binding.count(self.operation.name)
+        rule = self._rule()
+        single = isinstance(result, Tensor)
+        if not single or in_transform() or result._is_view() or _is_passed_on(result, inputs, in_place):
+            return filter_gradient(rule, result)
+        result.grad_fn.register_prehook(NodeFilter(rule))
+        return result
+
+    def _replaced(self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list) -> Any:
+        if self.binding.detaches:
+            return function(*_detached(args), **_detached(kwargs))
+        return self._attached(_without_graph(function, args, kwargs), inputs)
+
+    def _attached(self, values: Any, inputs: Sequence[Tensor]) -> Any:
+        if self.binding.detaches:
+            return values
+        return replace_gradient(self._rule(), differentiable(values, inputs), inputs)
+
+    def _argmax_one_hot(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Remembers where an argmax came from; its one-hot code then is a function of that.
+
+        ``one_hot(argmax(x, dim), classes)`` is whole numbers without a gradient; here it comes in x's dtype.
+        """
+        with torch._C.DisableTorchFunction():
+            result = function(*args, **kwargs)
+            if getattr(function, "__name__", "") == "argmax":
+                return _remember_source(result, *args, **kwargs)
+            source = getattr(args[0] if args else kwargs.get("tensor"), "_argmax_of", None)
+            if source is None or not _needs_gradient([source]):
+                return result
+            self.binding.count(self.operation.name)
+            if self.binding.detaches:
+                return result
+            return replace_gradient(self._rule(), result.to(source.dtype), [source])
+
+    def _rule(self) -> BackwardRule:
+        return self.binding.at(f"operation {self.operation.name!r}", sums_broadcast=True)
+
+
+class NodeFilter:
+    """A rule's gradient filter as a hook before an autograd node."""
+
+    __slots__ = ("rule",)
+
+    def __init__(self, rule: BackwardRule) -> None:
+        self.rule = rule
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Filters what comes in."""
+        return tuple(None if grad is None else self.rule.filtered(grad) for grad in grads)
+
+
+def in_transform() -> bool:
+    """Whether autograd's nodes are out of reach: under torch.compile or torch.func."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def differentiable(values: Any, inputs: Sequence[Tensor]) -> Any:
+    """A lone result in whole numbers or truth values, in the dtype of the first floating-point input.
+
+    Only so can it have a gradient at all.
+    """
+    if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
+        return values
+    dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.get_default_dtype())
+    return values.to(dtype)
+
+
+def _needs_gradient(inputs: Sequence[Tensor]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in inputs:
+        if tensor.requires_grad:
+            return True
+    return in_transform() and any(tensor.is_floating_point() for tensor in inputs)
+
+
+def _has_gradient(result: Any) -> bool:
+    if isinstance(result, Tensor):
+        return result.requires_grad or in_transform()
+    return isinstance(result, tuple | list) and any(_has_gradient(item) for item in result)
+
+
+def _is_passed_on(result: Tensor, inputs: Sequence[Tensor], in_place: bool) -> bool:
+    """Whether the operation gave an input back as it was, so that the node behind it is another's."""
+    return result.grad_fn is None or (not in_place and any(result is tensor for tensor in inputs))
+
+
+def _without_graph(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    with torch.no_grad():
+        return function(*_detached(args), **_detached(kwargs))
+
+
+def _detached(arguments: Any) -> Any:
+    if isinstance(arguments, Tensor):
+        return arguments.detach()
+    if isinstance(arguments, dict):
+        return {key: _detached(value) for key, value in arguments.items()}
+    if type(arguments) in (tuple, list):
+        return type(arguments)(_detached(value) for value in arguments)
+    return arguments
+
+
+def _remember_source(indices: Tensor, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    if dim is None:
+        source = input.reshape(-1)
+    else:
+        source = input.movedim(dim, -1)
+        source = source.unsqueeze(dim if dim >= 0 else dim - 1) if keepdim else source
+    indices._argmax_of = source  # type: ignore[attr-defined]
+    return indices

@@ -1,0 +1,218 @@
+"""The autograd Functions that put a rule into the graph, and the check of what a rule returns.
+
+They trace under ``torch.compile`` and work under ``torch.func``; the eager short cut stands in ``hooks.py``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.flow.norms import NormMeter
+from gradpolicy.rules.registry import Rule
+
+
+@dataclass(frozen=True)
+class BackwardRule:
+    """A rule at a place: what the Functions call in the backward pass.
+
+    Args:
+        rule: The rule.
+        place: Where it acts, for messages: ``"operation 'relu'"``.
+        sums_broadcast: Whether a gradient in the output's shape is summed to an input that was broadcast.
+        meter: Measures the gradient's norm before and after, where asked to.
+    """
+
+    rule: Rule
+    place: str
+    sums_broadcast: bool = False
+    meter: NormMeter | None = None
+
+    def gradients(self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]) -> list:
+        """The rule's gradients, one an input, checked and in each input's dtype."""
+        returned = self.rule(grad, inputs, output)
+        gradients = self._one_an_input(returned, inputs, wanted)
+        checked = [
+            self._checked(number, gradient, tensor, output) if needed else None
+            for number, (gradient, tensor, needed) in enumerate(zip(gradients, inputs, wanted, strict=True))
+        ]
+        if self.meter is not None:
+            self.meter.measure(grad, checked)
+        return checked
+
+    def filtered(self, grad: Tensor) -> Tensor:
+        """The incoming gradient as the rule's gradient filter lets it through."""
+        assert self.rule.gradient_filter is not None
+        result = self.rule.gradient_filter(grad, **self.rule.parameters)
+        result = self._checked(0, result, grad, grad)
+        if self.meter is not None:
+            self.meter.measure(grad, [result])
+        return result
+
+    def _one_an_input(self, returned: Any, inputs: tuple[Tensor, ...], wanted: Sequence[bool]) -> tuple:
+        if isinstance(returned, list):
+            returned = tuple(returned)
+        if not isinstance(returned, tuple):
+            first = next((number for number, tensor in enumerate(inputs) if _is_differentiable(tensor)), 0)
+            if any(wanted[number] for number in range(len(inputs)) if number != first):
+                raise self._error(
+                    f"returned one gradient ({_kind(returned)}) for {len(inputs)} inputs {_shapes(inputs)}; "
+                    "return a tuple with one for each, None where there is none"
+                )
+            return tuple(returned if number == first else None for number in range(len(inputs)))
+        if len(returned) != len(inputs):
+            raise self._error(
+                f"returned {len(returned)} gradients {_shapes(returned)} "
+                f"for {len(inputs)} inputs {_shapes(inputs)}"
+            )
+        return returned
+
+    def _checked(self, number: int, gradient: Any, tensor: Tensor, output: Any) -> Tensor | None:
+        if gradient is None:
+            return None
+        if not isinstance(gradient, Tensor):
+            raise self._error(f"returned {_kind(gradient)} as gradient {number}; it must be a tensor")
+        if not (gradient.is_floating_point() or gradient.is_complex()):
+            raise self._error(f"returned gradient {number} in {gradient.dtype}; it must be floating-point")
+        if gradient.is_complex() and not tensor.is_complex():
+            raise self._error(f"returned a complex gradient {number} for an input in {tensor.dtype}")
+        if gradient.shape != tensor.shape:
+            if not (self.sums_broadcast and _was_broadcast(tensor, output, gradient)):
+                raise self._error(
+                    f"returned gradient {number} of shape {_shape(gradient)} "
+                    f"for an input of shape {_shape(tensor)}"
+                )
+            gradient = gradient.sum_to_size(tensor.shape)
+        return gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
+
+    def _error(self, text: str) -> PolicyError:
+        return PolicyError(f"rule {self.rule.name!r} at {self.place}: {text}")
+
+
+class ReplaceGradient(Function):
+    """Gives values that were computed without a graph the gradient that a rule says."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(backward_rule: BackwardRule, values: int, *tensors: Tensor) -> Any:
+        """Takes the number of values, the values, then the inputs; gives the values back."""
+        # Detached, not as they are: autograd would make views of them, which forbid in-place operations.
+        if values == 1:
+            return tensors[0].detach()
+        return tuple(tensor.detach() for tensor in tensors[:values])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        """Keeps what the rule reads; shapes come from the gradient where that is enough."""
+        backward_rule, values, *tensors = inputs
+        outputs = output if isinstance(output, tuple) else (output,)
+        given = tensors[values:]
+        reads_inputs = values > 1 or "inputs" in backward_rule.rule.reads
+        reads_output = values > 1 or "output" in backward_rule.rule.reads
+        kept = [
+            reads_inputs or tensor.shape != outputs[0].shape or not tensor.is_floating_point()
+            for tensor in given
+        ]
+        ctx.backward_rule, ctx.values, ctx.kept, ctx.reads_output = backward_rule, values, kept, reads_output
+        ctx.dtypes = [tensor.dtype for tensor in given]
+        saved = [tensor for tensor, keep in zip(given, kept, strict=True) if keep]
+        ctx.save_for_backward(*saved, *(outputs if reads_output else ()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        """Asks the rule."""
+        saved = list(ctx.saved_tensors)
+        stand_in = grads[0]
+        inputs = []
+        for keep, dtype in zip(ctx.kept, ctx.dtypes, strict=True):
+            inputs.append(saved.pop(0) if keep else stand_in.to(dtype))
+        outputs = tuple(saved) if ctx.reads_output else grads
+        grad, output = (grads[0], outputs[0]) if ctx.values == 1 else (grads, outputs)
+        wanted = ctx.needs_input_grad[2 + ctx.values :]
+        gradients = ctx.backward_rule.gradients(grad, tuple(inputs), output, wanted)
+        return (None, None, *[None] * ctx.values, *gradients)
+
+
+class FilterGradient(Function):
+    """Passes a tensor on, and its gradient through a rule's gradient filter."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(backward_rule: BackwardRule, tensor: Tensor) -> Tensor:
+        """Gives the tensor back."""
+        return tensor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Needs no tensor."""
+        ctx.backward_rule = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        """Asks the filter."""
+        return None, ctx.backward_rule.filtered(grad)
+
+
+def replace_gradient(backward_rule: BackwardRule, values: Any, inputs: Sequence[Tensor]) -> Any:
+    """Gives one value, or the floating-point ones of a tuple, the gradient that a rule says.
+
+    Args:
+        backward_rule: The rule.
+        values: A tensor, or a tuple of tensors and others; computed without a graph.
+        inputs: What they were computed from.
+    """
+    if isinstance(values, Tensor):
+        return ReplaceGradient.apply(backward_rule, 1, values, *inputs)
+    places = [number for number, value in enumerate(values) if _is_differentiable(value)]
+    if not places:
+        return values
+    found = ReplaceGradient.apply(backward_rule, len(places), *(values[number] for number in places), *inputs)
+    results = list(values)
+    for number, result in zip(places, found if len(places) > 1 else (found,), strict=True):
+        results[number] = result
+    return rebuilt(values, results)
+
+
+def filter_gradient(backward_rule: BackwardRule, values: Any) -> Any:
+    """Puts a rule's gradient filter behind a tensor, or behind every floating-point tensor of a tuple."""
+    if isinstance(values, Tensor):
+        return FilterGradient.apply(backward_rule, values) if _is_differentiable(values) else values
+    return rebuilt(values, [filter_gradient(backward_rule, value) for value in values])
+
+
+def rebuilt(like: Any, items: Sequence) -> Any:
+    """A tuple or list of the kind of another one, also torch's and named ones."""
+    if not isinstance(like, tuple | list):
+        raise PolicyError(f"cannot put a rule on a result of type {type(like).__name__}")
+    if hasattr(like, "_fields"):
+        return type(like)(*items)
+    return type(like)(items)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _was_broadcast(tensor: Tensor, output: Any, gradient: Tensor) -> bool:
+    if not isinstance(output, Tensor) or gradient.shape != output.shape or tensor.dim() > output.dim():
+        return False
+    sizes = zip(reversed(tensor.shape), reversed(output.shape), strict=False)
+    return all(size in (1, wanted) for size, wanted in sizes)
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {_shape(value)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
+
+
+def _shapes(values: Sequence) -> str:
+    shown = (_shape(value) if isinstance(value, Tensor) else str(value) for value in values)
+    return f"({', '.join(shown)})"

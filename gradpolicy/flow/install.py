@@ -1,0 +1,240 @@
+"""Puts flow policies on a model, and takes them off again."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.flow.binding import Binding
+from gradpolicy.flow.boundary import Boundary
+from gradpolicy.flow.calls import OperationRule
+from gradpolicy.flow.contradictions import check_boundaries, check_operations, check_parameters
+from gradpolicy.flow.operations import name_of
+from gradpolicy.flow.parameters import ParameterHook
+from gradpolicy.flow.places import find_places
+from gradpolicy.flow.report import Report, ReportRow
+from gradpolicy.flow.wrap import Scope, WrappedForward
+from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.where import plain_name
+
+EntryPoints = Mapping[str, Sequence[str]]
+
+
+def install(
+    model: nn.Module,
+    policies: Iterable[Policy] | Mapping[str, Policy],
+    *,
+    entry_points: EntryPoints | None = None,
+) -> "Installed":
+    """Puts flow policies on a model.
+
+    Each policy holds from now on, whatever its time, until :meth:`Installed.update` tells the time.
+
+    Args:
+        model: The model.
+        policies: The policies, by name or in a list. At one boundary the gradient meets them in this order.
+        entry_points: For modules that are not entered through ``forward``: their names (``""`` for the model)
+            and the methods through which they are.
+
+    Returns:
+        The handle: a context manager that takes everything off at its end.
+
+    Raises:
+        PolicyError: If a pattern matches nothing, an operation does not exist, two policies contradict each
+            other, or a policy is none of flow.
+
+    Example:
+        >>> import torch, gradpolicy as gp
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+        >>> with install(model, {"guide": gp.Guided(), "slow": gp.Scale(0.1, modules="2")}) as installed:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> "forward" in model[1].__dict__
+        False
+    """
+    return Installed(model, _named(policies), entry_points or {})
+
+
+class Installed:
+    """Policies on a model, as :func:`install` put them there."""
+
+    def __init__(
+        self, model: nn.Module, policies: Mapping[str, FlowPolicy], entry_points: EntryPoints
+    ) -> None:
+        self.model = model
+        self.policies = dict(policies)
+        self.bindings = {
+            name: Binding(
+                name,
+                policy.rule,
+                detaches=isinstance(policy, Stop) and policy.mode == "detach",
+                when=policy.when,
+            )
+            for name, policy in self.policies.items()
+        }
+        self._places = {name: find_places(model, name, policy) for name, policy in self.policies.items()}
+        check_operations(self.policies, self._places)
+        check_boundaries(self.policies, self._places)
+        check_parameters(self.policies, self._places)
+        self._scopes: dict[tuple[str, ...], Scope] = {}
+        self._wraps: list[WrappedForward] = []
+        self._hooks: list[ParameterHook] = []
+        self._meters_on = False
+        try:
+            self._put_on(entry_points)
+        except BaseException:
+            self.remove()
+            raise
+
+    def __enter__(self) -> "Installed":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Takes everything off in reverse; the model is then as it was found. Again does nothing."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        while self._wraps:
+            self._wraps.pop().take_off()
+
+    def update(self, phase: str = "fit", step: int = 0, epoch: int = 0) -> None:
+        """Tells the time: switches each policy on or off, and sets scheduled numbers.
+
+        Args:
+            phase: The phase that runs: ``fit``, ``validate``, ``test`` or ``predict``.
+            step: Effective optimizer steps taken so far.
+            epoch: Epochs completed so far.
+        """
+        for binding in self.bindings.values():
+            binding.update(phase, step, epoch)
+
+    def set_active(self, name: str, active: bool) -> None:
+        """Switches a policy on or off.
+
+        Raises:
+            PolicyError: If there is no such policy.
+        """
+        if name not in self.bindings:
+            raise unknown("policy", name, self.bindings)
+        self.bindings[name].active = active
+
+    def set_loss_scale(self, scale: float | Tensor) -> None:
+        """Tells what the loss is multiplied by (fp16), so that absolute clip thresholds follow."""
+        for binding in self.bindings.values():
+            binding.set_loss_scale(scale)
+
+    def measure_norms(self, on: bool) -> None:
+        """Measures the gradient's norm before and after each policy from now on; off as a rule.
+
+        Switching on forgets what was measured. Nothing is measured in compiled code.
+        """
+        for binding in self.bindings.values():
+            if on:
+                binding.meter.clear()
+            binding.meter.on = on
+
+    @property
+    def gradient_norms(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The gradient's norm before and after each policy, over all its places; where it was measured."""
+        measured = {name: binding.meter.read() for name, binding in self.bindings.items()}
+        return {name: norms for name, norms in measured.items() if norms is not None}
+
+    def report(self) -> Report:
+        """What each policy matched and met so far."""
+        return Report(tuple(self._row(name) for name in self.policies))
+
+    def _row(self, name: str) -> ReportRow:
+        policy, places, binding = self.policies[name], self._places[name], self.bindings[name]
+        scopes = [scope for names, scope in self._scopes.items() if name in names]
+        met = {name_of(function) for scope in scopes for function in scope.seen}
+        return ReportRow(
+            name=name,
+            kind=type(policy).__name__,
+            where=_where(policy),
+            active=binding.active,
+            modules=tuple(places.matched),
+            operations=tuple(operation.name for operation in places.operations),
+            operations_met=frozenset(met | set(binding.matched) | binding.without_gradient)
+            if policy.ops
+            else frozenset(),
+            matched=dict(binding.matched),
+            parameters=tuple(places.parameters),
+            compiled=binding.compiled,
+        )
+
+    def _put_on(self, entry_points: EntryPoints) -> None:
+        wrapped: set[int] = set()
+        for raw_name, module in self.model.named_modules(remove_duplicate=False):
+            name = plain_name(raw_name)
+            if id(module) in wrapped:
+                continue
+            scope = self._scope(module)
+            entering = self._boundary(name, module, "input")
+            leaving = self._boundary(name, module, "output")
+            if scope is None and entering is None and leaving is None:
+                continue
+            wrapped.add(id(module))
+            for method in entry_points.get(name, ("forward",)):
+                wrap = WrappedForward(module, method, scope, entering, leaving)
+                wrap.put_on()
+                self._wraps.append(wrap)
+        for name, places in self._places.items():
+            for parameter_name, parameter in places.parameters.items():
+                self._hooks.append(ParameterHook(parameter_name, parameter, self.bindings[name]))
+
+    def _scope(self, module: nn.Module) -> Scope | None:
+        names = tuple(name for name, places in self._places.items() if id(module) in places.within)
+        if not names and not any(places.operations for places in self._places.values()):
+            return None
+        if names not in self._scopes:
+            rules = [
+                OperationRule(operation, self.bindings[name])
+                for name in names
+                for operation in self._places[name].operations
+            ]
+            self._scopes[names] = Scope(id(self), rules)
+        return self._scopes[names]
+
+    def _boundary(self, name: str, module: nn.Module, side: str) -> Boundary | None:
+        found = [
+            self.bindings[policy_name]
+            for policy_name, places in self._places.items()
+            if places.side == side and id(module) in places.at
+        ]
+        return Boundary(f"{side} of module {name!r}", found) if found else None
+
+
+def _named(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, FlowPolicy]:
+    if isinstance(policies, Policy):
+        raise PolicyError("install takes a list or dict of policies, not one policy")
+    if isinstance(policies, Mapping):
+        named = dict(policies)
+    else:
+        listed = list(policies)
+        kinds = [type(policy).__name__.lower() for policy in listed]
+        named = {
+            kind if kinds.count(kind) == 1 else f"{kind}_{kinds[:number].count(kind) + 1}": policy
+            for number, (kind, policy) in enumerate(zip(kinds, listed, strict=True))
+        }
+    for name, policy in named.items():
+        if isinstance(policy, Freeze):
+            raise PolicyError(
+                f"policy {name!r}: Freeze acts on the optimizer, not on the model; use "
+                "gradpolicy.MaskedOptimizer with gradpolicy.Freezer, or the callback "
+                "gradpolicy.GradientPolicies"
+            )
+        if not isinstance(policy, FlowPolicy):
+            raise PolicyError(f"policy {name!r}: must be a flow policy, got {policy!r}")
+    return named
+
+
+def _where(policy: FlowPolicy) -> str:
+    def written(items: Iterable[Any]) -> str:
+        return ", ".join(getattr(item, "__name__", str(item)) for item in items)
+
+    if policy.params:
+        return f"params {written(policy.params)}"
+    modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
+    return f"ops {written(policy.ops)} in {modules}" if policy.ops else f"{policy.at} of {modules}"

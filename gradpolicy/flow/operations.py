@@ -1,0 +1,302 @@
+"""Which torch functions are one operation: names, aliases, and every spelling of each."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError, unknown
+
+Function = Callable[..., Any]
+
+# Where the spellings of an operation are looked for.
+_NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
+
+# Operations that torch knows under several names; the first is the name used in reports.
+_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "abs": ("abs", "absolute"),
+    "acos": ("acos", "arccos"),
+    "add": ("add",),
+    "argmax_one_hot": ("argmax", "one_hot"),
+    "asin": ("asin", "arcsin"),
+    "atan": ("atan", "arctan"),
+    "clamp": ("clamp", "clip", "clamp_min", "clamp_max"),
+    "div": ("div", "divide", "true_divide", "truediv"),
+    "eq": ("eq",),
+    "floor_divide": ("floor_divide", "floordiv", "div", "divide"),
+    "ge": ("ge", "greater_equal"),
+    "gt": ("gt", "greater"),
+    "hardtanh": ("hardtanh",),
+    "le": ("le", "less_equal"),
+    "lt": ("lt", "less"),
+    "matmul": ("matmul",),
+    "max_pool": (
+        "max_pool1d",
+        "max_pool2d",
+        "max_pool3d",
+        "max_pool1d_with_indices",
+        "max_pool2d_with_indices",
+        "max_pool3d_with_indices",
+    ),
+    "mul": ("mul", "multiply"),
+    "ne": ("ne", "not_equal"),
+    "neg": ("neg", "negative"),
+    "relu6": ("relu6", "hardtanh"),
+    "sigmoid": ("sigmoid", "expit"),
+    "sub": ("sub", "subtract"),
+    "trunc": ("trunc", "fix"),
+}
+
+# Operations that share a function with another one, which then goes by the other's name.
+_SHARING = ("floor_divide", "relu6")
+
+# Operations with one name of their own that the documentation lists; any other torch function works too.
+_LISTED = (
+    "bernoulli",
+    "ceil",
+    "floor",
+    "gelu",
+    "heaviside",
+    "leaky_relu",
+    "relu",
+    "round",
+    "sign",
+    "silu",
+    "softmax",
+    "tanh",
+    "where",
+)
+
+_ALSO_CALLED = {
+    "argmax": "argmax_one_hot",
+    "argmax_to_one_hot": "argmax_one_hot",
+    "one_hot": "argmax_one_hot",
+    **{
+        synonym: name
+        for name, synonyms in _SYNONYMS.items()
+        for synonym in synonyms
+        if synonym not in _SYNONYMS and name not in _SHARING
+    },
+    "floordiv": "floor_divide",
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A torch operation, whatever its spelling.
+
+    Args:
+        name: The name that reports and errors use.
+        functions: Every callable under which a call of it arrives at a ``TorchFunctionMode``.
+        functional: The out-of-place function.
+    """
+
+    name: str
+    functions: frozenset[Function]
+    functional: Function
+
+    def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call of one of the functions is this operation, where arguments decide."""
+        decides = _DECIDED_BY_ARGUMENTS.get(self.name)
+        return decides is None or decides(function, args, kwargs)
+
+    def __reduce__(self) -> tuple:
+        # Some torch functions cannot be pickled, names can.
+        return (resolve_operation, (self.name if is_operation(self.name) else self.functional,))
+
+
+def operation_names() -> list[str]:
+    """Lists the operations that have alias sets, by the names that reports use."""
+    return sorted({*_SYNONYMS, *_LISTED})
+
+
+def is_operation(specification: object) -> bool:
+    """Whether a name or object means a torch operation."""
+    if isinstance(specification, str):
+        return bool(_spellings(_canonical(specification)))
+    return callable(specification) and _named_after(specification) is not None
+
+
+def resolve_operation(specification: str | Function) -> Operation:
+    """Finds the operation that a name or a torch function means.
+
+    Args:
+        specification: A name such as ``"relu"``, ``"floor_divide"`` or ``"argmax-to-one-hot"``, or any
+            spelling as an object: ``torch.relu``, ``torch.nn.functional.relu``, ``torch.Tensor.relu_``.
+            A callable that is not torch's own, but that calls ``torch.overrides.handle_torch_function``,
+            stands for itself.
+
+    Raises:
+        PolicyError: If there is no such operation.
+
+    Example:
+        >>> resolve_operation("round") == resolve_operation(torch.Tensor.round_)
+        True
+    """
+    if isinstance(specification, str):
+        return _operation_named(_canonical(specification), specification)
+    if not callable(specification) or isinstance(specification, type):
+        raise PolicyError(f"an operation is a name or a torch function, got {specification!r}")
+    name = _named_after(specification)
+    if name is not None:
+        return _operation_named(name, name)
+    name = getattr(specification, "__name__", repr(specification))
+    return Operation(name, frozenset({specification}), specification)
+
+
+def name_of(function: Function) -> str:
+    """The name of the operation that a torch function is a spelling of, for messages."""
+    return _named_after(function) or getattr(function, "__name__", repr(function))
+
+
+def is_in_place(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call writes its result into its first argument."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    if name.endswith("_"):
+        return True
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    place = _place_of_inplace(function)
+    return place is not None and len(args) > place and bool(args[place])
+
+
+def ordered_inputs(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of a call in the operation's own order, also those within lists."""
+    if function is Tensor.where:
+        args = (*args[1:2], args[0], *args[2:])
+    if kwargs and function in _WHERE:
+        kwargs = {key: kwargs[key] for key in ("condition", "input", "self", "other") if key in kwargs}
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found
+
+
+_WHERE = frozenset({torch.where, Tensor.where})
+
+
+def _canonical(name: str) -> str:
+    stem = name.replace("-", "_").rpartition(".")[2]
+    if len(stem) > 1 and stem.endswith("_") and not stem.endswith("__"):
+        stem = stem[:-1]
+    return _ALSO_CALLED.get(stem, stem)
+
+
+@cache
+def _operation_named(name: str, written: str) -> Operation:
+    functions = _spellings(name)
+    if not functions:
+        raise unknown("operation", written, {*operation_names(), *_torch_names()})
+    stem = _SYNONYMS.get(name, (name,))[0]
+    places = (*_NAMESPACES, Tensor)
+    functional = next((found for place in places if (found := _function(place, stem))), None)
+    return Operation(name, functions, functional or next(iter(functions)))
+
+
+@cache
+def _spellings(name: str) -> frozenset[Function]:
+    found: set[Function] = set()
+    for stem in _SYNONYMS.get(name, (name,)):
+        for place in _NAMESPACES:
+            found.update(f for form in (stem, f"{stem}_") if (f := _function(place, form)))
+        forms = (stem, f"{stem}_", *(f"__{prefix}{stem}__" for prefix in ("", "r", "i")))
+        found.update(f for form in forms if (f := _function(Tensor, form)))
+    return frozenset(found)
+
+
+def _function(place: Any, name: str) -> Function | None:
+    """A function or method of a namespace; no class, no property, nothing that the namespace inherits."""
+    if name.startswith("__") and name in _OBJECT_METHODS:
+        return None
+    found = getattr(place, name, None)
+    if not callable(found) or isinstance(found, type) or inspect.ismodule(found):
+        return None
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
+
+
+_OBJECT_METHODS = frozenset(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+
+
+def _named_after(function: Function) -> str | None:
+    """The operation that a function is a spelling of; None where it is none of torch's."""
+    try:
+        return _reverse(function)
+    except TypeError:
+        return None
+
+
+@cache
+def _reverse(function: Function) -> str | None:
+    for name in (*_LISTED, *_SYNONYMS):
+        if name not in _SHARING and function in _spellings(name):
+            return name
+    for name in _SHARING:
+        if function in _spellings(name):
+            return name
+    stem = getattr(function, "__name__", "").removeprefix("special_").removeprefix("linalg_")
+    stem = stem.removeprefix("fft_")
+    for candidate in (stem, stem.strip("_"), stem.strip("_")[1:]):
+        canonical = _ALSO_CALLED.get(candidate, candidate)
+        if candidate and function in _spellings(canonical):
+            return canonical
+    return None
+
+
+@cache
+def _torch_names() -> frozenset[str]:
+    return frozenset(
+        name
+        for place in (torch, F, Tensor)
+        for name in dir(place)
+        if name.islower() and not (name.startswith("_") or name.endswith("_")) and _function(place, name)
+    )
+
+
+@cache
+def _place_of_inplace(function: Function) -> int | None:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _rounds_down(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    return function in _FLOORS or kwargs.get("rounding_mode") == "floor"
+
+
+def _has_no_rounding(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("rounding_mode") is None
+
+
+def _is_relu6(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    # torch.nn.ReLU6 calls hardtanh(x, 0, 6): by its bounds it is known.
+    if function not in _HARDTANH:
+        return True
+    bounds = dict(zip(("min_val", "max_val"), args[1:3], strict=False))
+    bounds.update({key: kwargs[key] for key in ("min_val", "max_val") if key in kwargs})
+    return (bounds.get("min_val", -1.0), bounds.get("max_val", 1.0)) == (0.0, 6.0)
+
+
+_FLOORS = frozenset({f for stem in ("floor_divide", "floordiv") for f in _spellings(stem)})
+_HARDTANH = _spellings("hardtanh")
+_DECIDED_BY_ARGUMENTS: dict[str, Callable[[Function, tuple, Mapping[str, Any]], bool]] = {
+    "div": _has_no_rounding,
+    "floor_divide": _rounds_down,
+    "hardtanh": lambda function, args, kwargs: not _is_relu6(function, args, kwargs),
+    "relu6": _is_relu6,
+}

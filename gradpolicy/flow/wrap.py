@@ -1,0 +1,164 @@
+"""The callable that stands in a module's ``forward`` while policies are installed."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradpolicy.flow.boundary import Boundary, take_over_writes
+from gradpolicy.flow.calls import OperationRule, in_transform
+from gradpolicy.flow.operations import Function
+from gradpolicy.flow.override import OperationMode, Table, make_table
+
+
+class Scope:
+    """The operation rules that hold in a module: one object for all modules with the same ones.
+
+    Args:
+        owner: What tells one installation from another; equal in all its scopes.
+        rules: The rules.
+    """
+
+    def __init__(self, owner: int, rules: Sequence[OperationRule]) -> None:
+        self.owner = owner
+        self.rules = tuple(rules)
+        self.table: Table = make_table(self.rules)
+        # Every torch function that ran here without a rule for it: the report tells their names.
+        self.seen: set[Function] = set()
+
+    def __getstate__(self) -> dict:
+        return {"owner": self.owner, "rules": self.rules}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(state["owner"], state["rules"])  # type: ignore[misc]
+
+
+class ScopeMode(OperationMode):
+    """The mode of one installation on one thread; modules move it from scope to scope."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope.table)
+        self.scope = scope
+
+    def missed(self, function: Function) -> None:
+        """Remembers a function without a rule."""
+        self.scope.seen.add(function)
+
+
+class WrappedForward:
+    """Runs a module's own forward within the policies' scope and boundaries.
+
+    It stands in the module's ``__dict__``, holds the module and little else, and can be pickled and copied:
+    a copied module gets a copy of it that runs the copy's weights.
+
+    Args:
+        module: The module.
+        method: The method that it stands for, ``"forward"`` as a rule.
+        scope: The operation rules that hold within.
+        entering: The rules at the module's input.
+        leaving: The rules at its output.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        method: str,
+        scope: Scope | None,
+        entering: Boundary | None,
+        leaving: Boundary | None,
+    ) -> None:
+        self.module = module
+        self.method = method
+        self.scope = scope
+        self.entering = entering
+        self.leaving = leaving
+        # What stood in the module's own __dict__ before: another tool's wrapper, or nothing.
+        self.inner: Callable | None = module.__dict__.get(method)
+
+    @property
+    def __wrapped__(self) -> Callable:
+        """The forward that this stands for; ``inspect.signature`` and Lightning look for it here."""
+        return (
+            self.inner
+            if self.inner is not None
+            else getattr(type(self.module), self.method).__get__(self.module)
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward."""
+        if self.entering is None:
+            result = self._run(args, kwargs)
+        elif in_transform():
+            args, kwargs = self.entering.pass_through((args, kwargs))
+            result = self._run(args, kwargs)
+        else:
+            crossed: list = []
+            args, kwargs = self.entering.pass_through((args, kwargs), crossed)
+            versions = [tensor._version for tensor, _ in crossed]
+            result = self._run(args, kwargs)
+            take_over_writes(crossed, versions)
+        return result if self.leaving is None else self.leaving.pass_through(result)
+
+    def put_on(self) -> None:
+        """Takes the forward's place."""
+        self.module.__dict__[self.method] = self
+
+    def take_off(self) -> None:
+        """Gives the forward its place back, also from under wrappers that were put on later."""
+        outer = self.module.__dict__.get(self.method)
+        if outer is self:
+            if self.inner is None:
+                del self.module.__dict__[self.method]
+            else:
+                self.module.__dict__[self.method] = self.inner
+            return
+        while isinstance(outer, WrappedForward):
+            if outer.inner is self:
+                outer.inner = self.inner
+                return
+            outer = outer.inner
+        # Another tool wrapped this one and keeps it: all that can be done is to let everything through.
+        self.scope = self.entering = self.leaving = None
+        warnings.warn(
+            f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
+            "they are off, but what replaced it still runs through them",
+            stacklevel=2,
+        )
+
+    def _run(self, args: tuple, kwargs: dict) -> Any:
+        scope = self.scope
+        if scope is None:
+            return self._forward(args, kwargs)
+        mode = _mode_of(scope.owner)
+        if mode is None:
+            with ScopeMode(scope):
+                return self._forward(args, kwargs)
+        outer = mode.scope
+        if outer is scope:
+            return self._forward(args, kwargs)
+        _move(mode, scope)
+        try:
+            return self._forward(args, kwargs)
+        finally:
+            _move(mode, outer)
+
+    def _forward(self, args: tuple, kwargs: dict) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+
+
+def _mode_of(owner: int) -> ScopeMode | None:
+    """The mode of an installation on this thread's stack, if it is there."""
+    for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(place)
+        if isinstance(mode, ScopeMode) and mode.scope.owner == owner:
+            return mode
+    return None
+
+
+def _move(mode: ScopeMode, scope: Scope) -> None:
+    mode.scope = scope
+    mode.table = scope.table
