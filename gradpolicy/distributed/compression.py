@@ -12,6 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.freeze.mask import Mask, as_tensor, same_mask
 
 WIRE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -67,7 +68,7 @@ class ActiveEntries:
         self.dtype = None if dtype is None else WIRE_DTYPES[dtype]
         self.group = group
         self.traffic = Traffic()
-        self._masks: dict[int, Tensor] = {}
+        self._masks: dict[int, Mask] = {}
         self._places: dict[tuple[int, ...], Tensor | None] = {}
 
     def register(self, model: DistributedDataParallel) -> None:
@@ -83,14 +84,17 @@ class ActiveEntries:
             )
         model.register_comm_hook(self, send_active)
 
-    def set_masks(self, masks: Mapping[Tensor, Tensor]) -> None:
+    def set_masks(self, masks: Mapping[Tensor, Mask]) -> None:
         """Takes the masks for the next backward pass.
 
         Args:
-            masks: For each parameter that is not to be sent whole a bool mask that broadcasts to it.
+            masks: For each parameter that is not to be sent whole True or False, a bool mask that broadcasts
+                to it, or a recipe.
         """
-        fresh = {id(parameter): mask for parameter, mask in masks.items()}
-        same = fresh.keys() == self._masks.keys() and all(fresh[key] is self._masks[key] for key in fresh)
+        fresh = {id(parameter): mask for parameter, mask in masks.items() if mask is not True}
+        same = fresh.keys() == self._masks.keys() and all(
+            same_mask(fresh[key], self._masks[key]) for key in fresh
+        )
         if not same:
             self._masks = fresh
             self._places.clear()
@@ -118,7 +122,7 @@ class ActiveEntries:
         mask = self._masks.get(id(parameter))
         if mask is None:
             return torch.ones(parameter.numel(), dtype=torch.bool, device=parameter.device)
-        whole = mask.to(parameter.device).broadcast_to(parameter.shape)
+        whole = as_tensor(mask, parameter.shape, parameter.device).broadcast_to(parameter.shape)
         return whole.permute(_order_in_memory(parameter)).reshape(-1)
 
 

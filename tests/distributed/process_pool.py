@@ -5,9 +5,10 @@ import importlib.util
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -29,11 +30,14 @@ class ProcessPool:
         self.size, self.backend = size, backend
 
     def __enter__(self) -> "ProcessPool":
+        self.processes: list[Any] = []
+        return self
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         self.connections: list[Connection] = []
-        self.processes = []
         for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(
@@ -42,17 +46,22 @@ class ProcessPool:
             process.start()
             self.connections.append(here)
             self.processes.append(process)
-        return self
+
+    def _stop(self) -> None:
+        if not self.processes:
+            return
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []
+        self.folder.cleanup()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for connection in self.connections:
-            connection.close()
-        for process in self.processes:
-            process.join(timeout=10)
-            process.kill()
-        self.folder.cleanup()
+        self._stop()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
         """Calls ``function(*arguments)`` on every rank.
@@ -68,17 +77,27 @@ class ProcessPool:
         Raises:
             RemoteError: If it failed on any rank; says what each rank raised.
         """
+        if not self.processes:
+            self._start()
         for connection in self.connections:
             connection.send((function.__code__.co_filename, function.__name__, arguments))
-        answers = []
-        for rank, connection in enumerate(self.connections):
-            if not connection.poll(timeout):
-                raise TimeoutError(f"rank {rank} gave no answer within {timeout} s")
-            answers.append(connection.recv())
-        failures = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
-        if failures:
-            raise RemoteError(failures)
-        return [value for value, _ in answers]
+        answers = self._answers(time.monotonic() + timeout)
+        failures = {rank: error for rank, (_, error) in answers.items() if error is not None}
+        if failures or len(answers) < self.size:
+            # The ranks are no longer at the same point: the next call starts new ones.
+            self._stop()
+            raise RemoteError(failures or dict.fromkeys(range(self.size), "no answer"))
+        return [answers[rank][0] for rank in range(self.size)]
+
+    def _answers(self, deadline: float) -> dict[int, Any]:
+        """What the ranks send back, until one has failed."""
+        answers: dict[int, Any] = {}
+        while len(answers) < self.size and time.monotonic() < deadline:
+            for connection in wait(self.connections, timeout=1.0):
+                answers[self.connections.index(connection)] = connection.recv()  # type: ignore
+            if any(error is not None for _, error in answers.values()):
+                break
+        return answers
 
 
 class RemoteError(Exception):

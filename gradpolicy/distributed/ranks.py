@@ -1,0 +1,124 @@
+"""What freeze policies ask of many processes, step by step, for any training loop."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradpolicy.distributed.agreement import check_agreement
+from gradpolicy.distributed.compression import ActiveEntries
+from gradpolicy.distributed.reducer import ReducerKeeper
+from gradpolicy.errors import PolicyError
+from gradpolicy.freeze import Freezer
+from gradpolicy.optim import MaskedOptimizer
+
+
+class Ranks:
+    """Keeps the ranks together under policies that freeze, thaw and cut.
+
+    Before each effective step, after its masks are set, :meth:`begin_step` makes sure that the reducer knows
+    what trains, tells the communication hook what to send, and from time to time checks that all ranks hold
+    the same.
+
+    Args:
+        model: The model, wrapped in DistributedDataParallel where that is used.
+        named: Its parameters by name.
+        freezer: Runs the freeze policies; None where there are none.
+        optimizers: The masked optimizers.
+        communication: Sends active entries only; None sends all.
+        agreement_every: Checks at every this many effective steps; None never does.
+
+    Raises:
+        PolicyError: If a communication hook is wanted where there is no DistributedDataParallel.
+
+    Example:
+        ::
+
+            ranks = Ranks(ddp_model, dict(ddp_model.module.named_parameters()), freezer, [optimizer])
+            for step, batch in enumerate(batches):
+                freezer.begin_step(step)
+                ranks.begin_step(step)
+                ...
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        named: Mapping[str, Tensor],
+        freezer: Freezer | None = None,
+        optimizers: Iterable[MaskedOptimizer] = (),
+        *,
+        communication: ActiveEntries | None = None,
+        agreement_every: int | None = 100,
+    ) -> None:
+        if agreement_every is not None and agreement_every < 1:
+            raise PolicyError(
+                f"agreement_every: must be at least 1, or none for never; got {agreement_every}"
+            )
+        self.named = dict(named)
+        self.freezer = freezer
+        self.optimizers = list(optimizers)
+        self.communication = communication
+        self.agreement_every = agreement_every
+        wrapped = isinstance(model, DistributedDataParallel)
+        self.reducer = ReducerKeeper(model) if wrapped else None
+        self._searches_always = wrapped and model.find_unused_parameters
+        if communication is not None:
+            communication.register(model)  # type: ignore[arg-type]
+
+    def begin_step(self, step: int, *, cut: bool = False, wanted: Iterable[str] = ()) -> None:
+        """Prepares an effective step; every rank must call this with the same arguments.
+
+        Args:
+            step: Effective optimizer steps taken so far.
+            cut: Whether something cuts the graph now, so that parameters may be left without a gradient.
+            wanted: The parameters whose whole gradient somebody wants to see, frozen entries too.
+
+        Raises:
+            PolicyError: If the ranks do not hold the same.
+        """
+        if self.reducer is not None:
+            self.reducer.refresh(find_unused_parameters=cut or self._searches_always)
+        if self.communication is not None:
+            self.communication.set_masks(self._masks(set(wanted)))
+        if self.agreement_every is not None and step % self.agreement_every == 0:
+            check_agreement(self.holdings(), moment=f"before update {step + 1}")
+
+    def holdings(self) -> dict[str, Any]:
+        """What must be the same on every rank, by name: masks, then ages, then weights.
+
+        Of what is sharded only the masks of the whole, since no two ranks hold the same part.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return {}
+        masks: dict[str, Any] = {}
+        ages: dict[str, Any] = {}
+        names = {id(parameter): name for name, parameter in self.named.items()}
+        for optimizer in self.optimizers:
+            for parameter, tracked in optimizer._tracked.items():
+                name = names.get(id(parameter), "a parameter without a name")
+                if not isinstance(parameter, DTensor):
+                    masks[f"the mask of {name!r}"] = tracked.cohorts.codes
+                    ages[f"the ages of {name!r}"] = tracked.cohorts.slots
+        for name in self.freezer.parameters if self.freezer is not None else ():
+            if isinstance(self.named[name], DTensor):
+                masks[f"the mask of {name!r}"] = self.freezer.mask_of(name)  # type: ignore[union-attr]
+        steps = {"the count of updates": [optimizer.effective_steps for optimizer in self.optimizers]}
+        weights = {
+            f"the weights {name!r}": parameter
+            for name, parameter in self.named.items()
+            if not isinstance(parameter, DTensor)
+        }
+        return {**masks, **ages, **steps, **weights}
+
+    def _masks(self, wanted: set[str]) -> dict[Tensor, Any]:
+        if self.freezer is None:
+            return {}
+        return {
+            parameter: self.freezer.mask_of(name)
+            for name, parameter in self.freezer.parameters.items()
+            if name not in wanted
+        }

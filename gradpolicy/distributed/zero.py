@@ -1,0 +1,103 @@
+"""Freezing under ZeroRedundancyOptimizer, where each rank holds the optimizer state of some parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.optim import MaskedOptimizer, checkpoint
+from gradpolicy.optim.tracked import Tracked
+
+
+class MaskedZero(MaskedOptimizer):
+    """A :class:`~gradpolicy.MaskedOptimizer` for a ZeroRedundancyOptimizer.
+
+    Masks and ages of all parameters are known on every rank, since every rank masks all gradients before
+    they are clipped. Moments lie in the local optimizer of the rank that owns a parameter; that optimizer is
+    wrapped too and does the update, exactly as on one process. Then ZeRO sends the weights round.
+
+    Args:
+        inner: The optimizer, without ``overlap_with_ddp``.
+        frozen_state: As MaskedOptimizer's.
+        bias_correction: As MaskedOptimizer's.
+
+    Raises:
+        PolicyError: If it overlaps its step with the backward pass, where no mask can come in between.
+    """
+
+    inner: ZeroRedundancyOptimizer
+
+    def __init__(
+        self, inner: ZeroRedundancyOptimizer, frozen_state: str = "keep", bias_correction: str = "entry"
+    ) -> None:
+        if inner._overlap_with_ddp:
+            raise PolicyError(
+                "ZeroRedundancyOptimizer: freeze policies need overlap_with_ddp=False: with overlap it "
+                "updates weights within the backward pass, before gradients can be masked"
+            )
+        super().__init__(inner, frozen_state, bias_correction)
+        inner.optim = MaskedOptimizer(inner.optim, frozen_state, bias_correction)
+        # Loading leaves a second copy of this rank's state there, which nothing reads.
+        inner.register_load_state_dict_post_hook(lambda optimizer: optimizer.state.clear())
+
+    @property
+    def local(self) -> MaskedOptimizer:
+        """The optimizer of the parameters that this rank owns."""
+        return self.inner.optim  # type: ignore[return-value]
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank holds the parameter's moments."""
+        return any(known is parameter for group in self.local.param_groups for known in group["params"])
+
+    def set_mask(self, parameter: Tensor, mask: Any, **options: Any) -> None:
+        """Sets a mask, as MaskedOptimizer does; every rank must set the same."""
+        super().set_mask(parameter, mask, **options)
+        if self.owns(parameter):
+            self.local.set_mask(parameter, mask, **options)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings all state to one rank, as must be done on every rank before ``state_dict`` there."""
+        self.inner.consolidate_state_dict(to)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a whole state; each rank keeps what it owns."""
+        super().load_state_dict(state_dict)
+        _, saved = checkpoint.split(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for tracked in self.local._tracked.values():
+            tracked.adopt_state()
+        for index, record in saved.get("parameters", {}).items():
+            parameter = parameters[int(index)]
+            if self.owns(parameter):
+                tracked = self.local._tracked.get(parameter) or self.local._track(parameter)
+                checkpoint.restore(tracked, record, self._name(parameter))
+
+    def state_bytes(self) -> int:
+        """Bytes held on this rank for the optimizer's state."""
+        return super().state_bytes() + self.local.state_bytes()
+
+    def _step_and_restore(self, kept: list[Tracked], closure: Callable[[], Any] | None) -> Any:
+        """The local optimizers leave frozen entries alone by themselves: nothing has to be put back."""
+        return super()._step_and_restore([], closure)
+
+
+def masked(optimizer: Optimizer) -> MaskedOptimizer:
+    """Wraps an optimizer in the MaskedOptimizer that is right for it.
+
+    Raises:
+        PolicyError: For an optimizer that works on parameters other than the model's, as DeepSpeed's do.
+    """
+    if isinstance(optimizer, MaskedOptimizer):
+        return optimizer
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return MaskedZero(optimizer)
+    if type(optimizer).__module__.startswith("deepspeed"):
+        raise PolicyError(
+            f"{type(optimizer).__name__}: freeze policies are refused under DeepSpeed: its engine updates "
+            "flat copies of the weights within its own step, where masks, ages and moments are out of reach; "
+            "use trainer=ddp, trainer=zero1 (sharded optimizer state) or trainer=fsdp2 (everything sharded)"
+        )
+    return MaskedOptimizer(optimizer)

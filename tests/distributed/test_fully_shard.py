@@ -1,0 +1,208 @@
+"""FSDP2: masks lie as their parameters do, and a run on two ranks equals one on one process."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from process_pool import ProcessPool
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from gradpolicy import MaskedOptimizer
+from gradpolicy.freeze.recipe import RandomMask
+
+STEPS, SAVED_AT = 10, 5
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+Facts = dict[str, list[Tensor]]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    # Five rows on two or four ranks do not divide evenly.
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def shard(model: nn.Sequential) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def mask_at(level: str, name: str, shape: torch.Size, step: int) -> Any:
+    """A mask for a parameter: new ones every third step."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + step // 3)
+    if level == "recipe":
+        return RandomMask(seed=0, step=step // 3, name=name, density=0.5)
+    coarse = {"tensor": (), "row": (shape[0], *(1,) * (len(shape) - 1)), "entry": tuple(shape)}[level]
+    return torch.rand(coarse, generator=generator) < 0.6
+
+
+def train(model: nn.Module, optimizer: MaskedOptimizer, level: str, steps: range) -> None:
+    for step in steps:
+        for name, parameter in model.named_parameters():
+            if step % 3 == 0:
+                optimizer.set_mask(parameter, mask_at(level, name, parameter.shape, step))
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 + step))
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        optimizer.zero_grad()
+        model(inputs[rank::ranks]).square().mean().backward()
+        optimizer.mask_gradients()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def facts(model: nn.Module, optimizer: MaskedOptimizer) -> Facts:
+    parameters = list(model.parameters())
+    return {
+        "weights": [whole(parameter.detach()).clone() for parameter in parameters],
+        "ages": [whole(optimizer.age(p)).broadcast_to(p.shape).clone() for p in parameters],
+        "masks": [whole(optimizer.get_mask(p)).broadcast_to(p.shape).clone() for p in parameters],
+    }
+
+
+def same(first: Facts, second: Facts) -> bool:
+    for kind in ("ages", "masks"):
+        assert all(torch.equal(*both) for both in zip(first[kind], second[kind], strict=True)), kind
+    torch.testing.assert_close(first["weights"], second["weights"])
+    return True
+
+
+def made(frozen_state: str, optimizer: str, sharded: bool) -> tuple[nn.Sequential, MaskedOptimizer]:
+    model = shard(network()) if sharded else network()
+    return model, MaskedOptimizer(OPTIMIZERS[optimizer](model.parameters()), frozen_state=frozen_state)
+
+
+def trained(level: str, frozen_state: str, optimizer: str, sharded: bool = True) -> Facts:
+    model, wrapped = made(frozen_state, optimizer, sharded)
+    train(model, wrapped, level, range(STEPS))
+    return facts(model, wrapped)
+
+
+@pytest.mark.parametrize("level", ["tensor", "row", "entry", "recipe"])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_two_ranks_equal_one_process(
+    pair: ProcessPool, level: str, frozen_state: str, optimizer: str
+) -> None:
+    alone = trained(level, frozen_state, optimizer, sharded=False)
+    first, second = pair(trained, level, frozen_state, optimizer)
+    assert same(first, alone)
+    assert all(torch.equal(*both) for both in zip(first["weights"], second["weights"], strict=True))
+
+
+def shards_of_masks() -> list[tuple[int, int]]:
+    """How many entries of each parameter, and flags of its mask, lie on this rank."""
+    model, optimizer = made("keep", "adamw", sharded=True)
+    sizes = []
+    for name, parameter in model.named_parameters():
+        optimizer.set_mask(parameter, mask_at("entry", name, parameter.shape, 0))
+        m = optimizer.get_mask(parameter)
+        print(dist.get_rank(), name, type(m), flush=True)
+        local_mask = optimizer.get_mask(parameter).to_local()
+        sizes.append((parameter.to_local().numel(), local_mask.numel()))
+    return sizes
+
+
+def test_a_rank_holds_the_masks_of_its_own_shards_only(pair: ProcessPool) -> None:
+    for sizes in pair(shards_of_masks):
+        assert all(entries == flags for entries, flags in sizes)
+
+
+# ---- checkpoints
+
+
+def save_after_half(level: str, frozen_state: str, folder: str) -> None:
+    model, optimizer = made(frozen_state, "adamw", sharded=True)
+    train(model, optimizer, level, range(SAVED_AT))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def load_and_finish(level: str, frozen_state: str, folder: str, sharded: bool = True) -> tuple[Facts, Facts]:
+    model, optimizer = made(frozen_state, "adamw", sharded)
+    weights, state = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=folder, no_dist=not sharded)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    at_once = facts(model, optimizer)
+    train(model, optimizer, level, range(SAVED_AT, STEPS))
+    return at_once, facts(model, optimizer)
+
+
+def expected(level: str, frozen_state: str) -> tuple[Facts, Facts]:
+    model, optimizer = made(frozen_state, "adamw", sharded=False)
+    train(model, optimizer, level, range(SAVED_AT))
+    halfway = copy.deepcopy(facts(model, optimizer))
+    train(model, optimizer, level, range(SAVED_AT, STEPS))
+    return halfway, facts(model, optimizer)
+
+
+def agree(found: tuple[Facts, Facts], wanted: tuple[Facts, Facts]) -> bool:
+    return all(same(*both) for both in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("level", ["tensor", "row", "entry", "recipe"])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_a_checkpoint_of_two_ranks_goes_on_on_two_and_on_one(
+    pair: ProcessPool, tmp_path: Path, level: str, frozen_state: str
+) -> None:
+    folder, wanted = str(tmp_path / "saved"), expected(level, frozen_state)
+    pair(save_after_half, level, frozen_state, folder)
+    assert agree(load_and_finish(level, frozen_state, folder, sharded=False), wanted)
+    for found in pair(load_and_finish, level, frozen_state, folder):
+        assert agree(found, wanted)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[ProcessPool]:
+    with ProcessPool(4, "gloo") as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["row", "entry", "recipe"])
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+def test_a_checkpoint_of_two_ranks_goes_on_on_four_and_the_reverse(
+    pair: ProcessPool, four: ProcessPool, tmp_path: Path, level: str, frozen_state: str
+) -> None:
+    wanted = expected(level, frozen_state)
+    for saving, loading in ((pair, four), (four, pair)):
+        folder = str(tmp_path / f"of_{saving.size}")
+        saving(save_after_half, level, frozen_state, folder)
+        for found in loading(load_and_finish, level, frozen_state, folder):
+            assert agree(found, wanted)
+
+
+def save_on_one(level: str, frozen_state: str, folder: str) -> None:
+    model, optimizer = made(frozen_state, "adamw", sharded=False)
+    train(model, optimizer, level, range(SAVED_AT))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+def test_a_checkpoint_of_one_process_goes_on_on_two(
+    pair: ProcessPool, tmp_path: Path, frozen_state: str
+) -> None:
+    folder = str(tmp_path / "saved")
+    save_on_one("entry", frozen_state, folder)
+    for found in pair(load_and_finish, "entry", frozen_state, folder):
+        assert agree(found, expected("entry", frozen_state))

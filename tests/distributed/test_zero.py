@@ -1,0 +1,144 @@
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_pool import ProcessPool
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from gradpolicy import MaskedOptimizer, PolicyError
+from gradpolicy.distributed.zero import MaskedZero, masked
+
+STEPS = 9
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def set_masks(optimizer: MaskedOptimizer, model: nn.Module, step: int, frozen_state: str) -> None:
+    """New masks every third step: a tensor's, rows', entries'."""
+    if step % 3:
+        return
+    generator = torch.Generator().manual_seed(step)
+    shapes = [(), (), (8, 1), (), (2, 8), (2,)]
+    for parameter, shape in zip(model.parameters(), shapes, strict=True):
+        mask = torch.rand(shape, generator=generator) < 0.5
+        optimizer.set_mask(parameter, mask, frozen_state=frozen_state)
+
+
+def train(model: nn.Module, optimizer: MaskedOptimizer, frozen_state: str, steps: range) -> None:
+    for step in steps:
+        set_masks(optimizer, model, step, frozen_state)
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 + step))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.mask_gradients()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def zero(model: nn.Module) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+
+
+def facts(model: nn.Module, optimizer: MaskedOptimizer) -> list[Tensor]:
+    parameters = list(model.parameters())
+    ages = [optimizer.age(parameter).expand(parameter.shape) for parameter in parameters]
+    masks = [optimizer.get_mask(parameter).expand(parameter.shape) for parameter in parameters]
+    return [tensor.detach().clone() for tensor in (*parameters, *ages, *masks)]
+
+
+def trained(frozen_state: str, resume_at: int | None) -> tuple[list[Tensor], int, int]:
+    """Everything known after training, perhaps saved and loaded in the middle; bytes; copies of state."""
+    model = network()
+    optimizer = masked(zero(model))
+    train(model, optimizer, frozen_state, range(resume_at or STEPS))
+    if resume_at is not None:
+        optimizer.consolidate_state_dict()
+        saved: list[Any] = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(saved)
+        weights = copy.deepcopy(model.state_dict())
+        model = network()
+        model.load_state_dict(weights)
+        optimizer = masked(zero(model))
+        optimizer.load_state_dict(through_a_file(saved[0]))
+        train(model, optimizer, frozen_state, range(resume_at, STEPS))
+    return facts(model, optimizer), optimizer.state_bytes(), len(optimizer.inner.state)
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("resume_at", [None, 4])
+def test_it_equals_one_process_bit_for_bit(
+    pair: ProcessPool, frozen_state: str, resume_at: int | None
+) -> None:
+    model = network()
+    optimizer = masked(adam(model))
+    train(model, optimizer, frozen_state, range(STEPS))
+    for known, _, copies in pair(trained, frozen_state, resume_at):
+        assert all(torch.equal(*both) for both in zip(known, facts(model, optimizer), strict=True))
+        assert copies == 0, "no second copy of the state"
+
+
+def test_state_is_shared_out(pair: ProcessPool) -> None:
+    model = network()
+    optimizer = masked(adam(model))
+    train(model, optimizer, "keep", range(STEPS))
+    shares = [used / optimizer.state_bytes() for _, used, _ in pair(trained, "keep", None)]
+    assert max(shares) < 0.75
+
+
+def saved_on_one_loads_on_two(state: dict[str, Any], weights: dict[str, Tensor]) -> list[Tensor]:
+    model = network()
+    model.load_state_dict(weights)
+    optimizer = masked(zero(model))
+    optimizer.load_state_dict(state)
+    train(model, optimizer, "zero", range(4, STEPS))
+    return facts(model, optimizer)
+
+
+def test_a_checkpoint_of_one_process_goes_on_under_zero(pair: ProcessPool) -> None:
+    model = network()
+    optimizer = masked(adam(model))
+    train(model, optimizer, "zero", range(4))
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    train(model, optimizer, "zero", range(4, STEPS))
+    for known in pair(saved_on_one_loads_on_two, saved, weights):
+        assert all(torch.equal(*both) for both in zip(known, facts(model, optimizer), strict=True))
+
+
+def overlapping() -> str:
+    optimizer = ZeroRedundancyOptimizer(
+        network().parameters(), torch.optim.AdamW, lr=0.1, overlap_with_ddp=True
+    )
+    with pytest.raises(PolicyError) as refused:
+        MaskedZero(optimizer)
+    return str(refused.value)
+
+
+def test_overlap_with_the_backward_pass_is_refused(pair: ProcessPool) -> None:
+    assert all("overlap_with_ddp=False" in message for message in pair(overlapping))
+
+
+def test_deepspeed_is_refused_with_the_reason() -> None:
+    class FusedAdam(torch.optim.Adam):
+        pass
+
+    FusedAdam.__module__ = "deepspeed.ops.adam.fused_adam"
+    with pytest.raises(PolicyError, match="refused under DeepSpeed: its engine updates flat copies"):
+        masked(FusedAdam(network().parameters()))
