@@ -1,0 +1,205 @@
+"""Adam and AdamW for each entry by its own age: the arithmetic, and the plain torch way to run it.
+
+For an entry at its t-th update since its moments were last empty (Kingma & Ba 2015, arXiv:1412.6980;
+decoupled decay: Loshchilov & Hutter 2019, arXiv:1711.05101; AMSGrad: Reddi et al. 2018, arXiv:1904.09237):
+
+    m = b1 m + (1 - b1) g          p = p - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+    v = b2 v + (1 - b2) g^2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.optim.cohorts import CHUNK
+from gradpolicy.optim.packed import Held
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LARGEST = "max_exp_avg_sq"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One param group's numbers; `scale` is what the gradients were multiplied by (fp16)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    amsgrad: bool
+    maximize: bool
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, group: dict[str, Any], scale: float = 1.0) -> Settings:
+        """Read them off a param group of torch's Adam or AdamW."""
+        beta1, beta2 = group["betas"]
+        return cls(
+            float(group["lr"]),
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            bool(group.get("decoupled_weight_decay", False)),
+            bool(group["amsgrad"]),
+            bool(group["maximize"]),
+            scale,
+        )
+
+    def corrections(self, ages: Sequence[int]) -> tuple[list[float], list[float]]:
+        """For entries of these ages: lr / (1 - b1^t) and sqrt(1 - b2^t) at the next update."""
+        step_sizes = [self.lr / (1 - self.beta1 ** (age + 1)) for age in ages]
+        roots = [(1 - self.beta2 ** (age + 1)) ** 0.5 for age in ages]
+        return step_sizes, roots
+
+
+@dataclass
+class Job:
+    """One tensor's update, all vectors flat and in memory order.
+
+    Attributes:
+        parameter: all entries; so is `gradient`.
+        moments: first, second, and AMSGrad's maximum if asked for: all entries, or those in `held`.
+        codes: cohort codes of all blocks, or of those in `held`; active ones are negative.
+        block: entries that one code governs.
+        step_sizes: lr / (1 - b1^t) of each active slot.
+        roots: sqrt(1 - b2^t) of each active slot.
+        settings: the group's numbers.
+        held: which blocks the moments and codes are of; None: all.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    moments: list[Tensor]
+    codes: Tensor
+    block: int
+    step_sizes: list[float]
+    roots: list[float]
+    settings: Settings
+    held: Held | None = None
+
+
+def adam_entries(
+    parameter: Tensor,
+    gradient: Tensor,
+    moments: list[Tensor],
+    step_size: Tensor,
+    root: Tensor,
+    settings: Settings,
+) -> tuple[Tensor, list[Tensor]]:
+    """One update of entries of any shape, without side effects.
+
+    Args:
+        parameter: values, in the dtype to compute in, as are `gradient` and `moments`.
+        gradient: gradients.
+        moments: first and second moment; a third one asks for AMSGrad.
+        step_size: lr / (1 - b1^t) of each entry, broadcastable.
+        root: sqrt(1 - b2^t) of each entry, broadcastable.
+        settings: the group's numbers.
+
+    Returns:
+        The new parameter and the new moments.
+    """
+    first, second, *largest = moments
+    if settings.scale != 1.0:
+        gradient = gradient / settings.scale
+    if settings.maximize:
+        gradient = -gradient
+    if settings.weight_decay and settings.decoupled:
+        parameter = parameter * (1 - settings.lr * settings.weight_decay)
+    elif settings.weight_decay:
+        gradient = gradient + parameter * settings.weight_decay
+    first = first + (gradient - first) * (1 - settings.beta1)
+    second = second * settings.beta2 + gradient * gradient * (1 - settings.beta2)
+    moments = [first, second]
+    if largest:
+        moments.append(torch.maximum(largest[0], second))
+    denominator = moments[-1].sqrt() / root + settings.eps
+    return parameter - step_size * (first / denominator), moments
+
+
+def run(job: Job) -> None:
+    """Carry out a job with plain torch operations, a cacheful of entries at a time."""
+    tables = _tables(job)
+    if job.block > 1:
+        _run_rows(job, tables)
+    elif job.held is not None:
+        for positions, place in job.held.chunks():
+            _gathered(job, job.parameter, job.gradient, positions, place, tables)
+    else:
+        for start in range(0, job.parameter.numel(), CHUNK):
+            _dense(job, slice(start, start + CHUNK), tables)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What to compute in: half precision is computed in float32, as torch's fused Adam does."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _tables(job: Job) -> Tensor:
+    """The corrections as a (2, slots) tensor."""
+    dtype, device = compute_dtype(job.parameter.dtype), job.parameter.device
+    return torch.tensor([job.step_sizes, job.roots], dtype=dtype, device=device)
+
+
+def _look_up(codes: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Corrections of each code; codes of frozen entries give some finite value."""
+    if tables.shape[1] == 1:
+        return tables[0], tables[1]
+    slots = (codes & torch.iinfo(codes.dtype).max).int().clamp_(max=tables.shape[1] - 1)
+    return tables[0].index_select(0, slots), tables[1].index_select(0, slots)
+
+
+def _dense(job: Job, part: slice, tables: Tensor) -> None:
+    codes = job.codes[part]
+    active = codes < 0
+    if not active.any():
+        return
+    targets = [job.parameter[part], *(moment[part] for moment in job.moments)]
+    dtype = tables.dtype
+    # A frozen entry's gradient may be anything: its result is thrown away here.
+    values = [target.to(dtype) for target in targets]
+    step_size, root = _look_up(codes, tables)
+    new, moments = adam_entries(
+        values[0], job.gradient[part].to(dtype), values[1:], step_size, root, job.settings
+    )
+    for target, value in zip(targets, [new, *moments], strict=True):
+        torch.where(active, value.to(target.dtype), target, out=target)
+
+
+def _gathered(
+    job: Job, parameter: Tensor, gradient: Tensor, positions: Tensor, place: slice | Tensor, tables: Tensor
+) -> None:
+    """Update the (rows of) entries at `positions`, whose moments and codes lie at `place`."""
+    dtype, row = tables.dtype, (-1,) + (1,) * (parameter.dim() - 1)
+    moments = [moment.view(-1, *parameter.shape[1:]) for moment in job.moments]
+    step_size, root = (value.view(row) for value in _look_up(job.codes[place], tables))
+    new, updated = adam_entries(
+        parameter.index_select(0, positions).to(dtype),
+        gradient.index_select(0, positions).to(dtype),
+        [moment[place].to(dtype) for moment in moments],
+        step_size,
+        root,
+        job.settings,
+    )
+    parameter.index_copy_(0, positions, new.to(parameter.dtype))
+    for moment, value in zip(moments, updated, strict=True):
+        moment[place] = value.to(moment.dtype)
+
+
+def _run_rows(job: Job, tables: Tensor) -> None:
+    parameter, gradient = job.parameter.view(-1, job.block), job.gradient.view(-1, job.block)
+    rows = (job.codes < 0).nonzero().view(-1) if job.held is None else job.held.rows
+    assert rows is not None
+    count = max(1, CHUNK // job.block)
+    for start in range(0, rows.numel(), count):
+        part = rows[start : start + count]
+        place = part if job.held is None else slice(start, start + count)
+        _gathered(job, parameter, gradient, part, place, tables)

@@ -1,0 +1,119 @@
+"""Masks and ages beside the wrapped optimizer's own state_dict.
+
+    {"state": ..., "param_groups": ...,
+     "gradpolicy": {"version", "effective_steps", "parameters": {index: record}}}
+
+A record holds the mask (bool, as it was set) or the recipe that makes it, and the ages: two numbers where all
+active entries share one and all frozen entries share one, else a small integer an entry and a table.
+`torch.distributed.checkpoint.state_dict` passes on "state" and "param_groups" alone, so that each param group
+refers to its records too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.optim.cohorts import Slots
+from gradpolicy.optim.layout import check_mask
+from gradpolicy.optim.tracked import Tracked
+
+KEY = "gradpolicy"
+VERSION = 1
+
+
+def save(
+    inner: torch.optim.Optimizer, tracked: dict[Tensor, Tracked], effective_steps: int
+) -> dict[str, Any]:
+    """The whole state_dict."""
+    result = inner.state_dict()
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    records: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter in tracked:
+            records[index] = _record(tracked[parameter])
+            state = tracked[parameter].state_to_save()
+            if state:
+                result["state"][index] = state
+    result[KEY] = {"version": VERSION, "effective_steps": effective_steps, "parameters": records}
+    if records:
+        _refer(result["param_groups"], records, effective_steps)
+    return result
+
+
+def _refer(groups: list[dict[str, Any]], records: dict[int, dict[str, Any]], effective_steps: int) -> None:
+    first = 0
+    for group in groups:
+        count = len(group["params"])
+        own = {
+            str(index - first): records[index] for index in range(first, first + count) if index in records
+        }
+        group[KEY] = {"effective_steps": effective_steps, "parameters": own}
+        first += count
+
+
+def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part a saved state_dict into the wrapped optimizer's own and ours (empty where there is none)."""
+    own = {key: value for key, value in state_dict.items() if key != KEY}
+    saved = state_dict.get(KEY)
+    own["param_groups"] = [{k: v for k, v in group.items() if k != KEY} for group in own["param_groups"]]
+    if saved is None:
+        saved = _gather(state_dict["param_groups"])
+    if saved.get("version", VERSION) > VERSION:
+        raise PolicyError(f"{KEY}: saved by a newer gradpolicy (format {saved['version']}, known: {VERSION})")
+    return own, saved
+
+
+def _gather(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    parameters, first, steps = {}, 0, {}
+    for group in groups:
+        saved = group.get(KEY, {})
+        for position, record in saved.get("parameters", {}).items():
+            parameters[first + int(position)] = record
+        steps.update({key: value for key, value in saved.items() if key == "effective_steps"})
+        first += len(group["params"])
+    return {"parameters": parameters, **steps}
+
+
+def _record(tracked: Tracked) -> dict[str, Any]:
+    """One parameter's masks and ages."""
+    record: dict[str, Any] = {
+        "frozen_state": tracked.frozen_state,
+        "bias_correction": tracked.bias_correction,
+        "updates": tracked.updates,
+        "ages": _ages(tracked),
+    }
+    if tracked.recipe is not None:
+        record["recipe"] = dict(tracked.recipe.state())
+    else:
+        record["mask"] = None if tracked.mask_shape is None else tracked.mask().clone()
+    return record
+
+
+def _ages(tracked: Tracked) -> dict[str, Any]:
+    slots = tracked.cohorts.slots
+    ages: dict[str, Any] = {"active": list(slots.active), "frozen": list(slots.frozen)}
+    if slots.most > 1:
+        ages["slots"] = tracked.slot_numbers()
+    return ages
+
+
+def restore(tracked: Tracked, record: dict[str, Any], name: str) -> None:
+    """Give a parameter the masks and ages of a record; its state is loaded already, and dense."""
+    mask = record.get("mask")
+    recipe = None
+    if "recipe" in record:
+        from gradpolicy.freeze.recipe import recipe_from_state
+
+        recipe = recipe_from_state(record["recipe"])
+        mask = recipe.materialize(tracked.parameter.shape, tracked.parameter.device)
+    if mask is not None:
+        mask = check_mask(mask, tracked.parameter, name)
+    tracked.frozen_state = record["frozen_state"]
+    tracked.bias_correction = record["bias_correction"]
+    slots = Slots(tuple(record["ages"]["active"]), tuple(record["ages"]["frozen"]))
+    tracked.restore(mask, slots, record["ages"].get("slots"), int(record["updates"]))
+    tracked.recipe = recipe

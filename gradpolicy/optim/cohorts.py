@@ -1,0 +1,205 @@
+"""Which entries are active, and how old their moments are, in one small code an entry.
+
+Entries that thawed together share their age from then on: they form a *cohort*. A code names an entry's
+cohort (its *slot*), and its sign says whether the entry is active:
+
+    active:  code = slot + lowest    (lowest = -128 for int8; negative)
+    frozen:  code = slot             (not negative)
+
+An active slot keeps the clock at its birth, so that ages grow without anything being written; a frozen slot
+keeps the age at which its entries paused. Only a change of the mask writes codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CODE_TYPES = (torch.int8, torch.int16, torch.int32)
+CHUNK = 1 << 16
+"""Entries handled at once where temporaries are needed: they stay in the cache."""
+
+Pair = tuple[bool, bool, int]
+"""What decides a new code: the new flag, whether the entry was active, its old slot."""
+
+
+def slot_index(codes: Tensor, width: int) -> Tensor:
+    """Where each code stands in a table of [frozen or active][slot], flattened, `width` slots a side."""
+    return (codes & torch.iinfo(codes.dtype).max).long() + width * (codes < 0)
+
+
+def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor:
+    """New codes from old codes and new flags.
+
+    Args:
+        codes: old codes (1-D), or one code for all.
+        mask: new flags (bool, 1-D), or one flag for all.
+        table: the new code for [new flag][frozen or active before][old slot], in the dtype of the new codes.
+    """
+    width = table.shape[-1]
+    if codes.numel() == 1:
+        off, on = table.view(2, -1)[:, int(slot_index(codes, width))].to(codes.device)
+        return torch.where(mask, on, off)
+    flat = table.reshape(-1).to(codes.device)
+    result = torch.empty(codes.numel(), dtype=table.dtype, device=codes.device)
+    for part, index in _pair_indices(codes, mask, width):
+        torch.take(flat, index, out=result[part])
+    return result
+
+
+def pairs_present(codes: Tensor, mask: Tensor, width: int) -> list[Pair]:
+    """The pairs that do occur in the tensor."""
+    seen = torch.zeros(4 * width, dtype=torch.bool, device=codes.device)
+    for _, index in _pair_indices(codes, mask, width):
+        seen[index] = True
+    found = seen.nonzero().flatten().tolist()
+    return [(index >= 2 * width, index // width % 2 == 1, index % width) for index in found]
+
+
+def _pair_indices(codes: Tensor, mask: Tensor, width: int):  # type: ignore[no-untyped-def]
+    for start in range(0, codes.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        flags = mask if mask.numel() == 1 else mask[part]
+        yield part, slot_index(codes[part], width) + 2 * width * flags
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The ages that codes stand for: `active[i]` and `frozen[i]` belong to slot i."""
+
+    active: tuple[int, ...]
+    frozen: tuple[int, ...]
+
+    @property
+    def most(self) -> int:
+        """Slots on the fuller side."""
+        return max(len(self.active), len(self.frozen))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest code with room for them."""
+        return next(dtype for dtype in CODE_TYPES if self.most <= torch.iinfo(dtype).max + 1)
+
+    def table(self) -> Tensor:
+        """Ages (int64) of [frozen or active][slot], flattened, as `slot_index` points into it."""
+        table = torch.zeros(2, self.most, dtype=torch.int64)
+        table[0, : len(self.frozen)] = torch.tensor(self.frozen, dtype=torch.int64)
+        table[1, : len(self.active)] = torch.tensor(self.active, dtype=torch.int64)
+        return table.view(-1)
+
+
+class Cohorts:
+    """Activity and ages of one parameter's entries, a code for each block of consecutive entries.
+
+    Attributes:
+        codes: 1-D tensor; `codes.numel() * block` entries in all.
+        block: entries that one code governs: the whole tensor, a row, or one.
+        clock: updates seen so far.
+    """
+
+    def __init__(self, size: int, age: int, device: torch.device) -> None:
+        self.codes = torch.tensor([-128], dtype=torch.int8, device=device)
+        self.block = size
+        self.clock = 0
+        self.births: list[int] = [-age]
+        self.paused: list[int] = []
+
+    @classmethod
+    def restored(cls, codes: Tensor, block: int, slots: Slots) -> Cohorts:
+        """Cohorts as they were saved."""
+        cohorts = cls(codes.numel() * block, 0, codes.device)
+        cohorts.codes, cohorts.block = codes, block
+        cohorts.births, cohorts.paused = [-age for age in slots.active], list(slots.frozen)
+        return cohorts
+
+    def tick(self) -> None:
+        """Count one update: every active entry is one older."""
+        self.clock += 1
+
+    @property
+    def slots(self) -> Slots:
+        """The ages now."""
+        return Slots(tuple(self.clock - birth for birth in self.births), tuple(self.paused))
+
+    @property
+    def uniform(self) -> bool:
+        """Whether the whole tensor shares one code."""
+        return self.codes.numel() == 1
+
+    def active(self) -> Tensor:
+        """One flag a block."""
+        return self.codes < 0
+
+    def ages(self) -> Tensor:
+        """One age (int64) a block."""
+        slots = self.slots
+        return slots.table().to(self.codes.device)[slot_index(self.codes, slots.most)]
+
+    def change(self, mask: Tensor, block: int, forget: bool, apply: Callable[..., Tensor] = recode) -> None:
+        """Take a new mask.
+
+        Args:
+            mask: one flag for each `block` entries (one flag alone for a whole tensor).
+            block: entries that a flag governs.
+            forget: whether freezing empties an entry's moments, so that its age returns to 0.
+            apply: makes the new codes, as `recode` does.
+        """
+        size = self.codes.numel() * self.block
+        if not self.uniform and block < self.block:
+            self.codes, self.block = self.codes.repeat_interleave(self.block // block), block
+        if not self.uniform and mask.numel() > 1 and block > self.block:
+            mask = mask.repeat_interleave(block // self.block)
+        old = self.slots
+        pairs = self._possible_pairs(mask)
+        slots = _slots_after(old, pairs, forget)
+        if slots.dtype is not torch.int8 and not self.uniform:
+            pairs = pairs_present(self.codes, mask, old.most)
+            slots = _slots_after(old, pairs, forget)
+        table = _transition(old, slots, pairs, forget)
+        if len(slots.active) + len(slots.frozen) == 1:
+            lowest = torch.iinfo(torch.int8).min
+            self.codes = torch.tensor(
+                [lowest if slots.active else 0], dtype=torch.int8, device=self.codes.device
+            )
+        else:
+            self.codes = apply(self.codes, mask, table)
+        self.block = size // max(self.codes.numel(), 1)
+        self.births = [self.clock - age for age in slots.active]
+        self.paused = list(slots.frozen)
+
+    def _possible_pairs(self, mask: Tensor) -> list[Pair]:
+        """Every pair that could occur, judged without looking at the entries."""
+        flags = [bool(mask)] if mask.numel() == 1 else [False, True]
+        if self.uniform:
+            active = bool(self.codes < 0)
+            return [(flag, active, 0) for flag in flags]
+        sides = [(False, len(self.paused)), (True, len(self.births))]
+        return [(flag, side, slot) for flag in flags for side, count in sides for slot in range(count)]
+
+
+def _age_after(old: Slots, pair: Pair, forget: bool) -> int:
+    flag, was_active, slot = pair
+    if forget and not flag:
+        return 0
+    return old.active[slot] if was_active else old.frozen[slot]
+
+
+def _slots_after(old: Slots, pairs: list[Pair], forget: bool) -> Slots:
+    active = {_age_after(old, pair, forget) for pair in pairs if pair[0]}
+    frozen = {_age_after(old, pair, forget) for pair in pairs if not pair[0]}
+    return Slots(tuple(sorted(active)), tuple(sorted(frozen)))
+
+
+def _transition(old: Slots, new: Slots, pairs: list[Pair], forget: bool) -> Tensor:
+    """The table that `recode` reads."""
+    lowest = torch.iinfo(new.dtype).min
+    active = {age: lowest + slot for slot, age in enumerate(new.active)}
+    frozen = {age: slot for slot, age in enumerate(new.frozen)}
+    table = torch.zeros(2, 2, old.most, dtype=new.dtype)
+    for pair in pairs:
+        flag, was_active, slot = pair
+        table[int(flag), int(was_active), slot] = (active if flag else frozen)[_age_after(old, pair, forget)]
+    return table

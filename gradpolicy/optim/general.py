@@ -1,0 +1,98 @@
+"""Freezing under any optimizer: let it step, then put the frozen entries and their state back.
+
+Buffers are kept from step to step and hold only what the masks need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.optim.cohorts import CHUNK
+from gradpolicy.optim.layout import Layout
+
+EMPTY_VALUES: dict[tuple[str, str], Callable[[dict[str, Any]], float]] = {
+    ("Adagrad", "sum"): lambda group: float(group["initial_accumulator_value"]),
+    ("Rprop", "step_size"): lambda group: float(group["lr"]),
+}
+"""What "empty" means for state that does not begin at 0."""
+
+
+def empty_value(optimizer: torch.optim.Optimizer, key: str, group: dict[str, Any]) -> float:
+    """The value that an entry of this state has before its first update."""
+    for kind in type(optimizer).__mro__:
+        if (kind.__name__, key) in EMPTY_VALUES:
+            return EMPTY_VALUES[kind.__name__, key](group)
+    return 0.0
+
+
+def entry_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """The part of an optimizer's state that has a value for each of the parameter's entries."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() or key != "step")
+    }
+
+
+def fill_frozen(flat: Tensor, active: Tensor, block: int, value: float) -> None:
+    """Set entries of frozen blocks to a value, in place.
+
+    Args:
+        flat: entries in memory order, viewed by nothing but this.
+        active: one flag a block.
+        block: entries that a flag governs.
+        value: what to write.
+    """
+    if block > 1:
+        flat.view(-1, block).index_fill_(0, (~active).nonzero().view(-1), value)
+        return
+    for start in range(0, flat.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        flat[part].masked_fill_(~active[part], value)
+
+
+class Keeper:
+    """Kept copies of frozen entries: all of a tensor for entry masks, the frozen rows for row masks."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.copies: dict[str, Tensor] = {}
+        self.saved: set[str] = set()
+        self.rows: Tensor | None = None
+        self.active: Tensor | None = None
+
+    def take_mask(self, active: Tensor, block: int) -> None:
+        """Use these flags, one for each `block` entries, from now on."""
+        self.active, self.block = active, block
+        self.rows = (~active).nonzero().view(-1) if block > 1 else None
+        wanted = self.layout.size if self.rows is None else self.rows.numel() * block
+        self.copies = {key: copy for key, copy in self.copies.items() if copy.numel() == wanted}
+
+    def save(self, key: str, tensor: Tensor) -> None:
+        """Remember a tensor's frozen entries."""
+        self.saved.add(key)
+        flat = self.layout.flat(tensor)
+        copy = self.copies.get(key)
+        if copy is None or copy.dtype != flat.dtype:
+            wanted = flat.numel() if self.rows is None else self.rows.numel() * self.block
+            copy = self.copies[key] = torch.empty(wanted, dtype=flat.dtype, device=flat.device)
+        if self.rows is None:
+            copy.copy_(flat)
+        else:
+            torch.index_select(flat.view(-1, self.block), 0, self.rows, out=copy.view(-1, self.block))
+
+    def restore(self, key: str, tensor: Tensor) -> None:
+        """Put the frozen entries back, bit for bit."""
+        assert self.active is not None
+        flat, copy = self.layout.flat(tensor), self.copies[key]
+        if self.rows is None:
+            for start in range(0, flat.numel(), CHUNK):
+                part = slice(start, start + CHUNK)
+                torch.where(self.active[part], flat[part], copy[part], out=flat[part])
+        else:
+            flat.view(-1, self.block).index_copy_(0, self.rows, copy.view(-1, self.block))
+        self.layout.write_back(flat, tensor)

@@ -1,0 +1,185 @@
+"""How one parameter lies in memory: logical tensors to flat physical vectors and back.
+
+Everything below works on flat vectors in memory order. Sharded tensors (DTensor), complex numbers and
+memory formats such as channels_last are handled here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: the tensor itself unless it is a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _local_mask(mask: Tensor, parameter: Tensor) -> Tensor:
+    """This process's part of a mask. A plain mask is cut as the parameter is, without communication."""
+    if hasattr(mask, "to_local") or not hasattr(parameter, "to_local"):
+        return local_shard(mask)
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    sharded: Any = parameter
+    placements = [
+        Replicate() if placement.is_shard() and mask.shape[placement.dim] == 1 else placement
+        for placement in sharded.placements
+    ]
+    whole = mask.to(parameter.device)
+    return distribute_tensor(whole, sharded.device_mesh, placements, src_data_rank=None).to_local()
+
+
+def check_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
+    """The mask with as many dimensions as the parameter.
+
+    Raises:
+        PolicyError: it is not a bool tensor, or does not broadcast to the parameter.
+    """
+    if not isinstance(mask, Tensor):
+        raise PolicyError(
+            f"{name}: a mask is a bool tensor, a mask recipe or None, not {type(mask).__name__}"
+        )
+    if mask.dtype is not torch.bool:
+        raise PolicyError(f"{name}: a mask is a bool tensor (True = trains), this one is {mask.dtype}")
+    shape = (1,) * (parameter.dim() - mask.dim()) + tuple(mask.shape)
+    fits = len(shape) == parameter.dim() and all(
+        size in (1, full) for size, full in zip(shape, parameter.shape, strict=True)
+    )
+    if not fits:
+        raise PolicyError(
+            f"{name}: a mask of shape {tuple(mask.shape)} does not broadcast to the parameter's shape "
+            f"{tuple(parameter.shape)}; give {tuple(parameter.shape)} for entries, "
+            f"{(*parameter.shape[:1], *(1,) * (parameter.dim() - 1))} for rows, () for the whole tensor"
+        )
+    return mask if mask.dim() == parameter.dim() else mask.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The physical order of one parameter's (local) entries.
+
+    Attributes:
+        shape: local shape, with a last dimension of 2 for complex parameters.
+        order: dimensions from the outermost in memory to the innermost.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Layout:
+        """Read the layout off a parameter."""
+        real = _real(local_shard(parameter.detach()))
+        order = sorted(range(real.dim()), key=lambda d: real.stride(d), reverse=True)
+        return cls(tuple(real.shape), tuple(order))
+
+    @property
+    def size(self) -> int:
+        """Number of (real, local) entries."""
+        return prod(self.shape)
+
+    @property
+    def physical_shape(self) -> tuple[int, ...]:
+        """The shape with its dimensions in memory order."""
+        return tuple(self.shape[d] for d in self.order)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """The tensor's entries in memory order: a view where it lies that way, else a copy."""
+        return _real(local_shard(tensor.detach())).permute(self.order).reshape(-1)
+
+    def write_back(self, flat: Tensor, tensor: Tensor) -> None:
+        """Put a flat vector from `flat` back where that was a copy."""
+        target = _real(local_shard(tensor.detach()))
+        if target.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+            target.copy_(self.unflatten(flat))
+
+    def unflatten(self, flat: Tensor, leading: int | None = None) -> Tensor:
+        """Give a flat vector its logical shape back; with `leading`, later physical dimensions are 1."""
+        shape = self.physical_shape
+        if leading is not None:
+            shape = (*shape[:leading], *(1,) * (len(shape) - leading))
+        inverse = sorted(range(len(self.order)), key=lambda position: self.order[position])
+        return flat.view(shape).permute(inverse)
+
+    def blocks_of(self, mask: Tensor, parameter: Tensor) -> tuple[Tensor, int]:
+        """A mask as one flag for each block of consecutive entries.
+
+        Returns:
+            The flags (bool, 1-D, in memory order) and how many entries each governs: all of them for a
+            whole-tensor mask, a row's worth for a row mask, one for an entry mask.
+        """
+        own = _local_mask(mask, parameter).to(local_shard(parameter).device)
+        if parameter.is_complex():
+            own = own.unsqueeze(-1)
+        own = own.permute(self.order)
+        physical = self.physical_shape
+        leading = len(physical)
+        while leading and own.shape[leading - 1] == 1:
+            leading -= 1
+        leads = physical[:leading]
+        block = prod(physical[leading:])
+        flags = own.reshape(own.shape[:leading]).expand(leads).reshape(-1)
+        return flags, block
+
+    def leading_of(self, block: int) -> int:
+        """How many physical dimensions lie outside a block of that many entries."""
+        inside, leading = 1, len(self.order)
+        while leading and (inside < block or self.physical_shape[leading - 1] == 1):
+            leading -= 1
+            inside *= self.physical_shape[leading]
+        return leading
+
+    def logical(
+        self, blocks: Tensor, block: int, parameter: Tensor, shape: Sequence[int] | None = None
+    ) -> Tensor:
+        """One value a block as a tensor broadcastable to the parameter, cut to `shape` where that is 1."""
+        value = self.unflatten(blocks, self.leading_of(block))
+        if parameter.is_complex():
+            value = value.select(-1, 0)
+        for dim, size in enumerate(shape or ()):
+            if size == 1 and value.shape[dim] > 1:
+                value = value.narrow(dim, 0, 1)
+        if shape is not None:
+            full = tuple(
+                1 if size == 1 else own for size, own in zip(shape, local_shard(parameter).shape, strict=True)
+            )
+            value = value.expand(full)
+        return _global(value, parameter)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _global(value: Tensor, parameter: Tensor) -> Tensor:
+    """Local values as a tensor like the parameter: a DTensor where that is one."""
+    if not hasattr(parameter, "to_local"):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    sharded: Any = parameter
+    placements = [
+        Replicate() if p.is_shard() and value.shape[p.dim] == 1 and parameter.shape[p.dim] > 1 else p
+        for p in sharded.placements
+    ]
+    shape = [
+        full if any(p.is_shard(dim) for p in placements) else value.shape[dim]
+        for dim, full in enumerate(parameter.shape)
+    ]
+    stride = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return DTensor.from_local(
+        value.contiguous(),
+        sharded.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )

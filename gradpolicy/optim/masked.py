@@ -1,0 +1,465 @@
+"""MaskedOptimizer: any dense optimizer, with masks that say which entries train."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.optim import adam, checkpoint
+from gradpolicy.optim.general import entry_state, fill_frozen
+from gradpolicy.optim.layout import check_mask
+from gradpolicy.optim.tracked import FROZEN, PARTIAL, Tracked
+
+FROZEN_STATES = ("keep", "zero", "drop")
+BIAS_CORRECTIONS = ("entry", "tensor")
+_WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[MaskedOptimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class MaskedOptimizer(torch.optim.Optimizer):
+    """An optimizer that updates only the entries that masks leave active.
+
+    Frozen entries keep their value bit for bit, whatever the optimizer, the weight decay or the gradient.
+    `torch.optim.Adam` and `AdamW` are exact per entry: each moves as it would under torch's own optimizer run
+    on that entry alone over its active steps. Other optimizers step as they are, and frozen entries and their
+    state are put back; there `drop` frees memory only for tensors that are frozen as a whole, and a step
+    count belongs to the tensor. With every entry active the wrapped optimizer's own step runs, untouched.
+
+    Args:
+        inner: the optimizer to wrap. `param_groups`, `state` and `defaults` are its own.
+        frozen_state: what becomes of an entry's moments and age while it is frozen. "keep": paused.
+            "zero": 0 from when it freezes. "drop": as "zero", and no memory is held for them.
+        bias_correction: "entry": by the entry's own age. "tensor": by the tensor's one step count, as torch
+            does when moments are zeroed by hand; the count rests while the whole tensor is frozen.
+
+    Raises:
+        PolicyError: `inner` is no optimizer, or is wrapped already; an option does not exist.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+        >>> optimizer = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1), frozen_state="zero")
+        >>> optimizer.set_mask(weight, torch.tensor([[True], [False]]))
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> weight.detach()[1]
+        tensor([1., 1.])
+    """
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, frozen_state: str = "keep", bias_correction: str = "entry"
+    ) -> None:
+        _check_inner(inner)
+        self.inner = inner
+        self.frozen_state = _choice("frozen_state", frozen_state, FROZEN_STATES)
+        self.bias_correction = _choice("bias_correction", bias_correction, BIAS_CORRECTIONS)
+        self._tracked: dict[Tensor, Tracked] = {}
+        self._effective_steps = 0
+        for group in inner.param_groups:
+            group.pop(checkpoint.KEY, None)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """What `Optimizer.__init__` does, less what is the wrapped optimizer's own."""
+        _WRAPPERS[self.inner] = weakref.ref(self)
+        for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
+            setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
+        for hooks in ("pre", "post"):
+            setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
+        self._patch_step_function()
+        self._exact = _is_adam(self.inner)
+        self._closure_needed = _needs_closure(self.inner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("inner", "frozen_state", "bias_correction", "_tracked", "_effective_steps")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._set_up()
+
+    # --- what is shared with the wrapped optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's param groups."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state; under "drop" with moments of active entries alone (1-D)."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.inner.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's defaults."""
+        return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.inner.defaults = value
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler hands its scale over instead of unscaling (fused optimizers)."""
+        return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer; its parameters start with every entry active."""
+        self.inner.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, as the wrapped optimizer does it."""
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    # --- masks
+
+    def set_mask(
+        self,
+        parameter: Tensor,
+        mask: Any,
+        *,
+        frozen_state: str | None = None,
+        bias_correction: str | None = None,
+    ) -> None:
+        """Say which entries of a parameter train from the next step on.
+
+        Args:
+            parameter: one of the optimizer's parameters.
+            mask: bool tensor that broadcasts to the parameter, True = trains; or a recipe with
+                `materialize(shape, device)` and `state()`; None = all train.
+            frozen_state: overrides the optimizer's for this parameter, from now on.
+            bias_correction: overrides the optimizer's for this parameter, from now on.
+
+        Raises:
+            PolicyError: the parameter is not the optimizer's; the mask is not bool or does not fit.
+        """
+        name = self._name(parameter)
+        recipe = mask if hasattr(mask, "materialize") else None
+        if recipe is not None:
+            mask = recipe.materialize(parameter.shape, parameter.device)
+        if mask is not None:
+            mask = check_mask(mask, parameter, name)
+        tracked = self._tracked.get(parameter) or self._track(parameter)
+        if frozen_state is not None:
+            tracked.frozen_state = _choice("frozen_state", frozen_state, FROZEN_STATES)
+        if bias_correction is not None:
+            tracked.bias_correction = _choice("bias_correction", bias_correction, BIAS_CORRECTIONS)
+        with torch.no_grad():
+            tracked.set_mask(mask)
+        tracked.recipe = recipe
+
+    def set_masks(self, masks: Mapping[Tensor, Any]) -> None:
+        """Set the masks of many parameters; those not named keep theirs."""
+        for parameter, mask in masks.items():
+            self.set_mask(parameter, mask)
+
+    def get_mask(self, parameter: Tensor) -> Tensor:
+        """The parameter's mask as it was set (bool, broadcastable to it); all True where there is none."""
+        self._name(parameter)
+        tracked = self._tracked.get(parameter)
+        if tracked is None:
+            return torch.ones((), dtype=torch.bool, device=parameter.device).expand(parameter.shape)
+        return tracked.mask()
+
+    def age(self, parameter: Tensor) -> Tensor:
+        """Updates of each entry since its moments were last empty: int64, broadcastable to the parameter."""
+        self._name(parameter)
+        return (self._tracked.get(parameter) or self._new_tracked(parameter)).ages()
+
+    def active_share(self, parameter: Tensor | None = None) -> float:
+        """The share of this process's entries that train: of one parameter, or of all."""
+        if parameter is not None:
+            self._name(parameter)
+            parameters = [parameter]
+        else:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+        active = total = 0
+        for each in parameters:
+            tracked = self._tracked.get(each) or self._new_tracked(each)
+            active, total = active + tracked.active_entries, total + tracked.layout.size
+        return active / total if total else 1.0
+
+    @property
+    def effective_steps(self) -> int:
+        """Updates that took place; a step that mixed precision skipped is not one."""
+        return self._effective_steps
+
+    def state_bytes(self) -> int:
+        """Bytes held for the optimizer's state: moments, steps, and what the masks and ages need."""
+        tensors = [t for state in self.state.values() for t in state.values() if isinstance(t, Tensor)]
+        tensors += [tracked.cohorts.codes for tracked in self._tracked.values()]
+        indices = [tracked.held.bytes for tracked in self._tracked.values() if tracked.held is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + sum(indices)
+
+    def _track(self, parameter: Tensor) -> Tracked:
+        tracked = self._tracked[parameter] = self._new_tracked(parameter)
+        return tracked
+
+    def _new_tracked(self, parameter: Tensor) -> Tracked:
+        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        exact = self._exact and not group.get("differentiable", False)
+        return Tracked(parameter, self.inner, exact, self.frozen_state, self.bias_correction)
+
+    def _name(self, parameter: Any) -> str:
+        """What to call a parameter in messages.
+
+        Raises:
+            PolicyError: it is not the optimizer's.
+        """
+        for index, group in enumerate(self.param_groups):
+            for position, known in enumerate(group["params"]):
+                if known is parameter:
+                    names = group.get("param_names")
+                    return repr(names[position]) if names else f"parameter {position} of group {index}"
+        shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else f" {parameter!r}"
+        shapes = sorted({str(tuple(p.shape)) for group in self.param_groups for p in group["params"]})
+        raise PolicyError(
+            f"the parameter{shape} is not one of the wrapped optimizer's; "
+            f"its parameters have the shapes {', '.join(shapes[:8])}{', ...' if len(shapes) > 8 else ''}"
+        )
+
+    # --- steps
+
+    @torch.no_grad()
+    def mask_gradients(self) -> None:
+        """Zero gradients at frozen entries in place, NaN and infinity too; None for wholly frozen tensors.
+
+        Call it before clipping, so that masked gradients do not count in the norm. `step` is right without.
+        """
+        for tracked in self._tracked.values():
+            if tracked.kind is FROZEN:
+                tracked.parameter.grad = None
+            elif tracked.kind is PARTIAL and tracked.parameter.grad is not None:
+                self._check_gradient(tracked.parameter)
+                flat = tracked.layout.flat(tracked.parameter.grad)
+                fill_frozen(flat, *tracked.active_flags(), 0.0)
+                tracked.layout.write_back(flat, tracked.parameter.grad)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the active entries.
+
+        Args:
+            closure: reevaluates the model and returns the loss; it runs first, with gradients enabled.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            PolicyError: a gradient is sparse.
+        """
+        if self._closure_needed:
+            return self._update(self._masking(closure))
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = getattr(self, "found_inf", None)
+        if found is not None and float(found):
+            return loss
+        result = self._update(None)
+        return result if closure is None else loss
+
+    def _masking(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+        if closure is None:
+            raise PolicyError(f"{type(self.inner).__name__}.step needs a closure")
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.mask_gradients()
+            return loss
+
+        return evaluate
+
+    @torch.no_grad()
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        """One update: the wrapped optimizer's own for what it can do, then the exact one for the rest."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._check_gradient(parameter)
+        if closure is None and self._is_rehearsal():
+            return self._rehearse()
+        exact = [
+            t for t in self._tracked.values() if t.exact and t.kind is not FROZEN and not t.inner_steps_it
+        ]
+        exact = [t for t in exact if t.parameter.grad is not None]
+        gradients = {tracked: tracked.parameter.grad for tracked in exact}
+        hidden = [*exact, *(t for t in self._tracked.values() if t.kind is FROZEN)]
+        stepped = [
+            t for t in self._tracked.values() if t not in hidden and (t.parameter.grad is not None or closure)
+        ]
+        kept = [t for t in stepped if t.keeper is not None]
+        with self._hiding(hidden), self._scaling():
+            result = self._step_and_restore(kept, closure)
+        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        for tracked in stepped:
+            tracked.count_update()
+        scale = getattr(self, "grad_scale", None)
+        for tracked, gradient in gradients.items():
+            assert gradient is not None
+            group = groups[tracked.parameter]
+            job = tracked.job(group, 1.0 if scale is None else float(scale), gradient)
+            adam.run(job)
+            tracked.finish(job, group)
+        self._effective_steps += 1
+        return result
+
+    def _step_and_restore(self, kept: list[Tracked], closure: Callable[[], Any] | None) -> Any:
+        """The wrapped optimizer's step, without effect on frozen entries."""
+        for tracked in kept:
+            assert tracked.keeper is not None
+            if closure is None and tracked.parameter.grad is not None:
+                flat = tracked.layout.flat(tracked.parameter.grad)
+                fill_frozen(flat, *tracked.active_flags(), 0.0)
+                tracked.layout.write_back(flat, tracked.parameter.grad)
+            tracked.keeper.saved.clear()
+            tracked.keeper.save("", tracked.parameter)
+            if not tracked.forgets:
+                for key, value in entry_state(tracked.state, tracked.parameter).items():
+                    tracked.keeper.save(key, value)
+        result = self.inner.step(closure) if closure is not None else self.inner.step()
+        for tracked in kept:
+            assert tracked.keeper is not None
+            tracked.keeper.restore("", tracked.parameter)
+            tracked.restore_state()
+        return result
+
+    @contextmanager
+    def _hiding(self, hidden: list[Tracked]) -> Iterator[None]:
+        """Keep the wrapped optimizer's hands off some parameters."""
+        gradients = [tracked.parameter.grad for tracked in hidden]
+        try:
+            for tracked in hidden:
+                tracked.parameter.grad = None
+            yield
+        finally:
+            for tracked, gradient in zip(hidden, gradients, strict=True):
+                tracked.parameter.grad = gradient
+
+    @contextmanager
+    def _scaling(self) -> Iterator[None]:
+        """Hand over what GradScaler told this optimizer."""
+        told = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
+        try:
+            for name, value in told.items():
+                setattr(self.inner, name, value)
+            yield
+        finally:
+            for name in told:
+                delattr(self.inner, name)
+
+    def _check_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise PolicyError(
+                f"{self._name(parameter)} has a sparse gradient; MaskedOptimizer needs dense ones "
+                "(for an embedding: sparse=False, and a mask of rows)"
+            )
+
+    # --- the step that torch.distributed.checkpoint makes only to see the state
+
+    def _is_rehearsal(self) -> bool:
+        """Whether this is a first step with learning rate 0 and gradients 0, which changes nothing."""
+        if self.state or not all("lr" in group and float(group["lr"]) == 0 for group in self.param_groups):
+            return False
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return bool(gradients) and not any(bool(g.count_nonzero()) for g in gradients)
+
+    def _rehearse(self) -> Any:
+        """Make the state of every parameter without counting an update."""
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        result = self.inner.step()
+        for group, before in zip(self.param_groups, settings, strict=True):
+            group.update(before)
+        for state in self.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
+            elif "step" in state:
+                state["step"] = 0
+        for tracked in self._tracked.values():
+            tracked.adopt_state()
+        return result
+
+    # --- saving and loading
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's own state_dict, and beside it masks and ages under "gradpolicy".
+
+        Torch alone can load it: moments are dense, 0 where `drop` holds none.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        result = checkpoint.save(self.inner, self._tracked, self._effective_steps)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, result)
+            result = result if changed is None else changed
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state_dict of this class or of the wrapped optimizer alone.
+
+        Masks and ages become what was saved. Without saved ones, masks stay and every entry's age becomes its
+        tensor's step count.
+        """
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        own, saved = checkpoint.split(state_dict)
+        self.inner.load_state_dict(own)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        records = saved.get("parameters", {})
+        for tracked in list(self._tracked.values()):
+            tracked.adopt_state()
+        for index, record in records.items():
+            parameter = parameters[int(index)]
+            tracked = self._tracked.get(parameter) or self._track(parameter)
+            checkpoint.restore(tracked, record, self._name(parameter))
+        self._effective_steps = int(saved.get("effective_steps", self._effective_steps))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
+def _check_inner(inner: Any) -> None:
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise PolicyError(f"inner: a torch.optim.Optimizer is needed, not {type(inner).__name__}")
+    present = _WRAPPERS.get(inner)
+    if isinstance(inner, MaskedOptimizer) or (present is not None and present() is not None):
+        raise PolicyError(
+            "inner: this optimizer is wrapped by a MaskedOptimizer already; set its masks there"
+        )
+
+
+def _choice(key: str, value: Any, valid: tuple[str, ...]) -> str:
+    if value not in valid:
+        raise PolicyError(f"{key}: {value!r} does not exist; {nearest(str(value), valid)}")
+    return str(value)
+
+
+def _is_adam(inner: torch.optim.Optimizer) -> bool:
+    """Whether its step is torch's own Adam or AdamW."""
+    own = inspect.unwrap(type(inner).step)
+    return any(own is inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW))
+
+
+def _needs_closure(inner: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(inspect.unwrap(type(inner).step)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,99 @@
+"""Memory only for active entries: which blocks of a tensor are held, and the way there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+GRAIN = 1 << 15
+"""Entries between two stored counts, so that work can start in the middle of a tensor."""
+
+
+def _pack_bits(flags: Tensor) -> Tensor:
+    """Eight flags a byte, the first in the lowest bit."""
+    padded = torch.nn.functional.pad(flags.view(torch.uint8), (0, -flags.numel() % 8)).view(-1, 8)
+    weights = (1 << torch.arange(8, device=flags.device)).to(torch.uint8)
+    return (padded * weights).sum(1, dtype=torch.uint8)
+
+
+def _unpack_bits(bits: Tensor, count: int) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:count].bool()
+
+
+class Held:
+    """The blocks that have memory: a bit an entry where blocks are single entries, else a list of rows.
+
+    Attributes:
+        size: entries in the whole tensor.
+        block: consecutive entries in a block.
+        count: blocks held.
+        bits: eight entries a byte (`block` 1).
+        offsets: int64, how many entries are held before each GRAIN entries (`block` 1).
+        rows: int64, the blocks held (`block` above 1).
+    """
+
+    def __init__(self, flags: Tensor, block: int) -> None:
+        self.size = flags.numel() * block
+        self.block = block
+        self.bits = self.offsets = self.rows = None
+        if block > 1:
+            self.rows = flags.nonzero().view(-1)
+            self.count = self.rows.numel()
+            return
+        parts = [flags[start : start + GRAIN] for start in range(0, self.size, GRAIN)]
+        self.bits = torch.cat([_pack_bits(part) for part in parts])
+        counts = torch.stack([part.count_nonzero() for part in parts]).cumsum(0)
+        self.count = int(counts[-1])
+        self.offsets = torch.nn.functional.pad(counts, (1, 0))
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the index."""
+        tensors = [tensor for tensor in (self.bits, self.offsets, self.rows) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def flags(self) -> Tensor:
+        """One flag a block."""
+        if self.rows is not None:
+            flags = torch.zeros(self.size // self.block, dtype=torch.bool, device=self.rows.device)
+            flags[self.rows] = True
+            return flags
+        return torch.cat([flags for _, flags in self._flag_chunks()])
+
+    def chunks(self) -> Iterator[tuple[Tensor, slice]]:
+        """For each GRAIN of entries: the positions of those held, and their place in packed memory."""
+        start = 0
+        for first, flags in self._flag_chunks():
+            positions = flags.nonzero().view(-1).add_(first)
+            yield positions, slice(start, start + positions.numel())
+            start += positions.numel()
+
+    def _flag_chunks(self) -> Iterator[tuple[int, Tensor]]:
+        assert self.bits is not None
+        for first in range(0, self.size, GRAIN):
+            count = min(GRAIN, self.size - first)
+            yield first, _unpack_bits(self.bits[first // 8 : (first + count + 7) // 8], count)
+
+    def pack(self, values: Tensor, block: int | None = None) -> Tensor:
+        """The held part of `values`, which has `block` (by default this index's) entries a block."""
+        block = self.block if block is None else block
+        if self.rows is not None:
+            return values.view(-1, block).index_select(0, self.rows).view(-1)
+        packed = torch.empty(self.count, dtype=values.dtype, device=values.device)
+        for positions, place in self.chunks():
+            torch.index_select(values, 0, positions, out=packed[place])
+        return packed
+
+    def unpack(self, packed: Tensor, block: int | None = None) -> Tensor:
+        """The whole tensor again, 0 where nothing is held."""
+        block = self.block if block is None else block
+        values = torch.zeros(self.size // self.block * block, dtype=packed.dtype, device=packed.device)
+        if self.rows is not None:
+            values.view(-1, block).index_copy_(0, self.rows, packed.view(-1, block))
+            return values
+        for positions, place in self.chunks():
+            values[positions] = packed[place]
+        return values

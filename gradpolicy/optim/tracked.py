@@ -1,0 +1,342 @@
+"""Everything known about one masked parameter: its flags, its ages, and where its moments lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.optim import adam
+from gradpolicy.optim.cohorts import Cohorts, Slots
+from gradpolicy.optim.general import Keeper, empty_value, entry_state, fill_frozen
+from gradpolicy.optim.layout import Layout, local_shard
+from gradpolicy.optim.packed import Held
+
+FROZEN, PARTIAL, FULL = "frozen", "partial", "full"
+
+
+class Tracked:
+    """A parameter that has, or once had, a mask.
+
+    Attributes:
+        parameter: the parameter.
+        inner: the wrapped optimizer, whose `state` holds the moments.
+        exact: whether the per-entry Adam arithmetic applies.
+        frozen_state: "keep", "zero" or "drop".
+        bias_correction: "entry" or "tensor".
+        cohorts: activity and ages; its codes are packed while `held` is set.
+        held: which blocks have moments, under "drop" while some are frozen.
+        mask_shape: shape of the mask as it was set; None after a mask of None.
+        recipe: what made the mask, where that can be written down in a few numbers.
+        kind: whether none, some or all entries are active.
+        updates: the tensor's own step count.
+    """
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        inner: torch.optim.Optimizer,
+        exact: bool,
+        frozen_state: str,
+        bias_correction: str,
+    ) -> None:
+        self.parameter = parameter
+        self.inner = inner
+        self.exact = exact
+        self.frozen_state = frozen_state
+        self.bias_correction = bias_correction
+        self.layout = Layout.of(parameter)
+        self.mask_shape: tuple[int, ...] | None = None
+        self.recipe: Any = None
+        self.held: Held | None = None
+        self.kind = FULL
+        self.active_entries = self.layout.size
+        self.keeper: Keeper | None = None
+        self.updates = _steps(inner.state.get(parameter, {}))
+        self.cohorts = Cohorts(self.layout.size, self.updates, local_shard(parameter).device)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether freezing empties an entry's state."""
+        return self.frozen_state != "keep"
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The wrapped optimizer's state of this parameter; empty before its first update."""
+        return self.inner.state.get(self.parameter, {})
+
+    # --- masks and ages
+
+    def set_mask(self, mask: Tensor | None) -> None:
+        """Take a mask that fits; see `check_mask`."""
+        self.mask_shape = None if mask is None else tuple(mask.shape)
+        if mask is None:
+            mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool)
+        if not self.layout.size:
+            return
+        flags, block = self._take_flags(mask)
+        old = self.held
+        self._unpack_codes()
+        self.cohorts.change(flags, block, self.forgets)
+        self._move_state(old)
+        self._ready_keeper()
+
+    def _take_flags(self, mask: Tensor) -> tuple[Tensor, int]:
+        """One flag a block, a single one where all agree."""
+        flags, block = self.layout.blocks_of(mask, self.parameter)
+        count = int(flags.count_nonzero())
+        self.active_entries = count * block
+        self.kind = FULL if count == flags.numel() else PARTIAL if count else FROZEN
+        return (flags, block) if self.kind is PARTIAL else (flags[:1], self.layout.size)
+
+    def _ready_keeper(self) -> None:
+        if self.exact or self.kind is not PARTIAL:
+            self.keeper = None
+            return
+        self.keeper = self.keeper or Keeper(self.layout)
+        self.keeper.take_mask(self.cohorts.active(), self.cohorts.block)
+
+    def mask(self) -> Tensor:
+        """The mask as it was set."""
+        if self.mask_shape is None or not self.layout.size:
+            return torch.ones((), dtype=torch.bool, device=self.parameter.device).expand(self.parameter.shape)
+        flags = self._blockwise(self.cohorts.active())
+        return self.layout.logical(flags, self.cohorts.block, self.parameter, self.mask_shape)
+
+    def ages(self) -> Tensor:
+        """Each entry's age, as coarse as the masks were."""
+        if not self.layout.size:
+            return torch.zeros(self.parameter.shape, dtype=torch.int64)
+        return self.layout.logical(self._blockwise(self.cohorts.ages()), self.cohorts.block, self.parameter)
+
+    def active_flags(self) -> tuple[Tensor, int]:
+        """One flag a block, and the entries a flag governs."""
+        active = self.held.flags() if self.held is not None else self.cohorts.active()
+        return active, self.cohorts.block
+
+    def _blockwise(self, values: Tensor) -> Tensor:
+        return values if self.held is None else self.held.unpack(values, 1)
+
+    # --- where the moments lie
+
+    def begin(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The state for an exact update, made where it is missing."""
+        state = self.inner.state[self.parameter]
+        for key, value in self._first_state(group, set(state)).items():
+            state[key] = value
+        return state
+
+    def _first_state(self, group: dict[str, Any], present: set[str], dense: bool = False) -> dict[str, Any]:
+        """What torch's Adam would begin with, less what is present."""
+        state: dict[str, Any] = {}
+        if "step" not in present:
+            on_device = group["capturable"] or group["fused"]
+            double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+            dtype = torch.float64 if double else torch.float32
+            state["step"] = torch.zeros((), dtype=dtype, device=self.parameter.device if on_device else "cpu")
+        return state | {key: self._new_moment(dense) for key in self.moment_keys(group) if key not in present}
+
+    def moment_keys(self, group: dict[str, Any]) -> list[str]:
+        """Names of the moments in the optimizer's state."""
+        return [*adam.MOMENTS, adam.LARGEST] if group["amsgrad"] else [*adam.MOMENTS]
+
+    def _new_moment(self, dense: bool) -> Tensor:
+        if dense or self.held is None:
+            return torch.zeros_like(self.parameter, memory_format=torch.preserve_format)
+        own = local_shard(self.parameter)
+        dtype = own.dtype.to_real() if own.is_complex() else own.dtype
+        return torch.zeros(self.held.count * self.held.block, dtype=dtype, device=own.device)
+
+    def dense_state(self) -> dict[str, Any]:
+        """The state as the wrapped optimizer itself would hold it: 0 where nothing is held."""
+        if self.held is None:
+            return self.state
+        return {key: self._spread(value) if key != "step" else value for key, value in self.state.items()}
+
+    def _spread(self, packed: Tensor) -> Tensor:
+        assert self.held is not None
+        dense = torch.zeros_like(self.parameter, memory_format=torch.preserve_format)
+        flat = self.layout.flat(dense)
+        flat.copy_(self.held.unpack(packed))
+        self.layout.write_back(flat, dense)
+        return dense
+
+    def _unpack_codes(self) -> None:
+        if self.held is not None:
+            self.cohorts.codes = self.held.unpack(self.cohorts.codes, 1)
+
+    def _pack(self) -> None:
+        """Hold memory for active blocks alone."""
+        self.held = Held(self.cohorts.active(), self.cohorts.block)
+        self.cohorts.codes = self.held.pack(self.cohorts.codes, 1)
+        for key, value in entry_state(self.state, self.parameter).items():
+            self.state[key] = self.held.pack(self.layout.flat(value))
+
+    def _move_state(self, old: Held | None) -> None:
+        """Bring the optimizer's state in line with new flags."""
+        if old is not None:
+            for key, value in self.state.items():
+                if key != "step":
+                    self.state[key] = self._spread(value)
+            self.held = None
+        if self.kind is FROZEN and self.forgets:
+            self._empty_whole()
+        elif self.kind is PARTIAL and self.forgets:
+            self._empty_frozen()
+            if self.exact and self.frozen_state == "drop":
+                self._pack()
+        if self.exact and self.cohorts.uniform and self.kind is FULL and self.bias_correction == "entry":
+            self._set_step(self.cohorts.slots.active[0])
+
+    def _empty_frozen(self) -> None:
+        active, block = self.active_flags()
+        for key, value in entry_state(self.state, self.parameter).items():
+            flat = self.layout.flat(value)
+            fill_frozen(flat, active, block, empty_value(self.inner, key, self._group()))
+            self.layout.write_back(flat, value)
+
+    def _empty_whole(self) -> None:
+        """Empty the state of a tensor that is frozen as a whole."""
+        state = self.inner.state.get(self.parameter)
+        if not state:
+            return
+        restart = self.bias_correction == "entry"
+        if restart and (self.frozen_state == "drop" or not self.exact):
+            self.inner.state.pop(self.parameter)
+            self.updates = 0
+            return
+        for key, value in entry_state(state, self.parameter).items():
+            if self.frozen_state == "drop" and self.exact:
+                del state[key]
+            else:
+                value.fill_(empty_value(self.inner, key, self._group()))
+        if restart:
+            self._set_step(0)
+
+    def _set_step(self, count: int) -> None:
+        if isinstance(self.state.get("step"), Tensor):
+            self.state["step"].fill_(count)
+        self.updates = count
+
+    def _group(self) -> dict[str, Any]:
+        return next(g for g in self.inner.param_groups if any(p is self.parameter for p in g["params"]))
+
+    # --- saving and loading
+
+    def slot_numbers(self) -> Tensor:
+        """Each entry's slot, as coarse as the masks were."""
+        codes = self._blockwise(self.cohorts.codes)
+        slots = codes & torch.iinfo(codes.dtype).max
+        return self.layout.logical(slots, self.cohorts.block, self.parameter).clone()
+
+    def state_to_save(self) -> dict[str, Any]:
+        """The dense state; where an exact update is still to begin, the state it begins with."""
+        state = self.dense_state()
+        group = self._group()
+        if self.exact and self.inner.state and not all(key in state for key in self.moment_keys(group)):
+            state = {**self._first_state(group, set(state), dense=True), **state}
+        return state
+
+    def restore(self, mask: Tensor | None, slots: Slots, numbers: Tensor | None, updates: int) -> None:
+        """Take saved flags and ages; the optimizer's state is loaded, and dense.
+
+        Args:
+            mask: the mask, one that fits; None: all active.
+            slots: the ages that slots stand for.
+            numbers: each entry's slot; None where there is only slot 0.
+            updates: the tensor's own step count.
+        """
+        self.mask_shape = None if mask is None else tuple(mask.shape)
+        self.held, self.updates = None, updates
+        if not self.layout.size:
+            return
+        whole = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool)
+        flags, block = self._take_flags(whole if mask is None else mask)
+        if numbers is None:
+            values, values_block = torch.zeros(1, dtype=torch.int8, device=flags.device), self.layout.size
+        else:
+            values, values_block = self.layout.blocks_of(numbers, self.parameter)
+        fine = min(block, values_block)
+        if values_block > fine and values.numel() > 1:
+            values = values.repeat_interleave(values_block // fine)
+        if block > fine and flags.numel() > 1:
+            flags = flags.repeat_interleave(block // fine)
+        codes = torch.where(flags, values + torch.iinfo(values.dtype).min, values)
+        self.cohorts = Cohorts.restored(codes, self.layout.size // codes.numel(), slots)
+        if self.kind is PARTIAL and self.exact and self.frozen_state == "drop":
+            self._pack()
+        elif self.kind is FROZEN and self.frozen_state == "drop":
+            self._empty_whole()
+        self._ready_keeper()
+
+    def adopt_state(self) -> None:
+        """Take the optimizer's state as it now stands, dense and of one age, under the present mask."""
+        mask = None if self.mask_shape is None else self.mask()
+        self.held, self.updates = None, _steps(self.state)
+        self.cohorts = Cohorts(self.layout.size, self.updates, local_shard(self.parameter).device)
+        self.set_mask(mask)
+
+    def restore_state(self) -> None:
+        """After a step of an optimizer without an exact path: put frozen entries' state back."""
+        assert self.keeper is not None
+        active, block = self.active_flags()
+        for key, value in entry_state(self.state, self.parameter).items():
+            if key in self.keeper.saved:
+                self.keeper.restore(key, value)
+                continue
+            flat = self.layout.flat(value)
+            fill_frozen(flat, active, block, empty_value(self.inner, key, self._group()))
+            self.layout.write_back(flat, value)
+
+    # --- updates
+
+    @property
+    def inner_steps_it(self) -> bool:
+        """Whether the wrapped optimizer's own update is right as it stands."""
+        if self.kind is not FULL:
+            return False
+        return not self.exact or self.bias_correction == "tensor" or self.cohorts.uniform
+
+    def count_update(self) -> None:
+        """Note that an update took place."""
+        self.updates += 1
+        self.cohorts.tick()
+
+    def job(self, group: dict[str, Any], scale: float, gradient: Tensor) -> adam.Job:
+        """The exact update of this parameter."""
+        state = self.begin(group)
+        settings = adam.Settings.of(group, scale)
+        ages = self.cohorts.slots.active
+        if self.bias_correction == "tensor":
+            ages = (self.updates,)
+        step_sizes, roots = settings.corrections(ages)
+        moments = [state[key] for key in self.moment_keys(group)]
+        if self.held is None:
+            moments = [self.layout.flat(moment) for moment in moments]
+        return adam.Job(
+            self.layout.flat(self.parameter),
+            self.layout.flat(gradient),
+            moments,
+            self.cohorts.codes,
+            self.cohorts.block,
+            step_sizes,
+            roots,
+            settings,
+            self.held,
+        )
+
+    def finish(self, job: adam.Job, group: dict[str, Any]) -> None:
+        """Take a job's results where they were not written in place, and count the update."""
+        self.layout.write_back(job.parameter, self.parameter)
+        if self.held is None:
+            for key, moment in zip(self.moment_keys(group), job.moments, strict=True):
+                self.layout.write_back(moment, self.state[key])
+        self.state["step"].add_(1)
+        self.count_update()
+
+
+def _steps(state: dict[str, Any]) -> int:
+    """The step count that an optimizer's state tells, 0 where it tells none."""
+    step = state.get("step", 0)
+    return int(step.item()) if isinstance(step, Tensor) else int(step)
