@@ -5,11 +5,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from gradpolicy.distributed.compression import ActiveEntries
+from gradpolicy.distributed.ranks import Ranks
+from gradpolicy.distributed.zero import deepspeed_refused, masked
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow import install
 from gradpolicy.flow.install import Installed
@@ -17,6 +20,7 @@ from gradpolicy.freeze import Freezer
 from gradpolicy.insight.plan import check_met
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.when import When
 from gradpolicy.where import match_names, plain_name
 
 # Lightning calls these, and never the forward of the LightningModule itself: it replaces that for a while.
@@ -31,7 +35,8 @@ class GradientPolicies(Callback):
     - at the start of a stage: flow policies are put on the model; for training, the optimizers that hold
       parameters of a freeze policy are wrapped in :class:`~gradpolicy.MaskedOptimizer`;
     - before the first batch after an update: schedules are evaluated and new masks are set, so that the
-      backward pass already knows what is frozen;
+      backward pass already knows what is frozen; on many processes the reducer learns what trains, and from
+      time to time the ranks check that they agree;
     - before gradient clipping: gradients of frozen entries are removed, so that they do not count there;
     - at the end of a stage: the model is left as it was found.
 
@@ -40,6 +45,9 @@ class GradientPolicies(Callback):
         seed: Seeds the mask sources that have no seed of their own.
         log: Logs for each policy the share of active entries, gradient norms before and after, and counts of
             matched operations, at the trainer's ``log_every_n_steps``.
+        agreement_every: On many processes: every this many updates the ranks compare checksums of masks, ages
+            and weights; None never does.
+        communication: Under DistributedDataParallel: sends the gradients of active entries only.
 
     Raises:
         PolicyError: If an entry is no policy; when the run starts, if a pattern matches nothing, two policies
@@ -57,7 +65,13 @@ class GradientPolicies(Callback):
     """
 
     def __init__(
-        self, policies: Mapping[str, Policy | None] | None = None, *, seed: int = 0, log: bool = True
+        self,
+        policies: Mapping[str, Policy | None] | None = None,
+        *,
+        seed: int = 0,
+        log: bool = True,
+        agreement_every: int | None = 100,
+        communication: ActiveEntries | None = None,
     ) -> None:
         self.policies: dict[str, Policy] = {
             name: policy for name, policy in (policies or {}).items() if policy is not None
@@ -67,6 +81,9 @@ class GradientPolicies(Callback):
                 raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
         self.seed = seed
         self.log_policies = log
+        self.agreement_every = agreement_every
+        self.communication = communication
+        self.ranks: Ranks | None = None
         self.installed: Installed | None = None
         self.freezer: Freezer | None = None
         self._masked: list[MaskedOptimizer] = []
@@ -88,17 +105,12 @@ class GradientPolicies(Callback):
 
     # ---- installing and removing
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Prepares the strategy: DistributedDataParallel must know that a cut leaves parameters unused."""
-        strategy = trainer.strategy
-        if stage == "fit" and isinstance(strategy, DDPStrategy) and any(map(_cuts, self.policies.values())):
-            strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs everything; the model is on its device and wrapped, the optimizers exist."""
         self._install_flow(pl_module)
         self._install_freeze(trainer, pl_module)
         self._check_installed()
+        self._join_ranks(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs flow policies, or switches them to this phase within a fit."""
@@ -128,6 +140,8 @@ class GradientPolicies(Callback):
         policies = self.freeze_policies
         if not policies:
             return
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise deepspeed_refused(type(trainer.strategy).__name__)
         named = {plain_name(name): parameter for name, parameter in pl_module.named_parameters()}
         wanted = {
             id(named[name])
@@ -143,8 +157,17 @@ class GradientPolicies(Callback):
             self._masked,
             policies,
             seed=self.seed,
-            # DistributedDataParallel decides when it wraps the model which parameters it reduces.
-            toggle_requires_grad=not isinstance(trainer.strategy, DDPStrategy),
+        )
+
+    def _join_ranks(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.ranks = Ranks(
+            trainer.strategy.model,
+            {plain_name(name): parameter for name, parameter in pl_module.named_parameters()},
+            self.freezer,
+            self._masked,
+            # One process has nothing to send: the same configuration runs there too.
+            communication=self.communication if trainer.world_size > 1 else None,
+            agreement_every=self.agreement_every,
         )
 
     def _check_installed(self) -> None:
@@ -160,6 +183,7 @@ class GradientPolicies(Callback):
             self.installed = None
         if self.freezer is not None:
             self.freezer.restore()
+        self.ranks = None
         self._updates_seen = -1
 
     # ---- training
@@ -179,6 +203,11 @@ class GradientPolicies(Callback):
             self._tell(trainer, "fit")
             if self.freezer is not None:
                 self.freezer.begin_step(updates, trainer.current_epoch)
+            if self.ranks is not None:
+                times = (updates, trainer.current_epoch)
+                self.ranks.begin_step(
+                    updates, cut=self._cuts_now(*times), wanted=self._gradients_wanted(*times)
+                )
             self._updates_seen = updates
         if self.installed is not None:
             self.installed.set_loss_scale(_loss_scale(trainer))
@@ -227,6 +256,19 @@ class GradientPolicies(Callback):
         if self._masked:
             return max(optimizer.effective_steps for optimizer in self._masked)
         return trainer.global_step
+
+    def _cuts_now(self, step: int, epoch: int) -> bool:
+        """Whether a policy may leave parameters without a gradient about this time."""
+        return any(_cuts(policy) and _lasts(policy.when, step, epoch) for policy in self.policies.values())
+
+    def _gradients_wanted(self, step: int, epoch: int) -> set[str]:
+        """The parameters whose whole gradient a mask source wants to see."""
+        return {
+            name
+            for policy in self.freeze_policies.values()
+            if policy.when.active(phase="fit", step=step, epoch=epoch)
+            for name in policy.source.gradient_names(step, epoch)
+        }
 
     def _check_operations_met(self, phase: str) -> None:
         """Raises, after the first batch of a phase, for a policy that met none of the operations it names."""
@@ -300,12 +342,16 @@ def _cuts(policy: Policy) -> bool:
     return isinstance(policy, Stop) and policy.mode == "detach" and "fit" in policy.when.phases
 
 
+def _lasts(when: When, step: int, epoch: int) -> bool:
+    """Whether a time lies between a policy's start and end, the steps that ``every`` leaves out too."""
+    count = step if when.unit == "step" else epoch
+    return when.start <= count and (when.stop is None or count < when.stop)
+
+
 def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
     """Wraps an optimizer that holds any of the wanted parameters."""
-    if isinstance(optimizer, MaskedOptimizer):
-        return optimizer
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return MaskedOptimizer(optimizer) if held & wanted else optimizer
+    return masked(optimizer) if held & wanted else optimizer
 
 
 def _check_optimized(

@@ -91,7 +91,9 @@ class ActiveEntries:
             masks: For each parameter that is not to be sent whole True or False, a bool mask that broadcasts
                 to it, or a recipe.
         """
-        fresh = {id(parameter): mask for parameter, mask in masks.items() if mask is not True}
+        fresh: dict[int, Mask] = {
+            id(parameter): mask for parameter, mask in masks.items() if mask is not True
+        }
         same = fresh.keys() == self._masks.keys() and all(
             same_mask(fresh[key], self._masks[key]) for key in fresh
         )

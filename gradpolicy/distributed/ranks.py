@@ -46,7 +46,7 @@ class Ranks:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
         named: Mapping[str, Tensor],
         freezer: Freezer | None = None,
         optimizers: Iterable[MaskedOptimizer] = (),
@@ -63,9 +63,11 @@ class Ranks:
         self.optimizers = list(optimizers)
         self.communication = communication
         self.agreement_every = agreement_every
-        wrapped = isinstance(model, DistributedDataParallel)
-        self.reducer = ReducerKeeper(model) if wrapped else None
-        self._searches_always = wrapped and model.find_unused_parameters
+        self.reducer: ReducerKeeper | None = None
+        self._searches_always = False
+        if isinstance(model, DistributedDataParallel):
+            self.reducer = ReducerKeeper(model)
+            self._searches_always = model.find_unused_parameters
         if communication is not None:
             communication.register(model)  # type: ignore[arg-type]
 

@@ -46,7 +46,7 @@ class MaskedZero(MaskedOptimizer):
     @property
     def local(self) -> MaskedOptimizer:
         """The optimizer of the parameters that this rank owns."""
-        return self.inner.optim  # type: ignore[return-value]
+        return self.inner.optim
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank holds the parameter's moments."""
@@ -95,9 +95,14 @@ def masked(optimizer: Optimizer) -> MaskedOptimizer:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return MaskedZero(optimizer)
     if type(optimizer).__module__.startswith("deepspeed"):
-        raise PolicyError(
-            f"{type(optimizer).__name__}: freeze policies are refused under DeepSpeed: its engine updates "
-            "flat copies of the weights within its own step, where masks, ages and moments are out of reach; "
-            "use trainer=ddp, trainer=zero1 (sharded optimizer state) or trainer=fsdp2 (everything sharded)"
-        )
+        raise deepspeed_refused(type(optimizer).__name__)
     return MaskedOptimizer(optimizer)
+
+
+def deepspeed_refused(what: str) -> PolicyError:
+    """Builds the error that says why there is no freezing under DeepSpeed."""
+    return PolicyError(
+        f"{what}: freeze policies are refused under DeepSpeed: its engine updates flat copies of the weights "
+        "within its own step, where masks, ages and moments are out of reach; use trainer=ddp, trainer=zero1 "
+        "(sharded optimizer state) or trainer=fsdp2 (everything sharded)"
+    )
