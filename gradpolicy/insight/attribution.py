@@ -141,7 +141,7 @@ def guided_gradcam(
 
     Source: Selvaraju, Cogswell, Das, Vedantam, Parikh, Batra 2017, arXiv:1610.02391.
     """
-    chosen = _convolution(model, layer)
+    chosen = find_convolution(model, layer)
     with _evaluating(model, policies):
         target = _targets(model, images, target)
         activation_map = _activation_map(model, chosen, images, target)
@@ -188,11 +188,16 @@ def class_logits(output: Any) -> Tensor:
     return logits
 
 
-def predict(forward: Forward, images: Tensor) -> tuple[Tensor, Tensor]:
-    """The most probable class of each image and its probability, each of shape (batch,)."""
+def predict(forward: Forward, images: Tensor, target: Target = None) -> tuple[Tensor, Tensor]:
+    """The class of each image, the most probable one unless given, and its probability.
+
+    Returns:
+        Two tensors of shape (batch,): int64 and floating point.
+    """
     with torch.inference_mode(False), torch.no_grad():
-        probabilities, classes = class_logits(forward(images.clone())).softmax(dim=-1).max(dim=-1)
-    return classes, probabilities
+        logits = class_logits(forward(images.clone()))
+        classes = _as_classes(target, logits)
+        return classes, logits.softmax(dim=-1).gather(-1, classes[:, None])[:, 0]
 
 
 def input_gradient(forward: Forward, images: Tensor, target: Target = None) -> Tensor:
@@ -244,7 +249,12 @@ def _as_classes(target: Target, logits: Tensor) -> Tensor:
     return classes
 
 
-def _convolution(model: nn.Module, layer: nn.Module | str | None) -> nn.Module:
+def find_convolution(model: nn.Module, layer: nn.Module | str | None = None) -> nn.Module:
+    """The layer whose channels Grad-CAM weighs: the one named, or the last `nn.Conv2d`.
+
+    Raises:
+        PolicyError: If there is no such module, or no convolution.
+    """
     if isinstance(layer, nn.Module):
         return layer
     modules = dict(model.named_modules())

@@ -1,5 +1,7 @@
 """Attributes test images under the run's own policies, and keeps the pictures."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from gradpolicy.callback import GradientPolicies
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.attribution import input_gradient, predict
 from gradpolicy.insight.pictures import Sample, picture_grid
+from gradpolicy.policies import StraightThrough
 
 PHASE = "test"
 
@@ -20,7 +23,8 @@ class AttributionPictures(Callback):
     """Draws a grid of attributions of the first test images and gives it to the loggers.
 
     What the attribution is depends on the flow policies of the run that hold in the phase ``test``: with a
-    guided policy it is guided backpropagation. The model is not updated, and no ``.grad`` is touched.
+    guided policy it is guided backpropagation. Straight-through policies hold as well, whatever their phases:
+    a quantised model has no gradient without them. The model is not updated, and no ``.grad`` is touched.
 
     The images are the first entry of a batch; their labels, where there are any, the second. The logits are
     what the LightningModule's `predict_step` gives.
@@ -31,9 +35,10 @@ class AttributionPictures(Callback):
         count: Number of images.
         columns: Images in a row of the grid.
         directory: Where the PNG goes; ``pictures`` in the trainer's root directory unless given.
+        required: Whether a run without the policy is an error; otherwise it has no pictures.
 
     Raises:
-        PolicyError: When testing starts, if the policy is not declared or does not hold then.
+        PolicyError: When testing starts, if the policy is required and not declared, or does not hold then.
     """
 
     def __init__(
@@ -42,35 +47,33 @@ class AttributionPictures(Callback):
         count: int = 16,
         columns: int = 4,
         directory: str | Path | None = None,
+        required: bool = True,
     ) -> None:
         if count < 1:
             raise PolicyError(f"AttributionPictures.count: {count} given, at least 1 needed")
         self.policy = policy
         self.count = count
         self.columns = columns
+        self.required = required
+        self._draws = False
         self.directory = Path(directory) if directory is not None else None
         self._batches: list[tuple[Tensor, Tensor | None]] = []
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks that the policy is there before anything is computed."""
         self._batches = []
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         declared = {
-            name: policy
-            for callback in callbacks
-            if isinstance(callback, GradientPolicies)
-            for name, policy in callback.policies.items()
+            name: policy for callback in _callbacks(trainer) for name, policy in callback.policies.items()
         }
-        if self.policy not in declared:
-            raise PolicyError(
-                f"AttributionPictures.policy: the run has no policy {self.policy!r};"
-                f" {nearest(self.policy, declared) or 'none is declared'}"
-            )
-        if not declared[self.policy].when.active(phase=PHASE):
-            raise PolicyError(
-                f"AttributionPictures.policy: {self.policy!r} does not hold in the phase {PHASE!r};"
-                f" declare it with when.phases=[{PHASE}]"
-            )
+        policy = declared.get(self.policy)
+        self._draws = policy is not None and policy.when.active(phase=PHASE)
+        if self._draws or not self.required:
+            return
+        if policy is None:
+            reason = f"the run has no such policy; {nearest(self.policy, declared) or 'none is declared'}"
+        else:
+            reason = f"it does not hold in the phase {PHASE!r}; declare it with when.phases=[{PHASE}]"
+        raise PolicyError(f"AttributionPictures.policy: {self.policy!r}: {reason}")
 
     def on_test_batch_end(
         self,
@@ -83,7 +86,7 @@ class AttributionPictures(Callback):
     ) -> None:
         """Keeps the first images."""
         missing = self.count - sum(len(images) for images, _ in self._batches)
-        if missing > 0 and trainer.is_global_zero:
+        if self._draws and missing > 0 and trainer.is_global_zero:
             images, labels = batch if len(batch) == 2 else (batch[0], None)
             self._batches.append((images[:missing], labels[:missing] if labels is not None else None))
 
@@ -91,7 +94,9 @@ class AttributionPictures(Callback):
         """Attributes the images, saves the grid and logs it."""
         if not trainer.is_global_zero or not self._batches:
             return
-        figure = self.draw(pl_module, getattr(getattr(trainer, "datamodule", None), "classes", None))
+        classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
+        with straight_through(_callbacks(trainer)):
+            figure = self.draw(pl_module, classes)
         directory = self.directory or Path(trainer.default_root_dir) / "pictures"
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.policy}.png"
@@ -119,6 +124,30 @@ class AttributionPictures(Callback):
         return picture_grid(
             samples, f"{self.policy}: which pixels speak for the predicted class", self.columns
         )
+
+
+@contextmanager
+def straight_through(callbacks: Iterable[GradientPolicies]) -> Iterator[None]:
+    """Switches the straight-through policies of a run on for a while."""
+    switched = [
+        (callback.installed, name)
+        for callback in callbacks
+        if callback.installed is not None
+        for name, policy in callback.flow_policies.items()
+        if isinstance(policy, StraightThrough) and not callback.installed.bindings[name].active
+    ]
+    for installed, name in switched:
+        installed.set_active(name, True)
+    try:
+        yield
+    finally:
+        for installed, name in switched:
+            installed.set_active(name, False)
+
+
+def _callbacks(trainer: Trainer) -> list[GradientPolicies]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, GradientPolicies)]
 
 
 def _samples(

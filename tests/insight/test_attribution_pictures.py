@@ -20,10 +20,9 @@ from gradpolicy.insight.attribution_pictures import AttributionPictures, log_pic
 from gradpolicy.insight.pictures import Sample, picture_grid
 from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet
 
-IN_TEST = gp.When(phases=("fit", "test"))
 POLICIES = {
     "guided": gp.Guided(when=gp.When(phases=("test",))),
-    "quantizer": gp.StraightThrough(ops=["round"], when=IN_TEST),
+    "quantizer": gp.StraightThrough(ops=["round"]),
     "probe": gp.Stop(modules="model.probe"),
 }
 
@@ -98,8 +97,8 @@ def test_fitting_before_testing_makes_no_picture(
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("guidd", "no policy 'guidd'; did you mean 'guided'"),
-        ("probe", "'probe' does not hold in the phase 'test'"),
+        ("guidd", "'guidd': the run has no such policy; did you mean 'guided'"),
+        ("probe", "'probe': it does not hold in the phase 'test'"),
     ],
 )
 def test_a_policy_that_is_absent_or_does_not_hold_is_refused(
@@ -108,6 +107,14 @@ def test_a_policy_that_is_absent_or_does_not_hold_is_refused(
     trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(policy)])
     with pytest.raises(PolicyError, match=message):
         trainer.test(module, DigitsDataModule(), verbose=False)
+
+
+def test_a_policy_that_is_not_required_may_be_absent(
+    module: Classifier, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    trainer = make_trainer(callbacks=[gp.GradientPolicies({}), AttributionPictures(required=False)])
+    trainer.test(module, DigitsDataModule(), verbose=False)
+    assert not (tmp_path / "pictures").exists()
 
 
 def test_no_picture_at_all_is_refused() -> None:

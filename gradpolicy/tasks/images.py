@@ -1,0 +1,93 @@
+"""Pictures from files, as tensors of the size that a model takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """What a model takes.
+
+    Attributes:
+        channels: 1 for grey, 3 for colour.
+        height: In pixels.
+        width: In pixels.
+    """
+
+    channels: int
+    height: int
+    width: int
+
+    def __post_init__(self) -> None:
+        """Checks that pictures can be brought into this shape."""
+        if self.channels not in MODES:
+            raise PolicyError(f"images: the model takes {self.channels} channels; pictures have 1 or 3")
+
+
+def find_images(place: Path) -> list[Path]:
+    """The pictures in a directory, by name; or the one picture that is named.
+
+    Raises:
+        PolicyError: If there is none.
+    """
+    if place.is_file():
+        return [place]
+    if not place.is_dir():
+        raise PolicyError(f"images: {place} does not exist; images=test takes the run's test images")
+    found = sorted(path for path in place.iterdir() if path.suffix.lower() in SUFFIXES)
+    if not found:
+        raise PolicyError(f"images: {place} holds no picture ({', '.join(SUFFIXES)})")
+    return found
+
+
+def read_image(path: Path, shape: ImageShape) -> Tensor:
+    """Reads a picture, scales it and cuts off what sticks out.
+
+    Returns:
+        float32 in [0, 1], of the shape asked for.
+
+    Raises:
+        PolicyError: If the file is no picture.
+    """
+    try:
+        with Image.open(path) as picture:
+            upright = ImageOps.exif_transpose(picture).convert(MODES[shape.channels])
+    except (UnidentifiedImageError, OSError) as error:
+        raise PolicyError(f"images: {path} cannot be read as a picture: {error}") from error
+    fitted = ImageOps.fit(upright, (shape.width, shape.height), Image.Resampling.BICUBIC)
+    pixels = torch.from_numpy(np.array(fitted, dtype=np.float32) / 255)
+    return pixels.view(shape.height, shape.width, shape.channels).permute(2, 0, 1).contiguous()
+
+
+class Normalized(nn.Module):
+    """A network behind the normalisation it was trained with, so that it takes pixels in [0, 1].
+
+    Args:
+        network: Takes normalised images.
+        mean: Of each channel.
+        deviation: Standard deviation of each channel.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, network: nn.Module, mean: Sequence[float], deviation: Sequence[float]) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
+        self.register_buffer("deviation", torch.tensor(deviation).view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """What the network gives for the normalised images."""
+        return self.network((images - self.mean) / self.deviation)

@@ -1,0 +1,285 @@
+"""Shows which pixels speak for a class: ``python scripts/attribute.py ckpt_path=… method=… images=DIR|test``.
+
+Writes an overlay for each image and a grid of all of them. Settings are given as ``name=value``:
+
+  ckpt_path   a checkpoint of train.py, its run directory, or `last`
+  model       instead: timm:NAME or torchvision:NAME (needs the extra `vision`)
+  weights     with model: a file with weights; unless given the package's own; none for random ones
+  method      gradient, guided, deconv, smoothgrad or guided_gradcam (default: guided)
+  images      a directory, a file, or `test` for the test images of the run (default: test)
+  count       how many images at most (default: 16)
+  target      the class to explain, by number; the predicted one unless given
+  output      where the pictures go (default: attributions/METHOD in the run directory)
+  columns     images in a row of the grid (default: 4)
+  batch_size  images at once (default: 8)
+  device      cpu, cuda, … (default: auto)
+  samples     smoothgrad: noisy copies of each image (default: 25)
+  noise       smoothgrad: their noise, as a share of the image's range (default: 0.15)
+  layer       guided_gradcam: the convolution, by name; the last one unless given
+  debug       true: show where in the code an error came from
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.insight.attribution import Attribution, find_convolution, get_method, predict
+from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
+from gradpolicy.launch.checkpoints import check_fits, find_checkpoint, read_checkpoint
+from gradpolicy.launch.errors import WRONG_INPUT, WRONG_INPUT_ERRORS, report_error
+from gradpolicy.launch.run import Subject, build_subject
+from gradpolicy.launch.targets import check_targets
+from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
+from gradpolicy.tasks.images import ImageShape, find_images, read_image
+from gradpolicy.tasks.named_models import load_named_model
+
+PARTS = ("data", "model", "policy")
+
+
+@dataclass
+class Options:
+    """What the command line sets; see the top of this file."""
+
+    ckpt_path: str | None = None
+    model: str | None = None
+    weights: str | None = None
+    method: str = "guided"
+    images: str = "test"
+    count: int = 16
+    target: int | None = None
+    output: str | None = None
+    columns: int = 4
+    batch_size: int = 8
+    device: str = "auto"
+    samples: int = 25
+    noise: float = 0.15
+    layer: str | None = None
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A model ready to be explained.
+
+    Attributes:
+        name: What the pictures call it.
+        model: Takes images.
+        network: Where layers are looked for by name.
+        shape: Of the images.
+        directory: Where its pictures go unless told otherwise.
+        classes: Names of the classes, where they are known.
+        policies: Flow policies that belong to the model, such as straight-through for a quantised one.
+        data: The data module of the run it comes from.
+    """
+
+    name: str
+    model: nn.Module
+    network: nn.Module
+    shape: ImageShape
+    directory: Path
+    classes: Sequence[str] | None = None
+    policies: tuple[FlowPolicy, ...] = ()
+    data: Any = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image with its name and, where it is known, its class."""
+
+    name: str
+    image: Tensor
+    truth: int | None = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the program and gives its exit code: 0, or 2 for wrong input."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        Console().print(__doc__, highlight=False, markup=False)
+        return 0 if arguments else WRONG_INPUT
+    try:
+        options = read_options(arguments)
+        directory = attribute(options)
+    except WRONG_INPUT_ERRORS as error:
+        report_error(error, show_traceback="debug=true" in arguments)
+        return WRONG_INPUT
+    Console().print(f"Saved in {directory}", soft_wrap=True)
+    return 0
+
+
+def read_options(arguments: Sequence[str]) -> Options:
+    """Reads ``name=value`` settings.
+
+    Raises:
+        PolicyError: For another form, an unknown name, or values that exclude each other.
+        omegaconf.errors.OmegaConfBaseException: For a value of another type.
+    """
+    names = [field.name for field in fields(Options)]
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if not equals:
+            raise PolicyError(f"{argument}: name=value needed, such as method=guided")
+        if name not in names:
+            raise unknown("setting", name, names)
+    given = OmegaConf.from_dotlist(list(arguments))
+    options: Options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), given))  # type: ignore[assignment]
+    if (options.ckpt_path is None) == (options.model is None):
+        raise PolicyError("ckpt_path: give either ckpt_path=… or model=…")
+    if options.model is not None and options.images == "test":
+        raise PolicyError("images: a model by name has no test images; name a directory: images=…")
+    for name in ("count", "columns", "batch_size"):
+        if getattr(options, name) < 1:
+            raise PolicyError(f"{name}: {getattr(options, name)} given, at least 1 needed")
+    return options
+
+
+def attribute(options: Options) -> Path:
+    """Attributes the images, and gives the directory that the pictures were written to."""
+    method = get_method(options.method)
+    device = _device(options.device)
+    explained = load_run(options) if options.model is None else load_named(options)
+    method = _with_settings(method, explained, options)
+    pictures = _pictures(explained, options)
+    explained.model.to(device).eval()
+    samples = [
+        sample
+        for start in track(range(0, len(pictures), options.batch_size), options.method, transient=True)
+        for sample in explain(
+            explained, method, pictures[start : start + options.batch_size], options.target, device
+        )
+    ]
+    directory = Path(options.output) if options.output else explained.directory
+    for picture, sample in zip(pictures, samples, strict=True):
+        save_overlay(sample, directory / f"{picture.name}.png")
+    title = f"{options.method}: which pixels speak for the class · {explained.name}"
+    picture_grid(samples, title, options.columns).savefig(directory / "grid.png")
+    return directory
+
+
+def load_run(options: Options) -> Explained:
+    """Makes model, data and policies from the config of a run, and loads its weights."""
+    checkpoint = find_checkpoint(options.ckpt_path, [Path("outputs")])
+    assert checkpoint is not None
+    run = checkpoint.absolute().parent.parent
+    subject = _subject(run / "config.yaml")
+    check_fits(checkpoint, subject.model)
+    subject.model.load_state_dict(read_checkpoint(checkpoint)["state_dict"])
+    subject.data.prepare_data()
+    subject.data.setup("test")
+    images = next(iter(subject.data.test_dataloader()))[0]
+    return Explained(
+        name=run.name,
+        model=subject.model,
+        network=subject.model,
+        shape=ImageShape(*images.shape[1:]),
+        directory=run / "attributions" / options.method,
+        classes=getattr(subject.data, "classes", None),
+        policies=model_policies(subject.policies.values()),
+        data=subject.data,
+    )
+
+
+def load_named(options: Options) -> Explained:
+    """Loads a model of timm or torchvision."""
+    name = str(options.model)
+    found = load_named_model(name, options.weights)
+    directory = Path("attributions") / name.replace(":", "-") / options.method
+    return Explained(name, found.model, found.network, found.shape, directory, found.classes)
+
+
+def _subject(path: Path) -> Subject:
+    """Builds what a run's resolved config describes, after checking what it may name."""
+    if not path.is_file():
+        raise PolicyError(
+            f"ckpt_path: {path} is absent: a run's config lies in the directory above its checkpoints'"
+        )
+    container = yaml.safe_load(path.read_text())
+    if not isinstance(container, Mapping) or not {"data", "model"} <= container.keys():
+        raise PolicyError(f"ckpt_path: {path} is not the config of a run")
+    check_targets({part: container.get(part) for part in PARTS}, container.get("allowed_targets") or ())
+    return build_subject(container)
+
+
+def model_policies(policies: Iterable[Policy]) -> tuple[FlowPolicy, ...]:
+    """The policies of a run that hold while its model is explained, whatever the method."""
+    return tuple(
+        policy
+        for policy in policies
+        if isinstance(policy, FlowPolicy)
+        and not isinstance(policy, Guided | Deconv)
+        and (isinstance(policy, StraightThrough) or policy.when.active(phase="test"))
+    )
+
+
+def _with_settings(method: Attribution, explained: Explained, options: Options) -> Attribution:
+    """Binds a method's own settings and the model's policies."""
+    own: dict[str, Any] = {}
+    if options.method == "smoothgrad":
+        own = {"samples": options.samples, "noise": options.noise}
+    elif options.method == "guided_gradcam":
+        own = {"layer": find_convolution(explained.network, options.layer)}
+    return partial(method, policies=explained.policies, **own)
+
+
+def _pictures(explained: Explained, options: Options) -> list[Picture]:
+    if options.images != "test":
+        paths = find_images(Path(options.images))[: options.count]
+        return [Picture(path.stem, read_image(path, explained.shape)) for path in paths]
+    pictures: list[Picture] = []
+    for images, labels in explained.data.test_dataloader():
+        for image, label in zip(images, labels, strict=True):
+            pictures.append(Picture(f"test_{len(pictures):04d}", image, int(label)))
+            if len(pictures) == options.count:
+                return pictures
+    return pictures
+
+
+def explain(
+    explained: Explained,
+    method: Attribution,
+    pictures: Sequence[Picture],
+    target: int | None,
+    device: torch.device,
+) -> list[Sample]:
+    """Attributes a batch of pictures; where a class is asked for, right and wrong mean nothing."""
+    images = torch.stack([picture.image for picture in pictures]).to(device)
+    attributions = method(explained.model, images, target)
+    classes, probabilities = predict(explained.model, images, target)
+
+    def name(index: int) -> str:
+        return explained.classes[index] if explained.classes else f"class {index}"
+
+    return [
+        Sample(
+            image=picture.image,
+            attribution=attributions[i],
+            predicted=name(int(classes[i])),
+            probability=float(probabilities[i]),
+            truth=name(picture.truth) if picture.truth is not None and target is None else None,
+            title=picture.name if picture.truth is None else None,
+        )
+        for i, picture in enumerate(pictures)
+    ]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise PolicyError(f"device: {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
