@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradpolicy.flow.binding import Binding
 from gradpolicy.flow.calls import in_transform
@@ -34,12 +35,9 @@ class Boundary:
         """
         if not torch.is_grad_enabled() or not any(binding.active for binding in self.bindings):
             return tree
-        return map_tensors(lambda tensor: self._crossing(tensor, crossed), tree)
+        return map_tensors(lambda tensor: self._crossing(tensor, crossed), tree, _can_have_gradient)
 
     def _crossing(self, tensor: Tensor, crossed: list | None) -> Tensor:
-        floating = tensor.is_floating_point() or tensor.is_complex()
-        if not floating or not (tensor.requires_grad or in_transform()):
-            return tensor
         result = tensor
         # The rule put on last is the first that the gradient meets.
         for binding in reversed(self.bindings):
@@ -59,6 +57,11 @@ class Boundary:
         if binding.rule.gradient_filter is not None:
             return filter_gradient(rule, value)
         return replace_gradient(rule, value.detach(), [tensor])
+
+
+def _can_have_gradient(tensor: Tensor) -> bool:
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return floating and (tensor.requires_grad or in_transform())
 
 
 class TakeOver(Function):
@@ -85,5 +88,5 @@ def take_over_writes(crossed: list[tuple[Tensor, Tensor]], versions: list[int]) 
     for (tensor, alias), version in zip(crossed, versions, strict=True):
         if tensor._version != version:
             # The values stay, so what was saved of them for the backward pass stays valid.
-            with torch.autograd._unsafe_preserve_version_counter(tensor):
+            with _unsafe_preserve_version_counter(tensor):
                 TakeOver.apply(tensor, alias)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradpolicy.flow.binding import Binding
 from gradpolicy.flow.functions import BackwardRule, filter_gradient, replace_gradient
-from gradpolicy.flow.operations import Function, Operation, is_in_place, ordered_inputs
+from gradpolicy.flow.operations import Function, Operation, spelling_of
 
 
 class OperationRule:
@@ -27,6 +27,7 @@ class OperationRule:
     def __init__(self, operation: Operation, binding: Binding) -> None:
         self.operation = operation
         self.binding = binding
+        self.spellings = {function: spelling_of(function) for function in operation.functions}
         self.filters = binding.rule.gradient_filter is not None and not binding.detaches
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
@@ -37,7 +38,7 @@ class OperationRule:
         """Does the call; its gradient is the rule's."""
         if self.operation.name == "argmax_one_hot":
             return self._argmax_one_hot(function, args, kwargs)
-        inputs = ordered_inputs(function, args, kwargs)
+        inputs = self.spellings[function].inputs(args, kwargs)
         if not _needs_gradient(inputs):
             self.binding.meet(self.operation.name)
             return function(*args, **kwargs)
@@ -46,7 +47,7 @@ class OperationRule:
             return self._with_rule(function, args, kwargs, inputs)
 
     def _with_rule(self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list) -> Any:
-        in_place = is_in_place(function, args, kwargs)
+        in_place = self.spellings[function].is_in_place(args, kwargs)
         if self.filters and not (in_place and (in_transform() or args[0]._is_view())):
             return self._filtered(function(*args, **kwargs), inputs, in_place)
         self.binding.count(self.operation.name)
@@ -94,7 +95,7 @@ class OperationRule:
         """
         with torch._C.DisableTorchFunction():
             result = function(*args, **kwargs)
-            if getattr(function, "__name__", "") == "argmax":
+            if self.spellings[function].name == "argmax":
                 return _remember_source(result, *args, **kwargs)
             source = getattr(args[0] if args else kwargs.get("tensor"), "_argmax_of", None)
             if source is None or not _needs_gradient([source]):

@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.norms import NormMeter
+from gradpolicy.flow.trees import rebuilt_sequence
 from gradpolicy.rules.registry import Rule
 
 
@@ -175,23 +176,20 @@ def replace_gradient(backward_rule: BackwardRule, values: Any, inputs: Sequence[
     results = list(values)
     for number, result in zip(places, found if len(places) > 1 else (found,), strict=True):
         results[number] = result
-    return rebuilt(values, results)
+    return _rebuilt(values, results)
 
 
 def filter_gradient(backward_rule: BackwardRule, values: Any) -> Any:
     """Puts a rule's gradient filter behind a tensor, or behind every floating-point tensor of a tuple."""
     if isinstance(values, Tensor):
         return FilterGradient.apply(backward_rule, values) if _is_differentiable(values) else values
-    return rebuilt(values, [filter_gradient(backward_rule, value) for value in values])
+    return _rebuilt(values, [filter_gradient(backward_rule, value) for value in values])
 
 
-def rebuilt(like: Any, items: Sequence) -> Any:
-    """A tuple or list of the kind of another one, also torch's and named ones."""
+def _rebuilt(like: Any, items: list) -> Any:
     if not isinstance(like, tuple | list):
         raise PolicyError(f"cannot put a rule on a result of type {type(like).__name__}")
-    if hasattr(like, "_fields"):
-        return type(like)(*items)
-    return type(like)(items)
+    return rebuilt_sequence(like, items)
 
 
 def _is_differentiable(value: Any) -> bool:

@@ -154,35 +154,63 @@ def name_of(function: Function) -> str:
     return _named_after(function) or getattr(function, "__name__", repr(function))
 
 
-def is_in_place(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call writes its result into its first argument."""
+@dataclass(frozen=True)
+class Spelling:
+    """What one function among an operation's is like.
+
+    Args:
+        name: Its own name, without the marks of an operator.
+        writes: Whether it always writes its result into its first argument.
+        inplace_at: The position of its argument ``inplace``, if it has one.
+        second_first: Whether it is a method of what the operation takes second (``a.where(condition, b)``).
+    """
+
+    name: str
+    writes: bool
+    inplace_at: int | None
+    second_first: bool
+
+    def is_in_place(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call writes its result into its first argument."""
+        if self.inplace_at is None:
+            return self.writes
+        if "inplace" in kwargs:
+            return bool(kwargs["inplace"])
+        return len(args) > self.inplace_at and bool(args[self.inplace_at])
+
+    def inputs(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a call in the operation's own order, also those within lists."""
+        if self.second_first:
+            args = (*args[1:2], args[0], *args[2:])
+        if "condition" in kwargs:
+            order = ("condition", "input", "self", "other")
+            kwargs = {key: kwargs[key] for key in order if key in kwargs}
+        found: list[Tensor] = []
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, list | tuple):
+                found.extend(item for item in value if isinstance(item, Tensor))
+        return found
+
+
+def spelling_of(function: Function) -> Spelling:
+    """Describes a function by its name and signature."""
     name = getattr(function, "__name__", "")
-    if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    if name.endswith("_"):
-        return True
-    if "inplace" in kwargs:
-        return bool(kwargs["inplace"])
-    place = _place_of_inplace(function)
-    return place is not None and len(args) > place and bool(args[place])
+    operator = name.startswith("__")
+    in_place_operator = operator and name.startswith("__i") and name.removeprefix("__i") in _OPERATOR_STEMS
+    return Spelling(
+        name=name.strip("_"),
+        writes=in_place_operator or (name.endswith("_") and not operator),
+        inplace_at=_place_of_inplace(function),
+        second_first=function is Tensor.where,
+    )
 
 
-def ordered_inputs(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors of a call in the operation's own order, also those within lists."""
-    if function is Tensor.where:
-        args = (*args[1:2], args[0], *args[2:])
-    if kwargs and function in _WHERE:
-        kwargs = {key: kwargs[key] for key in ("condition", "input", "self", "other") if key in kwargs}
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(item for item in value if isinstance(item, Tensor))
-    return found
-
-
-_WHERE = frozenset({torch.where, Tensor.where})
+_OPERATOR_STEMS = frozenset(
+    f"{stem}__"
+    for stem in "add and div floordiv lshift mod mul or pow rshift sub truediv xor matmul".split()
+)
 
 
 def _canonical(name: str) -> str:
@@ -276,7 +304,7 @@ def _place_of_inplace(function: Function) -> int | None:
 
 
 def _rounds_down(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    return function in _FLOORS or kwargs.get("rounding_mode") == "floor"
+    return function in _ROUND_DOWN_ALWAYS or kwargs.get("rounding_mode") == "floor"
 
 
 def _has_no_rounding(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
@@ -292,7 +320,7 @@ def _is_relu6(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> boo
     return (bounds.get("min_val", -1.0), bounds.get("max_val", 1.0)) == (0.0, 6.0)
 
 
-_FLOORS = frozenset({f for stem in ("floor_divide", "floordiv") for f in _spellings(stem)})
+_ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
 _HARDTANH = _spellings("hardtanh")
 _DECIDED_BY_ARGUMENTS: dict[str, Callable[[Function, tuple, Mapping[str, Any]], bool]] = {
     "div": _has_no_rounding,

@@ -9,64 +9,87 @@ import torch
 from torch import Tensor
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Rebuilds nested tuples, lists, dicts and dataclasses with a function of each tensor.
+def any_tensor(tensor: Tensor) -> bool:
+    """Holds for every tensor."""
+    return True
 
-    What holds no tensor that changes is given back as it is, the very object.
+
+def map_tensors(
+    function: Callable[[Tensor], Tensor], tree: Any, where: Callable[[Tensor], bool] = any_tensor
+) -> Any:
+    """Rebuilds nested tuples, lists, dicts and dataclasses with a function of some of their tensors.
+
+    Args:
+        function: What a tensor becomes.
+        tree: The tensors.
+        where: For which tensors. What holds none of them is given back as it is, the very object: a list
+            that a module appends to stays the caller's.
     """
     if isinstance(tree, Tensor):
-        return function(tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _map_fields(function, tree)
-    if isinstance(tree, Mapping):
-        return _map_mapping(function, tree)
-    if isinstance(tree, tuple | list):
-        items = [map_tensors(function, item) for item in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
-            return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    return tree
+        return function(tree) if where(tree) else tree
+    children = _children(tree)
+    if not any(_holds(child, where) for child in children):
+        return tree
+    return _rebuilt(tree, [map_tensors(function, child, where) for child in children])
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Lists the tensors within nested tuples, lists, dicts and dataclasses, in order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, tree)
-    return found
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [tensor for child in _children(tree) for tensor in tensors_in(child)]
 
 
-def _map_mapping(function: Callable[[Tensor], Tensor], tree: Mapping) -> Any:
-    items = {key: map_tensors(function, value) for key, value in tree.items()}
-    if all(items[key] is tree[key] for key in items):
-        return tree
-    if type(tree) is dict:
-        return items
+def rebuilt_sequence(like: Any, items: list) -> Any:
+    """A tuple or list of the kind of another one, also torch's own and named ones."""
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+
+
+def _holds(tree: Any, where: Callable[[Tensor], bool]) -> bool:
+    if isinstance(tree, Tensor):
+        return where(tree)
+    return any(_holds(child, where) for child in _children(tree))
+
+
+def _children(tree: Any) -> list:
+    if _is_dataclass(tree):
+        return [getattr(tree, name) for name in _fields(tree)]
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    return list(tree) if isinstance(tree, tuple | list) else []
+
+
+def _rebuilt(tree: Any, children: list) -> Any:
+    if _is_dataclass(tree):
+        return _rebuilt_dataclass(tree, dict(zip(_fields(tree), children, strict=True)))
+    if isinstance(tree, Mapping):
+        items = dict(zip(tree, children, strict=True))
+        return items if type(tree) is dict else _rebuilt_mapping(tree, items)
+    return rebuilt_sequence(tree, children)
+
+
+def _rebuilt_mapping(tree: Mapping, items: dict) -> Any:
     rebuilt: Any = copy.copy(tree)
     for key, value in items.items():
         rebuilt[key] = value
     return rebuilt
 
 
-def _map_fields(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    values = {
-        field.name: map_tensors(function, getattr(tree, field.name))
-        for field in dataclasses.fields(tree)
-        if hasattr(tree, field.name)
-    }
-    changed = {name: value for name, value in values.items() if value is not getattr(tree, name)}
-    if not changed:
-        return tree
+def _rebuilt_dataclass(tree: Any, values: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():
-        return dataclasses.replace(tree, **changed)
+        return dataclasses.replace(tree, **values)
     # Neither __init__ nor __post_init__ runs, and frozen ones are rebuilt too. Those that are dicts as well
     # (transformers' outputs) keep both in step by their own __setattr__.
     rebuilt = copy.copy(tree)
     write = setattr if isinstance(tree, Mapping) else object.__setattr__
-    for name, value in changed.items():
+    for name, value in values.items():
         write(rebuilt, name, value)
     return rebuilt
+
+
+def _is_dataclass(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def _fields(tree: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
