@@ -2,7 +2,7 @@
 
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def find_checkpoint(ckpt_path: str | None, places: Iterable[Path]) -> Path | Non
             raise PolicyError(f"ckpt_path: no good checkpoint in the directory {path}")
         return found
     if not path.exists():
-        raise PolicyError(f"ckpt_path: {path} does not exist; {_near(path)}".rstrip("; "))
+        raise PolicyError(f"ckpt_path: {path} does not exist; {_near(path)}")
     return path
 
 
@@ -105,17 +105,11 @@ def _newest_good(paths: Iterable[Path]) -> Path | None:
 
 
 def _near(path: Path) -> str:
-    """Names the checkpoints that lie where the path leads, as far as it does."""
-    for above in path.parents:
-        if above.is_dir():
-            found = {str(candidate) for candidate in _some(above.rglob("*.ckpt"))}
-            return nearest(str(path), found, count=2) if found else f"{above} holds no checkpoint"
-    return ""
-
-
-def _some(paths: Iterator[Path], most: int = 200) -> Iterator[Path]:
-    for _, path in zip(range(most), paths, strict=False):
-        yield path
+    """Names the checkpoints beside the one that does not exist."""
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent} either; ckpt_path=last finds the newest"
+    found = [candidate.name for candidate in path.parent.glob("*.ckpt")]
+    return nearest(path.name, found, count=2) or "ckpt_path=last finds the newest"
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -81,7 +81,9 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
 def fixed_overrides(overrides: list[str]) -> list[str]:
     """The overrides that do not sweep: what all jobs have in common."""
     parsed = OverridesParser.create().parse_overrides(overrides)
-    return [line for line, override in zip(overrides, parsed, strict=True) if not override.is_sweep_override()]
+    return [
+        line for line, override in zip(overrides, parsed, strict=True) if not override.is_sweep_override()
+    ]
 
 
 def jobs_of(source: Source, overrides: list[str]) -> list[list[str]]:
@@ -108,7 +110,9 @@ def check_config(config: DictConfig) -> Settings:
     """
     container = resolved(config)
     settings = read_settings(container)
-    groups = {key: value for key, value in container.items() if isinstance(value, dict) and key != "sweep"}
+    groups = {key: value for key, value in container.items() if isinstance(value, dict)}
+    # The optimizer first: the model refers to it, and a message should name the key that a person set.
+    groups = {key: groups[key] for key in sorted(groups, key=lambda key: key == "model")}
     for name, node in (settings.policy or {}).items():
         if node is not None and "_target_" not in node:
             raise PolicyError(f"policy.{name}: needs a _target_, such as gradpolicy.Freeze")

@@ -5,6 +5,7 @@ from typing import Any
 
 import hydra.utils
 from hydra.errors import InstantiationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.errors import root_cause
@@ -22,34 +23,52 @@ def build(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
         PolicyError: If it fails; with the key of the innermost node that failed, and the first cause.
     """
     try:
-        made = hydra.utils.instantiate({**node, **({"_partial_": True} if arguments else {})}, _convert_="all")
+        made = hydra.utils.instantiate(
+            {**node, **({"_partial_": True} if arguments else {})}, _convert_="all"
+        )
     except InstantiationException as error:
         raise _under_key(error, key) from error
     if not arguments:
         return made
     try:
         return made(**arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, MisconfigurationException) as error:
         raise PolicyError(f"{key}: {error}") from error
 
 
 def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str) -> dict[str, Any]:
     """Instantiates each node of a group; one that is null was taken away."""
     return {
-        name: build(node, f"{key}.{name}") for name, node in (nodes or {}).items() if node and "_target_" in node
+        name: build(node, f"{key}.{name}")
+        for name, node in (nodes or {}).items()
+        if node and "_target_" in node
     }
 
 
 def _under_key(error: InstantiationException, key: str) -> PolicyError:
     cause = root_cause(error)
     below = next(
-        (line.removeprefix("full_key: ") for line in str(error).splitlines() if line.startswith("full_key: ")),
+        (
+            line.removeprefix("full_key: ")
+            for line in str(error).splitlines()
+            if line.startswith("full_key: ")
+        ),
         "",
     )
     place = f"{key}.{below}" if below else key
     if isinstance(cause, PolicyError):
-        group = key.split(".")[0]
-        return PolicyError(str(cause) if str(cause).startswith(f"{group}.") else f"{place}: {cause}")
+        return PolicyError(_message_at(place, str(cause)))
     if isinstance(cause, InstantiationException):
         return PolicyError(f"{place}: {str(cause).splitlines()[0]}")
     return PolicyError(f"{place}: {type(cause).__name__}: {cause}")
+
+
+def _message_at(place: str, message: str) -> str:
+    """Puts a message under a key: ``Stop.mode: …`` at ``policy.cut`` becomes ``policy.cut.mode: …``."""
+    if message.startswith(f"{place.split('.')[0]}."):
+        return message
+    owner, _, rest = message.partition(": ")
+    class_name, _, argument = owner.partition(".")
+    if class_name[:1].isupper() and argument.isidentifier():
+        return f"{place}.{argument}: {rest}"
+    return f"{place}: {message}"

@@ -46,14 +46,25 @@ class Result:
         return Result(**json.loads(path.read_text()))
 
 
-def print_config(config: Mapping[str, Any], console: Console) -> None:
-    """Prints the composed config as a tree, a branch a group."""
-    tree = Tree("config", guide_style="dim", style="bold")
+class _ShortLists(yaml.SafeDumper):
+    """Writes lists of plain values in one line."""
+
+    def represent_list(self, data: list[Any]) -> yaml.SequenceNode:
+        plain = not any(isinstance(item, dict | list) for item in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
+
+
+_ShortLists.add_representer(list, _ShortLists.represent_list)
+
+
+def print_config(config: Any, console: Console) -> None:
+    """Prints the composed config, as it was written, as a tree with a branch a group."""
+    tree = Tree("Config", guide_style="dim", style="bold")
     plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
     groups = {key: value for key, value in config.items() if isinstance(value, dict) and value}
     for key, value in [("", plain), *groups.items()]:
-        branch = tree.add(f"[bold]{key}[/bold]") if key else tree
-        text = yaml.safe_dump(value, sort_keys=False, default_flow_style=None, width=100).rstrip()
+        branch = tree.add(key) if key else tree
+        text = yaml.dump(value, Dumper=_ShortLists, sort_keys=False, width=100).rstrip()
         branch.add(Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True))
     console.print(tree)
 

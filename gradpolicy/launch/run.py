@@ -18,7 +18,7 @@ from lightning.pytorch import (
     seed_everything,
 )
 from lightning.pytorch.callbacks import ModelCheckpoint
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from gradpolicy.callback import GradientPolicies
@@ -30,6 +30,7 @@ from gradpolicy.insight.plan import make_plan, training_loss
 from gradpolicy.launch.checkpoints import check_fits, find_checkpoint
 from gradpolicy.launch.compose import check_config, resolved
 from gradpolicy.launch.instantiate import build, build_all
+from gradpolicy.launch.places import check_places
 from gradpolicy.launch.ranks import is_first_rank, own_command_line
 from gradpolicy.launch.report import Result, print_config, print_results, saved_in
 from gradpolicy.launch.rundir import RunDirectory, run_directory
@@ -85,15 +86,16 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
     """
     settings = check_config(config)
     container = resolved(config)
-    console = Console(quiet=not is_first_rank())
+    console = Console(quiet=not is_first_rank(), width=None if sys.stdout.isatty() else 120)
     with termination_exits(), quieter(), run_directory(Path(settings.paths.output_dir)) as directory:
         if settings.extras.print_config:
-            print_config(container, console)
+            print_config(OmegaConf.to_container(config), console)
         seed_everything(settings.seed, workers=True, verbose=False)
         checkpoint = find_checkpoint(settings.ckpt_path, [directory.path, Path(settings.paths.log_dir)])
         subject = build_subject(container)
         if checkpoint is not None:
             check_fits(checkpoint, subject.model)
+        check_places(subject.model, subject.policies)
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
             console.print(make_run_plan(subject, settings.seed))
         if settings.plan_only:
@@ -126,9 +128,7 @@ def make_run_plan(subject: Subject, seed: int) -> Any:
     subject.data.prepare_data()
     subject.data.setup("fit")
     batch = next(iter(subject.data.train_dataloader()))
-    return make_plan(
-        subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed
-    )
+    return make_plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
 
 
 def build_trainer(
@@ -147,6 +147,9 @@ def build_trainer(
     ]
     plugins = {} if node.get("plugins") else {"plugins": [WholeCheckpointIO()]}
     loggers = list(build_all(settings.logger, "logger").values())
+    if "wandb" in sys.modules:
+        # Otherwise it reads how quiet it shall be only after its first warnings.
+        sys.modules["wandb"].setup()
     return build(node, "trainer", callbacks=callbacks, logger=loggers or False, **plugins)
 
 
@@ -194,7 +197,9 @@ def best_scores(trainer: Trainer) -> dict[str, float]:
     return {
         f"{callback.monitor}_best": float(callback.best_model_score)
         for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint) and callback.monitor and callback.best_model_score is not None
+        if isinstance(callback, ModelCheckpoint)
+        and callback.monitor
+        and callback.best_model_score is not None
     }
 
 

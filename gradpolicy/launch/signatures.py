@@ -69,7 +69,9 @@ def _signed(target: Callable[..., Any]) -> list[Callable[..., Any]]:
 def _by_name(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
-        name: parameter for name, parameter in parameters.items() if parameter.kind in named and name != "self"
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in named and name != "self"
     }
 
 
