@@ -1,0 +1,141 @@
+"""Gradients gathered over a window of effective steps, for the sources that decide by them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.freeze.schedule import check_whole
+from gradpolicy.freeze.source import MaskSource
+
+Statistic = Callable[[Tensor, Tensor], Tensor]
+
+
+class GradientSums:
+    """Sums of a statistic of the gradients, one tensor a parameter, in float32 or wider."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.steps = 0
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Adds one effective step."""
+        for name, value in values.items():
+            if name in self.sums:
+                self.sums[name] += value
+            else:
+                self.sums[name] = value.clone()
+        self.steps += 1
+
+    def clear(self) -> None:
+        """Starts anew."""
+        self.sums, self.steps = {}, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums and how many steps are in them."""
+        return {"sums": dict(self.sums), "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+        """Takes up sums that were saved, on the devices of the parameters."""
+        self.sums = {name: tensor.to(parameters[name].device) for name, tensor in state["sums"].items()}
+        self.steps = state["steps"]
+
+
+class GradientSource(MaskSource):
+    """A mask source that decides by gradients of the steps before each change.
+
+    It asks for the gradients of the last ``window`` effective steps (or epochs) before its masks change.
+    Where a change comes too early for that, it waits until the window is full. A step with a gradient that
+    is not finite does not count.
+
+    Args:
+        window: How many steps (or epochs) of gradients go into a decision; None: all since the last one.
+        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
+    """
+
+    needs_gradients = True
+
+    def __init__(self, *, window: int | None = 1, **timetable: Any) -> None:
+        super().__init__(**timetable)
+        kind = type(self).__name__
+        self.window = None if window is None else check_whole(f"{kind}.window", window, least=1)
+        self.gathered = GradientSums()
+        # The period whose masks are in force; −1 before the first decision.
+        self.decided = -1
+
+    def prepare(self) -> None:
+        """Starts without gradients and decisions."""
+        self.gathered.clear()
+        self.decided = -1
+
+    def statistic(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        """What is summed over the window: the gradient itself, unless a subclass says otherwise."""
+        return gradient
+
+    def wants_gradients(self, step: int, epoch: int) -> bool:
+        """In the last ``window`` counts before a change, and while a change waits for gradients."""
+        if not self.needs_gradients:
+            return False
+        count = self.count(step, epoch)
+        if self.decided < self.period(step, epoch):
+            return True
+        change = self.next_change(count)
+        return change is not None and (self.window is None or change - count <= self.window)
+
+    def next_change(self, count: int) -> int | None:
+        """The next count of the timetable after this one; None where there is none."""
+        if count < self.start:
+            return self.start
+        if self.every is None:
+            return None
+        change = self.start + ((count - self.start) // self.every + 1) * self.every
+        return change if self.stop is None or change < self.stop else None
+
+    def due(self, step: int, epoch: int) -> bool:
+        """By the timetable; and when a decision that had to wait can be made."""
+        late = self.decided < self.period(step, epoch) and self.window_full()
+        return super().due(step, epoch) or late
+
+    def window_full(self) -> bool:
+        """Whether enough gradients have been seen for a decision."""
+        if not self.needs_gradients:
+            return True
+        least = self.window if self.window is not None and self.unit == "step" else 1
+        return self.gathered.steps >= least
+
+    def observe(self, gradients: Mapping[str, Tensor]) -> None:
+        """Adds the gradients of an effective step, unless one of them is not finite."""
+        if not gradients or not all_finite(gradients):
+            return
+        with torch.no_grad():
+            self.gathered.add(
+                {
+                    name: self.statistic(wide(self.parameters[name].detach()), wide(gradient))
+                    for name, gradient in gradients.items()
+                    if name in self.parameters
+                }
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradients gathered so far, and the last decision."""
+        return {"gathered": self.gathered.state_dict(), "decided": self.decided}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up where :meth:`state_dict` left off."""
+        self.gathered.load_state_dict(state["gathered"], self.parameters)
+        self.decided = state["decided"]
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether every entry of every tensor is finite."""
+    devices = {tensor.device for tensor in tensors.values()}
+    return all(
+        bool(torch.stack([t.isfinite().all() for t in tensors.values() if t.device == device]).all())
+        for device in devices
+    )
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 where it has that."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

@@ -1,0 +1,98 @@
+"""FreezeOut: the layers' shares of the training and their annealed learning rates."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+
+def published(layers: int, total: int, first: float, power: int, scale: bool, rate: float = 0.1):
+    """FreezeOut's published rule for each layer: share of the training, and the rate at an iteration.
+
+    There the last layer is number ``layers − 1``; a layer is switched off once the iteration passes its end.
+    """
+    shares = [(first + (1 - first) * i / (layers - 1)) ** power for i in range(layers)]
+
+    def rate_at(layer: int, iteration: int) -> float:
+        end = total * shares[layer]
+        if iteration > end:
+            return 0.0
+        start = rate / shares[layer] if scale else rate
+        return start / 2 * (1 + math.cos(math.pi * iteration / end))
+
+    return shares, rate_at
+
+
+def layers(count: int) -> dict[str, torch.Tensor]:
+    return {f"layers.{i}.weight": torch.zeros(2) for i in range(count)}
+
+
+@pytest.mark.parametrize(("curve", "power"), [("linear", 1), ("squared", 2), ("cubic", 3)])
+@pytest.mark.parametrize("scale", [True, False])
+def test_masks_and_rates_are_the_published_ones(prepared, curve: str, power: int, scale: bool) -> None:
+    source = prepared(gp.masks.Progressive(200, first=0.6, curve=curve, scale=scale), layers(5))
+    shares, rate_at = published(5, 200, 0.6, power, scale)
+    assert list(source.shares.values()) == pytest.approx(shares)
+    for step in range(0, 200, 7):
+        masks, rates = source.masks(step, 0), source.learning_rate_scale(step, 0)
+        for place, name in enumerate(source.parameters):
+            ours = 0.1 * rates[name] if masks[name] else 0.0
+            assert ours == pytest.approx(rate_at(place, step), abs=1e-12)
+
+
+def test_embeddings_freeze_first_and_the_head_goes_with_the_last_layer(prepared) -> None:
+    source = prepared(gp.masks.Progressive(100, first=0.5, curve="linear"))
+    assert list(source.shares) == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    masks = source.masks(99, 0)
+    assert [name for name, mask in masks.items() if mask] == [
+        "blocks.3.weight",
+        "blocks.3.bias",
+        "head.weight",
+        "head.bias",
+    ]
+
+
+def test_annealing_can_be_left_to_others(prepared) -> None:
+    assert prepared(gp.masks.Progressive(100, anneal=False)).learning_rate_scale(10, 0) == {}
+
+
+def test_a_training_run_takes_the_published_steps() -> None:
+    """Against plain SGD with one group a layer, whose rates are set by hand at each iteration."""
+    total, rate = 12, 0.1
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).double()
+    peer = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).double()
+    peer.load_state_dict(model.state_dict())
+    x = torch.randn(8, 3, dtype=torch.float64)
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9))
+    source = gp.masks.Progressive(total, first=0.5, curve="linear")
+    freezer = gp.Freezer(model, optimizer, {"out": gp.Freeze(source)}, seed=0)
+    _, rate_at = published(3, total, 0.5, 1, scale=True, rate=rate)
+    groups = [{"params": list(layer.parameters())} for layer in peer]
+    by_hand = torch.optim.SGD(groups, lr=rate, momentum=0.9)
+    for step in range(total):
+        freezer.begin_step(step)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+        freezer.finish_step()
+        by_hand.zero_grad()
+        peer(x).square().mean().backward()
+        for place, group in enumerate(by_hand.param_groups):
+            group["lr"] = rate_at(place, step)
+        by_hand.step()
+    for ours, theirs in zip(model.parameters(), peer.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_wrong_arguments_are_errors() -> None:
+    with pytest.raises(PolicyError, match="did you mean 'cubic'"):
+        gp.masks.Progressive(10, curve="cube")
+    with pytest.raises(PolicyError, match="above 0"):
+        gp.masks.Progressive(10, first=0.0)
+    with pytest.raises(PolicyError, match=r"Progressive\.total"):
+        gp.masks.Progressive(0)

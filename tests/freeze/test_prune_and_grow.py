@@ -1,0 +1,261 @@
+"""SET and RigL: topology, growth, annealing, zeros outside the mask."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.freeze.prune_and_grow import exchange
+
+
+def published_update(weight: np.ndarray, gradient: np.ndarray, mask: np.ndarray, fraction: float) -> tuple:
+    """The update of RigL's published code (Google's and rigl-torch's alike), on sorted flat arrays.
+
+    The ``n_keep`` highest ``|w|`` of all entries stay; of the others the ``n_prune`` with the highest ``|g|``
+    are grown, what was just dropped among them; grown entries that were not active before start at zero.
+    It relies on inactive weights being zero and active ones not, which holds for the inputs used here.
+    """
+    active = int(mask.sum())
+    pruned = int(active * fraction)
+    by_weight = np.argsort(-np.abs(weight * mask).ravel(), kind="stable")
+    kept = np.zeros(mask.size, dtype=bool)
+    kept[by_weight[: active - pruned]] = True
+    lifted = np.where(kept, np.abs(gradient).min() - 1, np.abs(gradient).ravel())
+    grown = np.zeros(mask.size, dtype=bool)
+    grown[np.argsort(-lifted, kind="stable")[:pruned]] = True
+    new = (kept | grown).reshape(mask.shape)
+    weight = np.where(grown.reshape(mask.shape) & ~mask, 0.0, weight) * new
+    return new, weight
+
+
+def sources(**changes) -> gp.masks.PruneAndGrow:
+    arguments = {"density": 0.4, "every": 3, "stop": 12, "fraction": 0.5}
+    return gp.masks.PruneAndGrow(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+def test_one_exchange_is_that_of_the_published_code(seed: int, fraction: float) -> None:
+    torch.manual_seed(seed)
+    mask = torch.rand(6, 5) < 0.4
+    weight, gradient = torch.randn(6, 5) * mask, torch.randn(6, 5)
+    expected, _ = published_update(weight.numpy(), gradient.numpy(), mask.numpy(), fraction)
+    given = exchange(mask, weight.abs(), gradient.abs(), fraction, int(mask.sum()))
+    assert np.array_equal(given.numpy(), expected)
+
+
+def test_an_active_entry_of_weight_zero_stays_ahead_of_inactive_ones() -> None:
+    """Where rigl-torch errs: a grown entry that is still zero ties with all inactive ones there."""
+    mask = torch.tensor([False, False, True, True, True])
+    weight = torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0])
+    given = exchange(mask, weight, torch.tensor([5.0, 4.0, 0.0, 0.0, 0.0]), 0.0, 3)
+    assert torch.equal(given, mask)
+
+
+def test_rigl_takes_the_published_course_step_by_step(prepared) -> None:
+    """Masks and weights over whole runs of scripted gradients, against the published update by hand."""
+    weight = nn.Parameter(torch.randn(8, 6))
+    source = prepared(sources(window=1), {"w": weight})
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.zeros(8, 6)
+    source.apply()
+    mask, values = source.masks(0, 0)["w"].numpy(), weight.detach().numpy().copy()
+    for step in range(15):
+        if step % 3 == 0 and 0 < step < 12:
+            fraction = 0.5 / 2 * (1 + math.cos(math.pi * step / 12))
+            mask, values = published_update(values, gradient.numpy(), mask, fraction)
+        given = source.masks(step, 0)["w"]
+        source.apply()
+        assert np.array_equal(given.numpy(), mask)
+        assert np.array_equal(weight.detach().numpy(), values)
+        gradient = torch.randn(8, 6, generator=generator)
+        if source.wants_gradients(step, 0):
+            source.observe({"w": gradient})
+        with torch.no_grad():
+            weight -= 0.1 * gradient * given
+            values = weight.detach().numpy().copy()
+
+
+def test_set_grows_at_random_and_the_same_on_every_rank(prepared) -> None:
+    weights = {"w": torch.randn(20, 20)}
+    ranks = [prepared(sources(grow="random"), {"w": weights["w"].clone()}) for _ in range(2)]
+    assert not ranks[0].needs_gradients
+    before = ranks[0].masks(0, 0)["w"]
+    for source in ranks:
+        source.apply()
+    after = [source.masks(3, 0)["w"] for source in ranks]
+    assert torch.equal(*after)
+    weight = ranks[0].parameters["w"].abs()
+    count = int(before.sum())
+    dropped = int(count * 0.5 * (1 + math.cos(math.pi * 3 / 12)) / 2)
+    kept = torch.topk(torch.where(before, weight, -1.0).flatten(), count - dropped).indices
+    assert after[0].flatten()[kept].all()
+    assert after[0].sum() == before.sum()
+    grown = after[0] & ~before
+    assert 0 < grown.sum() <= dropped
+
+
+def test_grown_entries_of_set_are_spread_evenly(prepared) -> None:
+    source = prepared(
+        sources(grow="random", density=0.5, fraction=1.0, anneal="constant"), {"w": torch.randn(100, 100)}
+    )
+    grown = torch.zeros(100, 100)
+    for step in range(3, 12, 3):
+        grown += source.masks(step, 0)["w"]
+    assert abs(grown[:50].mean() - 1.5) < 0.05
+    assert abs(grown[:, :50].mean() - 1.5) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("anneal", "left"),
+    [
+        ("cosine", lambda passed: (1 + math.cos(math.pi * passed)) / 2),
+        ("linear", lambda passed: 1 - passed),
+        ("constant", lambda passed: 1.0),
+    ],
+)
+def test_the_exchanged_share_is_annealed(anneal: str, left) -> None:
+    source = sources(anneal=anneal, fraction=0.3, start=10, stop=110)
+    for count in (10, 35, 60, 110, 500):
+        assert source.fraction_at(count) == pytest.approx(0.3 * left(min((count - 10) / 100, 1)))
+
+
+def test_the_topology_changes_by_the_timetable_and_keeps_its_density(prepared) -> None:
+    source = prepared(sources(), {"w": torch.randn(10, 10)})
+    changes, last = [], None
+    for step in range(20):
+        mask = source.masks(step, 0)["w"]
+        changes += [step] if mask is not last else []
+        last = mask
+        assert int(mask.sum()) == 40
+        if source.wants_gradients(step, 0):
+            source.observe({"w": torch.randn(10, 10)})
+    assert changes == [0, 3, 6, 9]
+
+
+def test_the_density_may_fall_as_in_gradual_pruning(prepared) -> None:
+    """With nothing exchanged this is Zhu and Gupta's magnitude pruning: active entries only leave."""
+    density = gp.masks.Cubic(start=1.0, stop=0.1, steps=8)
+    source = prepared(
+        sources(density=density, fraction=0.0, every=2, stop=10, grow="random"), {"w": torch.randn(10, 10)}
+    )
+    counts, last = [], torch.ones(10, 10, dtype=torch.bool)
+    for step in range(0, 12, 2):
+        mask = source.masks(step, 0)["w"]
+        source.apply()
+        counts.append(int(mask.sum()))
+        assert not (mask & ~last).any()
+        last = mask
+    assert counts == [100 - int(round((1 - density(min(step, 8))) * 100, 6)) for step in range(0, 12, 2)]
+
+
+def test_biases_and_named_tensors_stay_dense(prepared, stack) -> None:
+    masks = prepared(sources(dense="embed.*")).masks(0, 0)
+    dense = [name for name, mask in masks.items() if mask is True]
+    assert dense == ["embed.weight", *[f"blocks.{i}.bias" for i in range(4)], "head.bias"]
+    assert int(masks["head.weight"].sum()) == 12 - int(0.6 * 12)
+
+
+def test_erk_meets_the_density_of_the_whole(prepared) -> None:
+    weights = {"a": torch.randn(4, 4), "b": torch.randn(30, 40), "c": torch.randn(8, 8, 3, 3)}
+    masks = prepared(sources(density=0.2, distribution="erk"), weights).masks(0, 0)
+    active = sum(int(mask.sum()) for mask in masks.values())
+    assert abs(active - 0.2 * (16 + 1200 + 576)) <= 3
+    assert masks["a"].all()
+    assert masks["c"].float().mean() < masks["a"].float().mean()
+
+
+def test_entries_outside_the_mask_are_zero_and_grown_ones_start_there(stack, tokens) -> None:
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05, weight_decay=0.1))
+    source = sources(every=2, window=2, stop=20)
+    policy = gp.Freeze(source, params=["blocks.*", "head.*"], frozen_state="zero")
+    freezer = gp.Freezer(stack, optimizer, {"rigl": policy}, seed=0)
+    exchanged = 0
+    for step in range(12):
+        before = {name: freezer.mask_of(name) for name in source.parameters}
+        freezer.begin_step(step)
+        for name, parameter in source.parameters.items():
+            mask = freezer.mask_of(name)
+            if isinstance(mask, Tensor):
+                assert not parameter[~mask].any()
+                grown = mask & ~torch.as_tensor(before[name]) if step else torch.zeros_like(mask)
+                exchanged += int(grown.sum())
+                assert not parameter[grown].any()
+                ages = optimizer.age(parameter).expand(mask.shape)
+                assert not ages[grown].any()
+        optimizer.zero_grad()
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+    assert exchanged > 10
+
+
+def test_only_the_window_before_a_change_is_observed(prepared) -> None:
+    source = prepared(sources(every=5, window=2, stop=100), {"w": torch.randn(4, 4)})
+    wanted = []
+    for step in range(12):
+        source.masks(step, 0)
+        if source.wants_gradients(step, 0):
+            wanted.append(step)
+            source.observe({"w": torch.randn(4, 4)})
+    assert wanted == [3, 4, 8, 9]
+
+
+@pytest.mark.parametrize("grow", ["gradient", "random"])
+@pytest.mark.parametrize("cut", [1, 3, 4, 5, 8])
+def test_a_resumed_run_is_the_run(stack, tokens, tmp_path, grow: str, cut: int) -> None:
+    def start(model: nn.Module):
+        optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+        policy = gp.Freeze(sources(grow=grow, window=2), params="blocks.*", frozen_state="zero")
+        return optimizer, gp.Freezer(model, optimizer, {"sparse": policy}, seed=3)
+
+    def train(model, optimizer, freezer, steps: range) -> None:
+        for step in steps:
+            freezer.begin_step(step)
+            optimizer.zero_grad()
+            model(tokens).square().mean().backward()
+            freezer.observe()
+            optimizer.step()
+
+    whole, first, second = (copy.deepcopy(stack) for _ in range(3))
+    train(whole, *start(whole), range(10))
+    optimizer, freezer = start(first)
+    train(first, optimizer, freezer, range(cut))
+    states = [each.state_dict() for each in (first, optimizer, freezer)]
+    torch.save(states, tmp_path / "run.pt")
+    optimizer, freezer = start(second)
+    for each, state in zip((second, optimizer, freezer), torch.load(tmp_path / "run.pt"), strict=True):
+        each.load_state_dict(state)
+    train(second, optimizer, freezer, range(cut, 10))
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"grow": "gradients"}, "did you mean 'gradient'"),
+        ({"distribution": "er"}, "did you mean 'erk'"),
+        ({"anneal": "cosine", "stop": None}, "needs the count that it ends at"),
+        ({"fraction": 2}, r"PruneAndGrow\.fraction"),
+        ({"density": 0.5, "every": 0}, "every"),
+    ],
+)
+def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        sources(**arguments)
+
+
+def test_without_an_end_the_exchanged_share_stays() -> None:
+    assert sources(stop=None).anneal == "constant"
+    assert sources().anneal == "cosine"
+
+
+def test_nothing_to_make_sparse_is_an_error(prepared) -> None:
+    with pytest.raises(PolicyError, match="two dimensions or more"):
+        prepared(sources(), {"bias": torch.zeros(3)})

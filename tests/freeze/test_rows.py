@@ -1,0 +1,85 @@
+"""Only some rows: new tokens, heads, any part of a tensor."""
+
+import pytest
+import torch
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+WIDTHS = {"w": torch.zeros(6, 4)}
+
+
+def rows_of(source, parameters=None) -> list[bool]:
+    source.setup(parameters or WIDTHS, seed=0)
+    mask = source.masks(0, 0)["w"]
+    assert mask.shape == (6, 1)
+    return mask.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([4, 5], [0, 0, 0, 0, 1, 1]),
+        ("4:", [0, 0, 0, 0, 1, 1]),
+        (slice(4, None), [0, 0, 0, 0, 1, 1]),
+        ([-1, 0], [1, 0, 0, 0, 0, 1]),
+        (2, [0, 0, 1, 0, 0, 0]),
+        ("1:6:2", [0, 1, 0, 1, 0, 1]),
+        (":-4", [1, 1, 0, 0, 0, 0]),
+        (range(3), [1, 1, 1, 0, 0, 0]),
+    ],
+)
+def test_rows_by_number_and_slice(rows, expected: list[int]) -> None:
+    assert rows_of(gp.masks.Rows(rows)) == [bool(flag) for flag in expected]
+
+
+def test_heads_are_rows_of_a_size(prepared) -> None:
+    assert rows_of(gp.masks.Rows([0, 2], size=2)) == [True, True, False, False, True, True]
+    columns = prepared(gp.masks.Rows([1], dim=1, size=2), WIDTHS).masks(0, 0)["w"]
+    assert columns.tolist() == [[False, False, True, True]] * 6
+
+
+def test_an_index_with_commas_means_that_part_of_the_tensor(prepared) -> None:
+    """The ``[b, c, m:]`` of a tensor."""
+    tensor = torch.zeros(2, 3, 5)
+    for text, part in (
+        ("1, 2, 3:", (1, 2, slice(3, None))),
+        ("[1, 2, 3:]", (1, 2, slice(3, None))),
+        ("0, :", (0,)),
+        ("..., :2", (..., slice(2))),
+    ):
+        expected = torch.zeros(2, 3, 5, dtype=torch.bool)
+        expected[part] = True
+        assert torch.equal(prepared(gp.masks.Rows(text), {"w": tensor}).masks(0, 0)["w"], expected)
+
+
+def test_only_these_rows_move(stack, tokens) -> None:
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.1))
+    policies = {"tokens": gp.Freeze(gp.masks.Rows("4:"), params="embed.weight")}
+    freezer = gp.Freezer(stack, optimizer, policies, seed=0)
+    before = stack.embed.weight.detach().clone()
+    freezer.begin_step(0)
+    stack(tokens).square().mean().backward()
+    freezer.observe()
+    optimizer.step()
+    assert torch.equal(stack.embed.weight[:4], before[:4])
+    assert (stack.embed.weight[4:] != before[4:]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": [6]}, "has no row 6; it has 6"),
+        ({"rows": "7:"}, "leaves none of the 6 rows"),
+        ({"rows": "a:b"}, "'a:b' is no number"),
+        ({"rows": [0.5]}, "has no row 0.5"),
+        ({"rows": [0], "dim": 2}, "has no dimension 2"),
+        ({"rows": [0], "size": 4}, "cannot be cut into pieces of 4"),
+        ({"rows": "1, 2, 3"}, "does not fit 'w'"),
+        ({"rows": "1, 9"}, "does not fit 'w'"),
+        ({"rows": "1, 2", "dim": 1}, "neither dim nor size"),
+    ],
+)
+def test_rows_that_do_not_exist_are_errors(prepared, arguments: dict, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        prepared(gp.masks.Rows(**arguments), WIDTHS)

@@ -1,0 +1,47 @@
+"""Exact selection, the same everywhere."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradpolicy.freeze.select import highest, highest_together, kept_of
+
+
+@given(
+    scores=st.lists(st.one_of(st.integers(-3, 3).map(float), st.floats(width=32)), min_size=1, max_size=40),
+    kept=st.integers(-1, 45),
+)
+@settings(max_examples=80, deadline=None)
+def test_exactly_so_many_are_marked_and_none_left_out_is_higher(scores: list[float], kept: int) -> None:
+    order = sorted(
+        range(len(scores)), key=lambda i: (-(-math.inf if math.isnan(scores[i]) else scores[i]), i)
+    )
+    expected = sorted(order[: max(kept, 0)])
+    marked = highest(torch.tensor(scores), kept)
+    assert marked.nonzero().flatten().tolist() == expected
+
+
+@given(density=st.floats(0.01, 1.0), count=st.integers(1, 60), seed=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_a_density_keeps_what_lies_at_or_above_the_percentile(density: float, count: int, seed: int) -> None:
+    scores = np.random.default_rng(seed).permutation(count).astype(np.float64)
+    kept = int((scores >= np.percentile(scores, (1 - density) * 100) - 1e-6).sum())
+    assert kept_of(density, count) == kept
+
+
+@pytest.mark.parametrize(
+    ("density", "count", "kept"), [(0.5, 10, 5), (0.1, 1000, 100), (1, 7, 7), (0, 7, 0), (0.3, 0, 0)]
+)
+def test_a_whole_share_is_kept_exactly(density: float, count: int, kept: int) -> None:
+    assert kept_of(density, count) == kept
+
+
+def test_together_means_the_highest_of_all() -> None:
+    scores = {"a": torch.tensor([[1.0, 9.0], [2.0, 8.0]]), "b": torch.tensor([7.0, 0.0])}
+    marked = highest_together(scores, 3)
+    assert marked["a"].tolist() == [[False, True], [False, True]]
+    assert marked["b"].tolist() == [True, False]

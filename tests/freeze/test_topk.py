@@ -1,0 +1,202 @@
+"""The entries that score highest: each score against its definition, windows, resume."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+BY_GRADIENT = ["gradient", "fisher", "movement"]
+
+
+@pytest.fixture
+def weights() -> dict[str, Tensor]:
+    return {"a": torch.randn(5, 4), "b": torch.randn(3, 2, 2), "c": torch.randn(7)}
+
+
+def gradients_like(parameters: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items()}
+
+
+def child_tuning_d(gradients: list[dict[str, Tensor]], reserve: float) -> dict[str, np.ndarray]:
+    """Which entries Child-Tuning_D's published code keeps: mean squares at or above their percentile."""
+    fisher = {name: sum(g[name].numpy() ** 2 for g in gradients) / len(gradients) for name in gradients[0]}
+    polar = np.percentile(np.concatenate([f.ravel() for f in fisher.values()]), (1 - reserve) * 100)
+    return {name: f >= polar for name, f in fisher.items()}
+
+
+@pytest.mark.parametrize("reserve", [0.1, 0.3, 0.55])
+def test_fisher_gives_the_masks_of_child_tuning_d(prepared, weights, reserve: float) -> None:
+    """Compared with the rule of the published code, which keeps too many where scores are equal."""
+    source = prepared(gp.masks.TopK(reserve, by="fisher", window=6, before="freeze"), weights)
+    seen = [gradients_like(weights, seed) for seed in range(6)]
+    for step, gradients in enumerate(seen):
+        assert source.wants_gradients(step, 0)
+        assert set(source.masks(step, 0).values()) == {False}
+        source.observe(gradients)
+    masks = source.masks(6, 0)
+    expected = child_tuning_d(seen, reserve)
+    assert all(np.array_equal(masks[name].numpy(), expected[name]) for name in weights)
+    assert not source.wants_gradients(7, 0)
+
+
+@pytest.mark.parametrize(
+    ("by", "score"),
+    [
+        ("gradient", lambda w, first, second: (first + second).abs()),
+        ("fisher", lambda w, first, second: first**2 + second**2),
+        ("movement", lambda w, first, second: -(w * first + w * second)),
+    ],
+)
+def test_scores_follow_their_definitions(prepared, weights, by: str, score) -> None:
+    source = prepared(gp.masks.TopK(0.25, by=by, window=2), weights)
+    first, second = gradients_like(weights, 0), gradients_like(weights, 1)
+    source.observe(first)
+    source.observe(second)
+    for name, given in source.scores().items():
+        torch.testing.assert_close(given, score(weights[name], first[name], second[name]))
+
+
+def test_weight_needs_no_gradient_and_chooses_at_once(prepared, weights) -> None:
+    source = prepared(gp.masks.TopK(0.5, by="weight", scope="tensor"), weights)
+    masks = source.masks(0, 0)
+    assert not source.needs_gradients
+    for name, weight in weights.items():
+        kept, left = weight.abs()[masks[name]], weight.abs()[~masks[name]]
+        assert kept.min() > left.max()
+        assert masks[name].sum() == (weight.numel() + 1) // 2
+
+
+def test_change_is_measured_from_the_first_weights(prepared, weights) -> None:
+    source = prepared(gp.masks.TopK(0.2, by="change", start=10), weights)
+    assert set(source.masks(9, 0).values()) == {True}
+    moved = gradients_like(weights, 3)
+    for name, weight in weights.items():
+        weight += moved[name]
+    masks = source.masks(10, 0)
+    chosen = torch.cat([moved[name].abs()[masks[name]] for name in weights])
+    left = torch.cat([moved[name].abs()[~masks[name]] for name in weights])
+    assert chosen.min() > left.max()
+
+
+def test_a_lottery_ticket_starts_again_from_the_first_weights(stack, tokens) -> None:
+    """LT-SFT: train all, choose by |w − w₀|, go back to w₀, train only what was chosen."""
+    first = copy.deepcopy(stack.state_dict())
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
+    policy = gp.Freeze(gp.masks.TopK(0.3, by="change", start=4, rewind=True), frozen_state="zero")
+    freezer = gp.Freezer(stack, optimizer, {"ticket": policy}, seed=0)
+    for step in range(8):
+        freezer.begin_step(step)
+        if step == 4:
+            assert all(torch.equal(stack.state_dict()[name], first[name]) for name in first)
+        optimizer.zero_grad()
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+    for name, parameter in stack.named_parameters():
+        frozen = ~freezer.mask_of(name)
+        assert torch.equal(parameter[frozen], first[name][frozen])
+    assert 0.25 < freezer.report()[0].active_share < 0.35
+
+
+def test_tensors_are_chosen_by_their_mean(prepared, weights) -> None:
+    source = prepared(gp.masks.TopK(0.5, by="fisher", level="tensor"), weights)
+    gradients = gradients_like(weights, 0)
+    source.observe(gradients)
+    order = sorted(gradients, key=lambda name: gradients[name].pow(2).mean().item())
+    assert source.masks(1, 0) == {name: name != order[0] for name in weights}
+
+
+def test_rows_are_chosen_by_their_mean(prepared, weights) -> None:
+    source = prepared(gp.masks.TopK(0.4, by="fisher", level="row"), weights)
+    gradients = gradients_like(weights, 0)
+    source.observe(gradients)
+    masks = source.masks(1, 0)
+    means = torch.cat([g.pow(2).reshape(len(g), -1).mean(1) for g in gradients.values()])
+    chosen = torch.cat([mask.flatten() for mask in masks.values()])
+    assert chosen.sum() == 6
+    assert means[chosen].min() > means[~chosen].max()
+    assert masks["b"].shape == (3, 1, 1)
+
+
+def test_the_choice_is_made_anew_by_the_timetable_from_the_last_window(prepared, weights) -> None:
+    source = prepared(gp.masks.TopK(0.25, window=2, every=5), weights)
+    wanted, changes, last = [], [], None
+    for step in range(14):
+        masks = source.masks(step, 0)
+        if masks is not last:
+            changes.append(step)
+        last = masks
+        if source.wants_gradients(step, 0):
+            wanted.append(step)
+            source.observe(gradients_like(weights, step))
+    assert changes == [0, 2, 5, 10]
+    assert wanted == [0, 1, 3, 4, 8, 9, 13]
+
+
+def test_gradients_that_are_not_finite_are_ignored(prepared, weights) -> None:
+    for bad in (float("nan"), float("inf")):
+        sources = [prepared(gp.masks.TopK(0.25, window=2), weights) for _ in range(2)]
+        for source in sources:
+            source.observe(gradients_like(weights, 0))
+        broken = gradients_like(weights, 1)
+        broken["a"][0, 0] = bad
+        sources[0].observe(broken)
+        assert set(sources[0].masks(2, 0).values()) == {True}
+        for source in sources:
+            source.observe(gradients_like(weights, 2))
+        pairs = [source.masks(3, 0) for source in sources]
+        assert all(torch.equal(pairs[0][name], pairs[1][name]) for name in weights)
+
+
+@pytest.mark.parametrize("by", BY_GRADIENT)
+@pytest.mark.parametrize("cut", range(1, 7))
+def test_a_resumed_run_makes_the_same_choices(prepared, weights, tmp_path, by: str, cut: int) -> None:
+    def run(source, steps: range) -> list[dict]:
+        choices = []
+        for step in steps:
+            choices.append(source.masks(step, 0))
+            if source.wants_gradients(step, 0):
+                source.observe(gradients_like(weights, step))
+        return choices
+
+    arguments = {"density": 0.25, "by": by, "window": 2, "every": 3}
+    whole = run(prepared(gp.masks.TopK(**arguments), weights), range(8))
+    first = prepared(gp.masks.TopK(**arguments), weights)
+    run(first, range(cut))
+    torch.save(first.state_dict(), tmp_path / "source.pt")
+    second = prepared(gp.masks.TopK(**arguments), weights)
+    second.load_state_dict(torch.load(tmp_path / "source.pt", weights_only=True))
+    for before, after in zip(whole[cut:], run(second, range(cut, 8)), strict=True):
+        assert all(torch.equal(torch.as_tensor(before[n]), torch.as_tensor(after[n])) for n in weights)
+
+
+def test_half_precision_gradients_are_summed_in_float32(prepared) -> None:
+    weights = {"w": torch.zeros(3, dtype=torch.bfloat16)}
+    source = prepared(gp.masks.TopK(0.4, window=300), weights)
+    for _ in range(300):
+        source.observe({"w": torch.tensor([1.0, 1.0 + 2**-7, 0.0], dtype=torch.bfloat16)})
+    assert source.scores()["w"].dtype == torch.float32
+    assert source.scores()["w"].tolist() == [300.0, 300.0 + 300 / 128, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"by": "fischer"}, "did you mean 'fisher'"),
+        ({"scope": "layer"}, "scope"),
+        ({"level": "column"}, "level"),
+        ({"before": "wait"}, "before"),
+        ({"rewind": True}, "by='change' only"),
+        ({"by": "change"}, "give start above 0"),
+        ({"window": 0}, "window"),
+    ],
+)
+def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        gp.masks.TopK(**arguments)
