@@ -94,7 +94,7 @@ def overlay(image: Tensor, attribution: Tensor) -> NDArray[np.float32]:
     """The attribution in colour over the image in pale grey, as (height, width, 3) in [0, 1]."""
     strength = relative(attribution)
     grey = displayable(image).mean(axis=-1, keepdims=True).repeat(3, axis=-1)
-    pale = 0.72 + 0.28 * grey
+    pale = 0.65 + 0.35 * grey
     colour = matplotlib.colormaps[COLOURS](SCALE(strength))[..., :3]
     share = np.sqrt(np.abs(strength))[..., None]
     return ((1 - share) * pale + share * colour).astype(np.float32)
@@ -134,9 +134,8 @@ def picture_grid(samples: Sequence[Sample], title: str, columns: int = 4) -> Fig
     for index, sample in enumerate(samples):
         pair = grid[index].subgridspec(1, 2, wspace=0.04)
         _draw(sample, figure.add_subplot(pair[0]), figure.add_subplot(pair[1]))
-    figure.text(
-        0.2 / width, 1 - 0.17 / height, title, va="top", fontsize=13, fontweight="bold", color=UNKNOWN
-    )
+    size = min(13.0, 115 * width / max(1, len(title)))
+    figure.text(0.2 / width, 1 - 0.17 / height, title, va="top", size=size, weight="bold", color=UNKNOWN)
     _add_scale(figure, width, height)
     return figure
 
@@ -161,7 +160,11 @@ def _draw(sample: Sample, left: Axes, right: Axes) -> None:
         for edge in axes.spines.values():
             edge.set_color("#d0d7de")
     caption = sample.caption if sample.title is None else f"{sample.title}: {sample.caption}"
-    left.set_title(caption, loc="left", fontsize=9, pad=4, color=sample.colour)
+    left.set_title(_at_most(caption, 44), loc="left", fontsize=9, pad=4, color=sample.colour)
+
+
+def _at_most(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def _add_scale(figure: Figure, width: float, height: float) -> None:

@@ -1,0 +1,168 @@
+"""The attribution program writes its pictures, and says in one line what is wrong with its input."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attribute
+import numpy as np
+import pytest
+import torch
+import yaml
+from attribute import Options, main, model_policies, read_options
+from lightning.pytorch import Trainer
+from PIL import Image
+
+from gradpolicy import Guided, Scale, Stop, StraightThrough, When
+from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet, named_models
+from gradpolicy.tasks.images import ImageShape
+from gradpolicy.tasks.named_models import NamedModel
+
+CONFIG: dict[str, Any] = {
+    "data": {"_target_": "gradpolicy.tasks.DigitsDataModule"},
+    "model": {
+        "_target_": "gradpolicy.tasks.Classifier",
+        "model": {"_target_": "gradpolicy.tasks.QuantizedConvNet", "width": 4},
+        "optimizer": {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1},
+    },
+    "policy": {"quantizer": {"_target_": "gradpolicy.StraightThrough", "ops": ["round"]}},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run, with a checkpoint and its config."""
+    directory = tmp_path_factory.mktemp("run")
+    module = Classifier(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
+    quiet = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
+    trainer = Trainer(max_steps=1, limit_val_batches=0, accelerator="cpu", **quiet)
+    trainer.fit(module, DigitsDataModule())
+    trainer.save_checkpoint(directory / "checkpoints" / "last.ckpt")
+    (directory / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    return directory
+
+
+@pytest.fixture
+def photographs(tmp_path: Path) -> Path:
+    directory = tmp_path / "photographs"
+    directory.mkdir()
+    for name, size in (("wide.png", (40, 20)), ("tall.jpg", (20, 40))):
+        pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(directory / name)
+    (directory / "notes.txt").write_text("no picture")
+    return directory
+
+
+@pytest.mark.parametrize("method", ["guided", "deconv", "gradient", "smoothgrad", "guided_gradcam"])
+def test_each_method_writes_overlays_and_a_grid(method: str, run: Path, tmp_path: Path) -> None:
+    arguments = [
+        f"ckpt_path={run}/checkpoints/last.ckpt",
+        f"method={method}",
+        f"output={tmp_path}",
+        "samples=2",
+    ]
+    assert main([*arguments, "images=test", "count=3"]) == 0
+    names = ["grid.png", "test_0000.png", "test_0001.png", "test_0002.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    colours = np.asarray(Image.open(tmp_path / "test_0000.png").convert("HSV"))
+    assert colours[..., 1].max() > 100  # an attribution of zero would leave it grey
+
+
+def test_pictures_of_a_directory_are_brought_to_the_size_of_the_model(run: Path, photographs: Path) -> None:
+    assert main([f"ckpt_path={run}", f"images={photographs}"]) == 0
+    written = {path.name for path in (run / "attributions" / "guided").iterdir()}
+    assert written == {"grid.png", "wide.png", "tall.png"}
+
+
+def test_one_class_can_be_asked_for(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        attribute,
+        "save_overlay",
+        lambda sample, path: (seen.append(sample), path.parent.mkdir(exist_ok=True)),
+    )
+    assert main([f"ckpt_path={run}", "target=7", "count=2", f"output={tmp_path / 'seven'}"]) == 0
+    assert [(sample.predicted, sample.truth) for sample in seen] == [("7", None)] * 2
+
+
+def test_a_model_by_name_is_attributed_with_the_names_of_its_classes(
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 2, 1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(72, 2)
+    )
+    named = NamedModel(network, network, ImageShape(3, 6, 6), ("cat", "dog"))
+    monkeypatch.setitem(named_models.LOADERS, "os", lambda package, name, pretrained: named)
+    arguments = ["model=os:tiny", f"images={photographs}", f"output={tmp_path}", "layer=0"]
+    assert main([*arguments, "method=guided_gradcam"]) == 0
+    assert (tmp_path / "grid.png").is_file()
+
+
+def test_settings_are_read_by_their_types() -> None:
+    options = read_options(["ckpt_path=epoch=3.ckpt", "count=5", "noise=0.5", "debug=true"])
+    assert options == Options(ckpt_path="epoch=3.ckpt", count=5, noise=0.5, debug=True)
+
+
+def test_policies_that_belong_to_the_model_hold_for_every_method() -> None:
+    always, in_test = StraightThrough(ops=["round"]), Scale(0.5, modules="a", when=When(phases=("test",)))
+    others = [Stop(modules="b"), Guided(when=When(phases=("test",)))]
+    assert model_policies([always, in_test, *others]) == (always, in_test)
+
+
+def wrong_inputs(run: Path, photographs: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
+    checkpoint = f"ckpt_path={run}/checkpoints/last.ckpt"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.png").write_text("no picture")
+    return {
+        "form": (["guided"], "guided: name=value needed"),
+        "name": ([checkpoint, "metod=guided"], "unknown setting 'metod'; did you mean 'method'"),
+        "method": ([checkpoint, "method=guidd"], "method: unknown attribution method 'guidd'"),
+        "type": ([checkpoint, "count=many"], "count: "),
+        "number": ([checkpoint, "count=0"], "count: 0 given"),
+        "neither": (["method=guided"], "either ckpt_path"),
+        "both": ([checkpoint, "model=timm:resnet18"], "either ckpt_path"),
+        "checkpoint": ([f"ckpt_path={tmp_path}/no.ckpt"], "ckpt_path: "),
+        "no config": ([f"ckpt_path={stray(run, tmp_path)}"], "config.yaml is absent"),
+        "images": ([checkpoint, f"images={tmp_path}/nowhere"], "images: "),
+        "no images": ([checkpoint, f"images={tmp_path}/empty"], "holds no picture"),
+        "broken image": ([checkpoint, f"images={tmp_path}/broken.png"], "cannot be read as a picture"),
+        "test of a model": (["model=timm:resnet18"], "has no test images"),
+        "package": (["model=keras:x", f"images={photographs}"], "timm:NAME or torchvision:NAME"),
+        "target": ([checkpoint, "target=10"], "classes 0 to 9, 10 given"),
+        "layer": ([checkpoint, "method=guided_gradcam", "layer=trnk"], "unknown module 'trnk'"),
+        "device": ([checkpoint, "device=abacus"], "device: 'abacus' cannot be used"),
+    }
+
+
+def stray(run: Path, tmp_path: Path) -> Path:
+    """A checkpoint that lies alone."""
+    path = tmp_path / "alone" / "checkpoints" / "last.ckpt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes((run / "checkpoints" / "last.ckpt").read_bytes())
+    return path
+
+
+CASES = ("form", "name", "method", "type", "number", "neither", "both", "checkpoint", "no config", "images")
+MORE_CASES = ("no images", "broken image", "test of a model", "package", "target", "layer", "device")
+
+
+@pytest.mark.parametrize("case", CASES + MORE_CASES)
+def test_wrong_input_gives_one_line_and_exit_code_2(
+    case: str, run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = wrong_inputs(run, photographs, tmp_path)[case]
+    assert main([*arguments, f"output={tmp_path}/out"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in Options.__dataclass_fields__)
+    assert main([]) == 2
