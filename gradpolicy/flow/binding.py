@@ -1,6 +1,7 @@
 """A rule as it stands in a model: whether it holds now, its scheduled numbers, and what it has met."""
 
 import itertools
+import warnings
 import weakref
 from collections import Counter
 
@@ -41,6 +42,7 @@ class Binding:
         self.matched: Counter[str] = Counter()
         self.without_gradient: set[str] = set()
         self.compiled = False
+        self.unseen: dict[str, str] = {}
         self._number_itself()
 
     def at(self, place: str, *, sums_broadcast: bool = False) -> BackwardRule:
@@ -58,6 +60,14 @@ class Binding:
         """Notes an operation that ran where no gradient is asked for, so that there was nothing to do."""
         if not torch.compiler.is_compiling():
             self.without_gradient.add(operation)
+
+    def note_unseen(self, call: str, reason: str) -> None:
+        """Keeps in mind, and says once, that a call could not be seen into."""
+        if torch.compiler.is_compiling():
+            note_unseen_traced(self.number, call, reason)
+        elif call not in self.unseen:
+            self.unseen[call] = reason
+            warnings.warn(f"policy {self.name!r} cannot see into {call}: {reason}", stacklevel=4)
 
     def update(self, phase: str, step: int, epoch: int) -> None:
         """Switches the rule on or off for a time, and sets its scheduled numbers."""
@@ -87,13 +97,25 @@ class Binding:
         self._number_itself()
 
 
-@torch.compiler.assume_constant_result
 def count_traced(number: int, place: str) -> None:
     """Counts while ``torch.compile`` traces; the compiled code holds nothing of it."""
     binding = _BINDINGS.get(number)
     if binding is not None:
         binding.matched[place] += 1
         binding.compiled = True
+
+
+def note_unseen_traced(number: int, call: str, reason: str) -> None:
+    """Notes while ``torch.compile`` traces that a call could not be seen into."""
+    binding = _BINDINGS.get(number)
+    if binding is not None:
+        binding.unseen.setdefault(call, reason)
+
+
+# What torch.compiler.assume_constant_result does, without its import of the whole compiler: the functions run
+# while tracing, and only then.
+for _function in (count_traced, note_unseen_traced):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _number(value: float) -> Tensor:

@@ -26,13 +26,19 @@ class OperationRule:
 
     def __init__(self, operation: Operation, binding: Binding) -> None:
         self.operation = operation
+        self.name = operation.name
         self.binding = binding
+        self.functions = operation.functions
         self.spellings = {function: spelling_of(function) for function in operation.functions}
         self.filters = binding.rule.gradient_filter is not None and not binding.detaches
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Whether the rule is for this call, and holds now."""
         return self.binding.active and self.operation.covers(function, args, kwargs)
+
+    def keeps_what_plain_keeps(self) -> bool:
+        """Whether a checkpoint's second run may be plain: a hook on the first run's node is all there is."""
+        return self.filters and torch.is_grad_enabled()
 
     def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Does the call; its gradient is the rule's."""

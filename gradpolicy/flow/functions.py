@@ -47,8 +47,10 @@ class BackwardRule:
     def filtered(self, grad: Tensor) -> Tensor:
         """The incoming gradient as the rule's gradient filter lets it through."""
         assert self.rule.gradient_filter is not None
-        result = self.rule.gradient_filter(grad, **self.rule.parameters)
-        result = self._checked(0, result, grad, grad)
+        returned = self.rule.gradient_filter(grad, **self.rule.parameters)
+        result = self._checked(0, returned, grad, grad)
+        if result is None:
+            raise self._error("returned None; a gradient filter returns a tensor")
         if self.meter is not None:
             self.meter.measure(grad, [result])
         return result

@@ -11,9 +11,12 @@ from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.calls import OperationRule
 from gradpolicy.flow.contradictions import check_boundaries, check_operations, check_parameters
 from gradpolicy.flow.operations import name_of
+from gradpolicy.flow.override import CallRule
+from gradpolicy.flow.owner import Owner
 from gradpolicy.flow.parameters import ParameterHook
 from gradpolicy.flow.places import find_places
 from gradpolicy.flow.report import Report, ReportRow
+from gradpolicy.flow.unseen import note_script_modules, unseen_calls
 from gradpolicy.flow.wrap import Scope, WrappedForward
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.where import plain_name
@@ -76,10 +79,16 @@ class Installed:
         check_operations(self.policies, self._places)
         check_boundaries(self.policies, self._places)
         check_parameters(self.policies, self._places)
+        self._has_operations = any(places.operations for places in self._places.values())
+        # Which policies act on a parameter, in the order in which its gradient is to meet them.
+        self._parameter_ids: dict[int, list[str]] = {}
+        for name, places in self._places.items():
+            for parameter in places.parameters.values():
+                self._parameter_ids.setdefault(id(parameter), []).append(name)
+        self.owner = Owner()
         self._scopes: dict[tuple[str, ...], Scope] = {}
         self._wraps: list[WrappedForward] = []
         self._hooks: list[ParameterHook] = []
-        self._meters_on = False
         try:
             self._put_on(entry_points)
         except BaseException:
@@ -94,8 +103,9 @@ class Installed:
 
     def remove(self) -> None:
         """Takes everything off in reverse; the model is then as it was found. Again does nothing."""
+        self.owner.installed = False
         while self._hooks:
-            self._hooks.pop().remove()
+            self._hooks.pop().take_off()
         while self._wraps:
             self._wraps.pop().take_off()
 
@@ -161,41 +171,65 @@ class Installed:
             else frozenset(),
             matched=dict(binding.matched),
             parameters=tuple(places.parameters),
+            unseen=dict(binding.unseen),
             compiled=binding.compiled,
         )
 
     def _put_on(self, entry_points: EntryPoints) -> None:
-        wrapped: set[int] = set()
+        done: set[int] = set()
         for raw_name, module in self.model.named_modules(remove_duplicate=False):
-            name = plain_name(raw_name)
-            if id(module) in wrapped:
+            # A compiled module only passes its calls on; what it compiles is wrapped.
+            if id(module) in done or "_orig_mod" in module._modules:
                 continue
-            scope = self._scope(module)
-            entering = self._boundary(name, module, "input")
-            leaving = self._boundary(name, module, "output")
-            if scope is None and entering is None and leaving is None:
-                continue
-            wrapped.add(id(module))
-            for method in entry_points.get(name, ("forward",)):
-                wrap = WrappedForward(module, method, scope, entering, leaving)
-                wrap.put_on()
-                self._wraps.append(wrap)
+            done.add(id(module))
+            self._wrap(plain_name(raw_name), module, entry_points)
         for name, places in self._places.items():
-            for parameter_name, parameter in places.parameters.items():
-                self._hooks.append(ParameterHook(parameter_name, parameter, self.bindings[name]))
+            note_script_modules(self.model, places.within, self.bindings[name])
+        for hook in self._hooks:
+            hook.put_on()
+
+    def _wrap(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
+        scope = self._scope(module)
+        entering = self._boundary(name, module, "input")
+        leaving = self._boundary(name, module, "output")
+        hooks = self._parameter_hooks(module) if self._parameter_ids else []
+        # The model itself is wrapped in any case: it watches over what its parts note.
+        if name and scope is None and entering is None and leaving is None and not hooks:
+            return
+        self._hooks += hooks
+        for method in entry_points.get(name, ("forward",)):
+            wrap = WrappedForward(
+                module, method, self.owner, scope=scope, entering=entering, leaving=leaving, hooks=hooks
+            )
+            wrap.put_on()
+            self._wraps.append(wrap)
 
     def _scope(self, module: nn.Module) -> Scope | None:
-        names = tuple(name for name, places in self._places.items() if id(module) in places.within)
-        if not names and not any(places.operations for places in self._places.values()):
+        if not self._has_operations:
             return None
+        names = tuple(name for name, places in self._places.items() if id(module) in places.within)
         if names not in self._scopes:
-            rules = [
+            rules: list[CallRule] = [
                 OperationRule(operation, self.bindings[name])
                 for name in names
                 for operation in self._places[name].operations
             ]
-            self._scopes[names] = Scope(id(self), rules)
+            for name in names:
+                rules += unseen_calls(self._places[name].operations, self.bindings[name])
+            self._scopes[names] = Scope(self.owner, rules)
         return self._scopes[names]
+
+    def _parameter_hooks(self, module: nn.Module) -> list[ParameterHook]:
+        """The hooks on the parameters that a module holds; a shared one is hooked once, with its first."""
+        found = []
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            for name in self._parameter_ids.pop(id(parameter), ()):
+                places = self._places[name]
+                full_name = next(key for key, value in places.parameters.items() if value is parameter)
+                found.append(ParameterHook(full_name, attribute, parameter, self.bindings[name]))
+        return found
 
     def _boundary(self, name: str, module: nn.Module, side: str) -> Boundary | None:
         found = [

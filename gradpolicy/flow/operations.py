@@ -151,7 +151,7 @@ def resolve_operation(specification: str | Function) -> Operation:
 
 def name_of(function: Function) -> str:
     """The name of the operation that a torch function is a spelling of, for messages."""
-    return _named_after(function) or getattr(function, "__name__", repr(function))
+    return _named_after(function) or str(getattr(function, "__name__", function))
 
 
 @dataclass(frozen=True)
@@ -207,10 +207,8 @@ def spelling_of(function: Function) -> Spelling:
     )
 
 
-_OPERATOR_STEMS = frozenset(
-    f"{stem}__"
-    for stem in "add and div floordiv lshift mod mul or pow rshift sub truediv xor matmul".split()
-)
+_OPERATORS = "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor"
+_OPERATOR_STEMS = frozenset(f"{stem}__" for stem in _OPERATORS.split(" "))
 
 
 def _canonical(name: str) -> str:

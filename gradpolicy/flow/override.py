@@ -18,9 +18,12 @@ from gradpolicy.flow.operations import (
     operation_names,
     resolve_operation,
 )
+from gradpolicy.flow.recomputation import checkpoints_above, has_graph, may_be_recomputed, refusal
+from gradpolicy.flow.unseen import UnseenCall, unseen_calls
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names
 
-Table = dict[Function, tuple[OperationRule, ...]]
+CallRule = OperationRule | UnseenCall
+Table = dict[Function, tuple[CallRule, ...]]
 
 
 class OperationMode(TorchFunctionMode):
@@ -29,6 +32,9 @@ class OperationMode(TorchFunctionMode):
     def __init__(self, table: Table) -> None:
         super().__init__()
         self.table = table
+
+    def check_recomputation(self, operation: str) -> None:
+        """Refuses an operation that a checkpoint would run again outside of this mode."""
 
     def missed(self, function: Function) -> None:
         """Is told of a function that no rule was for."""
@@ -40,10 +46,26 @@ class OperationMode(TorchFunctionMode):
         kwargs = kwargs or {}
         for operation_rule in self.table.get(func, ()):
             if operation_rule.covers(func, args, kwargs):
+                if may_be_recomputed() and not operation_rule.keeps_what_plain_keeps():
+                    self.check_recomputation(operation_rule.name)
                 return operation_rule.call(func, args, kwargs)
         if not torch.compiler.is_compiling():
             self.missed(func)
         return func(*args, **kwargs)
+
+
+class BlockMode(OperationMode):
+    """The mode of a block: knows whether checkpoints began around it or within."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table)
+        self.checkpoints = 0 if torch.compiler.is_compiling() else checkpoints_above()
+        self.has_graph = has_graph()
+
+    def check_recomputation(self, operation: str) -> None:
+        """Refuses an operation that a checkpoint would run again outside of this block."""
+        if self.has_graph and checkpoints_above() > self.checkpoints:
+            raise refusal(operation)
 
 
 class gradient_override(ContextDecorator):  # noqa: N801 - a context manager and decorator, named as one
@@ -74,17 +96,20 @@ class gradient_override(ContextDecorator):  # noqa: N801 - a context manager and
     def __init__(self, overrides: Mapping[str | Function, str | Rule | RuleFunction | Function]) -> None:
         if not isinstance(overrides, Mapping):
             raise PolicyError(f"gradient_override takes a dict of operation: rule, got {overrides!r}")
-        pairs = []
+        pairs: list[tuple[Operation, Binding]] = []
         for key, value in overrides.items():
             operation = resolve_operation(key)
             if any(operation == known for known, _ in pairs):
                 raise PolicyError(f"gradient_override: operation {operation.name!r} is named twice")
             pairs.append((operation, Binding(operation.name, as_rule(value))))
-        self._table = make_table(OperationRule(operation, binding) for operation, binding in pairs)
+        rules: list[CallRule] = [OperationRule(operation, binding) for operation, binding in pairs]
+        for operation, binding in pairs:
+            rules += unseen_calls([operation], binding)
+        self._table = make_table(rules)
         self._entered: list[OperationMode] = []
 
     def __enter__(self) -> "gradient_override":
-        mode = OperationMode(self._table)
+        mode = BlockMode(self._table)
         mode.__enter__()
         self._entered.append(mode)
         return self
@@ -93,11 +118,11 @@ class gradient_override(ContextDecorator):  # noqa: N801 - a context manager and
         self._entered.pop().__exit__(*exception)
 
 
-def make_table(rules: Iterable[OperationRule]) -> Table:
+def make_table(rules: Iterable[CallRule]) -> Table:
     """Sorts rules under every function that their operations arrive as, in order."""
     table: Table = {}
     for operation_rule in rules:
-        for function in operation_rule.operation.functions:
+        for function in operation_rule.functions:
             table[function] = (*table.get(function, ()), operation_rule)
     return table
 
@@ -142,7 +167,8 @@ class OwnDerivative:
         """The gradients of the operation's inputs."""
         function = self.operation.functional
         taken = self._accepted(inputs)
-        value, pull_back = torch.func.vjp(function, *inputs[:taken])
+        pulled: Any = torch.func.vjp(function, *inputs[:taken])
+        value, pull_back = pulled
         if value.shape != grad.shape:
             raise PolicyError(
                 f"operation {self.operation.name!r} gives shape {tuple(value.shape)} at the inputs of an "

@@ -8,20 +8,23 @@ import torch
 from torch import nn
 
 from gradpolicy.flow.boundary import Boundary, take_over_writes
-from gradpolicy.flow.calls import OperationRule, in_transform
+from gradpolicy.flow.calls import in_transform
 from gradpolicy.flow.operations import Function
-from gradpolicy.flow.override import OperationMode, Table, make_table
+from gradpolicy.flow.override import CallRule, OperationMode, Table, make_table
+from gradpolicy.flow.owner import Owner
+from gradpolicy.flow.parameters import ParameterHook
+from gradpolicy.flow.recomputation import checkpoints_above, has_graph, refusal
 
 
 class Scope:
     """The operation rules that hold in a module: one object for all modules with the same ones.
 
     Args:
-        owner: What tells one installation from another; equal in all its scopes.
+        owner: The installation.
         rules: The rules.
     """
 
-    def __init__(self, owner: int, rules: Sequence[OperationRule]) -> None:
+    def __init__(self, owner: Owner, rules: Sequence[CallRule]) -> None:
         self.owner = owner
         self.rules = tuple(rules)
         self.table: Table = make_table(self.rules)
@@ -41,6 +44,12 @@ class ScopeMode(OperationMode):
     def __init__(self, scope: Scope) -> None:
         super().__init__(scope.table)
         self.scope = scope
+        self.has_graph = has_graph()
+
+    def check_recomputation(self, operation: str) -> None:
+        """Refuses an operation that a checkpoint would run again outside of the wrapped forward."""
+        if self.has_graph and checkpoints_above(entered_by=_FORWARD):
+            raise refusal(operation)
 
     def missed(self, function: Function) -> None:
         """Remembers a function without a rule."""
@@ -56,50 +65,60 @@ class WrappedForward:
     Args:
         module: The module.
         method: The method that it stands for, ``"forward"`` as a rule.
+        owner: The installation.
         scope: The operation rules that hold within.
         entering: The rules at the module's input.
         leaving: The rules at its output.
+        hooks: The rules on its parameters.
     """
 
     def __init__(
         self,
         module: nn.Module,
         method: str,
-        scope: Scope | None,
-        entering: Boundary | None,
-        leaving: Boundary | None,
+        owner: Owner,
+        *,
+        scope: Scope | None = None,
+        entering: Boundary | None = None,
+        leaving: Boundary | None = None,
+        hooks: Sequence[ParameterHook] = (),
     ) -> None:
         self.module = module
         self.method = method
+        self.owner = owner
         self.scope = scope
         self.entering = entering
         self.leaving = leaving
+        self.hooks = tuple(hooks)
         # What stood in the module's own __dict__ before: another tool's wrapper, or nothing.
         self.inner: Callable | None = module.__dict__.get(method)
 
     @property
     def __wrapped__(self) -> Callable:
         """The forward that this stands for; ``inspect.signature`` and Lightning look for it here."""
-        return (
-            self.inner
-            if self.inner is not None
-            else getattr(type(self.module), self.method).__get__(self.module)
-        )
+        if self.inner is not None:
+            return self.inner
+        return getattr(type(self.module), self.method).__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward."""
-        if self.entering is None:
+        if in_transform():
+            return self._run(args, kwargs)
+        for hook in self.hooks:
+            hook.check(self.module)
+        owner = self.owner
+        if not torch.is_grad_enabled():
+            owner.note_checkpoint()
+            return self._run(args, kwargs)
+        if owner.builds_graph:
+            return self._run(args, kwargs)
+        owner.builds_graph = True
+        result = None
+        try:
             result = self._run(args, kwargs)
-        elif in_transform():
-            args, kwargs = self.entering.pass_through((args, kwargs))
-            result = self._run(args, kwargs)
-        else:
-            crossed: list = []
-            args, kwargs = self.entering.pass_through((args, kwargs), crossed)
-            versions = [tensor._version for tensor, _ in crossed]
-            result = self._run(args, kwargs)
-            take_over_writes(crossed, versions)
-        return result if self.leaving is None else self.leaving.pass_through(result)
+            return result
+        finally:
+            owner.finish(result)
 
     def put_on(self) -> None:
         """Takes the forward's place."""
@@ -128,6 +147,21 @@ class WrappedForward:
         )
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
+        entering, leaving = self.entering, self.leaving
+        if entering is None:
+            result = self._run_in_scope(args, kwargs)
+        elif in_transform():
+            args, kwargs = entering.pass_through((args, kwargs))
+            result = self._run_in_scope(args, kwargs)
+        else:
+            crossed: list = []
+            args, kwargs = entering.pass_through((args, kwargs), crossed)
+            versions = [tensor._version for tensor, _ in crossed]
+            result = self._run_in_scope(args, kwargs)
+            take_over_writes(crossed, versions)
+        return result if leaving is None else leaving.pass_through(result)
+
+    def _run_in_scope(self, args: tuple, kwargs: dict) -> Any:
         scope = self.scope
         if scope is None:
             return self._forward(args, kwargs)
@@ -150,11 +184,11 @@ class WrappedForward:
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
 
-def _mode_of(owner: int) -> ScopeMode | None:
+def _mode_of(owner: Owner) -> ScopeMode | None:
     """The mode of an installation on this thread's stack, if it is there."""
     for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
         mode = torch._C._get_function_stack_at(place)
-        if isinstance(mode, ScopeMode) and mode.scope.owner == owner:
+        if isinstance(mode, ScopeMode) and mode.scope.owner is owner:
             return mode
     return None
 
@@ -162,3 +196,6 @@ def _mode_of(owner: int) -> ScopeMode | None:
 def _move(mode: ScopeMode, scope: Scope) -> None:
     mode.scope = scope
     mode.table = scope.table
+
+
+_FORWARD = WrappedForward._forward.__code__
