@@ -9,16 +9,19 @@ decoupled decay: Loshchilov & Hutter 2019, arXiv:1711.05101; AMSGrad: Reddi et a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gradpolicy.optim.cohorts import CHUNK
-from gradpolicy.optim.packed import Held
 
+if TYPE_CHECKING:
+    from gradpolicy.optim.packed import Held
+
+Dense = Callable[["Job", Tensor], None]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST = "max_exp_avg_sq"
 
@@ -73,6 +76,7 @@ class Job:
         roots: sqrt(1 - b2^t) of each active slot.
         settings: the group's numbers.
         held: which blocks the moments and codes are of; None: all.
+        slots: highest slot of any code, frozen ones too, plus one.
     """
 
     parameter: Tensor
@@ -84,6 +88,7 @@ class Job:
     roots: list[float]
     settings: Settings
     held: Held | None = None
+    slots: int = 1
 
 
 def adam_entries(
@@ -125,8 +130,13 @@ def adam_entries(
     return parameter - step_size * (first / denominator), moments
 
 
-def run(job: Job) -> None:
-    """Carry out a job with plain torch operations, a cacheful of entries at a time."""
+def run(job: Job, dense: Dense | None = None) -> None:
+    """Carry out a job with torch operations, a cacheful of entries at a time.
+
+    Args:
+        job: what to do.
+        dense: does entries that all have their own code and moments; by default `dense`.
+    """
     tables = _tables(job)
     if job.block > 1:
         _run_rows(job, tables)
@@ -134,8 +144,7 @@ def run(job: Job) -> None:
         for positions, place in job.held.chunks():
             _gathered(job, job.parameter, job.gradient, positions, place, tables)
     else:
-        for start in range(0, job.parameter.numel(), CHUNK):
-            _dense(job, slice(start, start + CHUNK), tables)
+        (dense or dense_in_chunks)(job, tables)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -157,21 +166,30 @@ def _look_up(codes: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     return tables[0].index_select(0, slots), tables[1].index_select(0, slots)
 
 
-def _dense(job: Job, part: slice, tables: Tensor) -> None:
-    codes = job.codes[part]
-    active = codes < 0
-    if not active.any():
-        return
-    targets = [job.parameter[part], *(moment[part] for moment in job.moments)]
-    dtype = tables.dtype
-    # A frozen entry's gradient may be anything: its result is thrown away here.
-    values = [target.to(dtype) for target in targets]
-    step_size, root = _look_up(codes, tables)
-    new, moments = adam_entries(
-        values[0], job.gradient[part].to(dtype), values[1:], step_size, root, job.settings
-    )
-    for target, value in zip(targets, [new, *moments], strict=True):
-        torch.where(active, value.to(target.dtype), target, out=target)
+def dense_in_chunks(job: Job, tables: Tensor) -> None:
+    """Entries that all have their own code and moments."""
+    vectors = [job.parameter, job.gradient, *job.moments]
+    for start in range(0, job.parameter.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        dense([vector[part] for vector in vectors], job.codes[part], tables, job.settings)
+
+
+def dense(vectors: list[Tensor], codes: Tensor, tables: Tensor, settings: Settings) -> None:
+    """Update the active ones of a stretch of entries in place.
+
+    Args:
+        vectors: parameter, gradient and moments.
+        codes: a code an entry.
+        tables: step sizes and roots of the active slots.
+        settings: the group's numbers.
+    """
+    active, dtype = codes < 0, tables.dtype
+    parameter, gradient, *moments = (vector.to(dtype) for vector in vectors)
+    # A frozen entry's gradient may be anything: what comes of it is thrown away.
+    new, updated = adam_entries(parameter, gradient, moments, *_look_up(codes, tables), settings)
+    targets = [vectors[0], *vectors[2:]]
+    for target, value in zip(targets, [new, *updated], strict=True):
+        target.copy_(torch.where(active, value.to(target.dtype), target))
 
 
 def _gathered(

@@ -7,10 +7,15 @@ A record holds the mask (bool, as it was set) or the recipe that makes it, and t
 active entries share one and all frozen entries share one, else a small integer an entry and a table.
 `torch.distributed.checkpoint.state_dict` passes on "state" and "param_groups" alone, so that each param group
 refers to its records too.
+
+What `torch.distributed.checkpoint` loads must have the form of what it saved, whatever the processes have
+done before and however many they are. So the record of a sharded parameter always has the same three entries:
+the mask and the ages of each entry, sharded as the parameter, and the rest as text.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -18,7 +23,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.cohorts import Slots
-from gradpolicy.optim.layout import check_mask
+from gradpolicy.optim.layout import check_mask, is_sharded
 from gradpolicy.optim.tracked import Tracked
 
 KEY = "gradpolicy"
@@ -80,6 +85,8 @@ def _gather(groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _record(tracked: Tracked) -> dict[str, Any]:
     """One parameter's masks and ages."""
+    if is_sharded(tracked.parameter):
+        return _sharded_record(tracked)
     record: dict[str, Any] = {
         "frozen_state": tracked.frozen_state,
         "bias_correction": tracked.bias_correction,
@@ -93,6 +100,30 @@ def _record(tracked: Tracked) -> dict[str, Any]:
     return record
 
 
+def _sharded_record(tracked: Tracked) -> dict[str, Any]:
+    settings = {
+        "frozen_state": tracked.frozen_state,
+        "bias_correction": tracked.bias_correction,
+        "updates": tracked.updates,
+        "mask_shape": tracked.mask_shape,
+        "recipe": None if tracked.recipe is None else dict(tracked.recipe.state()),
+    }
+    mask, ages = tracked.entrywise()
+    return {"mask": mask, "ages": ages, "settings": json.dumps(settings)}
+
+
+def _restore_sharded(tracked: Tracked, record: dict[str, Any]) -> None:
+    settings = json.loads(record["settings"])
+    tracked.frozen_state = settings["frozen_state"]
+    tracked.bias_correction = settings["bias_correction"]
+    shape = None if settings["mask_shape"] is None else tuple(settings["mask_shape"])
+    tracked.restore_parts(record["mask"], record["ages"], shape, settings["updates"])
+    if settings["recipe"] is not None:
+        from gradpolicy.freeze.recipe import recipe_from_state
+
+        tracked.recipe = recipe_from_state(settings["recipe"])
+
+
 def _ages(tracked: Tracked) -> dict[str, Any]:
     slots = tracked.cohorts.slots
     ages: dict[str, Any] = {"active": list(slots.active), "frozen": list(slots.frozen)}
@@ -103,6 +134,9 @@ def _ages(tracked: Tracked) -> dict[str, Any]:
 
 def restore(tracked: Tracked, record: dict[str, Any], name: str) -> None:
     """Give a parameter the masks and ages of a record; its state is loaded already, and dense."""
+    if "settings" in record:
+        _restore_sharded(tracked, record)
+        return
     mask = record.get("mask")
     recipe = None
     if "recipe" in record:

@@ -188,9 +188,11 @@ def _age_after(old: Slots, pair: Pair, forget: bool) -> int:
 
 
 def _slots_after(old: Slots, pairs: list[Pair], forget: bool) -> Slots:
-    active = {_age_after(old, pair, forget) for pair in pairs if pair[0]}
-    frozen = {_age_after(old, pair, forget) for pair in pairs if not pair[0]}
-    return Slots(tuple(sorted(active)), tuple(sorted(frozen)))
+    """The ages that entries have after a change, each once; where it can be, an age keeps its slot."""
+    ordered = sorted(pairs, key=lambda pair: (pair[0] != pair[1], pair[2]))
+    ages = [(pair[0], _age_after(old, pair, forget)) for pair in ordered]
+    active, frozen = (dict.fromkeys(age for flag, age in ages if flag is side) for side in (True, False))
+    return Slots(tuple(active), tuple(frozen))
 
 
 def _transition(old: Slots, new: Slots, pairs: list[Pair], forget: bool) -> Tensor:
@@ -198,8 +200,16 @@ def _transition(old: Slots, new: Slots, pairs: list[Pair], forget: bool) -> Tens
     lowest = torch.iinfo(new.dtype).min
     active = {age: lowest + slot for slot, age in enumerate(new.active)}
     frozen = {age: slot for slot, age in enumerate(new.frozen)}
-    table = torch.zeros(2, 2, old.most, dtype=new.dtype)
-    for pair in pairs:
-        flag, was_active, slot = pair
-        table[int(flag), int(was_active), slot] = (active if flag else frozen)[_age_after(old, pair, forget)]
-    return table
+    table: list[list[list[int]]] = [[[], []], [[], []]]
+    for flag, was_active in ((False, False), (False, True), (True, False), (True, True)):
+        places = {
+            pair[2]: (active if flag else frozen)[_age_after(old, pair, forget)]
+            for pair in pairs
+            if pair[:2] == (flag, was_active)
+        }
+        # What cannot occur is filled so that the table has the simplest form.
+        stay = [slot + lowest * was_active for slot in range(old.most)]
+        other = [next(iter(places.values()), 0)] * old.most
+        row = stay if flag == was_active else other
+        table[flag][was_active] = [places.get(slot, row[slot]) for slot in range(old.most)]
+    return torch.tensor(table, dtype=new.dtype)

@@ -38,23 +38,6 @@ def entry_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     }
 
 
-def fill_frozen(flat: Tensor, active: Tensor, block: int, value: float) -> None:
-    """Set entries of frozen blocks to a value, in place.
-
-    Args:
-        flat: entries in memory order, viewed by nothing but this.
-        active: one flag a block.
-        block: entries that a flag governs.
-        value: what to write.
-    """
-    if block > 1:
-        flat.view(-1, block).index_fill_(0, (~active).nonzero().view(-1), value)
-        return
-    for start in range(0, flat.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        flat[part].masked_fill_(~active[part], value)
-
-
 class Keeper:
     """Kept copies of frozen entries: all of a tensor for entry masks, the frozen rows for row masks."""
 

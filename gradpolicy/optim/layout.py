@@ -19,18 +19,18 @@ from gradpolicy.errors import PolicyError
 
 def local_shard(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds: the tensor itself unless it is a DTensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def _local_mask(mask: Tensor, parameter: Tensor) -> Tensor:
+def local_mask(mask: Tensor, parameter: Tensor) -> Tensor:
     """This process's part of a mask. A plain mask is cut as the parameter is, without communication."""
-    if hasattr(mask, "to_local") or not hasattr(parameter, "to_local"):
+    if is_sharded(mask) or not is_sharded(parameter):
         return local_shard(mask)
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     sharded: Any = parameter
     placements = [
-        Replicate() if placement.is_shard() and mask.shape[placement.dim] == 1 else placement
+        Replicate() if placement.is_shard() and _is_one(mask.shape, parameter, placement.dim) else placement
         for placement in sharded.placements
     ]
     whole = mask.to(parameter.device)
@@ -116,7 +116,7 @@ class Layout:
             The flags (bool, 1-D, in memory order) and how many entries each governs: all of them for a
             whole-tensor mask, a row's worth for a row mask, one for an entry mask.
         """
-        own = _local_mask(mask, parameter).to(local_shard(parameter).device)
+        own = local_mask(mask, parameter).to(local_shard(parameter).device)
         if parameter.is_complex():
             own = own.unsqueeze(-1)
         own = own.permute(self.order)
@@ -141,45 +141,64 @@ class Layout:
         self, blocks: Tensor, block: int, parameter: Tensor, shape: Sequence[int] | None = None
     ) -> Tensor:
         """One value a block as a tensor broadcastable to the parameter, cut to `shape` where that is 1."""
-        value = self.unflatten(blocks, self.leading_of(block))
+        if is_sharded(parameter):
+            # Every rank must give its part of one tensor, however uniform that part is.
+            shape = parameter.shape if shape is None else shape
+        value = self._spread(blocks, block)
         if parameter.is_complex():
             value = value.select(-1, 0)
-        for dim, size in enumerate(shape or ()):
-            if size == 1 and value.shape[dim] > 1:
+        if shape is None:
+            return value
+        own = local_shard(parameter).shape
+        for dim in range(value.dim()):
+            if _is_one(shape, parameter, dim) and value.shape[dim] > 1:
                 value = value.narrow(dim, 0, 1)
-        if shape is not None:
-            full = tuple(
-                1 if size == 1 else own for size, own in zip(shape, local_shard(parameter).shape, strict=True)
-            )
-            value = value.expand(full)
-        return _global(value, parameter)
+        sizes = [1 if _is_one(shape, parameter, dim) else size for dim, size in enumerate(own)]
+        return as_sharded(value.expand(sizes), parameter, shape)
+
+    def _spread(self, blocks: Tensor, block: int) -> Tensor:
+        if not self.size:
+            return blocks.new_zeros(self.shape)
+        return self.unflatten(blocks, self.leading_of(block))
 
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _global(value: Tensor, parameter: Tensor) -> Tensor:
-    """Local values as a tensor like the parameter: a DTensor where that is one."""
-    if not hasattr(parameter, "to_local"):
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor, of which each process holds a part."""
+    return hasattr(tensor, "to_local")
+
+
+def _is_one(shape: Sequence[int], parameter: Tensor, dim: int) -> bool:
+    """Whether a mask of this shape has one value for all of a dimension."""
+    return shape[dim] == 1 and parameter.shape[dim] > 1
+
+
+def as_sharded(value: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
+    """Local values as a tensor like the parameter: a DTensor where that is one.
+
+    Args:
+        value: this process's part.
+        parameter: what it belongs to.
+        shape: shape of the whole; 1 where one value stands for a dimension.
+    """
+    if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import DTensor, Replicate
 
     sharded: Any = parameter
     placements = [
-        Replicate() if p.is_shard() and value.shape[p.dim] == 1 and parameter.shape[p.dim] > 1 else p
-        for p in sharded.placements
+        Replicate() if placement.is_shard() and _is_one(shape, parameter, placement.dim) else placement
+        for placement in sharded.placements
     ]
-    shape = [
-        full if any(p.is_shard(dim) for p in placements) else value.shape[dim]
-        for dim, full in enumerate(parameter.shape)
-    ]
-    stride = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
         value.contiguous(),
         sharded.device_mesh,
         placements,
         run_check=False,
         shape=torch.Size(shape),
-        stride=tuple(stride),
+        stride=stride,
     )

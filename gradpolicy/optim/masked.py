@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.optim import adam, checkpoint
-from gradpolicy.optim.general import entry_state, fill_frozen
-from gradpolicy.optim.layout import check_mask
-from gradpolicy.optim.tracked import FROZEN, PARTIAL, Tracked
+from gradpolicy.optim import checkpoint, moves
+from gradpolicy.optim.general import entry_state
+from gradpolicy.optim.layout import check_mask, is_sharded
+from gradpolicy.optim.tracked import FROZEN, FULL, Tracked
 
 FROZEN_STATES = ("keep", "zero", "drop")
 BIAS_CORRECTIONS = ("entry", "tensor")
@@ -244,12 +244,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
         Call it before clipping, so that masked gradients do not count in the norm. `step` is right without.
         """
         for tracked in self._tracked.values():
-            if tracked.kind is FROZEN:
+            if tracked.drops_gradient:
                 tracked.parameter.grad = None
-            elif tracked.kind is PARTIAL and tracked.parameter.grad is not None:
+            elif tracked.kind is not FULL and tracked.parameter.grad is not None:
                 self._check_gradient(tracked.parameter)
                 flat = tracked.layout.flat(tracked.parameter.grad)
-                fill_frozen(flat, *tracked.active_flags(), 0.0)
+                moves.fill_frozen(flat, *tracked.active_flags(), 0.0)
                 tracked.layout.write_back(flat, tracked.parameter.grad)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -312,11 +312,14 @@ class MaskedOptimizer(torch.optim.Optimizer):
         for tracked in stepped:
             tracked.count_update()
         scale = getattr(self, "grad_scale", None)
+        jobs = []
         for tracked, gradient in gradients.items():
             assert gradient is not None
             group = groups[tracked.parameter]
             job = tracked.job(group, 1.0 if scale is None else float(scale), gradient)
-            adam.run(job)
+            jobs.append((tracked, job, group))
+        moves.update([job for _, job, _ in jobs])
+        for tracked, job, group in jobs:
             tracked.finish(job, group)
         self._effective_steps += 1
         return result
@@ -327,7 +330,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             assert tracked.keeper is not None
             if closure is None and tracked.parameter.grad is not None:
                 flat = tracked.layout.flat(tracked.parameter.grad)
-                fill_frozen(flat, *tracked.active_flags(), 0.0)
+                moves.fill_frozen(flat, *tracked.active_flags(), 0.0)
                 tracked.layout.write_back(flat, tracked.parameter.grad)
             tracked.keeper.saved.clear()
             tracked.keeper.save("", tracked.parameter)
@@ -406,6 +409,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if is_sharded(parameter) and parameter not in self._tracked:
+                self._track(parameter)
         result = checkpoint.save(self.inner, self._tracked, self._effective_steps)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)

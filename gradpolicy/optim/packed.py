@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gradpolicy.optim import native
+
 GRAIN = 1 << 15
 """Entries between two stored counts, so that work can start in the middle of a tensor."""
 
@@ -16,6 +18,14 @@ def _pack_bits(flags: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(flags.view(torch.uint8), (0, -flags.numel() % 8)).view(-1, 8)
     weights = (1 << torch.arange(8, device=flags.device)).to(torch.uint8)
     return (padded * weights).sum(1, dtype=torch.uint8)
+
+
+def _bits(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """All bits, and how many are set in each GRAIN."""
+    parts = flags.split(GRAIN)
+    return torch.cat([_pack_bits(part) for part in parts]), torch.stack(
+        [part.count_nonzero() for part in parts]
+    )
 
 
 def _unpack_bits(bits: Tensor, count: int) -> Tensor:
@@ -43,9 +53,8 @@ class Held:
             self.rows = flags.nonzero().view(-1)
             self.count = self.rows.numel()
             return
-        parts = [flags[start : start + GRAIN] for start in range(0, self.size, GRAIN)]
-        self.bits = torch.cat([_pack_bits(part) for part in parts])
-        counts = torch.stack([part.count_nonzero() for part in parts]).cumsum(0)
+        self.bits, counts = native.bits(flags) or _bits(flags)
+        counts = counts.cumsum(0)
         self.count = int(counts[-1])
         self.offsets = torch.nn.functional.pad(counts, (1, 0))
 
@@ -55,13 +64,20 @@ class Held:
         tensors = [tensor for tensor in (self.bits, self.offsets, self.rows) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    @property
+    def _index(self) -> tuple[Tensor, Tensor]:
+        assert self.bits is not None
+        assert self.offsets is not None
+        return self.bits, self.offsets
+
     def flags(self) -> Tensor:
         """One flag a block."""
         if self.rows is not None:
             flags = torch.zeros(self.size // self.block, dtype=torch.bool, device=self.rows.device)
             flags[self.rows] = True
             return flags
-        return torch.cat([flags for _, flags in self._flag_chunks()])
+        assert self.bits is not None
+        return self.unpack(torch.ones(self.count, dtype=torch.uint8, device=self.bits.device)).bool()
 
     def chunks(self) -> Iterator[tuple[Tensor, slice]]:
         """For each GRAIN of entries: the positions of those held, and their place in packed memory."""
@@ -83,9 +99,19 @@ class Held:
         if self.rows is not None:
             return values.view(-1, block).index_select(0, self.rows).view(-1)
         packed = torch.empty(self.count, dtype=values.dtype, device=values.device)
+        if native.repack(None, self._index, values, packed, self.size):
+            return packed
         for positions, place in self.chunks():
             torch.index_select(values, 0, positions, out=packed[place])
         return packed
+
+    def move(self, packed: Tensor, other: Held) -> Tensor:
+        """What is held here as `other` holds it, 0 for newcomers."""
+        if self.rows is None and other.rows is None:
+            result = torch.empty(other.count, dtype=packed.dtype, device=packed.device)
+            if native.repack(self._index, other._index, packed, result, self.size):
+                return result
+        return other.pack(self.unpack(packed))
 
     def unpack(self, packed: Tensor, block: int | None = None) -> Tensor:
         """The whole tensor again, 0 where nothing is held."""
@@ -93,6 +119,8 @@ class Held:
         values = torch.zeros(self.size // self.block * block, dtype=packed.dtype, device=packed.device)
         if self.rows is not None:
             values.view(-1, block).index_copy_(0, self.rows, packed.view(-1, block))
+            return values
+        if native.repack(self._index, None, packed, values, self.size):
             return values
         for positions, place in self.chunks():
             values[positions] = packed[place]

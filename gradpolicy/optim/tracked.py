@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import adam
+from gradpolicy.optim import adam, moves
 from gradpolicy.optim.cohorts import Cohorts, Slots
-from gradpolicy.optim.general import Keeper, empty_value, entry_state, fill_frozen
-from gradpolicy.optim.layout import Layout, local_shard
+from gradpolicy.optim.general import Keeper, empty_value, entry_state
+from gradpolicy.optim.layout import Layout, as_sharded, is_sharded, local_mask, local_shard
 from gradpolicy.optim.packed import Held
 
 FROZEN, PARTIAL, FULL = "frozen", "partial", "full"
@@ -53,6 +54,7 @@ class Tracked:
         self.kind = FULL
         self.active_entries = self.layout.size
         self.keeper: Keeper | None = None
+        self.empty_part: Tensor | None = None
         self.updates = _steps(inner.state.get(parameter, {}))
         self.cohorts = Cohorts(self.layout.size, self.updates, local_shard(parameter).device)
 
@@ -74,11 +76,12 @@ class Tracked:
         if mask is None:
             mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool)
         if not self.layout.size:
+            self.empty_part = local_mask(mask, self.parameter)
             return
         flags, block = self._take_flags(mask)
         old = self.held
         self._unpack_codes()
-        self.cohorts.change(flags, block, self.forgets)
+        self.cohorts.change(flags, block, self.forgets, moves.recode)
         self._move_state(old)
         self._ready_keeper()
 
@@ -99,20 +102,37 @@ class Tracked:
 
     def mask(self) -> Tensor:
         """The mask as it was set."""
-        if self.mask_shape is None or not self.layout.size:
+        if self.mask_shape is None:
             return torch.ones((), dtype=torch.bool, device=self.parameter.device).expand(self.parameter.shape)
+        if self.empty_part is not None:
+            return as_sharded(self.empty_part, self.parameter, self.mask_shape)
         flags = self._blockwise(self.cohorts.active())
         return self.layout.logical(flags, self.cohorts.block, self.parameter, self.mask_shape)
 
     def ages(self) -> Tensor:
         """Each entry's age, as coarse as the masks were."""
-        if not self.layout.size:
-            return torch.zeros(self.parameter.shape, dtype=torch.int64)
         return self.layout.logical(self._blockwise(self.cohorts.ages()), self.cohorts.block, self.parameter)
 
+    def entrywise(self) -> tuple[Tensor, Tensor]:
+        """A flag and an age (int32) for each entry, in the parameter's shape and sharded as it is."""
+        shape, block = self.parameter.shape, self.cohorts.block
+        active, ages = self._blockwise(self.cohorts.active()), self._blockwise(self.cohorts.ages())
+        mask = self.layout.logical(active, block, self.parameter, shape)
+        return mask, self.layout.logical(ages.int(), block, self.parameter, shape)
+
+    @property
+    def drops_gradient(self) -> bool:
+        """Whether the whole gradient goes; of a sharded parameter on every process alike."""
+        if not is_sharded(self.parameter):
+            return self.kind is FROZEN
+        one_flag = self.mask_shape is not None and prod(self.mask_shape) == 1 < self.parameter.numel()
+        if self.empty_part is not None:
+            return one_flag and not bool(self.empty_part)
+        return one_flag and self.kind is FROZEN
+
     def active_flags(self) -> tuple[Tensor, int]:
-        """One flag a block, and the entries a flag governs."""
-        active = self.held.flags() if self.held is not None else self.cohorts.active()
+        """One flag (or code, below 0 where active) a block, and the entries it governs."""
+        active = self.held.flags() if self.held is not None else self.cohorts.codes
         return active, self.cohorts.block
 
     def _blockwise(self, values: Tensor) -> Tensor:
@@ -166,26 +186,30 @@ class Tracked:
         if self.held is not None:
             self.cohorts.codes = self.held.unpack(self.cohorts.codes, 1)
 
-    def _pack(self) -> None:
-        """Hold memory for active blocks alone."""
+    def _pack(self, old: Held | None = None) -> None:
+        """Hold memory for active blocks alone; `old` tells what the state holds now, None: everything."""
         self.held = Held(self.cohorts.active(), self.cohorts.block)
         self.cohorts.codes = self.held.pack(self.cohorts.codes, 1)
-        for key, value in entry_state(self.state, self.parameter).items():
-            self.state[key] = self.held.pack(self.layout.flat(value))
+        for key, value in self.state.items():
+            if key != "step":
+                self.state[key] = (
+                    old.move(value, self.held) if old else self.held.pack(self.layout.flat(value))
+                )
 
     def _move_state(self, old: Held | None) -> None:
         """Bring the optimizer's state in line with new flags."""
-        if old is not None:
+        packs = self.kind is PARTIAL and self.exact and self.frozen_state == "drop"
+        if packs:
+            self._pack(old)
+        elif old is not None:
             for key, value in self.state.items():
                 if key != "step":
                     self.state[key] = self._spread(value)
             self.held = None
         if self.kind is FROZEN and self.forgets:
             self._empty_whole()
-        elif self.kind is PARTIAL and self.forgets:
+        elif self.kind is PARTIAL and self.forgets and not packs:
             self._empty_frozen()
-            if self.exact and self.frozen_state == "drop":
-                self._pack()
         if self.exact and self.cohorts.uniform and self.kind is FULL and self.bias_correction == "entry":
             self._set_step(self.cohorts.slots.active[0])
 
@@ -193,7 +217,7 @@ class Tracked:
         active, block = self.active_flags()
         for key, value in entry_state(self.state, self.parameter).items():
             flat = self.layout.flat(value)
-            fill_frozen(flat, active, block, empty_value(self.inner, key, self._group()))
+            moves.fill_frozen(flat, active, block, empty_value(self.inner, key, self._group()))
             self.layout.write_back(flat, value)
 
     def _empty_whole(self) -> None:
@@ -270,6 +294,49 @@ class Tracked:
             self._empty_whole()
         self._ready_keeper()
 
+    def restore_parts(self, mask: Tensor, ages: Tensor, shape: tuple[int, ...] | None, updates: int) -> None:
+        """Take flags and ages of each entry, of which this process keeps its part.
+
+        Args:
+            mask: bool, the parameter's shape; as sharded as the parameter, or plain.
+            ages: whole numbers, the parameter's shape.
+            shape: shape of the mask as it was set.
+            updates: the tensor's own step count.
+        """
+        self.held, self.updates = None, updates
+        if self.layout.size:
+            flags, _ = self.layout.blocks_of(mask, self.parameter)
+            values, numbers = torch.unique(
+                self.layout.blocks_of(ages, self.parameter)[0], return_inverse=True
+            )
+            slots = Slots(tuple(values.tolist()), tuple(values.tolist()))
+            block = self._coarsest(numbers, flags)
+            numbers = numbers.view(-1, block)[:, 0].to(slots.dtype)
+            lowest = torch.iinfo(slots.dtype).min
+            codes = torch.where(flags.view(-1, block)[:, 0], numbers + lowest, numbers)
+            self.cohorts = Cohorts.restored(codes, block, slots)
+            self.set_mask(self._cut(mask, shape))
+        self.mask_shape = shape
+
+    def _coarsest(self, *vectors: Tensor) -> int:
+        """The largest block of entries within which every vector has one value."""
+        physical = self.layout.physical_shape
+        for leading in range(len(physical) + 1):
+            block = prod(physical[leading:])
+            rows = [vector.view(-1, block) for vector in vectors]
+            if all(bool((row == row[:, :1]).all()) for row in rows):
+                return block
+        return 1
+
+    def _cut(self, mask: Tensor, shape: tuple[int, ...] | None) -> Tensor | None:
+        """A mask of each entry as the coarse one that it came of."""
+        if shape is None:
+            return None
+        own = local_mask(mask, self.parameter)
+        for dim, size in enumerate(shape):
+            own = own.narrow(dim, 0, 1) if size == 1 and own.shape[dim] > 1 else own
+        return as_sharded(own, self.parameter, shape)
+
     def adopt_state(self) -> None:
         """Take the optimizer's state as it now stands, dense and of one age, under the present mask."""
         mask = None if self.mask_shape is None else self.mask()
@@ -286,7 +353,7 @@ class Tracked:
                 self.keeper.restore(key, value)
                 continue
             flat = self.layout.flat(value)
-            fill_frozen(flat, active, block, empty_value(self.inner, key, self._group()))
+            moves.fill_frozen(flat, active, block, empty_value(self.inner, key, self._group()))
             self.layout.write_back(flat, value)
 
     # --- updates
@@ -324,6 +391,7 @@ class Tracked:
             roots,
             settings,
             self.held,
+            self.cohorts.slots.most,
         )
 
     def finish(self, job: adam.Job, group: dict[str, Any]) -> None:

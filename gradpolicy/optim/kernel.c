@@ -1,0 +1,265 @@
+/* Masked Adam and the moves that masks need, for a CPU. native.py compiles it and mirrors `job`.
+ * Frozen entries are written back with the bits that were read, or not at all. */
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+
+#define GRAIN 32768 /* entries a thread takes at once; the same as in packed.py */
+#define TILE 256
+#define MOST_THREADS 64
+
+typedef struct {
+    void *parameter;
+    const void *gradient;
+    void *first, *second, *largest;            /* largest: NULL without AMSGrad */
+    const void *codes;                         /* below 0: active; the low bits are the slot */
+    const int64_t *rows;                       /* active rows, or NULL */
+    const uint8_t *bits;                       /* which entries are held, or NULL */
+    const int64_t *offsets;                    /* held entries before each GRAIN */
+    const void *corrections;                   /* step size and 1 / root of each slot, or a single pair */
+    int64_t slots, size, block;                /* size: entries to walk */
+    int32_t code_bytes, type, packed, maximize, decoupled, unused;
+    double lr, beta1, beta2, eps, weight_decay, scale;
+} job;
+
+static inline int64_t slot_at(const job *j, int64_t i)
+{
+    if (j->code_bytes == 1) return ((const uint8_t *)j->codes)[i] & 0x7f;
+    if (j->code_bytes == 2) return ((const uint16_t *)j->codes)[i] & 0x7fff;
+    return ((const uint32_t *)j->codes)[i] & 0x7fffffff;
+}
+
+/* Codes as bytes that keep their sign. */
+static inline const int8_t *signs(const job *j, int64_t at, int64_t n, int8_t *buffer)
+{
+    if (j->code_bytes == 1) return (const int8_t *)j->codes + at;
+    if (j->code_bytes == 2) for (int64_t i = 0; i < n; i++) buffer[i] = -(((const int16_t *)j->codes)[at + i] < 0);
+    else for (int64_t i = 0; i < n; i++) buffer[i] = -(((const int32_t *)j->codes)[at + i] < 0);
+    return buffer;
+}
+
+static inline int any_active(const int8_t *sign, int64_t n)
+{
+    int8_t all = 0;
+    for (int64_t i = 0; i < n; i++) all |= sign[i];
+    return all < 0;
+}
+
+static inline uint64_t word_at(const uint8_t *bits, int64_t base, int64_t size)
+{
+    uint64_t word = 0;
+    const int64_t left = (size - base + 7) / 8;
+    memcpy(&word, bits + base / 8, left < 8 ? left : 8);
+    return word;
+}
+
+static inline float from_bfloat(uint16_t bits)
+{
+    const uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+static inline uint16_t to_bfloat(float value) /* to nearest, ties to even */
+{
+    uint32_t wide;
+    memcpy(&wide, &value, 4);
+    const uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+    return (uint16_t)(value != value ? 0x7fc0 : rounded);
+}
+
+#define REAL float
+#define STORAGE float
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#define ROOT sqrtf
+#define NAME(x) x##_float
+#include "kernel_adam.c"
+
+#define REAL double
+#define STORAGE double
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#define ROOT sqrt
+#define NAME(x) x##_double
+#include "kernel_adam.c"
+
+#define REAL float
+#define STORAGE uint16_t
+#define LOAD(x) from_bfloat(x)
+#define STORE(x) to_bfloat(x)
+#define ROOT sqrtf
+#define NAME(x) x##_bfloat
+#include "kernel_adam.c"
+
+/* --- threads: each takes the next part until none is left */
+
+typedef void (*part_function)(const void *context, int64_t part);
+typedef struct { part_function run; const void *context; int64_t parts, next; } crew;
+
+static void *work(void *argument)
+{
+    crew *c = (crew *)argument;
+    for (;;) {
+        const int64_t part = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
+        if (part >= c->parts) return NULL;
+        c->run(c->context, part);
+    }
+}
+
+static void in_parallel(part_function run, const void *context, int64_t parts, int threads)
+{
+    crew c = {run, context, parts, 0};
+    pthread_t helpers[MOST_THREADS];
+    int started = 0;
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    if (threads > parts) threads = (int)parts;
+    while (started < threads - 1 && pthread_create(&helpers[started], NULL, work, &c) == 0) started++;
+    work(&c);
+    for (int i = 0; i < started; i++) pthread_join(helpers[i], NULL);
+}
+
+typedef struct { const job *jobs; int64_t count; const int64_t *first_parts; } schedule;
+
+static void adam_part(const void *context, int64_t part)
+{
+    const schedule *s = (const schedule *)context;
+    int64_t low = 0, high = s->count;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (s->first_parts[middle] <= part) low = middle; else high = middle;
+    }
+    const job *j = s->jobs + low;
+    const int64_t start = (part - s->first_parts[low]) * GRAIN;
+    const int64_t stop = start + GRAIN < j->size ? start + GRAIN : j->size;
+    if (j->type == 0) part_float(j, start, stop);
+    else if (j->type == 1) part_double(j, start, stop);
+    else part_bfloat(j, start, stop);
+}
+
+/* Carries out jobs; first_parts[i] is the number of GRAINs in the jobs before i, first_parts[count] in all. */
+void gradpolicy_adam(const job *jobs, int64_t count, const int64_t *first_parts, int threads)
+{
+    const schedule s = {jobs, count, first_parts};
+    in_parallel(adam_part, &s, first_parts[count], threads);
+}
+
+/* --- codes and flags */
+
+typedef struct { const uint8_t *codes, *mask, *table; uint8_t *result; int64_t size; int8_t thaw, freeze; } recoding;
+
+static void recode_part(const void *context, int64_t part)
+{
+    const recoding *r = (const recoding *)context;
+    const int64_t start = part * GRAIN, stop = start + GRAIN < r->size ? start + GRAIN : r->size;
+    const int8_t *codes = (const int8_t *)r->codes;
+    if (r->thaw) {
+        for (int64_t i = start; i < stop; i++) {
+            const int8_t on = codes[i] < 0 ? codes[i] : r->thaw, off = codes[i] < 0 ? r->freeze : codes[i];
+            r->result[i] = (uint8_t)(r->mask[i] ? on : off);
+        }
+        return;
+    }
+    for (int64_t i = start; i < stop; i++) r->result[i] = r->table[(int64_t)r->mask[i] << 8 | r->codes[i]];
+}
+
+/* New byte codes from old ones and flags (0 or 1), by a table of [flag][old code]. With `thaw` (below 0) all that
+ * thaw get that code, all that freeze get `freeze`, and the others stay. `result` may be `codes`. */
+void gradpolicy_recode(const uint8_t *codes, const uint8_t *mask, const uint8_t *table, uint8_t *result, int64_t size,
+                       int thaw, int freeze, int threads)
+{
+    const recoding r = {codes, mask, table, result, size, (int8_t)thaw, (int8_t)freeze};
+    in_parallel(recode_part, &r, (size + GRAIN - 1) / GRAIN, threads);
+}
+
+typedef struct { void *values; const uint8_t *active; int64_t size; int32_t bytes; uint8_t bit; } clearing;
+
+#define CLEAR(TYPE) \
+    for (int64_t i = start; i < stop; i++) ((TYPE *)c->values)[i] = c->active[i] & bit ? ((TYPE *)c->values)[i] : 0
+
+static void clear_part(const void *context, int64_t part)
+{
+    const clearing *c = (const clearing *)context;
+    const int64_t start = part * GRAIN, stop = start + GRAIN < c->size ? start + GRAIN : c->size;
+    const uint8_t bit = c->bit;
+    if (c->bytes == 2) CLEAR(uint16_t);
+    else if (c->bytes == 4) CLEAR(uint32_t);
+    else CLEAR(uint64_t);
+}
+
+/* Zeroes values (2, 4 or 8 bytes each) where `bit` of the flag is 0. */
+void gradpolicy_clear(void *values, const uint8_t *active, int64_t size, int32_t bytes, int bit, int threads)
+{
+    const clearing c = {values, active, size, bytes, (uint8_t)bit};
+    in_parallel(clear_part, &c, (size + GRAIN - 1) / GRAIN, threads);
+}
+
+/* --- packed memory */
+
+typedef struct { const uint8_t *flags; uint8_t *bits; int64_t *counts, size; } bitting;
+
+static void bits_part(const void *context, int64_t part)
+{
+    const bitting *b = (const bitting *)context;
+    const int64_t start = part * GRAIN, stop = start + GRAIN < b->size ? start + GRAIN : b->size;
+    int64_t count = 0;
+    for (int64_t base = start; base < stop; base += 8) {
+        uint8_t byte = 0;
+        for (int64_t i = 0; i < 8 && base + i < stop; i++) byte |= (uint8_t)(b->flags[base + i] << i);
+        b->bits[base / 8] = byte;
+        count += __builtin_popcount(byte);
+    }
+    b->counts[part] = count;
+}
+
+/* Eight flags a byte, and how many are set in each GRAIN. */
+void gradpolicy_bits(const uint8_t *flags, uint8_t *bits, int64_t *counts, int64_t size, int threads)
+{
+    const bitting b = {flags, bits, counts, size};
+    in_parallel(bits_part, &b, (size + GRAIN - 1) / GRAIN, threads);
+}
+
+typedef struct {
+    const uint8_t *old_bits, *new_bits;
+    const int64_t *old_offsets, *new_offsets;
+    const void *old;
+    void *result;
+    int64_t size;
+    int32_t bytes;
+} repacking;
+
+/* `rank` counts the old entries before `base`. */
+#define REPACK(TYPE) do { \
+    const TYPE *from = (const TYPE *)r->old; TYPE *to = (TYPE *)r->result; \
+    for (int64_t base = start; base < stop; base += 64) { \
+        const uint64_t had = r->old_bits ? word_at(r->old_bits, base, r->size) : ~0ull; \
+        uint64_t wanted = r->new_bits ? word_at(r->new_bits, base, r->size) : ~0ull; \
+        if (stop - base < 64) wanted &= (1ull << (stop - base)) - 1; \
+        for (; wanted; wanted &= wanted - 1) { \
+            const int bit = __builtin_ctzll(wanted); \
+            const int64_t before = r->old_bits ? __builtin_popcountll(had & ((1ull << bit) - 1)) : bit; \
+            to[at++] = had >> bit & 1 ? from[rank + before] : 0; \
+        } \
+        rank += r->old_bits ? __builtin_popcountll(had) : 64; \
+    } } while (0)
+
+static void repack_part(const void *context, int64_t part)
+{
+    const repacking *r = (const repacking *)context;
+    const int64_t start = part * GRAIN, stop = start + GRAIN < r->size ? start + GRAIN : r->size;
+    int64_t rank = r->old_bits ? r->old_offsets[part] : start, at = r->new_bits ? r->new_offsets[part] : start;
+    if (r->bytes == 1) REPACK(uint8_t);
+    else if (r->bytes == 2) REPACK(uint16_t);
+    else if (r->bytes == 4) REPACK(uint32_t);
+    else REPACK(uint64_t);
+}
+
+/* Moves values from the entries held before to those held now, 0 for newcomers; NULL bits: all are held. */
+void gradpolicy_repack(const uint8_t *old_bits, const int64_t *old_offsets, const uint8_t *new_bits,
+                       const int64_t *new_offsets, const void *old, void *result, int64_t size, int32_t bytes, int threads)
+{
+    const repacking r = {old_bits, new_bits, old_offsets, new_offsets, old, result, size, bytes};
+    in_parallel(repack_part, &r, (size + GRAIN - 1) / GRAIN, threads);
+}

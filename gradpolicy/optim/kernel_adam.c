@@ -1,0 +1,134 @@
+/* Adam for entries by their own age, for one floating type. kernel.c includes this once a type, with
+ * REAL: what to compute in; STORAGE: what memory holds; LOAD, STORE: between the two; NAME: adds a suffix. */
+
+typedef struct { REAL size, inverse; } NAME(correction);
+
+/* `sign` below 0 marks active entries (NULL: all are); `own` holds a correction an entry (NULL: `one` for all). */
+static inline __attribute__((always_inline)) void NAME(entries)(
+    const job *j, STORAGE *restrict parameter, const STORAGE *restrict gradient, STORAGE *restrict first,
+    STORAGE *restrict second, STORAGE *restrict largest, const int8_t *restrict sign,
+    const NAME(correction) *restrict own, NAME(correction) one, int64_t count)
+{
+    const REAL one_beta1 = (REAL)(1.0 - j->beta1), beta2 = (REAL)j->beta2, one_beta2 = (REAL)(1.0 - j->beta2);
+    const REAL eps = (REAL)j->eps, shrink = (REAL)(j->decoupled ? 1.0 - j->lr * j->weight_decay : 1.0);
+    const REAL decay = (REAL)(j->decoupled ? 0.0 : j->weight_decay);
+    const REAL factor = (REAL)((j->maximize ? -1.0 : 1.0) / j->scale);
+    for (int64_t i = 0; i < count; i++) {
+        const int active = sign ? sign[i] < 0 : 1;
+        const REAL p = LOAD(parameter[i]), m = LOAD(first[i]), v = LOAD(second[i]);
+        REAL g = LOAD(gradient[i]) * factor;
+        if (decay != 0) g += p * decay;
+        const REAL new_m = m + (g - m) * one_beta1, new_v = v * beta2 + g * g * one_beta2;
+        REAL top = new_v;
+        if (largest) {
+            const REAL before = LOAD(largest[i]);
+            top = (new_v > before || new_v != new_v) ? new_v : before;
+            largest[i] = active ? STORE(top) : largest[i];
+        }
+        const REAL size = own ? own[i].size : one.size, inverse = own ? own[i].inverse : one.inverse;
+        const REAL new_p = p * shrink - size * new_m / (ROOT(top) * inverse + eps);
+        parameter[i] = active ? STORE(new_p) : parameter[i];
+        first[i] = active ? STORE(new_m) : first[i];
+        second[i] = active ? STORE(new_v) : second[i];
+    }
+}
+
+/* `entries` for each case of its own, so that no test is left in the loop. */
+static void NAME(some)(const job *j, int64_t at, int64_t own_at, STORAGE *p, const STORAGE *g, const int8_t *sign,
+                       const NAME(correction) *own, NAME(correction) one, int64_t n)
+{
+    STORAGE *m = (STORAGE *)j->first + own_at, *v = (STORAGE *)j->second + own_at;
+    STORAGE *x = j->largest ? (STORAGE *)j->largest + own_at : NULL;
+    p += at, g += at;
+    if (x && sign && own) NAME(entries)(j, p, g, m, v, x, sign, own, one, n);
+    else if (x && sign) NAME(entries)(j, p, g, m, v, x, sign, NULL, one, n);
+    else if (x && own) NAME(entries)(j, p, g, m, v, x, NULL, own, one, n);
+    else if (x) NAME(entries)(j, p, g, m, v, x, NULL, NULL, one, n);
+    else if (sign && own) NAME(entries)(j, p, g, m, v, NULL, sign, own, one, n);
+    else if (sign) NAME(entries)(j, p, g, m, v, NULL, sign, NULL, one, n);
+    else if (own) NAME(entries)(j, p, g, m, v, NULL, NULL, own, one, n);
+    else NAME(entries)(j, p, g, m, v, NULL, NULL, NULL, one, n);
+}
+
+/* The corrections of codes at..at+n-1. One load a code beats the gather instructions. */
+static __attribute__((noinline, optimize("no-tree-vectorize"))) void NAME(look_up)(
+    const job *j, int64_t at, int64_t n, NAME(correction) *restrict own)
+{
+    const NAME(correction) *table = (const NAME(correction) *)j->corrections;
+    if (j->code_bytes == 1) {
+        const uint8_t *codes = (const uint8_t *)j->codes + at;
+        for (int64_t i = 0; i < n; i++) own[i] = table[codes[i] & 0x7f];
+    } else {
+        for (int64_t i = 0; i < n; i++) own[i] = table[slot_at(j, at + i)];
+    }
+}
+
+/* Entries start..stop-1 of a tensor with a code an entry. */
+static void NAME(dense)(const job *j, int64_t start, int64_t stop)
+{
+    const NAME(correction) one = *(const NAME(correction) *)j->corrections;
+    NAME(correction) own[TILE];
+    int8_t buffer[TILE];
+    for (int64_t at = start; at < stop; at += TILE) {
+        const int64_t n = stop - at < TILE ? stop - at : TILE;
+        const int8_t *sign = signs(j, at, n, buffer);
+        if (!any_active(sign, n)) continue;
+        if (j->slots > 1) NAME(look_up)(j, at, n, own);
+        NAME(some)(j, at, at, (STORAGE *)j->parameter, (const STORAGE *)j->gradient, sign, j->slots > 1 ? own : NULL, one, n);
+    }
+}
+
+/* Entries start..stop-1, counted over the active rows alone. */
+static void NAME(rows)(const job *j, int64_t start, int64_t stop)
+{
+    while (start < stop) {
+        const int64_t row = start / j->block, inside = start % j->block;
+        int64_t n = j->block - inside;
+        if (n > stop - start) n = stop - start;
+        const int64_t where = j->rows[row], own = j->packed ? row : where;
+        const int64_t slot = j->slots == 1 ? 0 : slot_at(j, own);
+        NAME(some)(j, where * j->block + inside, own * j->block + inside, (STORAGE *)j->parameter,
+                   (const STORAGE *)j->gradient, NULL, NULL, ((const NAME(correction) *)j->corrections)[slot], n);
+        start += n;
+    }
+}
+
+/* The entries among start..stop-1 whose bit is set; `start` is a multiple of GRAIN. */
+static void NAME(packed)(const job *j, int64_t start, int64_t stop)
+{
+    STORAGE *p = (STORAGE *)j->parameter;
+    const STORAGE *g = (const STORAGE *)j->gradient;
+    const NAME(correction) one = *(const NAME(correction) *)j->corrections;
+    STORAGE parameter[TILE], gradient[TILE];
+    NAME(correction) own[TILE];
+    int64_t at = j->offsets[start / GRAIN], n = 0;
+    int32_t place[TILE];
+    for (int64_t base = start; base < stop; base += 64) {
+        for (uint64_t word = word_at(j->bits, base, j->size); word; word &= word - 1)
+            place[n++] = (int32_t)(base - start) + __builtin_ctzll(word);
+        if (n + 64 <= TILE && base + 64 < stop) continue;
+        for (int64_t i = 0; i < n; i++) {
+            parameter[i] = p[start + place[i]];
+            gradient[i] = g[start + place[i]];
+        }
+        if (j->slots > 1) NAME(look_up)(j, at, n, own);
+        NAME(some)(j, 0, at, parameter, gradient, NULL, j->slots > 1 ? own : NULL, one, n);
+        for (int64_t i = 0; i < n; i++) p[start + place[i]] = parameter[i];
+        at += n;
+        n = 0;
+    }
+}
+
+static void NAME(part)(const job *j, int64_t start, int64_t stop)
+{
+    if (j->rows) NAME(rows)(j, start, stop);
+    else if (j->bits) NAME(packed)(j, start, stop);
+    else NAME(dense)(j, start, stop);
+}
+
+#undef REAL
+#undef STORAGE
+#undef LOAD
+#undef STORE
+#undef ROOT
+#undef NAME

@@ -1,0 +1,248 @@
+"""The C kernel: compiled once by the system's compiler, kept in a cache folder, called without the GIL.
+
+Where there is no compiler, everything runs on plain torch operations instead, which is said once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradpolicy.optim.adam import Job, compute_dtype
+
+SOURCES = ("kernel.c", "kernel_adam.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")
+GRAIN = 1 << 15
+TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+_POINTERS = (
+    *("parameter", "gradient", "first", "second", "largest"),
+    *("codes", "rows", "bits", "offsets", "corrections"),
+)
+_SIZES = ("slots", "size", "block")
+_SWITCHES = ("code_bytes", "type", "packed", "maximize", "decoupled", "unused")
+_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "scale")
+
+
+class _Job(ctypes.Structure):
+    """`job` of kernel.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_int32) for name in _SWITCHES),
+        *((name, ctypes.c_double) for name in _NUMBERS),
+    ]
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "gradpolicy"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="gradpolicy-"))
+
+
+def _processor() -> str:
+    """What the compiled code depends on: it is built for this processor alone."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _build(compiler: str) -> Path:
+    """Compile, or find what was compiled before.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no compiler, or it fails.
+    """
+    here = Path(__file__).parent
+    parts = [
+        *((here / name).read_text() for name in SOURCES),
+        compiler,
+        *FLAGS,
+        platform.machine(),
+        _processor(),
+    ]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    library = _cache_folder() / f"kernel-{digest}.so"
+    if not library.exists():
+        fresh = library.with_suffix(f".{os.getpid()}")
+        command = [compiler, *FLAGS, str(here / SOURCES[0]), "-o", str(fresh), *LINK_FLAGS]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        os.replace(fresh, library)
+    return library
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel; None, and one warning, where it cannot be had."""
+    compiler = os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    reason = "no C compiler was found"
+    if os.environ.get("GRADPOLICY_NATIVE") == "0":
+        reason = "GRADPOLICY_NATIVE=0"
+    elif compiler is not None:
+        try:
+            loaded = ctypes.CDLL(str(_build(compiler)))
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = f"{compiler} failed: {(getattr(error, 'stderr', None) or str(error)).strip()[:300]}"
+        else:
+            for name in ("adam", "recode", "clear", "bits", "repack"):
+                getattr(loaded, f"gradpolicy_{name}").restype = None
+            return loaded
+    warnings.warn(
+        f"gradpolicy: masked updates run on plain torch operations, at 2 to 3 times the time ({reason})",
+        stacklevel=2,
+    )
+    return None
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _on_cpu(*tensors: Tensor | None) -> bool:
+    return all(t is None or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors)
+
+
+def takes(job: Job) -> bool:
+    """Whether the kernel can do a job."""
+    vectors = [job.parameter, job.gradient, *job.moments]
+    same = all(vector.dtype == job.parameter.dtype for vector in vectors)
+    return same and job.parameter.dtype in TYPES and _on_cpu(*vectors, job.codes) and library() is not None
+
+
+def run(jobs: Sequence[Job]) -> None:
+    """Carry out jobs that `takes` accepts."""
+    kernel = library()
+    assert kernel is not None
+    alive: list[Tensor] = []
+    records = (_Job * len(jobs))(*(_record(job, alive) for job in jobs))
+    parts = torch.tensor([0, *(-(-record.size // GRAIN) for record in records)]).cumsum(0)
+    kernel.gradpolicy_adam(records, ctypes.c_int64(len(jobs)), _pointer(parts), torch.get_num_threads())
+
+
+def _record(job: Job, alive: list[Tensor]) -> _Job:
+    """A job as the kernel reads it; tensors made for it are put in `alive`."""
+    settings, held = job.settings, job.held
+    most = max(len(job.step_sizes), 1)
+    if most > 1:  # the slots of frozen codes are looked up too, and thrown away
+        most = max(most, min(1 << (8 * job.codes.element_size() - 1), job.slots))
+    table = torch.zeros(most, 2, dtype=compute_dtype(job.parameter.dtype))
+    pairs = [(size, 1 / root) for size, root in zip(job.step_sizes, job.roots, strict=True)]
+    table[: len(pairs)] = torch.tensor(pairs, dtype=torch.float64)
+    rows, size = None, job.parameter.numel()
+    if job.block > 1:
+        rows = (job.codes < 0).nonzero().view(-1) if held is None else held.rows
+        assert rows is not None
+        size = rows.numel() * job.block
+        alive.append(rows)
+    alive.append(table)
+    entries = held if held is not None and job.block == 1 else None
+    tensors = [
+        job.parameter,
+        job.gradient,
+        job.moments[0],
+        job.moments[1],
+        job.moments[2] if len(job.moments) > 2 else None,
+        job.codes,
+        rows,
+        entries.bits if entries else None,
+        entries.offsets if entries else None,
+        table,
+    ]
+    return _Job(
+        *(_pointer(tensor) for tensor in tensors),
+        *(most, size, job.block),
+        *(job.codes.element_size(), TYPES[job.parameter.dtype], held is not None),
+        *(settings.maximize, settings.decoupled, 0),
+        *(getattr(settings, name) for name in _NUMBERS),
+    )
+
+
+def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
+    """`cohorts.recode` for bytes, in place; None where the kernel cannot do it."""
+    small = codes.dtype is table.dtype is torch.int8 and 1 < codes.numel() == mask.numel()
+    kernel = library() if small and _on_cpu(codes, mask) else None
+    if kernel is None:
+        return None
+    width = table.shape[-1]
+    by_byte = torch.zeros(2, 2, 128, dtype=torch.int8)
+    by_byte[..., :width] = table
+    slots = torch.arange(width, dtype=torch.int8)
+    stay = torch.equal(table[0, 0], slots) and torch.equal(table[1, 1], slots - 128)
+    freeze, thaw = int(table[0, 1, 0]), int(table[1, 0, 0])
+    if not (stay and bool((table[0, 1] == freeze).all() and (table[1, 0] == thaw).all())):
+        thaw = 0
+    pointers = [_pointer(tensor) for tensor in (codes, mask, by_byte, codes)]
+    kernel.gradpolicy_recode(*pointers, ctypes.c_int64(codes.numel()), thaw, freeze, torch.get_num_threads())
+    return codes
+
+
+def clear(flat: Tensor, active: Tensor) -> bool:
+    """Zero the entries that are not active (flags, or codes); False where the kernel cannot do it."""
+    possible = flat.element_size() in (2, 4, 8) and active.element_size() == 1 and _on_cpu(flat, active)
+    kernel = library() if possible else None
+    if kernel is None:
+        return False
+    bit = 1 if active.dtype is torch.bool else 0x80
+    sizes = (ctypes.c_int64(flat.numel()), flat.element_size(), bit, torch.get_num_threads())
+    kernel.gradpolicy_clear(_pointer(flat), _pointer(active), *sizes)
+    return True
+
+
+def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Flags as bits, and how many are set in each GRAIN; None where the kernel cannot do it."""
+    kernel = library() if _on_cpu(flags) else None
+    if kernel is None:
+        return None
+    count = flags.numel()
+    packed = torch.empty(-(-count // 8), dtype=torch.uint8)
+    counts = torch.empty(-(-count // GRAIN), dtype=torch.int64)
+    pointers = [_pointer(tensor) for tensor in (flags, packed, counts)]
+    kernel.gradpolicy_bits(*pointers, ctypes.c_int64(count), torch.get_num_threads())
+    return packed, counts
+
+
+def repack(
+    old: tuple[Tensor, Tensor] | None,
+    new: tuple[Tensor, Tensor] | None,
+    values: Tensor,
+    result: Tensor,
+    size: int,
+) -> bool:
+    """Move values between sets of held entries; False where the kernel cannot do it.
+
+    Args:
+        old: bits and offsets of the entries in `values`; None: all.
+        new: bits and offsets of the entries in `result`; None: all.
+        values: what is held now.
+        result: filled; 0 for entries that `values` lacks.
+        size: entries of the whole tensor.
+    """
+    kernel = library() if _on_cpu(values, result) and values.element_size() in (1, 2, 4, 8) else None
+    if kernel is None:
+        return False
+    tensors = [*(old or (None, None)), *(new or (None, None)), values, result]
+    sizes = (ctypes.c_int64(size), values.element_size(), torch.get_num_threads())
+    kernel.gradpolicy_repack(*(_pointer(tensor) for tensor in tensors), *sizes)
+    return True
