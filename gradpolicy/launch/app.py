@@ -36,7 +36,10 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 for a failure, 2 for wrong input, 143 when told to go.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = get_args_parser().parse_args(arguments)
+    options = get_args_parser().parse_intermixed_args(arguments)
+    # Hydra reads flags only before or after all overrides; a person may write `seed=3 -m policy=none,guided`.
+    flags = [word for word in arguments if word not in options.overrides]
+    arguments = [*flags, *options.overrides]
     show_traceback = any(line.startswith("debug=") for line in options.overrides)
     try:
         with command_line(arguments):
@@ -114,7 +117,7 @@ class Job:
 
 @contextmanager
 def command_line(arguments: Sequence[str]) -> Iterator[None]:
-    """Makes these the arguments of the program for a while, and has Hydra raise its errors, not print them."""
+    """Makes these the program's arguments for a while, and has Hydra raise its errors instead of printing."""
     former, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [former[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"

@@ -12,7 +12,7 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
 from gradpolicy.errors import PolicyError, nearest

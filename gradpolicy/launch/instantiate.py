@@ -5,7 +5,7 @@ from typing import Any
 
 import hydra.utils
 from hydra.errors import InstantiationException
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.errors import root_cause

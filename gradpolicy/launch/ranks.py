@@ -1,8 +1,8 @@
 """What the processes that Lightning launches beside this one are told to run.
 
-Lightning starts them with this process's command line. In a sweep that is the command line of the whole sweep:
-every rank but the first would run all jobs again, and train with other values than the first. So while a job
-runs, the command line is the job's own.
+Lightning starts them with this process's command line. In a sweep that is the command line of the whole
+sweep: every rank but the first would run all jobs again, and train with other values than the first. So while
+a job runs, the command line is the job's own.
 """
 
 import os
@@ -11,11 +11,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import open_dict, read_write
 
 # What a rank must not be told: it runs one job, in the directory of the first rank.
 SWEEPS_OWN = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.sweep|\.mode|\.run)\b")
@@ -25,7 +26,7 @@ LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR",
 
 def is_first_rank() -> bool:
     """Whether this process is the one that prints, plans and writes."""
-    return rank_zero_only.rank == 0
+    return rank_zero_only.rank == 0  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def own_command_line() -> Iterator[None]:
     main = sys.modules["__main__"]
     argv, spec = sys.argv, getattr(main, "__spec__", None)
     environment = {name: os.environ.get(name) for name in LAUNCHED_BY_LIGHTNING}
-    hydra = HydraConfig.get()
+    hydra: Any = HydraConfig.get()
     sys.argv = [str(program(hydra)), *job_arguments(hydra)]
     main.__spec__ = None
     with read_write(hydra), open_dict(hydra):
@@ -55,7 +56,7 @@ def own_command_line() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def job_arguments(hydra: DictConfig) -> list[str]:
+def job_arguments(hydra: Any) -> list[str]:
     """The command line that runs this job alone."""
     sources = {source.provider: source.path for source in hydra.runtime.config_sources}
     arguments = ["--config-name", hydra.job.config_name] if hydra.job.config_name else []
@@ -65,7 +66,7 @@ def job_arguments(hydra: DictConfig) -> list[str]:
     return [*arguments, *hydra.overrides.task, *kept]
 
 
-def program(hydra: DictConfig) -> Path:
+def program(hydra: Any) -> Path:
     """The program that runs a job; in a worker of a launcher the command line does not say."""
     started = Path(sys.argv[0])
     if started.suffix == ".py" and started.name == f"{hydra.job.name}.py":

@@ -18,6 +18,7 @@ from lightning.pytorch import (
     seed_everything,
 )
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -45,6 +46,8 @@ QUIET = (
     ".*smaller than the logging interval.*",
     ".*Checkpoint directory .* exists and is not empty.*",
     ".*treespec, LeafSpec.*",
+    ".*Grad strides do not match bucket view strides.*",
+    ".*could not find the monitored key in the returned metrics.*",
     ".*You defined a `validation_step` but have no `val_dataloader`.*",
 )
 
@@ -217,7 +220,7 @@ def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float |
     if name is None or not settings.train:
         return None
     if name not in metrics:
-        warnings.warn(f"optimized_metric: {name!r} was not logged; {nearest(name, metrics)}", stacklevel=2)
+        rank_zero_warn(f"optimized_metric: {name!r} was not logged; {nearest(name, metrics)}")
     return metrics.get(name)
 
 
@@ -234,16 +237,18 @@ def finished_loggers() -> Iterator[None]:
 @contextmanager
 def quieter() -> Iterator[None]:
     """Leaves out what Lightning says about every run."""
-    lightning = logging.getLogger("lightning.pytorch")
-    level = lightning.level
-    lightning.setLevel(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
         for message in QUIET:
             warnings.filterwarnings("ignore", message)
         try:
             yield
         finally:
-            lightning.setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def _text(path: Path | None) -> str | None:

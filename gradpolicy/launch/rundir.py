@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
 from gradpolicy.launch.errors import WRONG_INPUT_ERRORS
+from gradpolicy.launch.ranks import is_first_rank
 
 STAMP = "%Y-%m-%d_%H-%M-%S-%f"
 STORE_KEY = "gradpolicy/started"
@@ -32,9 +32,11 @@ def started() -> str:
 
 
 def _agreed(value: str) -> str:
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
 
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     if os.environ.get("RANK", "0") == "0":
         store.compare_set(STORE_KEY, "", value)
     return store.get(STORE_KEY).decode()
@@ -60,7 +62,7 @@ class RunDirectory:
 
     def remove_unless_begun(self) -> None:
         """Removes the directory if this run has put nothing into it that someone would miss."""
-        if not self.begun and rank_zero_only.rank == 0:
+        if not self.begun and is_first_rank():
             remove(self.path)
 
 

@@ -1,7 +1,7 @@
 """Checks the arguments that a config gives a class or function against its signature: names and types.
 
-So `trainer.max_epoch` and `optimizer.lr=abc` are caught before anything runs, for whatever `_target_` a config
-names, and no second list of its arguments has to be kept.
+So `trainer.max_epoch` and `optimizer.lr=abc` are caught before anything runs, for whatever `_target_` a
+config names, and no second list of its arguments has to be kept.
 """
 
 import inspect

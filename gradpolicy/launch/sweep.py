@@ -41,6 +41,7 @@ def summarize(
         path: Where the CSV goes.
     """
     best = best_of(results, mode)
+    common = set.intersection(*(set(result.overrides) for result in results)) if len(results) > 1 else set()
     heading = metric or "metric"
     table = Table(title="Sweep", title_justify="left", title_style="bold", header_style="bold")
     table.add_column("job", justify="right")
@@ -51,8 +52,11 @@ def summarize(
         value = f"{result.optimized:.6g}" if _is_number(result.optimized) else result.error or "–"
         style = "bold green" if index == best else "red" if result.status == "failed" else ""
         mark = "*" if index == best else ""
-        table.add_row(str(index), "\n".join(result.overrides) or "–", value, mark, style=style)
+        own = " ".join(line for line in result.overrides if line not in common)
+        table.add_row(str(index), own or "–", value, mark, style=style)
     console.print(table)
+    if common:
+        console.print(f"all with {' '.join(sorted(common))}", highlight=False)
     if path is not None:
         _write(results, heading, best, path)
         console.print(f"saved in {path}")

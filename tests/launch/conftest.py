@@ -1,0 +1,101 @@
+"""Runs the program within the test's own process, a second a run, or as a process of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gradpolicy.launch.app import main
+from gradpolicy.launch.report import RESULT, Result
+
+ROOT = Path(__file__).parents[2]
+CONF = ROOT / "conf"
+
+# Two batches of each kind, nothing printed but tables, and no more loggers than needed.
+SHORT = (
+    "trainer.max_epochs=1",
+    "trainer.limit_train_batches=2",
+    "trainer.limit_val_batches=1",
+    "trainer.limit_test_batches=1",
+    "trainer.accelerator=cpu",
+)
+QUICK = (*SHORT, "logger=csv", "callbacks=model_checkpoint", "extras.print_config=false")
+
+
+@dataclass
+class Ended:
+    """How a run of the program ended."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        """The one run directory that it left."""
+        (found,) = self.folder.glob("*/runs/*")
+        return found
+
+    @property
+    def result(self) -> Result:
+        """What it recorded."""
+        return Result.load(self.run / RESULT)
+
+    @property
+    def left_nothing(self) -> bool:
+        """Whether it left no file."""
+        return not self.folder.exists() or not any(self.folder.rglob("*"))
+
+    @property
+    def message(self) -> str:
+        """The one message on the standard error stream."""
+        (line,) = [line for line in self.err.splitlines() if line.startswith("error:")]
+        return line.removeprefix("error: ")
+
+
+@pytest.fixture
+def train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Runs the program here; each call has a folder of its own unless one is given."""
+    calls = iter(range(1000))
+
+    def run(*overrides: str, quick: bool = True, folder: Path | None = None) -> Ended:
+        place = folder or tmp_path / f"outputs{next(calls)}"
+        capfd.readouterr()
+        arguments = [f"paths.log_dir={place}", *(QUICK if quick else ()), *overrides]
+        code = main(CONF, arguments)
+        out, err = capfd.readouterr()
+        return Ended(code, out, err, place)
+
+    return run
+
+
+@pytest.fixture
+def train_process(tmp_path: Path) -> Callable[..., Ended]:
+    """Runs the program as a person does."""
+
+    def run(
+        *overrides: str, quick: bool = True, launcher: tuple[str, ...] = (sys.executable,), timeout: int = 120
+    ) -> Ended:
+        place = tmp_path / "outputs"
+        done = subprocess.run(
+            [
+                *launcher,
+                str(ROOT / "train.py"),
+                f"paths.log_dir={place}",
+                *(QUICK if quick else ()),
+                *overrides,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        return Ended(done.returncode, done.stdout, done.stderr, place)
+
+    return run

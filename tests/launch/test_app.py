@@ -1,0 +1,173 @@
+"""The command line: what a person may write, and what it leaves."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from gradpolicy.launch.app import quoted
+
+Train = Callable[..., object]
+
+
+def test_a_run_leaves_config_checkpoints_metrics_and_pictures(train) -> None:
+    ended = train("callbacks=default", "tags=[first,try]")
+    assert ended.code == 0
+    left = {path.relative_to(ended.run).as_posix() for path in ended.run.rglob("*") if path.is_file()}
+    assert {
+        "config.yaml",
+        "result.json",
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+        "csv/version_0/metrics.csv",
+        "pictures/guided.png",
+    } <= left
+    config = yaml.safe_load((ended.run / "config.yaml").read_text())
+    assert config["tags"] == ["first", "try"]
+    assert config["model"]["optimizer"] == config["optimizer"]
+    assert "checkpoints/best.ckpt" in ended.out
+
+
+def test_the_config_the_plan_and_the_results_are_printed(train) -> None:
+    ended = train("extras.print_config=true")
+    for heading in ("Config", "Plan", "Results", "Saved"):
+        assert f"\n{heading}" in f"\n{ended.out}", heading
+    for policy in ("stop", "straight_through", "random_freeze", "guided"):
+        assert policy in ended.out
+    assert ended.err == ""
+
+
+def test_metrics_hold_both_accuracies_and_what_policies_did(train) -> None:
+    metrics = train("trainer.log_every_n_steps=1").result.metrics
+    assert {"test/accuracy", "test/probe_accuracy", "val/accuracy_best"} <= metrics.keys()
+    assert metrics["policy/random_freeze/active_share"] == pytest.approx(0.5, abs=0.02)
+    assert {"policy/stop/operations", "policy/straight_through/gradient_norm_before"} <= metrics.keys()
+
+
+def test_plan_only_prints_the_plan_and_leaves_nothing(train) -> None:
+    ended = train("plan_only=true")
+    assert ended.code == 0
+    assert "Plan" in ended.out
+    assert "Results" not in ended.out
+    assert ended.left_nothing
+
+
+@pytest.mark.parametrize(
+    ("choice", "policies"),
+    [
+        ("policy=none", []),
+        ("policy=guided", ["guided"]),
+        ("policy=[guided,random_freeze]", ["guided", "random_freeze"]),
+        ("policy.stop=null", ["guided", "random_freeze", "straight_through"]),
+    ],
+)
+def test_policies_are_chosen_on_the_command_line(train, choice: str, policies: list[str]) -> None:
+    ended = train(choice, "plan_only=true")
+    assert ended.code == 0
+    named = [
+        name for name in ("guided", "random_freeze", "stop", "straight_through") if f"│ {name}" in ended.out
+    ]
+    assert named == policies
+
+
+def test_a_value_within_a_policy_is_set_on_the_command_line(train) -> None:
+    assert "25.0% of" in train("plan_only=true", "policy.random_freeze.mask.density=0.25").out
+
+
+@pytest.mark.parametrize("choice", ["debug=fdr", "callbacks=none", "callbacks=null", "logger=none"])
+def test_no_other_group_loses_the_policies(train, choice: str) -> None:
+    overrides = [choice] if not choice.endswith("null") else ["~callbacks"]
+    ended = train(*overrides, "policy.random_freeze.params=model.nothing.*")
+    assert ended.code == 2
+    assert "policy.random_freeze.params" in ended.message
+
+
+def test_flags_may_stand_between_overrides(train) -> None:
+    ended = train("-m", "seed=1,2", "train=false", "test=true")
+    assert ended.code == 0
+    assert len(list(ended.folder.glob("train/sweeps/*/*/config.yaml"))) == 2
+
+
+def test_testing_alone_takes_the_weights_of_a_checkpoint(train) -> None:
+    trained = train()
+    tested = train("train=false", "test=true", f"ckpt_path={trained.run}/checkpoints/best.ckpt")
+    name = "test/accuracy"
+    assert tested.result.metrics[name] == trained.result.metrics[name]
+    assert not (tested.run / "checkpoints").exists()
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_one_others(train) -> None:
+    weights = [
+        torch.load(ended.run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for ended in (train("seed=3"), train("seed=3"), train("seed=4"))
+    ]
+    first, again, other = (tensors["model.trunk.block1.conv.weight"] for tensors in weights)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_resuming_at_the_end_of_an_epoch_gives_the_same_bits_as_the_run_left_alone(train) -> None:
+    steps = ("trainer.limit_train_batches=4", "policy.random_freeze.mask.every=3")
+    whole = train(*steps, "trainer.max_epochs=3")
+    half = train(*steps, "trainer.max_epochs=2")
+    resumed = train(*steps, "trainer.max_epochs=3", f"ckpt_path={half.run}/checkpoints/last.ckpt")
+    ends = [torch.load(ended.run / "checkpoints/last.ckpt", weights_only=True) for ended in (whole, resumed)]
+    assert ends[0]["global_step"] == ends[1]["global_step"] == 12
+    for key in ("state_dict", "optimizer_states"):
+        assert_same_bits(ends[0][key], ends[1][key])
+
+
+def assert_same_bits(one: object, other: object) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same_bits(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_same_bits(*pair)
+    else:
+        assert one == other
+
+
+def test_last_resumes_the_newest_good_checkpoint(train) -> None:
+    first = train()
+    resumed = train("ckpt_path=last", "trainer.max_epochs=2", folder=first.folder)
+    assert resumed.code == 0
+    ends = [torch.load(path, weights_only=True) for path in resumed.folder.rglob("last.ckpt")]
+    assert sorted(end["global_step"] for end in ends) == [2, 4]
+
+
+def test_a_package_of_the_users_own_is_allowed_by_one_key(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_callbacks.py").write_text(
+        "from lightning.pytorch import Callback\n\n\nclass Idle(Callback):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = "+callbacks.mine._target_=my_callbacks.Idle"
+    refused = train(mine)
+    assert refused.code == 2
+    assert "allowed_targets=[my_callbacks]" in refused.message
+    assert train(mine, "allowed_targets=[my_callbacks]", "train=false").code == 0
+
+
+def test_csv_is_appended_to_where_loggers_share_a_run(train) -> None:
+    ended = train("trainer.log_every_n_steps=1")
+    (path,) = ended.run.glob("csv/*/metrics.csv")
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {"train/loss", "val/accuracy", "test/accuracy"} <= rows[0].keys()
+
+
+@pytest.mark.parametrize("value", ["plain", "with space", "a=b, c", "it's", "back\\slash"])
+def test_a_quoted_value_is_read_as_it_was(value: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    (override,) = OverridesParser.create().parse_overrides([f"key={quoted(value)}"])
+    assert override.value() == value

@@ -1,0 +1,211 @@
+"""Wrong input: one message with the key, the cause and the nearest names; code 2; nothing left behind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+UNKNOWN = {
+    "policy=guded": ("policy=guded", "guided"),
+    "policy=[stop,guded]": ("policy=guded", "guided"),
+    "polcy=guided": ("polcy", "policy"),
+    "experiment=nothing": ("experiment=nothing", "experiment"),
+    "policy.straight_through.surrogate=identiy": ("policy.straight_through", "identity"),
+    "policy.straight_through.ops=[roud]": ("policy.straight_through.ops", "round"),
+    "policy.stop.modls=3": ("policy.stop.modls", "modules"),
+    "policy.stop.mode=detch": ("policy.stop.mode", "detach"),
+    "policy.guided.when.phases=[tst]": ("policy.guided.when.phases", "test"),
+    "trainer.max_epoch=3": ("trainer.max_epoch", "max_epochs"),
+    "+model.model.widht=3": ("model.model.widht", "width"),
+    "optimizer.lrr=0.1": ("optimizer.lrr", "lr"),
+    "+sede=3": ("sede", "seed"),
+    "optimized_mode=mx": ("optimized_mode", "max"),
+}
+WRONG_TYPE = {
+    "optimizer.lr=abc": "optimizer.lr",
+    "trainer.max_epochs=many": "trainer.max_epochs",
+    "data.batch_size=1.5": "data.batch_size",
+    "policy.random_freeze.mask.every=often": "policy.random_freeze.mask.every",
+    "policy.random_freeze.mask.density=half": "policy.random_freeze.mask.density",
+    "seed=one": "seed",
+    "seed=-1": "seed",
+    "train=perhaps": "train",
+    "tags=3": "tags",
+}
+NO_MATCH = {
+    "policy.random_freeze.params=model.trnk.*": ("policy.random_freeze.params", "model.trunk"),
+    "policy.stop.modules=model.prob": ("policy.stop.modules", "model.probe"),
+    "policy.straight_through.ops=[floor]": ("policy.straight_through.ops", "floor"),
+}
+CONTRADICTIONS = {
+    "+policy.again={_target_: gradpolicy.Stop, modules: model.probe}": ("stop", "again"),
+    "+policy.back={_target_: gradpolicy.Reverse, modules: model.probe}": ("stop", "back"),
+    "+policy.scaled={_target_: gradpolicy.UseRule, rule: tanh, ops: round}": ("straight_through", "scaled"),
+}
+NOT_ALLOWED = (
+    "os.system",
+    "builtins.eval",
+    "subprocess.run",
+    "torch.load",
+    "torch.hub.load",
+    "torch.os.system",
+    "torch.utils.cpp_extension.load",
+    "torch.serialization.load",
+    "torchvision.models.resnet18",
+    "lightning.pytorch.LightningModule.load_from_checkpoint",
+)
+
+
+@pytest.mark.parametrize("override", UNKNOWN)
+def test_what_does_not_exist_is_named_with_what_comes_nearest(train, override: str) -> None:
+    ended = train(override)
+    key, near = UNKNOWN[override]
+    assert ended.code == 2
+    assert ended.message.startswith(key)
+    assert near in ended.message
+    assert ended.left_nothing
+
+
+@pytest.mark.parametrize("override", WRONG_TYPE)
+def test_a_value_of_the_wrong_type_is_named_with_its_key(train, override: str) -> None:
+    ended = train(override)
+    assert ended.code == 2
+    assert ended.message.startswith(f"{WRONG_TYPE[override]}:")
+    assert override.partition("=")[2] in ended.message
+    assert ended.left_nothing
+
+
+@pytest.mark.parametrize("override", NO_MATCH)
+def test_what_matches_nothing_is_named_with_its_key(train, override: str) -> None:
+    ended = train(override)
+    key, near = NO_MATCH[override]
+    assert ended.code == 2
+    assert ended.message.startswith(f"{key}:")
+    assert near in ended.message
+    assert ended.left_nothing
+
+
+@pytest.mark.parametrize("override", CONTRADICTIONS)
+def test_two_policies_that_contradict_each_other_are_both_named(train, override: str) -> None:
+    ended = train(override)
+    assert ended.code == 2
+    for name in CONTRADICTIONS[override]:
+        assert f"{name!r}" in ended.message
+    assert ended.left_nothing
+
+
+@pytest.mark.parametrize("target", NOT_ALLOWED)
+def test_a_target_outside_the_allowed_packages_is_refused(train, target: str) -> None:
+    ended = train(f"+policy.evil._target_={target}")
+    assert ended.code == 2
+    assert ended.message.startswith("policy.evil._target_:")
+    assert target in ended.message
+    assert ended.left_nothing
+
+
+def test_a_target_is_refused_wherever_it_stands(train) -> None:
+    for place in ("+model.model.deep.down", "+user.mine", "+hydra.callbacks.mine", "+callbacks.mine"):
+        ended = train(f"{place}._target_=os.getcwd")
+        assert (ended.code, ended.left_nothing) == (2, True), place
+        assert "os.getcwd" in ended.message
+
+
+def test_a_missing_checkpoint_is_named_with_those_beside_it(train, tmp_path: Path) -> None:
+    (tmp_path / "best.ckpt").touch()
+    ended = train(f"ckpt_path={tmp_path}/bst.ckpt")
+    assert ended.code == 2
+    assert ended.message.startswith("ckpt_path:")
+    assert "best.ckpt" in ended.message
+    assert ended.left_nothing
+
+
+@pytest.mark.parametrize("length", [0, 1000, 30000])
+def test_a_truncated_checkpoint_is_refused(train, tmp_path: Path, length: int) -> None:
+    path = tmp_path / "cut.ckpt"
+    torch.save({"state_dict": {"weight": torch.zeros(20000)}}, path)
+    path.write_bytes(path.read_bytes()[:length])
+    ended = train(f"ckpt_path={path}")
+    assert ended.code == 2
+    assert ended.message.startswith("ckpt_path:")
+    assert "truncated" in ended.message
+    assert ended.left_nothing
+
+
+def test_a_checkpoint_of_another_model_is_refused(train, tmp_path: Path) -> None:
+    other = train("model.model.width=8")
+    ended = train(f"ckpt_path={other.run}/checkpoints/last.ckpt")
+    assert ended.code == 2
+    assert "of another model" in ended.message
+    assert "(8, 1, 3, 3) there and (32, 1, 3, 3) here" in ended.message
+    assert ended.left_nothing
+
+
+class Code:
+    def __reduce__(self) -> tuple:
+        return print, ("this must not run",)
+
+
+def test_no_code_in_a_checkpoint_is_run(train, tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "callbacks": Code()}, tmp_path / "evil.ckpt")
+    ended = train(f"ckpt_path={tmp_path}/evil.ckpt")
+    assert ended.code == 2
+    assert "this must not run" not in ended.out
+    assert ended.left_nothing
+
+
+def test_a_missing_import_is_told_by_its_name(train) -> None:
+    ended = train("+callbacks.mine._target_=transformers.TrainerCallback")
+    assert ended.code == 2
+    assert "transformers" in ended.message
+
+
+def test_what_cannot_be_read_is_told(train) -> None:
+    ended = train("seed=[1")
+    assert ended.code == 2
+    assert "seed=[1" in ended.message
+
+
+def test_a_reference_to_nothing_is_told_with_its_key(train) -> None:
+    ended = train("optimizer.lr=${user.rate}")
+    assert ended.code == 2
+    assert "user.rate" in ended.message
+    assert ended.left_nothing
+
+
+@pytest.mark.parametrize("override", ["trainer=gpu", "trainer.devices=[0,1,7]"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_device_that_is_not_there_is_told(train, override: str) -> None:
+    ended = train(override, "trainer.accelerator=gpu")
+    assert ended.code == 2
+    assert ended.message.startswith("trainer:")
+    assert ended.left_nothing
+
+
+def test_wrong_input_in_one_job_of_a_sweep_ends_it_before_the_first(train) -> None:
+    ended = train("-m", "optimizer.lr=0.1,abc")
+    assert ended.code == 2
+    assert ended.message.startswith("optimizer.lr:")
+    assert ended.left_nothing
+
+
+def test_a_directory_that_held_something_is_left_as_it_was(train, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").write_text("mine")
+    ended = train(f"hydra.run.dir={tmp_path}/run", "policy.stop.modules=model.prob")
+    assert ended.code == 2
+    assert (tmp_path / "run/notes.txt").read_text() == "mine"
+
+
+def test_the_traceback_is_shown_where_it_is_asked_for(train) -> None:
+    override = "policy.stop.modules=model.prob"
+    assert "Traceback" not in train(override).err
+    assert "Traceback" in train(override, "extras.traceback=true").err
+    assert "Traceback" in train(override, "debug=default").err
+
+
+def test_a_process_says_it_in_one_line_and_exits_with_2(train_process) -> None:
+    ended = train_process("policy.random_freeze.params=model.trnk.*")
+    assert ended.code == 2
+    assert ended.err.count("\n") == 1
+    assert "model.trunk" in ended.message
+    assert ended.left_nothing
