@@ -9,7 +9,8 @@ decoupled decay: Loshchilov & Hutter 2019, arXiv:1711.05101; AMSGrad: Reddi et a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,8 @@ class Settings:
             scale,
         )
 
-    def corrections(self, ages: Sequence[int]) -> tuple[list[float], list[float]]:
+    @functools.lru_cache(maxsize=512)  # noqa: B019 - settings are few and small
+    def corrections(self, ages: tuple[int, ...]) -> tuple[list[float], list[float]]:
         """For entries of these ages: lr / (1 - b1^t) and sqrt(1 - b2^t) at the next update."""
         step_sizes = [self.lr / (1 - self.beta1 ** (age + 1)) for age in ages]
         roots = [(1 - self.beta2 ** (age + 1)) ** 0.5 for age in ages]

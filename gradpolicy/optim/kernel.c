@@ -4,6 +4,9 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #define GRAIN 32768 /* entries a thread takes at once; the same as in packed.py */
 #define TILE 256
@@ -53,6 +56,49 @@ static inline uint64_t word_at(const uint8_t *bits, int64_t base, int64_t size)
     memcpy(&word, bits + base / 8, left < 8 ? left : 8);
     return word;
 }
+
+/* Corrections of up to 32 byte slots with permutes of registers; 0 where the processor has none. `sizes` and
+ * `inverses` have room for TILE. The table is of pairs and has at least 32, see native.py. */
+#ifdef __AVX2__
+static inline __m256 permuted(const __m256 *eighths, int count, __m256i slots)
+{
+    const __m256 by_bit3 = _mm256_castsi256_ps(_mm256_slli_epi32(slots, 28));
+    __m256 low = _mm256_permutevar8x32_ps(eighths[0], slots);
+    if (count > 1) low = _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(eighths[1], slots), by_bit3);
+    if (count <= 2) return low;
+    const __m256 high = _mm256_blendv_ps(_mm256_permutevar8x32_ps(eighths[2], slots),
+                                         _mm256_permutevar8x32_ps(eighths[3], slots), by_bit3);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(slots, 27)));
+}
+
+static int permute_look_up(const job *j, int64_t at, int64_t n, float *sizes, float *inverses)
+{
+    const float *table = (const float *)j->corrections;
+    const int count = j->slots <= 8 ? 1 : j->slots <= 16 ? 2 : 4;
+    __m256 size_parts[4], inverse_parts[4];
+    float both[2][32];
+    for (int i = 0; i < 8 * count; i++) both[0][i] = table[2 * i], both[1][i] = table[2 * i + 1];
+    for (int i = 0; i < count; i++) {
+        size_parts[i] = _mm256_loadu_ps(both[0] + 8 * i);
+        inverse_parts[i] = _mm256_loadu_ps(both[1] + 8 * i);
+    }
+    uint8_t last[8] = {0};
+    for (int64_t i = 0; i < n; i += 8) {
+        const uint8_t *codes = (const uint8_t *)j->codes + at + i;
+        if (n - i < 8) codes = (const uint8_t *)memcpy(last, codes, n - i);
+        const __m256i slots = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes));
+        _mm256_storeu_ps(sizes + i, permuted(size_parts, count, slots));
+        _mm256_storeu_ps(inverses + i, permuted(inverse_parts, count, slots));
+    }
+    return 1;
+}
+#else
+static int permute_look_up(const job *j, int64_t at, int64_t n, float *sizes, float *inverses)
+{
+    (void)j, (void)at, (void)n, (void)sizes, (void)inverses;
+    return 0;
+}
+#endif
 
 static inline float from_bfloat(uint16_t bits)
 {
@@ -148,29 +194,52 @@ void gradpolicy_adam(const job *jobs, int64_t count, const int64_t *first_parts,
 
 /* --- codes and flags */
 
-typedef struct { const uint8_t *codes, *mask, *table; uint8_t *result; int64_t size; int8_t thaw, freeze; } recoding;
+typedef struct { uint8_t *codes; const uint8_t *mask, *table; int64_t size, slots; int8_t thaw, freeze; } recoding;
+
+/* What entries start..start+15 of the table say for `index`. */
+#define SIXTEEN(start) _mm256_shuffle_epi8( \
+    _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(table + (start)))), index)
 
 static void recode_part(const void *context, int64_t part)
 {
     const recoding *r = (const recoding *)context;
     const int64_t start = part * GRAIN, stop = start + GRAIN < r->size ? start + GRAIN : r->size;
-    const int8_t *codes = (const int8_t *)r->codes;
-    if (r->thaw) {
+    int8_t *codes = (int8_t *)r->codes;
+    const uint8_t *mask = r->mask, *table = r->table;
+    const int8_t thaw = r->thaw, freeze = r->freeze;
+    if (thaw) {
         for (int64_t i = start; i < stop; i++) {
-            const int8_t on = codes[i] < 0 ? codes[i] : r->thaw, off = codes[i] < 0 ? r->freeze : codes[i];
-            r->result[i] = (uint8_t)(r->mask[i] ? on : off);
+            const int8_t old = codes[i], on = old < 0 ? old : thaw, off = old < 0 ? freeze : old;
+            codes[i] = mask[i] ? on : off;
         }
         return;
     }
-    for (int64_t i = start; i < stop; i++) r->result[i] = r->table[(int64_t)r->mask[i] << 8 | r->codes[i]];
+    int64_t i = start;
+#ifdef __AVX2__
+    for (; i + 32 <= stop; i += 32) {
+        const __m256i old = _mm256_loadu_si256((const __m256i *)(codes + i));
+        const __m256i on = _mm256_cmpgt_epi8(_mm256_loadu_si256((const __m256i *)(mask + i)), _mm256_setzero_si256());
+        const __m256i slots = _mm256_and_si256(old, _mm256_set1_epi8(0x7f));
+        __m256i fresh = _mm256_setzero_si256();
+        for (int64_t first = 0; first < r->slots; first += 16) {
+            /* Out of this sixteenth: bit 7 is set, and the shuffle gives 0. */
+            const __m256i index = _mm256_adds_epu8(_mm256_xor_si256(slots, _mm256_set1_epi8((char)first)), _mm256_set1_epi8(0x70));
+            const __m256i off_part = _mm256_blendv_epi8(SIXTEEN(first), SIXTEEN(128 + first), old);
+            const __m256i on_part = _mm256_blendv_epi8(SIXTEEN(256 + first), SIXTEEN(384 + first), old);
+            fresh = _mm256_or_si256(fresh, _mm256_blendv_epi8(off_part, on_part, on));
+        }
+        _mm256_storeu_si256((__m256i *)(codes + i), fresh);
+    }
+#endif
+    for (; i < stop; i++) codes[i] = (int8_t)table[(int64_t)mask[i] << 8 | (uint8_t)codes[i]];
 }
 
-/* New byte codes from old ones and flags (0 or 1), by a table of [flag][old code]. With `thaw` (below 0) all that
- * thaw get that code, all that freeze get `freeze`, and the others stay. `result` may be `codes`. */
-void gradpolicy_recode(const uint8_t *codes, const uint8_t *mask, const uint8_t *table, uint8_t *result, int64_t size,
+/* New byte codes in place from old ones and flags (0 or 1), by a table of [flag][old code] for `slots` slots. With
+ * `thaw` (below 0) all that thaw get that code, all that freeze get `freeze`, and the others stay. */
+void gradpolicy_recode(uint8_t *codes, const uint8_t *mask, const uint8_t *table, int64_t size, int64_t slots,
                        int thaw, int freeze, int threads)
 {
-    const recoding r = {codes, mask, table, result, size, (int8_t)thaw, (int8_t)freeze};
+    const recoding r = {codes, mask, table, size, slots, (int8_t)thaw, (int8_t)freeze};
     in_parallel(recode_part, &r, (size + GRAIN - 1) / GRAIN, threads);
 }
 
@@ -198,7 +267,7 @@ void gradpolicy_clear(void *values, const uint8_t *active, int64_t size, int32_t
 
 /* --- packed memory */
 
-typedef struct { const uint8_t *flags; uint8_t *bits; int64_t *counts, size; } bitting;
+typedef struct { const uint8_t *flags; uint8_t *bits; int64_t *counts, size; int shift; } bitting;
 
 static void bits_part(const void *context, int64_t part)
 {
@@ -206,18 +275,19 @@ static void bits_part(const void *context, int64_t part)
     const int64_t start = part * GRAIN, stop = start + GRAIN < b->size ? start + GRAIN : b->size;
     int64_t count = 0;
     for (int64_t base = start; base < stop; base += 8) {
-        uint8_t byte = 0;
-        for (int64_t i = 0; i < 8 && base + i < stop; i++) byte |= (uint8_t)(b->flags[base + i] << i);
+        uint64_t eight = 0; /* the product gathers the lowest bit of each byte */
+        memcpy(&eight, b->flags + base, stop - base < 8 ? stop - base : 8);
+        const uint8_t byte = (uint8_t)(((eight >> b->shift & 0x0101010101010101ull) * 0x0102040810204080ull) >> 56);
         b->bits[base / 8] = byte;
         count += __builtin_popcount(byte);
     }
     b->counts[part] = count;
 }
 
-/* Eight flags a byte, and how many are set in each GRAIN. */
-void gradpolicy_bits(const uint8_t *flags, uint8_t *bits, int64_t *counts, int64_t size, int threads)
+/* Bit `shift` of each byte, eight a byte, and how many are set in each GRAIN. */
+void gradpolicy_bits(const uint8_t *flags, uint8_t *bits, int64_t *counts, int64_t size, int shift, int threads)
 {
-    const bitting b = {flags, bits, counts, size};
+    const bitting b = {flags, bits, counts, size, shift};
     in_parallel(bits_part, &b, (size + GRAIN - 1) / GRAIN, threads);
 }
 
@@ -240,7 +310,8 @@ typedef struct {
         for (; wanted; wanted &= wanted - 1) { \
             const int bit = __builtin_ctzll(wanted); \
             const int64_t before = r->old_bits ? __builtin_popcountll(had & ((1ull << bit) - 1)) : bit; \
-            to[at++] = had >> bit & 1 ? from[rank + before] : 0; \
+            const int64_t has = had >> bit & 1; \
+            to[at++] = from[has ? rank + before : 0] & (TYPE)-has; \
         } \
         rank += r->old_bits ? __builtin_popcountll(had) : 64; \
     } } while (0)

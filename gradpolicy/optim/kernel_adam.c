@@ -3,11 +3,11 @@
 
 typedef struct { REAL size, inverse; } NAME(correction);
 
-/* `sign` below 0 marks active entries (NULL: all are); `own` holds a correction an entry (NULL: `one` for all). */
+/* `sign` below 0 marks active entries (NULL: all are); `sizes` and `inverses` correct each entry (NULL: `one` all). */
 static inline __attribute__((always_inline)) void NAME(entries)(
     const job *j, STORAGE *restrict parameter, const STORAGE *restrict gradient, STORAGE *restrict first,
     STORAGE *restrict second, STORAGE *restrict largest, const int8_t *restrict sign,
-    const NAME(correction) *restrict own, NAME(correction) one, int64_t count)
+    const REAL *restrict sizes, const REAL *restrict inverses, NAME(correction) one, int64_t count)
 {
     const REAL one_beta1 = (REAL)(1.0 - j->beta1), beta2 = (REAL)j->beta2, one_beta2 = (REAL)(1.0 - j->beta2);
     const REAL eps = (REAL)j->eps, shrink = (REAL)(j->decoupled ? 1.0 - j->lr * j->weight_decay : 1.0);
@@ -25,7 +25,7 @@ static inline __attribute__((always_inline)) void NAME(entries)(
             top = (new_v > before || new_v != new_v) ? new_v : before;
             largest[i] = active ? STORE(top) : largest[i];
         }
-        const REAL size = own ? own[i].size : one.size, inverse = own ? own[i].inverse : one.inverse;
+        const REAL size = sizes ? sizes[i] : one.size, inverse = inverses ? inverses[i] : one.inverse;
         const REAL new_p = p * shrink - size * new_m / (ROOT(top) * inverse + eps);
         parameter[i] = active ? STORE(new_p) : parameter[i];
         first[i] = active ? STORE(new_m) : first[i];
@@ -35,23 +35,23 @@ static inline __attribute__((always_inline)) void NAME(entries)(
 
 /* `entries` for each case of its own, so that no test is left in the loop. */
 static void NAME(some)(const job *j, int64_t at, int64_t own_at, STORAGE *p, const STORAGE *g, const int8_t *sign,
-                       const NAME(correction) *own, NAME(correction) one, int64_t n)
+                       const REAL *sizes, const REAL *inverses, NAME(correction) one, int64_t n)
 {
     STORAGE *m = (STORAGE *)j->first + own_at, *v = (STORAGE *)j->second + own_at;
     STORAGE *x = j->largest ? (STORAGE *)j->largest + own_at : NULL;
     p += at, g += at;
-    if (x && sign && own) NAME(entries)(j, p, g, m, v, x, sign, own, one, n);
-    else if (x && sign) NAME(entries)(j, p, g, m, v, x, sign, NULL, one, n);
-    else if (x && own) NAME(entries)(j, p, g, m, v, x, NULL, own, one, n);
-    else if (x) NAME(entries)(j, p, g, m, v, x, NULL, NULL, one, n);
-    else if (sign && own) NAME(entries)(j, p, g, m, v, NULL, sign, own, one, n);
-    else if (sign) NAME(entries)(j, p, g, m, v, NULL, sign, NULL, one, n);
-    else if (own) NAME(entries)(j, p, g, m, v, NULL, NULL, own, one, n);
-    else NAME(entries)(j, p, g, m, v, NULL, NULL, NULL, one, n);
+    if (x && sign && sizes) NAME(entries)(j, p, g, m, v, x, sign, sizes, inverses, one, n);
+    else if (x && sign) NAME(entries)(j, p, g, m, v, x, sign, NULL, NULL, one, n);
+    else if (x && sizes) NAME(entries)(j, p, g, m, v, x, NULL, sizes, inverses, one, n);
+    else if (x) NAME(entries)(j, p, g, m, v, x, NULL, NULL, NULL, one, n);
+    else if (sign && sizes) NAME(entries)(j, p, g, m, v, NULL, sign, sizes, inverses, one, n);
+    else if (sign) NAME(entries)(j, p, g, m, v, NULL, sign, NULL, NULL, one, n);
+    else if (sizes) NAME(entries)(j, p, g, m, v, NULL, NULL, sizes, inverses, one, n);
+    else NAME(entries)(j, p, g, m, v, NULL, NULL, NULL, NULL, one, n);
 }
 
 /* The corrections of codes at..at+n-1. One load a code beats the gather instructions. */
-static __attribute__((noinline, optimize("no-tree-vectorize"))) void NAME(look_up)(
+static __attribute__((noinline, optimize("no-tree-vectorize"))) void NAME(load)(
     const job *j, int64_t at, int64_t n, NAME(correction) *restrict own)
 {
     const NAME(correction) *table = (const NAME(correction) *)j->corrections;
@@ -63,18 +63,32 @@ static __attribute__((noinline, optimize("no-tree-vectorize"))) void NAME(look_u
     }
 }
 
+static void NAME(look_up)(const job *j, int64_t at, int64_t n, REAL *restrict sizes, REAL *restrict inverses)
+{
+    NAME(correction) own[TILE];
+    if (sizeof(REAL) == 4 && j->code_bytes == 1 && j->slots <= 32 &&
+        permute_look_up(j, at, n, (float *)sizes, (float *)inverses)) return;
+    NAME(load)(j, at, n, own);
+    for (int64_t i = 0; i < n; i++) {
+        sizes[i] = own[i].size;
+        inverses[i] = own[i].inverse;
+    }
+}
+
 /* Entries start..stop-1 of a tensor with a code an entry. */
 static void NAME(dense)(const job *j, int64_t start, int64_t stop)
 {
     const NAME(correction) one = *(const NAME(correction) *)j->corrections;
-    NAME(correction) own[TILE];
+    REAL sizes[TILE], inverses[TILE];
     int8_t buffer[TILE];
     for (int64_t at = start; at < stop; at += TILE) {
         const int64_t n = stop - at < TILE ? stop - at : TILE;
         const int8_t *sign = signs(j, at, n, buffer);
         if (!any_active(sign, n)) continue;
-        if (j->slots > 1) NAME(look_up)(j, at, n, own);
-        NAME(some)(j, at, at, (STORAGE *)j->parameter, (const STORAGE *)j->gradient, sign, j->slots > 1 ? own : NULL, one, n);
+        const int many = j->slots > 1;
+        if (many) NAME(look_up)(j, at, n, sizes, inverses);
+        NAME(some)(j, at, at, (STORAGE *)j->parameter, (const STORAGE *)j->gradient, sign,
+                   many ? sizes : NULL, many ? inverses : NULL, one, n);
     }
 }
 
@@ -88,7 +102,7 @@ static void NAME(rows)(const job *j, int64_t start, int64_t stop)
         const int64_t where = j->rows[row], own = j->packed ? row : where;
         const int64_t slot = j->slots == 1 ? 0 : slot_at(j, own);
         NAME(some)(j, where * j->block + inside, own * j->block + inside, (STORAGE *)j->parameter,
-                   (const STORAGE *)j->gradient, NULL, NULL, ((const NAME(correction) *)j->corrections)[slot], n);
+                   (const STORAGE *)j->gradient, NULL, NULL, NULL, ((const NAME(correction) *)j->corrections)[slot], n);
         start += n;
     }
 }
@@ -100,7 +114,8 @@ static void NAME(packed)(const job *j, int64_t start, int64_t stop)
     const STORAGE *g = (const STORAGE *)j->gradient;
     const NAME(correction) one = *(const NAME(correction) *)j->corrections;
     STORAGE parameter[TILE], gradient[TILE];
-    NAME(correction) own[TILE];
+    REAL sizes[TILE], inverses[TILE];
+    const int many = j->slots > 1;
     int64_t at = j->offsets[start / GRAIN], n = 0;
     int32_t place[TILE];
     for (int64_t base = start; base < stop; base += 64) {
@@ -111,8 +126,8 @@ static void NAME(packed)(const job *j, int64_t start, int64_t stop)
             parameter[i] = p[start + place[i]];
             gradient[i] = g[start + place[i]];
         }
-        if (j->slots > 1) NAME(look_up)(j, at, n, own);
-        NAME(some)(j, 0, at, parameter, gradient, NULL, j->slots > 1 ? own : NULL, one, n);
+        if (many) NAME(look_up)(j, at, n, sizes, inverses);
+        NAME(some)(j, 0, at, parameter, gradient, NULL, many ? sizes : NULL, many ? inverses : NULL, one, n);
         for (int64_t i = 0; i < n; i++) p[start + place[i]] = parameter[i];
         at += n;
         n = 0;

@@ -69,17 +69,20 @@ class Layout:
     Attributes:
         shape: local shape, with a last dimension of 2 for complex parameters.
         order: dimensions from the outermost in memory to the innermost.
+        plain: whether entries are real and lie in logical order.
     """
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
+    plain: bool
 
     @classmethod
     def of(cls, parameter: Tensor) -> Layout:
         """Read the layout off a parameter."""
         real = _real(local_shard(parameter.detach()))
         order = sorted(range(real.dim()), key=lambda d: real.stride(d), reverse=True)
-        return cls(tuple(real.shape), tuple(order))
+        plain = order == sorted(order) and not parameter.is_complex()
+        return cls(tuple(real.shape), tuple(order), plain)
 
     @property
     def size(self) -> int:
@@ -93,10 +96,14 @@ class Layout:
 
     def flat(self, tensor: Tensor) -> Tensor:
         """The tensor's entries in memory order: a view where it lies that way, else a copy."""
+        if self.plain and tensor.is_contiguous() and not is_sharded(tensor):
+            return tensor.detach().view(-1)
         return _real(local_shard(tensor.detach())).permute(self.order).reshape(-1)
 
     def write_back(self, flat: Tensor, tensor: Tensor) -> None:
         """Put a flat vector from `flat` back where that was a copy."""
+        if self.plain and not is_sharded(tensor) and tensor.data_ptr() == flat.data_ptr():
+            return
         target = _real(local_shard(tensor.detach()))
         if target.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
             target.copy_(self.unflatten(flat))

@@ -13,12 +13,14 @@ from gradpolicy.optim.cohorts import CHUNK
 
 def update(jobs: Sequence[adam.Job]) -> None:
     """Carry out exact updates."""
-    quick = [job for job in jobs if native.takes(job)]
+    quick: list[adam.Job] = []
+    for job in jobs:
+        if native.takes(job):
+            quick.append(job)
+        else:
+            adam.run(job, compiled.dense if compiled.wanted(job) else None)
     if quick:
         native.run(quick)
-    for job in jobs:
-        if not any(job is done for done in quick):
-            adam.run(job, compiled.dense if compiled.wanted(job) else None)
 
 
 def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor:

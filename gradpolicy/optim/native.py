@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -16,11 +17,12 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.adam import Job, compute_dtype
+from gradpolicy.optim.adam import Job
 
 SOURCES = ("kernel.c", "kernel_adam.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -135,48 +137,50 @@ def run(jobs: Sequence[Job]) -> None:
     """Carry out jobs that `takes` accepts."""
     kernel = library()
     assert kernel is not None
-    alive: list[Tensor] = []
+    alive: list[Any] = []
     records = (_Job * len(jobs))(*(_record(job, alive) for job in jobs))
-    parts = torch.tensor([0, *(-(-record.size // GRAIN) for record in records)]).cumsum(0)
-    kernel.gradpolicy_adam(records, ctypes.c_int64(len(jobs)), _pointer(parts), torch.get_num_threads())
+    parts = [0, *itertools.accumulate(-(-record.size // GRAIN) for record in records)]
+    first_parts = (ctypes.c_int64 * len(parts))(*parts)
+    kernel.gradpolicy_adam(records, ctypes.c_int64(len(jobs)), first_parts, torch.get_num_threads())
 
 
-def _record(job: Job, alive: list[Tensor]) -> _Job:
-    """A job as the kernel reads it; tensors made for it are put in `alive`."""
-    settings, held = job.settings, job.held
-    most = max(len(job.step_sizes), 1)
-    if most > 1:  # the slots of frozen codes are looked up too, and thrown away
-        most = max(most, min(1 << (8 * job.codes.element_size() - 1), job.slots))
-    table = torch.zeros(most, 2, dtype=compute_dtype(job.parameter.dtype))
-    pairs = [(size, 1 / root) for size, root in zip(job.step_sizes, job.roots, strict=True)]
-    table[: len(pairs)] = torch.tensor(pairs, dtype=torch.float64)
+def _record(job: Job, alive: list[Any]) -> _Job:
+    """A job as the kernel reads it; what is made for it is put in `alive`."""
+    settings, held, moments = job.settings, job.held, job.moments
+    slots, table = _table(job)
     rows, size = None, job.parameter.numel()
     if job.block > 1:
         rows = (job.codes < 0).nonzero().view(-1) if held is None else held.rows
         assert rows is not None
         size = rows.numel() * job.block
-        alive.append(rows)
-    alive.append(table)
+    alive += [rows, table]
     entries = held if held is not None and job.block == 1 else None
-    tensors = [
-        job.parameter,
-        job.gradient,
-        job.moments[0],
-        job.moments[1],
-        job.moments[2] if len(job.moments) > 2 else None,
-        job.codes,
-        rows,
-        entries.bits if entries else None,
-        entries.offsets if entries else None,
-        table,
-    ]
     return _Job(
-        *(_pointer(tensor) for tensor in tensors),
-        *(most, size, job.block),
+        job.parameter.data_ptr(),
+        job.gradient.data_ptr(),
+        moments[0].data_ptr(),
+        moments[1].data_ptr(),
+        moments[2].data_ptr() if len(moments) > 2 else None,
+        job.codes.data_ptr(),
+        None if rows is None else rows.data_ptr(),
+        entries.bits.data_ptr() if entries and entries.bits is not None else None,
+        entries.offsets.data_ptr() if entries and entries.offsets is not None else None,
+        ctypes.addressof(table),
+        *(slots, size, job.block),
         *(job.codes.element_size(), TYPES[job.parameter.dtype], held is not None),
         *(settings.maximize, settings.decoupled, 0),
         *(getattr(settings, name) for name in _NUMBERS),
     )
+
+
+def _table(job: Job) -> tuple[int, Any]:
+    """How many slots the kernel looks up (1: none), and their corrections as pairs."""
+    pairs = [part for size, root in zip(job.step_sizes, job.roots, strict=True) for part in (size, 1 / root)]
+    # Slots of frozen codes are looked up too, and thrown away; registers are loaded 32 slots at once.
+    slots = 1 if len(job.step_sizes) == 1 else max(len(job.step_sizes), job.slots)
+    pairs += [0.0] * (2 * max(slots, 32) - len(pairs))
+    number = ctypes.c_double if job.parameter.dtype is torch.float64 else ctypes.c_float
+    return slots, (number * len(pairs))(*pairs)
 
 
 def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
@@ -193,8 +197,9 @@ def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
     freeze, thaw = int(table[0, 1, 0]), int(table[1, 0, 0])
     if not (stay and bool((table[0, 1] == freeze).all() and (table[1, 0] == thaw).all())):
         thaw = 0
-    pointers = [_pointer(tensor) for tensor in (codes, mask, by_byte, codes)]
-    kernel.gradpolicy_recode(*pointers, ctypes.c_int64(codes.numel()), thaw, freeze, torch.get_num_threads())
+    pointers = [_pointer(tensor) for tensor in (codes, mask, by_byte)]
+    sizes = (ctypes.c_int64(codes.numel()), ctypes.c_int64(width), thaw, freeze, torch.get_num_threads())
+    kernel.gradpolicy_recode(*pointers, *sizes)
     return codes
 
 
@@ -211,15 +216,16 @@ def clear(flat: Tensor, active: Tensor) -> bool:
 
 
 def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Flags as bits, and how many are set in each GRAIN; None where the kernel cannot do it."""
-    kernel = library() if _on_cpu(flags) else None
+    """Flags, or codes below 0, as bits, and how many in each GRAIN; None where the kernel cannot do it."""
+    kernel = library() if flags.element_size() == 1 and _on_cpu(flags) else None
     if kernel is None:
         return None
     count = flags.numel()
     packed = torch.empty(-(-count // 8), dtype=torch.uint8)
     counts = torch.empty(-(-count // GRAIN), dtype=torch.int64)
     pointers = [_pointer(tensor) for tensor in (flags, packed, counts)]
-    kernel.gradpolicy_bits(*pointers, ctypes.c_int64(count), torch.get_num_threads())
+    shift = 0 if flags.dtype is torch.bool else 7
+    kernel.gradpolicy_bits(*pointers, ctypes.c_int64(count), shift, torch.get_num_threads())
     return packed, counts
 
 

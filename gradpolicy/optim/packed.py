@@ -36,6 +36,10 @@ def _unpack_bits(bits: Tensor, count: int) -> Tensor:
 class Held:
     """The blocks that have memory: a bit an entry where blocks are single entries, else a list of rows.
 
+    Args:
+        flags: one flag a block, or one code, below 0 where it is held.
+        block: consecutive entries in a block.
+
     Attributes:
         size: entries in the whole tensor.
         block: consecutive entries in a block.
@@ -50,10 +54,10 @@ class Held:
         self.block = block
         self.bits = self.offsets = self.rows = None
         if block > 1:
-            self.rows = flags.nonzero().view(-1)
+            self.rows = (flags if flags.dtype is torch.bool else flags < 0).nonzero().view(-1)
             self.count = self.rows.numel()
             return
-        self.bits, counts = native.bits(flags) or _bits(flags)
+        self.bits, counts = native.bits(flags) or _bits(flags if flags.dtype is torch.bool else flags < 0)
         counts = counts.cumsum(0)
         self.count = int(counts[-1])
         self.offsets = torch.nn.functional.pad(counts, (1, 0))

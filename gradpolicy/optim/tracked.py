@@ -188,13 +188,11 @@ class Tracked:
 
     def _pack(self, old: Held | None = None) -> None:
         """Hold memory for active blocks alone; `old` tells what the state holds now, None: everything."""
-        self.held = Held(self.cohorts.active(), self.cohorts.block)
-        self.cohorts.codes = self.held.pack(self.cohorts.codes, 1)
+        held = self.held = Held(self.cohorts.codes, self.cohorts.block)
+        self.cohorts.codes = held.pack(self.cohorts.codes, 1)
         for key, value in self.state.items():
             if key != "step":
-                self.state[key] = (
-                    old.move(value, self.held) if old else self.held.pack(self.layout.flat(value))
-                )
+                self.state[key] = old.move(value, held) if old else held.pack(self.layout.flat(value))
 
     def _move_state(self, old: Held | None) -> None:
         """Bring the optimizer's state in line with new flags."""
