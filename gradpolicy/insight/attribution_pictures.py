@@ -87,7 +87,7 @@ class AttributionPictures(Callback):
         """Keeps the first images."""
         missing = self.count - sum(len(images) for images, _ in self._batches)
         if self._draws and missing > 0 and trainer.is_global_zero:
-            images, labels = batch if len(batch) == 2 else (batch[0], None)
+            images, labels = _images_and_labels(batch)
             self._batches.append((images[:missing], labels[:missing] if labels is not None else None))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -143,6 +143,15 @@ def straight_through(callbacks: Iterable[GradientPolicies]) -> Iterator[None]:
     finally:
         for installed, name in switched:
             installed.set_active(name, False)
+
+
+def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Takes a batch apart: images, or images and more, of which the second are the labels."""
+    parts = batch if isinstance(batch, list | tuple) else [batch]
+    if not parts or not isinstance(parts[0], Tensor) or parts[0].dim() != 4:
+        raise PolicyError("AttributionPictures: the first entry of a batch must be images in four dimensions")
+    labels = parts[1] if len(parts) > 1 and isinstance(parts[1], Tensor) else None
+    return parts[0], labels
 
 
 def _callbacks(trainer: Trainer) -> list[GradientPolicies]:

@@ -151,6 +151,22 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return (mixed ^ (mixed >> 31)) & 0x7FFFFFFFFFFFFFFF
 
 
+def evaluation_batch_size(samples: int, ranks: int, largest: int) -> int:
+    """The largest batch size for which all ranks have equally many batches of samples dealt out once.
+
+    Ranks with different numbers of batches would wait for each other where a forward pass communicates, as
+    DistributedDataParallel does for buffers. Where shares are equal, or too small for that, the size stays.
+
+    Example:
+        >>> evaluation_batch_size(samples=129, ranks=2, largest=64)  # 65 and 64 samples
+        63
+    """
+    share, more = divmod(samples, ranks)
+    if not more:
+        return largest
+    return next((size for size in range(largest, 1, -1) if share % size), largest)
+
+
 class DataModule(LightningDataModule):
     """What the project's data modules share: three sets become three resumable loaders.
 
@@ -204,9 +220,12 @@ class DataModule(LightningDataModule):
         sampler = EpochSampler(
             dataset, shuffle=training, seed=self.seed, ranks=ranks, rank=rank, even=training
         )
+        batch_size = self.batch_size
+        if not training:
+            batch_size = evaluation_batch_size(len(dataset), ranks, batch_size)  # type: ignore[arg-type]
         return ResumableLoader(
             dataset,
-            batch_size=self.batch_size,
+            batch_size=batch_size,
             sampler=sampler,
             drop_last=training,
             num_workers=self.workers,
@@ -216,7 +235,9 @@ class DataModule(LightningDataModule):
         )
 
     def _ranks(self) -> tuple[int, int]:
-        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        """Number of processes that share the data, and which of them this one is."""
+        shares = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
+        return shares.get("num_replicas", 1), shares.get("rank", 0)
 
     def _batches_done(self) -> int:
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer else 0

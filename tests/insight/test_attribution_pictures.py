@@ -117,6 +117,12 @@ def test_a_policy_that_is_not_required_may_be_absent(
     assert not (tmp_path / "pictures").exists()
 
 
+def test_batches_without_images_are_refused() -> None:
+    for batch in ({"a": 1}, (torch.zeros(2, 3), torch.zeros(2)), []):
+        with pytest.raises(PolicyError, match="images in four dimensions"):
+            attribution_pictures._images_and_labels(batch)
+
+
 def test_no_picture_at_all_is_refused() -> None:
     with pytest.raises(PolicyError, match="count: 0"):
         AttributionPictures(count=0)

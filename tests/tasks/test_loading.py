@@ -14,6 +14,7 @@ from gradpolicy.tasks.loading import (
     TensorRows,
     already_stacked,
     epoch_seed,
+    evaluation_batch_size,
 )
 
 ROWS = TensorRows(torch.arange(22))
@@ -68,6 +69,14 @@ def test_evaluation_deals_out_each_sample_once() -> None:
     assert sorted(chain(*shares)) == list(range(22))
     lengths = [len(EpochSampler(ROWS, shuffle=False, ranks=4, rank=rank, even=False)) for rank in range(4)]
     assert lengths == [len(share) for share in shares]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_evaluate_equally_many_batches(ranks: int) -> None:
+    for samples in range(4 * ranks, 200):
+        size = evaluation_batch_size(samples, ranks, largest=8)
+        fewest, most = samples // ranks, -(-samples // ranks)
+        assert -(-fewest // size) == -(-most // size)
 
 
 def test_a_foreign_sampler_is_used_as_it_is() -> None:
