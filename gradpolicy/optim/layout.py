@@ -183,6 +183,13 @@ def _is_one(shape: Sequence[int], parameter: Tensor, dim: int) -> bool:
     return shape[dim] == 1 and parameter.shape[dim] > 1
 
 
+def has_one_value(shape: Sequence[int], parameter: Tensor) -> bool:
+    """Whether a mask of this shape is one flag, which every process of a sharded parameter has."""
+    placements: Any = getattr(parameter, "placements", ())
+    split = [placement.dim for placement in placements if placement.is_shard()]
+    return prod(shape) == 1 and all(_is_one(shape, parameter, dim) for dim in split)
+
+
 def as_sharded(value: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
     """Local values as a tensor like the parameter: a DTensor where that is one.
 

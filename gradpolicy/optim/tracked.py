@@ -11,7 +11,7 @@ from torch import Tensor
 from gradpolicy.optim import adam, moves
 from gradpolicy.optim.cohorts import Cohorts, Slots
 from gradpolicy.optim.general import Keeper, empty_value, entry_state
-from gradpolicy.optim.layout import Layout, as_sharded, is_sharded, local_mask, local_shard
+from gradpolicy.optim.layout import Layout, as_sharded, has_one_value, is_sharded, local_mask, local_shard
 from gradpolicy.optim.packed import Held
 
 FROZEN, PARTIAL, FULL = "frozen", "partial", "full"
@@ -125,7 +125,7 @@ class Tracked:
         """Whether the whole gradient goes; of a sharded parameter on every process alike."""
         if not is_sharded(self.parameter):
             return self.kind is FROZEN
-        one_flag = self.mask_shape is not None and prod(self.mask_shape) == 1 < self.parameter.numel()
+        one_flag = self.mask_shape is not None and has_one_value(self.mask_shape, self.parameter)
         if self.empty_part is not None:
             return one_flag and not bool(self.empty_part)
         return one_flag and self.kind is FROZEN

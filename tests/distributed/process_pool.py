@@ -63,7 +63,7 @@ class ProcessPool:
     ) -> None:
         self._stop()
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], *arguments: Any, timeout: float = 20.0) -> list[Any]:
         """Calls ``function(*arguments)`` on every rank.
 
         Args:
@@ -93,8 +93,13 @@ class ProcessPool:
         """What the ranks send back, until one has failed."""
         answers: dict[int, Any] = {}
         while len(answers) < self.size and time.monotonic() < deadline:
-            for connection in wait(self.connections, timeout=1.0):
-                answers[self.connections.index(connection)] = connection.recv()  # type: ignore
+            silent = [c for rank, c in enumerate(self.connections) if rank not in answers]
+            for connection in wait(silent, timeout=1.0):
+                rank = self.connections.index(connection)  # type: ignore
+                try:
+                    answers[rank] = connection.recv()  # type: ignore
+                except (EOFError, ConnectionError):
+                    answers[rank] = (None, "the process died")
             if any(error is not None for _, error in answers.values()):
                 break
         return answers
@@ -110,7 +115,15 @@ class RemoteError(Exception):
 
 def _serve(rank: int, size: int, backend: str, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    # What torchrun sets: Lightning then takes these processes for its ranks.
+    os.environ |= {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)

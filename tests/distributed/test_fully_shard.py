@@ -31,7 +31,7 @@ Facts = dict[str, list[Tensor]]
 def network() -> nn.Sequential:
     torch.manual_seed(3)
     # Five rows on two or four ranks do not divide evenly.
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def shard(model: nn.Sequential) -> nn.Sequential:

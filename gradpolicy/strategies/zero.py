@@ -1,0 +1,50 @@
+"""DistributedDataParallel with the optimizer's state shared out over the ranks (ZeRO stage 1)."""
+
+import inspect
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+
+class ZeroStrategy(DDPStrategy):
+    """DDP in which each rank holds the moments of some parameters only.
+
+    The optimizers that the module configures are remade as ``ZeroRedundancyOptimizer``; learning-rate
+    schedulers stay in force, since both share their parameter groups.
+
+    Args:
+        **settings: As DDPStrategy's.
+    """
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Shares out the state of each optimizer."""
+        super().setup_optimizers(trainer)
+        self.optimizers = [as_zero(optimizer) for optimizer in self.optimizers]
+
+
+def as_zero(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
+    """Makes a fresh optimizer's state shared out over the ranks.
+
+    Args:
+        optimizer: An optimizer that has not stepped.
+
+    Returns:
+        A ZeroRedundancyOptimizer with the same parameter groups, in which what changes the groups of the one
+        given, such as a learning-rate scheduler, is seen.
+    """
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    defaults: dict[str, Any] = {key: optimizer.defaults[key] for key in optimizer.defaults if key in accepted}
+    shared = ZeroRedundancyOptimizer(
+        [dict(group) for group in optimizer.param_groups], type(optimizer), **defaults
+    )
+    for fresh, group in zip(shared.param_groups, optimizer.param_groups, strict=True):
+        group.update(fresh)
+    shared.param_groups = optimizer.param_groups
+    # A scheduler asks whether the optimizer that it was made with has stepped; the other one does so for it.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return shared
