@@ -1,21 +1,31 @@
-"""The program: reads the command line, checks everything it asks for, then hands over to Hydra."""
+"""The program: reads the command line, checks everything that it asks for, then has Hydra run it."""
 
-import os
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import hydra
+import hydra.core.utils as hydra_utils
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, open_dict, read_write
 from rich.console import Console
 
-from gradpolicy.launch.compose import VERSION_BASE, Source, check_jobs, compose_job, fixed_overrides
+from gradpolicy.errors import PolicyError
+from gradpolicy.launch.compose import (
+    VERSION_BASE,
+    Source,
+    check_job,
+    compose_job,
+    fixed_overrides,
+    hydra_at,
+    jobs_of,
+)
 from gradpolicy.launch.errors import FAILED, WRONG_INPUT, WRONG_INPUT_ERRORS, explain, report_error
 from gradpolicy.launch.ranks import is_first_rank
 from gradpolicy.launch.report import RESULT, Result
@@ -37,16 +47,21 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = get_args_parser().parse_intermixed_args(arguments)
-    # Hydra reads flags only before or after all overrides; a person may write `seed=3 -m policy=none,guided`.
     flags = [word for word in arguments if word not in options.overrides]
-    arguments = [*flags, *options.overrides]
     show_traceback = any(line.startswith("debug=") for line in options.overrides)
     try:
-        with command_line(arguments):
-            if _only_tells(options):
-                _hand_over(config_dir, lambda config: None)
-                return 0
-            return start(config_dir, arguments, options)
+        source = Source(
+            Path(options.config_path or config_dir).absolute(),
+            options.config_name or CONFIG_NAME,
+            Path(options.config_dir).absolute() if options.config_dir else None,
+        )
+        with hydra_at(source) as prepared:
+            if not _only_tells(options):
+                return start(prepared, source, options)
+            if options.cfg:
+                compose_job(source, options.overrides)
+        _ask_hydra(config_dir, [*flags, *options.overrides])
+        return 0
     except WRONG_INPUT_ERRORS as error:
         if is_first_rank():
             report_error(error, show_traceback or "extras.traceback=true" in options.overrides)
@@ -55,29 +70,54 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         return leaving.code if isinstance(leaving.code, int) else FAILED
 
 
-def start(config_dir: Path, arguments: list[str], options: Namespace) -> int:
-    """Checks every job, settles the directory, and lets Hydra run the job or the jobs."""
-    config_dir = Path(options.config_path or config_dir).absolute()
-    more = str(Path(options.config_dir).absolute()) if options.config_dir else None
-    source = Source(config_dir, options.config_name or CONFIG_NAME, more)
-    first = compose_job(source, fixed_overrides(options.overrides))
-    multirun = options.multirun or first.hydra.mode == RunMode.MULTIRUN
-    check_jobs(source, options.overrides, multirun)
-    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
-    directory = Path(first.hydra.sweep.dir if multirun else first.hydra.run.dir).absolute()
-    settled = [*arguments, f"{key}={quoted(str(directory))}"]
-    if not is_first_rank() and not any(line.startswith("hydra.output_subdir=") for line in arguments):
-        settled.append("hydra.output_subdir=null")
-    job = Job(in_sweep=multirun)
-    with command_line(settled):
-        try:
-            _hand_over(config_dir, job)
-        finally:
-            if multirun and is_first_rank():
-                _end_sweep(directory, resolved_head(first))
+def start(prepared: Hydra, source: Source, options: Namespace) -> int:
+    """Checks everything that the command line asks for, then runs the job, or the sweep's jobs."""
+    config = compose_job(source, fixed_overrides(options.overrides))
+    if options.multirun or config.hydra.mode == RunMode.MULTIRUN:
+        for overrides in jobs_of(config, options.overrides):
+            check_job(compose_job(source, overrides))
+        run_sweep(prepared, source, config, options.overrides)
+        return 0
+    if fixed_overrides(options.overrides) != options.overrides:
+        raise PolicyError("several values for one key make a sweep: add -m, or quote the value")
+    check_job(config)
+    run_job(prepared, config)
+    return 0
+
+
+def run_job(prepared: Hydra, config: DictConfig) -> None:
+    """Has Hydra run one job: it makes the directory, sets the logging up, and calls the job."""
+    with read_write(config.hydra), open_dict(config.hydra):
+        config.hydra.mode = RunMode.RUN
+        if not is_first_rank():
+            config.hydra.output_subdir = None
+    callbacks = Callbacks(config)
+    callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
+    job = Job(in_sweep=False)
+    returned = hydra_utils.run_job(
+        hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
+        task_function=job,
+        config=config,
+        job_dir_key="hydra.run.dir",
+        job_subdir_key=None,
+    )
+    callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=returned)
     if job.error is not None:
         raise job.error
-    return 0
+
+
+def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
+    """Has Hydra's sweeper and launcher run the jobs, and prints the summary, also when some failed."""
+    directory = Path(config.hydra.sweep.dir).absolute()
+    try:
+        prepared.multirun(
+            config_name=source.name,
+            task_function=Job(in_sweep=True),
+            overrides=[*overrides, f"hydra.sweep.dir={quoted(str(directory))}"],
+        )
+    finally:
+        if is_first_rank():
+            _end_sweep(directory, config)
 
 
 class Job:
@@ -115,22 +155,6 @@ class Job:
         return result.optimized
 
 
-@contextmanager
-def command_line(arguments: Sequence[str]) -> Iterator[None]:
-    """Makes these the program's arguments for a while, and has Hydra raise its errors instead of printing."""
-    former, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [former[0], *arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        sys.argv = former
-        if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = full_error
-
-
 def quoted(value: str) -> str:
     """Writes a value so that Hydra reads it as it is.
 
@@ -138,11 +162,9 @@ def quoted(value: str) -> str:
         >>> quoted("a=b, c")
         "'a=b, c'"
     """
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _hand_over(config_dir: Path, job: Callable[[DictConfig], Any]) -> None:
-    hydra.main(version_base=VERSION_BASE, config_path=str(config_dir), config_name=CONFIG_NAME)(job)()
+    # A backslash is only special before a quote.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
 
 
 def _only_tells(options: Namespace) -> bool:
@@ -151,15 +173,27 @@ def _only_tells(options: Namespace) -> bool:
     return any(getattr(options, name, None) for name in asked)
 
 
-def resolved_head(config: DictConfig) -> tuple[str | None, str]:
-    """What a sweep compares its jobs by, and which value is the best."""
-    return config.get("optimized_metric"), config.get("optimized_mode") or "max"
+def _ask_hydra(config_dir: Path, arguments: list[str]) -> None:
+    """Lets Hydra answer what needs no run."""
+    former = sys.argv
+    sys.argv = [former[0], *arguments]
+    try:
+        hydra.main(version_base=VERSION_BASE, config_path=str(config_dir), config_name=CONFIG_NAME)(
+            _nothing
+        )()
+    finally:
+        sys.argv = former
 
 
-def _end_sweep(directory: Path, head: tuple[str | None, str]) -> None:
+def _nothing(config: DictConfig) -> None:
+    """The job of a command line that asks for none."""
+
+
+def _end_sweep(directory: Path, config: DictConfig) -> None:
     """Prints the summary; a sweep in which no job began leaves nothing."""
     results = collect(directory)
-    if any(result.status != "failed" for result in results):
-        summarize(results, *head, Console(), directory / SUMMARY)
-    elif not any(Path(result.directory).is_dir() for result in results):
+    if any(result.status != "failed" or Path(result.directory).is_dir() for result in results):
+        metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"
+        summarize(results, metric, mode, Console(), directory / SUMMARY)
+    elif directory.is_dir():
         remove(directory)

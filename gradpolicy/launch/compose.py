@@ -9,6 +9,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -36,41 +38,56 @@ class Source:
 
     directory: Path
     name: str = "train"
-    more: str | None = None
+    more: Path | None = None
 
 
-def check_jobs(source: Source, overrides: list[str], multirun: bool) -> None:
-    """Composes every job that the command line asks for and checks it; makes nothing.
-
-    Args:
-        source: Where the configs come from.
-        overrides: The overrides of the command line.
-        multirun: Whether they ask for a sweep.
+@contextmanager
+def hydra_at(source: Source) -> Iterator[Hydra]:
+    """Sets Hydra up for compositions and runs, and takes it down.
 
     Raises:
-        PolicyError: For wrong input; other errors of Hydra's where its own message is as good.
+        PolicyError: If a directory does not exist.
     """
-    for job in jobs_of(source, overrides) if multirun else [overrides]:
-        config = compose_job(source, job)
-        hydra = OmegaConf.to_container(config.hydra.callbacks, resolve=False) or {}
-        check_targets({"hydra": {"callbacks": hydra}}, _allowed(config))
-        check_config(_without_hydra(config))
+    for directory in filter(None, (source.directory, source.more)):
+        if not directory.is_dir():
+            raise PolicyError(f"config directory {directory} does not exist")
+    former = HydraConfig.instance().cfg
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(source.directory), job_name="train", version_base=VERSION_BASE):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        if source.more is not None:
+            path, anchor = f"file://{source.more}", SearchPathQuery(provider="schema")
+            hydra.config_loader.get_search_path().prepend("command-line", path, anchor)
+        try:
+            yield hydra
+        finally:
+            HydraConfig.instance().cfg = former
+
+
+def check_job(config: DictConfig) -> None:
+    """Checks a composed job, with what Hydra itself would instantiate for it; makes nothing.
+
+    Raises:
+        PolicyError: For wrong input.
+    """
+    callbacks = OmegaConf.to_container(config.hydra.callbacks, resolve=False) or {}
+    check_targets({"hydra": {"callbacks": callbacks}}, _allowed(config))
+    check_config(_without_hydra(config))
 
 
 def compose_job(source: Source, overrides: list[str]) -> DictConfig:
-    """Composes one job's config, Hydra's own part included.
+    """Composes one job's config, Hydra's own part included; within :func:`hydra_at`.
 
     Raises:
         PolicyError: For a choice or key that does not exist, with the nearest ones that do.
     """
-    overrides = [*overrides, *([f"hydra.searchpath=[file://{source.more}]"] if source.more else [])]
-    with _hydra(source.directory):
-        try:
-            config = compose(source.name, overrides, return_hydra_config=True)
-        except MissingConfigException as error:
-            raise _unknown_choice(error, source.directory) from error
-        except ConfigCompositionException as error:
-            raise _unknown_key(error, source.name, overrides) from error
+    try:
+        config = compose(source.name, overrides, return_hydra_config=True)
+    except MissingConfigException as error:
+        raise _unknown_choice(error, source) from error
+    except ConfigCompositionException as error:
+        raise _unknown_key(error, source.name, overrides) from error
     with read_write(config), open_dict(config):
         # Hydra sets it when a job starts; until then any directory will do for what refers to it.
         config.hydra.runtime.output_dir = str(Path.cwd())
@@ -86,13 +103,12 @@ def fixed_overrides(overrides: list[str]) -> list[str]:
     ]
 
 
-def jobs_of(source: Source, overrides: list[str]) -> list[list[str]]:
+def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]]:
     """Lists the overrides of each job of a sweep, as Hydra's own sweeper makes them.
 
     Sweeps that other sweepers draw, from intervals for instance, are not known beforehand: none is listed.
     """
     parser = OverridesParser.create()
-    config = compose_job(source, fixed_overrides(overrides))
     if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
         return []
     from_config = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
@@ -137,14 +153,6 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-@contextmanager
-def _hydra(config_dir: Path) -> Iterator[None]:
-    """Sets Hydra up for a composition, and takes it down."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_dir), job_name="train", version_base=VERSION_BASE):
-        yield
-
-
 def _without_hydra(config: DictConfig) -> DictConfig:
     job = config.copy()
     with read_write(job), open_dict(job):
@@ -160,10 +168,13 @@ def _allowed(config: DictConfig) -> tuple[str, ...]:
 # ---- what Hydra says too little about
 
 
-def _unknown_choice(error: MissingConfigException, config_dir: Path) -> HydraException:
+def _unknown_choice(error: MissingConfigException, source: Source) -> HydraException:
     """Adds the choices there are: Hydra names them for a single choice, not for a list."""
     group = str(error.missing_cfg_file or "").rpartition("/")[0]
-    options = error.options or [path.stem for path in sorted((config_dir / group).glob("*.yaml"))]
+    directories = filter(None, (source.directory, source.more))
+    options = error.options or [
+        path.stem for directory in directories for path in sorted((directory / group).glob("*.yaml"))
+    ]
     return MissingConfigException(str(error), error.missing_cfg_file, options)
 
 
@@ -172,7 +183,7 @@ def _unknown_key(error: ConfigCompositionException, config_name: str, overrides:
     key = re.sub(r"^[+~]+", "", found.group(1)).rstrip(".") if found else ""
     if not key or "already at" in str(error):
         return error
-    config = _composable(config_name, overrides)
+    config = _composable(config_name, overrides, key)
     parent, missing = _deepest(config, key)
     siblings = list(parent.keys()) if isinstance(parent, DictConfig) else []
     above = key[: -len(missing) - 1] if key != missing else ""
@@ -184,16 +195,13 @@ def _unknown_key(error: ConfigCompositionException, config_name: str, overrides:
     return PolicyError(f"{above + '.' if above else ''}{name}: there is no such key; {hint}")
 
 
-def _composable(config_name: str, overrides: Iterable[str]) -> DictConfig:
-    """The config with as many of the overrides as compose, to see which keys there are."""
-    good: list[str] = []
-    for override in overrides:
-        try:
-            compose(config_name, [*good, override])
-        except Exception:
-            continue
-        good.append(override)
-    return compose(config_name, good)
+def _composable(config_name: str, overrides: Iterable[str], key: str) -> DictConfig:
+    """The config without the override that does not compose, to see which keys there are."""
+    others = [line for line in overrides if line.lstrip("+~").partition("=")[0].rstrip("@") != key]
+    try:
+        return compose(config_name, others)
+    except HydraException:
+        return compose(config_name)
 
 
 def _deepest(config: DictConfig, key: str) -> tuple[Any, str]:

@@ -64,11 +64,15 @@ def _under_key(error: InstantiationException, key: str) -> PolicyError:
 
 
 def _message_at(place: str, message: str) -> str:
-    """Puts a message under a key: ``Stop.mode: …`` at ``policy.cut`` becomes ``policy.cut.mode: …``."""
+    """Puts a message under a key: ``Stop.mode: …`` at ``policy.cut`` becomes ``policy.cut.mode: …``.
+
+    So does ``when.phases: …`` at ``policy.cut.when``.
+    """
     if message.startswith(f"{place.split('.')[0]}."):
         return message
     owner, _, rest = message.partition(": ")
     class_name, _, argument = owner.partition(".")
-    if class_name[:1].isupper() and argument.isidentifier():
+    own = class_name[:1].isupper() or class_name == place.split(".")[-1]
+    if own and argument.isidentifier():
         return f"{place}.{argument}: {rest}"
     return f"{place}: {message}"

@@ -47,6 +47,7 @@ QUIET = (
     ".*Checkpoint directory .* exists and is not empty.*",
     ".*treespec, LeafSpec.*",
     ".*Grad strides do not match bucket view strides.*",
+    ".*The dirpath has changed from.*",
     ".*could not find the monitored key in the returned metrics.*",
     ".*You defined a `validation_step` but have no `val_dataloader`.*",
 )

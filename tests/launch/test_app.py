@@ -77,10 +77,9 @@ def test_a_value_within_a_policy_is_set_on_the_command_line(train) -> None:
     assert "25.0% of" in train("plan_only=true", "policy.random_freeze.mask.density=0.25").out
 
 
-@pytest.mark.parametrize("choice", ["debug=fdr", "callbacks=none", "callbacks=null", "logger=none"])
+@pytest.mark.parametrize("choice", ["debug=fdr", "callbacks=none", "~callbacks", "logger=none"])
 def test_no_other_group_loses_the_policies(train, choice: str) -> None:
-    overrides = [choice] if not choice.endswith("null") else ["~callbacks"]
-    ended = train(*overrides, "policy.random_freeze.params=model.nothing.*")
+    ended = train(choice, "policy.random_freeze.params=model.nothing.*")
     assert ended.code == 2
     assert "policy.random_freeze.params" in ended.message
 
@@ -104,7 +103,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_others(train) -> None
         torch.load(ended.run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
         for ended in (train("seed=3"), train("seed=3"), train("seed=4"))
     ]
-    first, again, other = (tensors["model.trunk.block1.conv.weight"] for tensors in weights)
+    first, again, other = (tensors["model.trunk.0.conv.weight"] for tensors in weights)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -116,8 +115,9 @@ def test_resuming_at_the_end_of_an_epoch_gives_the_same_bits_as_the_run_left_alo
     resumed = train(*steps, "trainer.max_epochs=3", f"ckpt_path={half.run}/checkpoints/last.ckpt")
     ends = [torch.load(ended.run / "checkpoints/last.ckpt", weights_only=True) for ended in (whole, resumed)]
     assert ends[0]["global_step"] == ends[1]["global_step"] == 12
-    for key in ("state_dict", "optimizer_states"):
-        assert_same_bits(ends[0][key], ends[1][key])
+    assert_same_bits(ends[0]["state_dict"], ends[1]["state_dict"])
+    moments = [end["optimizer_states"][0]["state"] for end in ends]
+    assert_same_bits(*moments)
 
 
 def assert_same_bits(one: object, other: object) -> None:
