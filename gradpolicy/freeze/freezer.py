@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.freeze.mask import Mask, active_entries, check_mask, intersect, same_mask
 from gradpolicy.freeze.source import MaskSource
+from gradpolicy.freeze.toggling import GradientSwitch
 from gradpolicy.when import When
 from gradpolicy.where import match_names, plain_name
 
@@ -195,7 +196,7 @@ class Freezer:
             _check_agreement(name, bounds)
         # Empty at first: an optimizer may bring masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
-        self._turned_off: dict[str, Tensor] = {}
+        self._switch = GradientSwitch(named)
         self._before: dict[str, Tensor] = {}
         self._rates: dict[str, float] = {}
         self._wanting: tuple[bool, ...] = ()
@@ -269,9 +270,7 @@ class Freezer:
 
     def restore(self) -> None:
         """Gives every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
-        for parameter in self._turned_off.values():
-            parameter.requires_grad_(True)
-        self._turned_off = {}
+        self._switch.restore()
         self._step = None
 
     # ---- what a person sees
@@ -359,27 +358,8 @@ class Freezer:
             if wants
             for name in bound.source.gradient_names(*times)
         }
-        idle = {name for name, mask in self._combined.items() if mask is False and name not in wanted}
-        if not self._would_train(idle):
-            idle = set()
-        for name in [name for name in self._turned_off if name not in idle]:
-            self._turned_off.pop(name).requires_grad_(True)
-        for name in idle:
-            parameter = self.parameters[name]
-            if parameter.requires_grad:
-                self._turned_off[name] = parameter.requires_grad_(False)
-                parameter.grad = None
-
-    def _would_train(self, idle: set[str]) -> bool:
-        """Whether a backward pass would find anything to do without these parameters."""
-        without = {id(self.parameters[name]) for name in idle}
-        turned_off = {id(parameter) for parameter in self._turned_off.values()}
-        return any(
-            id(parameter) not in without and (parameter.requires_grad or id(parameter) in turned_off)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        frozen = {name for name, mask in self._combined.items() if mask is False}
+        self._switch.turn_off(frozen - wanted)
 
     def _show_gradients(self, mine: Mapping[str, Tensor]) -> None:
         times = (self._step or 0, self._epoch)

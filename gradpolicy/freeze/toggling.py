@@ -1,0 +1,65 @@
+"""Turns ``requires_grad`` off for a while, so that the backward pass skips what is frozen."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from torch import Tensor
+
+
+class GradientSwitch:
+    """Turns the gradients of parameters off and on again, and remembers whose it was.
+
+    Parameters whose ``requires_grad`` somebody else turned off are never touched. If nothing would be left
+    for a backward pass, everything stays on: masks alone keep the values then.
+
+    Args:
+        parameters: All parameters of the model by name, in model order.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = dict(parameters)
+        self._turned_off: set[str] = set()
+
+    def turn_off(self, idle: set[str]) -> None:
+        """Turns exactly these off; what was turned off before and is not among them comes on again."""
+        idle = idle - _needed_before_norms(self.parameters, idle)
+        if not any(name not in idle and self._can_train(name) for name in self.parameters):
+            idle = set()
+        for name in sorted(self._turned_off - idle):
+            self.parameters[name].requires_grad_(True)
+            self._turned_off.discard(name)
+        for name in self.parameters:
+            if name in idle and self.parameters[name].requires_grad:
+                self.parameters[name].requires_grad_(False)
+                # A stale gradient would still count in clipping and in the update.
+                self.parameters[name].grad = None
+                self._turned_off.add(name)
+
+    def restore(self) -> None:
+        """Turns on again whatever this switch turned off."""
+        for name in self._turned_off:
+            self.parameters[name].requires_grad_(True)
+        self._turned_off = set()
+
+    def _can_train(self, name: str) -> bool:
+        return self.parameters[name].requires_grad or name in self._turned_off
+
+
+def _needed_before_norms(parameters: Mapping[str, Tensor], idle: set[str]) -> set[str]:
+    """Of a frozen convolution in front of a norm that trains, the last parameter: its gradient stays on.
+
+    Torch (2.13) crashes in the backward pass of GroupNorm on a CPU where the input needs no gradient, the
+    norm's own parameters do, and the memory format is channels_last.
+    """
+    modules: dict[str, list[str]] = {}
+    for name in parameters:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    inside = list(modules.values())
+    return {
+        before[-1]
+        for before, after in pairwise(inside)
+        if idle.issuperset(before)
+        and any(parameters[name].dim() >= 4 and parameters[name].device.type == "cpu" for name in before)
+        and all(parameters[name].dim() == 1 for name in after)
+        and not idle.issuperset(after)
+    }
