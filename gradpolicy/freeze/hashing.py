@@ -5,12 +5,17 @@ without the rest. The 32-bit finalizer is Wellons' ``triple32`` (Hash Prospector
 second half of the key added between its rounds, so that two keys never give shifted copies of one stream.
 """
 
+import ctypes
+import functools
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from gradpolicy.compiling import compiled
 
 _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
@@ -19,6 +24,8 @@ _SHIFTS = (17, 11, 15, 14)
 # Entries hashed at a time: small enough that a chunk's words stay in a core's cache.
 _CPU_CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 26
+# From so many entries on, compiled code is worth being compiled.
+_MANY = 1 << 20
 
 
 def mix(value: int) -> int:
@@ -67,10 +74,10 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
         return drawn.fill_(threshold > 0)
     for first, last, word_key in _segments(key, start, stop):
         part = drawn[first - start : last - start]
-        if drawn.device.type == "cpu":
-            _below_cpu(part.numpy(), first & _WORD, word_key, threshold)
-        else:
+        if drawn.device.type != "cpu":
             _below_device(part, first & _WORD, word_key, threshold)
+        elif part.numel() < _MANY or not _below_compiled(part, first & _WORD, word_key, threshold):
+            _below_cpu(part.numpy(), first & _WORD, word_key, threshold)
     return drawn
 
 
@@ -109,6 +116,28 @@ def _hash_cpu(count: int, first: int, key: tuple[int, int], scratch: np.ndarray)
     np.right_shift(words, _SHIFTS[3], out=shifted)
     words ^= shifted
     return words
+
+
+@functools.cache
+def _kernel() -> ctypes.CDLL | None:
+    source = Path(__file__).with_name("hashing.c")
+    library = compiled(source, "random masks are drawn by numpy, at ten times the time")
+    if library is not None:
+        word = ctypes.c_uint32
+        kinds = (ctypes.c_void_p, ctypes.c_int64, word, word, word, word, ctypes.c_int32)
+        library.gradpolicy_draw.argtypes = kinds
+        library.gradpolicy_draw.restype = None
+    return library
+
+
+def _below_compiled(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> bool:
+    """The same by hashing.c; False where it could not be compiled."""
+    library = _kernel()
+    if library is None:
+        return False
+    threads = torch.get_num_threads()
+    library.gradpolicy_draw(out.data_ptr(), out.numel(), first, *key, threshold, threads)
+    return True
 
 
 def _below_cpu(out: np.ndarray, first: int, key: tuple[int, int], threshold: int) -> None:

@@ -341,7 +341,7 @@ def test_parameters_can_be_given_by_name(stack) -> None:
 
 
 def test_names_of_wrappers_do_not_count(stack) -> None:
-    compiled = torch.compile(stack)
+    compiled = {f"_orig_mod.{name}": parameter for name, parameter in stack.named_parameters()}
     freezer = Freezer(compiled, masked(stack), {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
     assert list(freezer.parameters_of("head")) == ["head.weight", "head.bias"]
 

@@ -39,12 +39,23 @@ def test_the_vector_hash_is_the_hash_of_each_index(key: int, start: int, count: 
     assert drawn.tolist() == expected
 
 
-def test_the_device_path_gives_the_bits_of_the_cpu_path() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_path_gives_the_same_bits(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    count = (1 << 19) + 77
     for first, key, threshold in ((0, (1, 2), 1), (WORD - 50, (WORD, 7), 1 << 31), (9, (5, WORD), WORD)):
-        expected, drawn = torch.empty(300, dtype=torch.bool), torch.empty(300, dtype=torch.bool)
+        expected = torch.empty(count, dtype=torch.bool)
         hashing._below_cpu(expected.numpy(), first, key, threshold)
-        hashing._below_device(drawn, first, key, threshold)
-        assert torch.equal(drawn, expected)
+        for path in (hashing._below_device, hashing._below_compiled):
+            drawn = torch.empty(count, dtype=torch.bool)
+            if path(drawn, first, key, threshold) is not False:
+                assert torch.equal(drawn, expected), path
+
+
+def test_without_a_compiler_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = hashing.bernoulli(3, 0.3, 5, (1 << 20) + 9)
+    monkeypatch.setattr(hashing, "_kernel", lambda: None)
+    assert torch.equal(hashing.bernoulli(3, 0.3, 5, (1 << 20) + 9), compiled)
 
 
 @pytest.mark.gpu
@@ -52,18 +63,6 @@ def test_the_device_path_gives_the_bits_of_the_cpu_path() -> None:
 def test_a_gpu_gives_the_bits_of_the_cpu() -> None:
     mask = RandomMask(3, 40, "fc.weight", 0.3)
     assert torch.equal(mask.materialize((1000, 999), "cuda").cpu(), mask.materialize((1000, 999)))
-
-
-def test_threads_do_not_change_the_bits() -> None:
-    mask = RandomMask(0, 0, "w", 0.4)
-    alone = mask.materialize((1100, 1000))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        together = mask.materialize((1100, 1000))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(alone, together)
 
 
 @given(

@@ -1,0 +1,80 @@
+"""Compiles the C sources: once a processor, kept in a cache folder, never a condition for running."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")
+# Set to 0, nothing is compiled.
+SWITCH = "GRADPOLICY_NATIVE"
+
+
+@functools.cache
+def compiled(source: Path, fallback: str) -> ctypes.CDLL | None:
+    """The library made of a C source; None, and one warning, where it cannot be had.
+
+    Args:
+        source: The C file; it may include others of its folder.
+        fallback: What happens without it, for the warning.
+    """
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if os.environ.get(SWITCH) == "0":
+        reason = f"{SWITCH}=0"
+    elif compiler is None:
+        reason = "no C compiler was found"
+    else:
+        try:
+            return ctypes.CDLL(str(_build(source, compiler)))
+        except (OSError, subprocess.SubprocessError) as error:
+            output = getattr(error, "stderr", None) or str(error)
+            reason = f"{compiler} failed: {output.strip()[:300]}"
+    warnings.warn(f"gradpolicy: {fallback} ({reason})", stacklevel=2)
+    return None
+
+
+def _build(source: Path, compiler: str) -> Path:
+    """Compiles, or finds what was compiled before.
+
+    Raises:
+        OSError, subprocess.SubprocessError: If there is no compiler, or it fails.
+    """
+    texts = [path.read_text() for path in sorted(source.parent.glob("*.c"))]
+    parts = [*texts, source.name, compiler, *FLAGS, platform.machine(), _processor()]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    library = _cache_folder() / f"{source.stem}-{digest}.so"
+    if not library.exists():
+        # Under a name of its own until it is whole: other processes may be looking for it.
+        fresh = library.with_suffix(f".{os.getpid()}")
+        command = [compiler, *FLAGS, str(source), "-o", str(fresh), *LINK_FLAGS]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        os.replace(fresh, library)
+    return library
+
+
+def _cache_folder() -> Path:
+    """A folder that only this user can write to: what lies in it is run."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradpolicy"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="gradpolicy-"))
+
+
+def _processor() -> str:
+    """What compiled code depends on: it is built for this very processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor()
