@@ -115,7 +115,7 @@ def note_unseen_traced(number: int, call: str, reason: str) -> None:
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler: the functions run
 # while tracing, and only then.
 for _function in (count_traced, note_unseen_traced):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _function.__dict__["_dynamo_marked_constant"] = True
 
 
 def _number(value: float) -> Tensor:

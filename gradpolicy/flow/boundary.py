@@ -9,8 +9,7 @@ from torch.autograd import Function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradpolicy.flow.binding import Binding
-from gradpolicy.flow.calls import in_transform
-from gradpolicy.flow.functions import filter_gradient, replace_gradient
+from gradpolicy.flow.functions import BackwardRule, filter_gradient, in_transform, replace_gradient
 from gradpolicy.flow.trees import map_tensors
 
 
@@ -25,6 +24,8 @@ class Boundary:
     def __init__(self, place: str, bindings: Sequence[Binding]) -> None:
         self.place = place
         self.bindings = tuple(bindings)
+        # The rule put on last is the first that the gradient meets.
+        self.rules = tuple((binding, binding.at(place)) for binding in reversed(self.bindings))
 
     def pass_through(self, tree: Any, crossed: list | None = None) -> Any:
         """Gives tensors on, with the rules in their gradient's way.
@@ -39,24 +40,23 @@ class Boundary:
 
     def _crossing(self, tensor: Tensor, crossed: list | None) -> Tensor:
         result = tensor
-        # The rule put on last is the first that the gradient meets.
-        for binding in reversed(self.bindings):
+        for binding, rule in self.rules:
             if binding.active:
-                result = self._with_rule(result, binding)
+                result = _with_rule(result, binding, rule)
                 binding.count(self.place)
         if crossed is not None:
             crossed.append((tensor, result))
         return result
 
-    def _with_rule(self, tensor: Tensor, binding: Binding) -> Tensor:
-        # Under torch.compile a copy costs nothing, and an alias that is then written to cannot be traced.
-        value = tensor.clone() if torch.compiler.is_compiling() else tensor
-        if binding.detaches:
-            return value.detach()
-        rule = binding.at(self.place)
-        if binding.rule.gradient_filter is not None:
-            return filter_gradient(rule, value)
-        return replace_gradient(rule, value.detach(), [tensor])
+
+def _with_rule(tensor: Tensor, binding: Binding, rule: BackwardRule) -> Tensor:
+    # Under torch.compile a copy costs nothing, and an alias that is then written to cannot be traced.
+    value = tensor.clone() if torch.compiler.is_compiling() else tensor
+    if binding.detaches:
+        return value.detach()
+    if binding.rule.gradient_filter is not None:
+        return filter_gradient(rule, value)
+    return replace_gradient(rule, value.detach(), [tensor])
 
 
 def _can_have_gradient(tensor: Tensor) -> bool:

@@ -3,10 +3,11 @@
 They trace under ``torch.compile`` and work under ``torch.func``; the eager short cut stands in ``hooks.py``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -34,7 +35,7 @@ class BackwardRule:
 
     def gradients(self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]) -> list:
         """The rule's gradients, one an input, checked and in each input's dtype."""
-        returned = self.rule(grad, inputs, output)
+        returned = self._own(self.rule.function, grad, inputs, output)
         gradients = self._one_an_input(returned, inputs, wanted)
         checked = [
             self._checked(number, gradient, tensor, output) if needed else None
@@ -46,14 +47,23 @@ class BackwardRule:
 
     def filtered(self, grad: Tensor) -> Tensor:
         """The incoming gradient as the rule's gradient filter lets it through."""
-        assert self.rule.gradient_filter is not None
-        returned = self.rule.gradient_filter(grad, **self.rule.parameters)
-        result = self._checked(0, returned, grad, grad)
-        if result is None:
-            raise self._error("returned None; a gradient filter returns a tensor")
-        if self.meter is not None:
+        result = self._own(self.rule.gradient_filter, grad)
+        if not isinstance(result, Tensor) or result.shape != grad.shape or result.dtype != grad.dtype:
+            result = self._checked(0, result, grad, grad)
+            if result is None:
+                raise self._error("returned None; a gradient filter returns a tensor")
+        if self.meter is not None and self.meter.on:
             self.meter.measure(grad, [result])
         return result
+
+    def _own(self, function: Callable | None, *arguments: Any) -> Any:
+        """Calls the user's function; no override may act on what it computes with."""
+        assert function is not None
+        parameters = self.rule.parameters
+        if torch._C._len_torch_function_stack() == 0:
+            return function(*arguments, **parameters)
+        with torch._C.DisableTorchFunction():
+            return function(*arguments, **parameters)
 
     def _one_an_input(self, returned: Any, inputs: tuple[Tensor, ...], wanted: Sequence[bool]) -> tuple:
         if isinstance(returned, list):
@@ -140,6 +150,19 @@ class ReplaceGradient(Function):
         return (None, None, *[None] * ctx.values, *gradients)
 
 
+class EagerReplaceGradient(Function):
+    """The same without the price of ``setup_context``, whose arguments torch binds by name at each call."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        """Gives the values back."""
+        output = ReplaceGradient.forward(*arguments)
+        ReplaceGradient.setup_context(ctx, arguments, output)
+        return output
+
+    backward = ReplaceGradient.backward
+
+
 class FilterGradient(Function):
     """Passes a tensor on, and its gradient through a rule's gradient filter."""
 
@@ -161,6 +184,23 @@ class FilterGradient(Function):
         return None, ctx.backward_rule.filtered(grad)
 
 
+class EagerFilterGradient(Function):
+    """The same without the price of ``setup_context``."""
+
+    @staticmethod
+    def forward(ctx: Any, backward_rule: BackwardRule, tensor: Tensor) -> Tensor:
+        """Gives the tensor back."""
+        ctx.backward_rule = backward_rule
+        return tensor.detach()
+
+    backward = FilterGradient.backward
+
+
+def in_transform() -> bool:
+    """Whether autograd's nodes are out of reach: under torch.compile or torch.func."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def replace_gradient(backward_rule: BackwardRule, values: Any, inputs: Sequence[Tensor]) -> Any:
     """Gives one value, or the floating-point ones of a tuple, the gradient that a rule says.
 
@@ -169,12 +209,13 @@ def replace_gradient(backward_rule: BackwardRule, values: Any, inputs: Sequence[
         values: A tensor, or a tuple of tensors and others; computed without a graph.
         inputs: What they were computed from.
     """
+    function = ReplaceGradient if in_transform() else EagerReplaceGradient
     if isinstance(values, Tensor):
-        return ReplaceGradient.apply(backward_rule, 1, values, *inputs)
+        return function.apply(backward_rule, 1, values, *inputs)
     places = [number for number, value in enumerate(values) if _is_differentiable(value)]
     if not places:
         return values
-    found = ReplaceGradient.apply(backward_rule, len(places), *(values[number] for number in places), *inputs)
+    found = function.apply(backward_rule, len(places), *(values[number] for number in places), *inputs)
     results = list(values)
     for number, result in zip(places, found if len(places) > 1 else (found,), strict=True):
         results[number] = result
@@ -184,7 +225,8 @@ def replace_gradient(backward_rule: BackwardRule, values: Any, inputs: Sequence[
 def filter_gradient(backward_rule: BackwardRule, values: Any) -> Any:
     """Puts a rule's gradient filter behind a tensor, or behind every floating-point tensor of a tuple."""
     if isinstance(values, Tensor):
-        return FilterGradient.apply(backward_rule, values) if _is_differentiable(values) else values
+        function = FilterGradient if in_transform() else EagerFilterGradient
+        return function.apply(backward_rule, values) if _is_differentiable(values) else values
     return _rebuilt(values, [filter_gradient(backward_rule, value) for value in values])
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, unknown
@@ -10,6 +11,7 @@ from gradpolicy.flow.binding import Binding
 from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.calls import OperationRule
 from gradpolicy.flow.contradictions import check_boundaries, check_operations, check_parameters
+from gradpolicy.flow.known import calls_of, known_below
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.override import CallRule
 from gradpolicy.flow.owner import Owner
@@ -17,7 +19,7 @@ from gradpolicy.flow.parameters import ParameterHook
 from gradpolicy.flow.places import find_places
 from gradpolicy.flow.report import Report, ReportRow
 from gradpolicy.flow.unseen import note_script_modules, unseen_calls
-from gradpolicy.flow.wrap import Scope, WrappedForward
+from gradpolicy.flow.wrap import Scope, WrappedForward, WrappedReLU
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.where import plain_name
 
@@ -193,13 +195,25 @@ class Installed:
         entering = self._boundary(name, module, "input")
         leaving = self._boundary(name, module, "output")
         hooks = self._parameter_hooks(module) if self._parameter_ids else []
+        calls = calls_of(module)
+        if scope is not None and calls is not None and not any(call in scope.table for call in calls):
+            scope.seen.update(calls)
+            scope = None
         # The model itself is wrapped in any case: it watches over what its parts note.
         if name and scope is None and entering is None and leaving is None and not hooks:
             return
         self._hooks += hooks
         for method in entry_points.get(name, ("forward",)):
-            wrap = WrappedForward(
-                module, method, self.owner, scope=scope, entering=entering, leaving=leaving, hooks=hooks
+            wrap = None if entering or leaving else _wrapped_relu(module, self.owner, scope)
+            wrap = wrap or WrappedForward(
+                module,
+                method,
+                self.owner,
+                scope=scope,
+                entering=entering,
+                leaving=leaving,
+                hooks=hooks,
+                below=known_below(module) if scope is not None else (),
             )
             wrap.put_on()
             self._wraps.append(wrap)
@@ -238,6 +252,16 @@ class Installed:
             if places.side == side and id(module) in places.at
         ]
         return Boundary(f"{side} of module {name!r}", found) if found else None
+
+
+def _wrapped_relu(module: nn.Module, owner: Owner, scope: Scope | None) -> WrappedForward | None:
+    """The short way for a ReLU with one rule for what it calls, where that rule is a filter."""
+    if scope is None or type(module) is not nn.ReLU or "forward" in module.__dict__:
+        return None
+    rules = scope.table.get(F.relu, ())
+    if len(rules) != 1 or not isinstance(rules[0], OperationRule) or not rules[0].filters:
+        return None
+    return WrappedReLU(module, owner, scope, rules[0])
 
 
 def _named(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, FlowPolicy]:

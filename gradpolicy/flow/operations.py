@@ -13,6 +13,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError, unknown
 
 Function = Callable[..., Any]
+Decision = Callable[[Function, tuple, Mapping[str, Any]], bool]
 
 # Where the spellings of an operation are looked for.
 _NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
@@ -100,10 +101,10 @@ class Operation:
     functions: frozenset[Function]
     functional: Function
 
-    def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call of one of the functions is this operation, where arguments decide."""
-        decides = _DECIDED_BY_ARGUMENTS.get(self.name)
-        return decides is None or decides(function, args, kwargs)
+    @property
+    def decides(self) -> "Decision | None":
+        """Whether a call of one of the functions is this operation; None where every one is."""
+        return _DECIDED_BY_ARGUMENTS.get(self.name)
 
     def __reduce__(self) -> tuple:
         # Some torch functions cannot be pickled, names can.
@@ -320,7 +321,7 @@ def _is_relu6(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> boo
 
 _ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
 _HARDTANH = _spellings("hardtanh")
-_DECIDED_BY_ARGUMENTS: dict[str, Callable[[Function, tuple, Mapping[str, Any]], bool]] = {
+_DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
     "div": _has_no_rounding,
     "floor_divide": _rounds_down,
     "hardtanh": lambda function, args, kwargs: not _is_relu6(function, args, kwargs),

@@ -28,7 +28,7 @@ def map_tensors(
     if isinstance(tree, Tensor):
         return function(tree) if where(tree) else tree
     children = _children(tree)
-    if not any(_holds(child, where) for child in children):
+    if not children or not any(_holds(child, where) for child in children):
         return tree
     return _rebuilt(tree, [map_tensors(function, child, where) for child in children])
 
@@ -52,6 +52,10 @@ def _holds(tree: Any, where: Callable[[Tensor], bool]) -> bool:
 
 
 def _children(tree: Any) -> list:
+    if type(tree) in (tuple, list):
+        return list(tree)
+    if type(tree) is dict:
+        return list(tree.values())
     if _is_dataclass(tree):
         return [getattr(tree, name) for name in _fields(tree)]
     if isinstance(tree, Mapping):

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from gradpolicy.flow.boundary import Boundary, take_over_writes
-from gradpolicy.flow.calls import in_transform
+from gradpolicy.flow.calls import OperationRule
+from gradpolicy.flow.functions import in_transform
+from gradpolicy.flow.known import have_hooks
 from gradpolicy.flow.operations import Function
 from gradpolicy.flow.override import CallRule, OperationMode, Table, make_table
 from gradpolicy.flow.owner import Owner
@@ -70,6 +72,7 @@ class WrappedForward:
         entering: The rules at the module's input.
         leaving: The rules at its output.
         hooks: The rules on its parameters.
+        below: The modules that it runs, where nothing but known modules runs: no mode is needed then.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class WrappedForward:
         entering: Boundary | None = None,
         leaving: Boundary | None = None,
         hooks: Sequence[ParameterHook] = (),
+        below: Sequence[nn.Module] = (),
     ) -> None:
         self.module = module
         self.method = method
@@ -90,6 +94,7 @@ class WrappedForward:
         self.entering = entering
         self.leaving = leaving
         self.hooks = tuple(hooks)
+        self.below = tuple(below)
         # What stood in the module's own __dict__ before: another tool's wrapper, or nothing.
         self.inner: Callable | None = module.__dict__.get(method)
 
@@ -167,6 +172,8 @@ class WrappedForward:
             return self._forward(args, kwargs)
         mode = _mode_of(scope.owner)
         if mode is None:
+            if self.below and not in_transform() and not have_hooks(self.below):
+                return self._forward(args, kwargs)
             with ScopeMode(scope):
                 return self._forward(args, kwargs)
         outer = mode.scope
@@ -182,6 +189,33 @@ class WrappedForward:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+
+
+class WrappedReLU(WrappedForward):
+    """The shortest way for the layer that policies meet most: no mode, one hook.
+
+    Args:
+        module: A ``nn.ReLU``.
+        owner: The installation.
+        scope: The operation rules that hold within.
+        rule: The one among them that is for ReLUs.
+    """
+
+    def __init__(self, module: nn.Module, owner: Owner, scope: Scope, rule: OperationRule) -> None:
+        super().__init__(module, "forward", owner, scope=scope)
+        self.rule = rule
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Runs the ReLU."""
+        rule = self.rule
+        if (
+            rule.binding.active
+            and not self.module.inplace
+            and self.inner is None
+            and rule.takes_hook((input,))
+        ):
+            return rule.hooked(torch.relu, (input,), {})
+        return super().__call__(input)
 
 
 def _mode_of(owner: Owner) -> ScopeMode | None:
