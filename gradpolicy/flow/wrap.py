@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradpolicy.flow.boundary import Boundary, take_over_writes
-from gradpolicy.flow.calls import OperationRule
+from gradpolicy.flow.calls import OperationRule, may_hook
 from gradpolicy.flow.functions import in_transform
 from gradpolicy.flow.known import have_hooks
 from gradpolicy.flow.operations import Function
@@ -208,14 +208,13 @@ class WrappedReLU(WrappedForward):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Runs the ReLU."""
         rule = self.rule
-        if (
-            rule.binding.active
-            and not self.module.inplace
-            and self.inner is None
-            and rule.takes_hook((input,))
-        ):
-            return rule.hooked(torch.relu, (input,), {})
-        return super().__call__(input)
+        binding = rule.binding
+        if not binding.active or self.module.inplace or self.inner is not None or not may_hook(input):
+            return super().__call__(input)
+        result = torch.relu(input)
+        binding.matched["relu"] += 1
+        rule.hang_hook(result.grad_fn)
+        return result
 
 
 def _mode_of(owner: Owner) -> ScopeMode | None:
