@@ -40,6 +40,9 @@ class MaskedZero(MaskedOptimizer):
             )
         super().__init__(inner, frozen_state, bias_correction)
         inner.optim = MaskedOptimizer(inner.optim, frozen_state, bias_correction)
+        # What has never been masked has an age too, which no state here tells.
+        for parameter in (known for group in inner.param_groups for known in group["params"]):
+            self._track(parameter)
         # Loading leaves a second copy of this rank's state there, which nothing reads.
         inner.register_load_state_dict_post_hook(lambda optimizer: optimizer.state.clear())
 

@@ -1,5 +1,6 @@
 """A few processes joined by one process group that run functions and send back what these return."""
 
+import faulthandler
 import functools
 import importlib.util
 import os
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+
+# Seconds until a call is given up; a little earlier each process shows where it waits.
+_PATIENCE = 60.0
 
 
 class ProcessPool:
@@ -63,7 +67,9 @@ class ProcessPool:
     ) -> None:
         self._stop()
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, timeout: float = 20.0) -> list[Any]:
+    def __call__(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = _PATIENCE
+    ) -> list[Any]:
         """Calls ``function(*arguments)`` on every rank.
 
         Args:
@@ -132,10 +138,13 @@ def _serve(rank: int, size: int, backend: str, store: str, connection: Connectio
             path, name, arguments = connection.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(_PATIENCE - 5)
         try:
             connection.send((getattr(_module(path), name)(*arguments), None))
         except Exception:
             connection.send((None, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from process_pool import ProcessPool
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -136,11 +137,24 @@ def save_after_half(level: str, frozen_state: str, folder: str) -> None:
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
-def load_and_finish(level: str, frozen_state: str, folder: str, sharded: bool = True) -> tuple[Facts, Facts]:
-    model, optimizer = made(frozen_state, "adamw", sharded)
+def load_and_finish(level: str, frozen_state: str, folder: str) -> tuple[Facts, Facts]:
+    model, optimizer = made(frozen_state, "adamw", sharded=True)
     weights, state = get_state_dict(model, optimizer)
     loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=folder, no_dist=not sharded)
+    dcp.load(loaded, checkpoint_id=folder)
+    return finish(level, model, optimizer, loaded)
+
+
+def finish_on_one(level: str, frozen_state: str, folder: str) -> tuple[Facts, Facts]:
+    """Goes on without any sharding: the whole checkpoint becomes a file of torch.save first."""
+    model, optimizer = made(frozen_state, "adamw", sharded=False)
+    dcp_to_torch_save(folder, f"{folder}.pt")
+    return finish(level, model, optimizer, torch.load(f"{folder}.pt", weights_only=True))
+
+
+def finish(
+    level: str, model: nn.Module, optimizer: MaskedOptimizer, loaded: dict[str, Any]
+) -> tuple[Facts, Facts]:
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     at_once = facts(model, optimizer)
     train(model, optimizer, level, range(SAVED_AT, STEPS))
@@ -166,43 +180,32 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_two_and_on_one(
 ) -> None:
     folder, wanted = str(tmp_path / "saved"), expected(level, frozen_state)
     pair(save_after_half, level, frozen_state, folder)
-    assert agree(load_and_finish(level, frozen_state, folder, sharded=False), wanted)
+    assert agree(finish_on_one(level, frozen_state, folder), wanted)
     for found in pair(load_and_finish, level, frozen_state, folder):
         assert agree(found, wanted)
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[ProcessPool]:
-    with ProcessPool(4, "gloo") as pool:
-        yield pool
+def others() -> Iterator[dict[int, ProcessPool]]:
+    with ProcessPool(1, "gloo") as one, ProcessPool(4, "gloo") as four:
+        yield {1: one, 4: four}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["row", "entry", "recipe"])
-@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
-def test_a_checkpoint_of_two_ranks_goes_on_on_four_and_the_reverse(
-    pair: ProcessPool, four: ProcessPool, tmp_path: Path, level: str, frozen_state: str
+@pytest.mark.parametrize("level", ["tensor", "row", "entry", "recipe"])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_four_and_the_reverse(
+    pair: ProcessPool,
+    others: dict[int, ProcessPool],
+    tmp_path: Path,
+    level: str,
+    frozen_state: str,
+    ranks: int,
 ) -> None:
     wanted = expected(level, frozen_state)
-    for saving, loading in ((pair, four), (four, pair)):
+    for saving, loading in ((pair, others[ranks]), (others[ranks], pair)):
         folder = str(tmp_path / f"of_{saving.size}")
         saving(save_after_half, level, frozen_state, folder)
         for found in loading(load_and_finish, level, frozen_state, folder):
             assert agree(found, wanted)
-
-
-def save_on_one(level: str, frozen_state: str, folder: str) -> None:
-    model, optimizer = made(frozen_state, "adamw", sharded=False)
-    train(model, optimizer, level, range(SAVED_AT))
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder, no_dist=True)
-
-
-@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
-def test_a_checkpoint_of_one_process_goes_on_on_two(
-    pair: ProcessPool, tmp_path: Path, frozen_state: str
-) -> None:
-    folder = str(tmp_path / "saved")
-    save_on_one("entry", frozen_state, folder)
-    for found in pair(load_and_finish, "entry", frozen_state, folder):
-        assert agree(found, expected("entry", frozen_state))
