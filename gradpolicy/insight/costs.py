@@ -1,0 +1,87 @@
+"""What training costs: time a step, and bytes of optimizer state."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.optim import MaskedOptimizer
+
+
+class Costs(Callback):
+    """Measures what training costs and logs it at the end of each epoch.
+
+    - ``cost/step_milliseconds``: mean time of a batch, from before the policies are asked for masks to after
+      the update. Validation, checkpoints and loading are not in it. On a GPU it is the host's time, which
+      over many batches is the device's.
+    - ``cost/step_cpu_milliseconds``: the same in processor time of the process, over all its threads, which
+      tells less of what else the machine does.
+    - ``cost/optimizer_bytes_peak``: the most bytes of optimizer state held after any batch on this process:
+      moments, steps, masks and ages. What mask sources gather of gradients is not in it.
+
+    Args:
+        skip: How many batches at the start do not count for the times: compilers and caches warm up.
+
+    Raises:
+        PolicyError: If ``skip`` is negative.
+    """
+
+    def __init__(self, skip: int = 10) -> None:
+        if skip < 0:
+            raise PolicyError(f"callbacks.costs.skip: {skip} given, at least 0 needed")
+        self.skip = skip
+        self._reset()
+
+    def _reset(self) -> None:
+        self.batches = 0
+        self.seconds = 0.0
+        self.cpu_seconds = 0.0
+        self.peak_bytes = 0
+        self._began = (0.0, 0.0)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins anew; what a run cost before it was resumed does not count."""
+        self._reset()
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        """Reads the clocks."""
+        self._began = (time.perf_counter(), time.process_time())
+
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        """Adds up the batch's time, and looks how much state there is."""
+        seconds, cpu_seconds = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+        self.batches += 1
+        if self.batches > self.skip:
+            self.seconds += seconds
+            self.cpu_seconds += cpu_seconds
+        held = sum(optimizer_bytes(optimizer) for optimizer in trainer.optimizers)
+        self.peak_bytes = max(self.peak_bytes, held)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Logs the costs so far; the times only if there were more batches than are skipped."""
+        costs = {"cost/optimizer_bytes_peak": float(self.peak_bytes)}
+        timed = self.batches - self.skip
+        if timed > 0:
+            costs["cost/step_milliseconds"] = 1000 * self.seconds / timed
+            costs["cost/step_cpu_milliseconds"] = 1000 * self.cpu_seconds / timed
+        pl_module.log_dict(costs)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that an optimizer holds as its state on this process.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(10))
+        >>> weight.grad = torch.ones(10)
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        >>> optimizer.step()
+        >>> optimizer_bytes(optimizer)
+        40
+    """
+    if isinstance(optimizer, MaskedOptimizer):
+        return optimizer.state_bytes()
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))

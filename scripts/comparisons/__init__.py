@@ -1,0 +1,1 @@
+"""Families of experiments that are compared with each other over several seeds."""

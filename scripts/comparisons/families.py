@@ -1,0 +1,104 @@
+"""Which experiments are compared with each other, and by what."""
+
+from dataclasses import dataclass
+
+BASE = "{base}"
+INITIAL_WEIGHTS = f"callbacks.initial_weights.path='{BASE}/checkpoints/best.ckpt'"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+        heading: With the unit.
+        metric: The metric of the runs.
+        factor: What its values are multiplied by.
+        digits: After the point.
+    """
+
+    heading: str
+    metric: str
+    factor: float = 1.0
+    digits: int = 1
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table: what is run with each seed.
+
+    Attributes:
+        name: Names its directory.
+        overrides: What it sets in the config; ``{base}`` stands for the base run's directory.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Runs that are compared.
+
+    Attributes:
+        title: What is compared.
+        variants: The rows.
+        columns: The columns.
+        curve: The metric that the picture shows over the steps, and what to call it.
+        base: What is run first with each seed, for the variants to start from.
+    """
+
+    title: str
+    variants: tuple[Variant, ...]
+    columns: tuple[Column, ...]
+    curve: tuple[str, str]
+    base: Variant | None = None
+
+
+COSTS = (
+    Column("step, CPU ms", "cost/step_cpu_milliseconds"),
+    Column("step, ms", "cost/step_milliseconds"),
+    Column("peak optimizer state, kB", "cost/optimizer_bytes_peak", factor=1e-3, digits=0),
+)
+DENSITY = "policy.prune_and_grow.mask.density"
+FRACTION = "policy.prune_and_grow.mask.fraction"
+
+
+def _sparse(method: str, experiment: str, *overrides: str) -> tuple[Variant, ...]:
+    """A method at 90 % and 98 % sparsity."""
+    return tuple(
+        Variant(f"{method}_{sparsity}", (f"experiment={experiment}", f"{DENSITY}={density}", *overrides))
+        for sparsity, density in ((90, 0.1), (98, 0.02))
+    )
+
+
+def _tuned(method: str) -> Variant:
+    return Variant(method, (f"experiment=shakespeare_{method}", INITIAL_WEIGHTS))
+
+
+FAMILIES = {
+    "fashion": Family(
+        title="Fashion-MNIST: dense, RigL, SET, and a random topology that stays, at 90 % and 98 % sparsity",
+        variants=(
+            Variant("dense", ("experiment=fashion_dense",)),
+            *_sparse("rigl", "fashion_rigl"),
+            *_sparse("set", "fashion_set"),
+            *_sparse("static", "fashion_set", f"{FRACTION}=0.0"),
+        ),
+        columns=(Column("test accuracy, %", "test/accuracy", factor=100.0, digits=2), *COSTS),
+        curve=("val/accuracy", "validation accuracy"),
+    ),
+    "shakespeare": Family(
+        title="Tiny Shakespeare: a transformer of the first half of the text, tuned on the second",
+        base=Variant("base", ("experiment=shakespeare_base",)),
+        variants=(
+            Variant(
+                "untuned",
+                ("experiment=shakespeare_full", "train=false", f"ckpt_path='{BASE}/checkpoints/best.ckpt'"),
+            ),
+            *(_tuned(method) for method in ("full", "layerwise", "block_cyclic", "topk", "random")),
+        ),
+        columns=(Column("test loss, nats", "test/loss", digits=3), *COSTS),
+        curve=("val/loss", "validation loss, nats"),
+    ),
+}
