@@ -43,7 +43,9 @@ class MaskingOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def set_mask(self, parameter: Tensor, mask: Any, **settings: str) -> None:
+    def set_mask(
+        self, parameter: Tensor, mask: Any, *, frozen_state: str | None, bias_correction: str | None
+    ) -> None:
         """Sets the mask of a parameter; None lets every entry train."""
 
     def mask_gradients(self) -> None:

@@ -1,0 +1,213 @@
+"""Draws the pictures of the mask cards: each source at work on a small network that trains.
+
+python scripts/draw_masks.py              all pictures, into docs/masks/pictures
+python scripts/draw_masks.py topk stable  only these
+"""
+
+import argparse
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor, nn
+
+import gradpolicy as gp
+from gradpolicy.freeze.layers import find_layers
+from gradpolicy.freeze.mask import as_tensor
+
+FOLDER = Path(__file__).parents[1] / "docs" / "masks" / "pictures"
+TRAINS, LINE = "Oranges", "#D55E00"
+WATCHED = "blocks.2.weight"
+
+
+class Network(nn.Module):
+    """An embedding, six blocks and a head, on sequences whose next token is a sum."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores for what follows."""
+        x = self.embed(tokens).sum(1)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+@dataclass
+class Course:
+    """What a source did: for each step the share that trains of each layer, rates and one weight's mask."""
+
+    layers: list[str]
+    shares: list[list[float]] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)
+    masks: list[Tensor] = field(default_factory=list)
+
+    @property
+    def total(self) -> list[float]:
+        """The share of all layers that trains, each layer counted alike."""
+        return [sum(step) / len(step) for step in self.shares]
+
+
+def train(source: gp.masks.MaskSource, steps: int = 60, epoch_of: int = 10, params: str = "*") -> Course:
+    """Trains the network under a source, and watches."""
+    torch.manual_seed(0)
+    model = Network()
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    freezer = gp.Freezer(model, optimizer, {"masks": gp.Freeze(source, params=params)}, seed=1)
+    named = dict(model.named_parameters())
+    layers = find_layers(named)
+    course = Course([layer.name for layer in layers])
+    for step in range(steps):
+        epoch = step // epoch_of
+        freezer.begin_step(step, epoch)
+        rates = source.learning_rate_scale(step, epoch)
+        course.shares.append([_share(optimizer, [named[n] for n in layer.parameters]) for layer in layers])
+        course.rates.append([rates.get(layer.parameters[0], 0.0) for layer in layers])
+        if WATCHED in freezer.parameters:
+            shape = named[WATCHED].shape
+            course.masks.append(as_tensor(freezer.mask_of(WATCHED), shape).expand(shape).clone())
+        tokens = torch.randint(16, (64, 3))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens), tokens.sum(1) % 16).backward()
+        freezer.observe()
+        optimizer.step()
+        freezer.finish_step()
+    return course
+
+
+def by_layer(axes: Axes, course: Course, title: str) -> None:
+    """The share of each layer that trains, by step."""
+    _panel(axes, title, "step", "")
+    axes.imshow(
+        torch.tensor(course.shares).T, cmap=TRAINS, vmin=0, vmax=1, aspect="auto", interpolation="none"
+    )
+    axes.set_yticks(range(len(course.layers)), course.layers)
+
+
+def over_time(axes: Axes, course: Course) -> None:
+    """The share of the network that trains."""
+    _panel(axes, "share of the layers' entries that trains", "step", "")
+    axes.plot(course.total, color=LINE, drawstyle="steps-post")
+    axes.set_ylim(-0.03, 1.03)
+
+
+def rates(axes: Axes, course: Course) -> None:
+    """The learning rate of each layer, as a multiple of the optimizer's."""
+    _panel(axes, "learning rate, times the optimizer's", "step", "")
+    for layer, line in zip(course.layers, zip(*course.rates, strict=True), strict=True):
+        if any(line):
+            axes.plot([rate or float("nan") for rate in line], label=layer)
+    axes.legend(fontsize=6, frameon=False)
+
+
+def entries(figure: Figure, course: Course, steps: tuple[int, ...]) -> None:
+    """One weight's mask at some steps."""
+    for place, step in enumerate(steps):
+        axes = figure.add_axes((0.46 + 0.18 * place, 0.2, 0.16, 0.62))
+        _panel(axes, f"{WATCHED}\nstep {step}", "", "")
+        axes.imshow(course.masks[step], cmap=TRAINS, vmin=0, vmax=1, interpolation="none")
+        axes.set_xticks([])
+        axes.set_yticks([])
+
+
+def layer_picture(course: Course, title: str, right: Callable[[Axes, Course], None] = over_time) -> Figure:
+    """Layers by step, and beside it what the second panel shows."""
+    figure = Figure(figsize=(7.4, 2.5), layout="constrained")
+    first, second = figure.subplots(1, 2)
+    by_layer(first, course, title)
+    right(second, course)
+    return figure
+
+
+def entry_picture(course: Course, title: str, steps: tuple[int, ...] = (0, 20, 40)) -> Figure:
+    """Layers by step, and beside it one weight's mask."""
+    figure = Figure(figsize=(7.4, 2.5))
+    by_layer(figure.add_axes((0.09, 0.2, 0.32, 0.62)), course, title)
+    entries(figure, course, steps)
+    return figure
+
+
+def _share(optimizer: gp.MaskedOptimizer, parameters: list[nn.Parameter]) -> float:
+    entries = sum(parameter.numel() for parameter in parameters)
+    return sum(optimizer.active_share(parameter) * parameter.numel() for parameter in parameters) / entries
+
+
+def _panel(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    axes.set_title(title, fontsize=8)
+    axes.set_xlabel(x_label, fontsize=8)
+    axes.set_ylabel(y_label, fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _striped(name: str, parameter: Tensor, step: int) -> Tensor:
+    rows = (torch.arange(len(parameter)) + step // 10) % 4 == 0
+    return rows.reshape(-1, *[1] * (parameter.dim() - 1))
+
+
+masks = gp.masks
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "fixed": lambda: layer_picture(train(masks.Fixed(["*.bias", "head.*"])), 'Fixed(["*.bias", "head.*"])'),
+    "rows": lambda: entry_picture(train(masks.Rows([0, 3], size=4)), "Rows([0, 3], size=4)"),
+    "random": lambda: entry_picture(train(masks.Random(0.3, every=20)), "Random(0.3, every=20)"),
+    "layerwise": lambda: layer_picture(
+        train(masks.Layerwise(active=2, every=10)), "Layerwise(active=2, every=10)"
+    ),
+    "block_cyclic": lambda: layer_picture(
+        train(masks.BlockCyclic("reverse", every=5)), 'BlockCyclic("reverse", every=5)'
+    ),
+    "gradual": lambda: layer_picture(train(masks.Gradual(), epoch_of=7), "Gradual(), epochs of 7 steps"),
+    "progressive": lambda: layer_picture(
+        train(masks.Progressive(60, first=0.6)), "Progressive(60, first=0.6)", rates
+    ),
+    "topk": lambda: entry_picture(
+        train(masks.TopK(0.2, by="fisher", window=10, before="freeze", every=20)),
+        'TopK(0.2, by="fisher", window=10, every=20)',
+        (0, 10, 40),
+    ),
+    "prune_and_grow": lambda: entry_picture(
+        train(masks.PruneAndGrow(0.2, every=10, stop=60, distribution="erk")),
+        "PruneAndGrow(0.2, every=10, erk)",
+        (0, 20, 50),
+    ),
+    "stable": lambda: layer_picture(train(masks.Stable(30, every=6)), "Stable(30, every=6)"),
+    "function": lambda: entry_picture(
+        train(masks.Function(_striped)), "a function: every fourth row, moving"
+    ),
+}
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Saves a picture with a palette, which keeps it small."""
+    raw = io.BytesIO()
+    figure.savefig(raw, dpi=110, format="png")
+    with Image.open(raw) as image:
+        image.convert("RGB").quantize(colors=128).save(path, optimize=True)
+
+
+def main() -> None:
+    """Draws the pictures that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help=f"which pictures; all unless told: {', '.join(PICTURES)}")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    chosen = parser.parse_args()
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    for name in chosen.names or PICTURES:
+        if name not in PICTURES:
+            parser.error(f"no picture {name!r}; there are {', '.join(PICTURES)}")
+        save(PICTURES[name](), chosen.folder / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
