@@ -58,10 +58,10 @@ class Settings:
         )
 
     @functools.lru_cache(maxsize=512)  # noqa: B019 - settings are few and small
-    def corrections(self, ages: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    def corrections(self, ages: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For entries of these ages: lr / (1 - b1^t) and sqrt(1 - b2^t) at the next update."""
-        step_sizes = [self.lr / (1 - self.beta1 ** (age + 1)) for age in ages]
-        roots = [(1 - self.beta2 ** (age + 1)) ** 0.5 for age in ages]
+        step_sizes = tuple(self.lr / (1 - self.beta1 ** (age + 1)) for age in ages)
+        roots = tuple((1 - self.beta2 ** (age + 1)) ** 0.5 for age in ages)
         return step_sizes, roots
 
 
@@ -86,8 +86,8 @@ class Job:
     moments: list[Tensor]
     codes: Tensor
     block: int
-    step_sizes: list[float]
-    roots: list[float]
+    step_sizes: tuple[float, ...]
+    roots: tuple[float, ...]
     settings: Settings
     held: Held | None = None
     slots: int = 1

@@ -57,7 +57,7 @@ static inline uint64_t word_at(const uint8_t *bits, int64_t base, int64_t size)
     return word;
 }
 
-/* Corrections of up to 32 byte slots with permutes of registers; 0 where the processor has none. `sizes` and
+/* Corrections of byte codes, up to 32 slots with permutes of registers; 0 where the processor has none. `sizes` and
  * `inverses` have room for TILE. The table is of pairs and has at least 32, see native.py. */
 #ifdef __AVX2__
 static inline __m256 permuted(const __m256 *eighths, int count, __m256i slots)
@@ -71,18 +71,43 @@ static inline __m256 permuted(const __m256 *eighths, int count, __m256i slots)
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(slots, 27)));
 }
 
-static int permute_look_up(const job *j, int64_t at, int64_t n, float *sizes, float *inverses)
+/* Two pairs side by side. */
+static inline __m128 two_pairs(const float *table, uint64_t codes)
+{
+    const __m128 low = _mm_loadl_pi(_mm_setzero_ps(), (const __m64 *)(table + 2 * (codes & 0xff)));
+    return _mm_loadh_pi(low, (const __m64 *)(table + 2 * (codes >> 8 & 0xff)));
+}
+
+/* More slots than registers hold: a load a pair. */
+static void load_pairs(const float *table, const uint8_t *codes, float *sizes, float *inverses)
+{
+    uint64_t eight;
+    memcpy(&eight, codes, 8);
+    eight &= 0x7f7f7f7f7f7f7f7full;
+    const __m256 outer = _mm256_set_m128(two_pairs(table, eight >> 32), two_pairs(table, eight));
+    const __m256 inner = _mm256_set_m128(two_pairs(table, eight >> 48), two_pairs(table, eight >> 16));
+    _mm256_storeu_ps(sizes, _mm256_shuffle_ps(outer, inner, 0x88));
+    _mm256_storeu_ps(inverses, _mm256_shuffle_ps(outer, inner, 0xdd));
+}
+
+static int vector_look_up(const job *j, int64_t at, int64_t n, float *sizes, float *inverses)
 {
     const float *table = (const float *)j->corrections;
     const int count = j->slots <= 8 ? 1 : j->slots <= 16 ? 2 : 4;
     __m256 size_parts[4], inverse_parts[4];
     float both[2][32];
+    uint8_t last[8] = {0};
+    for (int64_t i = 0; j->slots > 32 && i < n; i += 8) {
+        const uint8_t *codes = (const uint8_t *)j->codes + at + i;
+        if (n - i < 8) codes = (const uint8_t *)memcpy(last, codes, n - i);
+        load_pairs(table, codes, sizes + i, inverses + i);
+    }
+    if (j->slots > 32) return 1;
     for (int i = 0; i < 8 * count; i++) both[0][i] = table[2 * i], both[1][i] = table[2 * i + 1];
     for (int i = 0; i < count; i++) {
         size_parts[i] = _mm256_loadu_ps(both[0] + 8 * i);
         inverse_parts[i] = _mm256_loadu_ps(both[1] + 8 * i);
     }
-    uint8_t last[8] = {0};
     for (int64_t i = 0; i < n; i += 8) {
         const uint8_t *codes = (const uint8_t *)j->codes + at + i;
         if (n - i < 8) codes = (const uint8_t *)memcpy(last, codes, n - i);
@@ -93,7 +118,7 @@ static int permute_look_up(const job *j, int64_t at, int64_t n, float *sizes, fl
     return 1;
 }
 #else
-static int permute_look_up(const job *j, int64_t at, int64_t n, float *sizes, float *inverses)
+static int vector_look_up(const job *j, int64_t at, int64_t n, float *sizes, float *inverses)
 {
     (void)j, (void)at, (void)n, (void)sizes, (void)inverses;
     return 0;
@@ -241,6 +266,30 @@ void gradpolicy_recode(uint8_t *codes, const uint8_t *mask, const uint8_t *table
 {
     const recoding r = {codes, mask, table, size, slots, (int8_t)thaw, (int8_t)freeze};
     in_parallel(recode_part, &r, (size + GRAIN - 1) / GRAIN, threads);
+}
+
+typedef struct { const uint8_t *flags; int64_t size, *count; } counting;
+
+static void count_part(const void *context, int64_t part)
+{
+    const counting *c = (const counting *)context;
+    const int64_t start = part * GRAIN, stop = start + GRAIN < c->size ? start + GRAIN : c->size;
+    int64_t count = 0;
+    for (int64_t base = start; base < stop; base += 8) {
+        uint64_t eight = 0;
+        memcpy(&eight, c->flags + base, stop - base < 8 ? stop - base : 8);
+        count += __builtin_popcountll(eight);
+    }
+    __atomic_fetch_add(c->count, count, __ATOMIC_RELAXED);
+}
+
+/* How many flags are 1. */
+int64_t gradpolicy_count(const uint8_t *flags, int64_t size, int threads)
+{
+    int64_t count = 0;
+    const counting c = {flags, size, &count};
+    in_parallel(count_part, &c, (size + GRAIN - 1) / GRAIN, threads);
+    return count;
 }
 
 typedef struct { void *values; const uint8_t *active; int64_t size; int32_t bytes; uint8_t bit; } clearing;

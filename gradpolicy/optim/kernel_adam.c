@@ -25,7 +25,7 @@ static inline __attribute__((always_inline)) void NAME(entries)(
             top = (new_v > before || new_v != new_v) ? new_v : before;
             largest[i] = active ? STORE(top) : largest[i];
         }
-        const REAL size = sizes ? sizes[i] : one.size, inverse = inverses ? inverses[i] : one.inverse;
+        const REAL size = sizes ? sizes[i] : one.size, inverse = sizes ? inverses[i] : one.inverse;
         const REAL new_p = p * shrink - size * new_m / (ROOT(top) * inverse + eps);
         parameter[i] = active ? STORE(new_p) : parameter[i];
         first[i] = active ? STORE(new_m) : first[i];
@@ -66,8 +66,8 @@ static __attribute__((noinline, optimize("no-tree-vectorize"))) void NAME(load)(
 static void NAME(look_up)(const job *j, int64_t at, int64_t n, REAL *restrict sizes, REAL *restrict inverses)
 {
     NAME(correction) own[TILE];
-    if (sizeof(REAL) == 4 && j->code_bytes == 1 && j->slots <= 32 &&
-        permute_look_up(j, at, n, (float *)sizes, (float *)inverses)) return;
+    if (sizeof(REAL) == 4 && j->code_bytes == 1 &&
+        vector_look_up(j, at, n, (float *)sizes, (float *)inverses)) return;
     NAME(load)(j, at, n, own);
     for (int64_t i = 0; i < n; i++) {
         sizes[i] = own[i].size;

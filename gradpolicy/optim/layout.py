@@ -98,7 +98,7 @@ class Layout:
         """The tensor's entries in memory order: a view where it lies that way, else a copy."""
         if self.plain and tensor.is_contiguous() and not is_sharded(tensor):
             return tensor.detach().view(-1)
-        return _real(local_shard(tensor.detach())).permute(self.order).reshape(-1)
+        return _real(local_shard(tensor.detach())).permute(self.order).reshape(-1).contiguous()
 
     def write_back(self, flat: Tensor, tensor: Tensor) -> None:
         """Put a flat vector from `flat` back where that was a copy."""

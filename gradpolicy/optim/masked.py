@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.optim import checkpoint, moves
+from gradpolicy.optim import adam, checkpoint, moves
 from gradpolicy.optim.general import entry_state
 from gradpolicy.optim.layout import check_mask, is_sharded
 from gradpolicy.optim.tracked import FROZEN, FULL, Tracked
@@ -299,30 +299,36 @@ class MaskedOptimizer(torch.optim.Optimizer):
         exact = [
             t for t in self._tracked.values() if t.exact and t.kind is not FROZEN and not t.inner_steps_it
         ]
-        exact = [t for t in exact if t.parameter.grad is not None]
-        gradients = {tracked: tracked.parameter.grad for tracked in exact}
-        hidden = [*exact, *(t for t in self._tracked.values() if t.kind is FROZEN)]
+        gradients = {t: t.parameter.grad for t in exact if t.parameter.grad is not None}
+        hidden = [*gradients, *(t for t in self._tracked.values() if t.kind is FROZEN)]
         stepped = [
             t for t in self._tracked.values() if t not in hidden and (t.parameter.grad is not None or closure)
         ]
         kept = [t for t in stepped if t.keeper is not None]
         with self._hiding(hidden), self._scaling():
             result = self._step_and_restore(kept, closure)
-        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
         for tracked in stepped:
             tracked.count_update()
-        scale = getattr(self, "grad_scale", None)
-        jobs = []
-        for tracked, gradient in gradients.items():
-            assert gradient is not None
-            group = groups[tracked.parameter]
-            job = tracked.job(group, 1.0 if scale is None else float(scale), gradient)
-            jobs.append((tracked, job, group))
-        moves.update([job for _, job, _ in jobs])
-        for tracked, job, group in jobs:
-            tracked.finish(job, group)
+        if gradients:
+            self._update_exactly(gradients)
         self._effective_steps += 1
         return result
+
+    def _update_exactly(self, gradients: dict[Tracked, Tensor]) -> None:
+        """Adam by each entry's own age."""
+        scale = getattr(self, "grad_scale", None)
+        jobs, steps = [], []
+        for group in self.param_groups:
+            settings = adam.Settings.of(group, 1.0 if scale is None else float(scale))
+            for parameter in group["params"]:
+                tracked = self._tracked.get(parameter)
+                if tracked in gradients:
+                    jobs.append(tracked.job(group, settings, gradients[tracked]))
+                    steps.append(tracked.state["step"])
+        moves.update(jobs)
+        torch._foreach_add_(steps, 1)
+        for tracked in gradients:
+            tracked.finish()
 
     def _step_and_restore(self, kept: list[Tracked], closure: Callable[[], Any] | None) -> Any:
         """The wrapped optimizer's step, without effect on frozen entries."""

@@ -110,6 +110,7 @@ def library() -> ctypes.CDLL | None:
         else:
             for name in ("adam", "recode", "clear", "bits", "repack"):
                 getattr(loaded, f"gradpolicy_{name}").restype = None
+            loaded.gradpolicy_count.restype = ctypes.c_int64
             return loaded
     warnings.warn(
         f"gradpolicy: masked updates run on plain torch operations, at 2 to 3 times the time ({reason})",
@@ -128,9 +129,10 @@ def _on_cpu(*tensors: Tensor | None) -> bool:
 
 def takes(job: Job) -> bool:
     """Whether the kernel can do a job."""
-    vectors = [job.parameter, job.gradient, *job.moments]
-    same = all(vector.dtype == job.parameter.dtype for vector in vectors)
-    return same and job.parameter.dtype in TYPES and _on_cpu(*vectors, job.codes) and library() is not None
+    dtype = job.parameter.dtype
+    if dtype not in TYPES or not job.parameter.is_cpu or job.gradient.dtype is not dtype:
+        return False
+    return all(moment.dtype is dtype for moment in job.moments) and library() is not None
 
 
 def run(jobs: Sequence[Job]) -> None:
@@ -147,7 +149,8 @@ def run(jobs: Sequence[Job]) -> None:
 def _record(job: Job, alive: list[Any]) -> _Job:
     """A job as the kernel reads it; what is made for it is put in `alive`."""
     settings, held, moments = job.settings, job.held, job.moments
-    slots, table = _table(job)
+    double = job.parameter.dtype is torch.float64
+    slots, table = _table(job.step_sizes, job.roots, job.slots, double)
     rows, size = None, job.parameter.numel()
     if job.block > 1:
         rows = (job.codes < 0).nonzero().view(-1) if held is None else held.rows
@@ -169,17 +172,20 @@ def _record(job: Job, alive: list[Any]) -> _Job:
         *(slots, size, job.block),
         *(job.codes.element_size(), TYPES[job.parameter.dtype], held is not None),
         *(settings.maximize, settings.decoupled, 0),
-        *(getattr(settings, name) for name in _NUMBERS),
+        *(settings.lr, settings.beta1, settings.beta2, settings.eps, settings.weight_decay, settings.scale),
     )
 
 
-def _table(job: Job) -> tuple[int, Any]:
+@functools.lru_cache(maxsize=64)
+def _table(
+    step_sizes: tuple[float, ...], roots: tuple[float, ...], slots: int, double: bool
+) -> tuple[int, Any]:
     """How many slots the kernel looks up (1: none), and their corrections as pairs."""
-    pairs = [part for size, root in zip(job.step_sizes, job.roots, strict=True) for part in (size, 1 / root)]
+    pairs = [part for size, root in zip(step_sizes, roots, strict=True) for part in (size, 1 / root)]
     # Slots of frozen codes are looked up too, and thrown away; registers are loaded 32 slots at once.
-    slots = 1 if len(job.step_sizes) == 1 else max(len(job.step_sizes), job.slots)
+    slots = 1 if len(step_sizes) == 1 else max(len(step_sizes), slots)
     pairs += [0.0] * (2 * max(slots, 32) - len(pairs))
-    number = ctypes.c_double if job.parameter.dtype is torch.float64 else ctypes.c_float
+    number = ctypes.c_double if double else ctypes.c_float
     return slots, (number * len(pairs))(*pairs)
 
 
@@ -213,6 +219,16 @@ def clear(flat: Tensor, active: Tensor) -> bool:
     sizes = (ctypes.c_int64(flat.numel()), flat.element_size(), bit, torch.get_num_threads())
     kernel.gradpolicy_clear(_pointer(flat), _pointer(active), *sizes)
     return True
+
+
+def count(flags: Tensor) -> int:
+    """How many flags are True."""
+    kernel = library() if flags.numel() > GRAIN and _on_cpu(flags) else None
+    if kernel is None:
+        return int(flags.count_nonzero())
+    return int(
+        kernel.gradpolicy_count(_pointer(flags), ctypes.c_int64(flags.numel()), torch.get_num_threads())
+    )
 
 
 def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import adam, moves
+from gradpolicy.optim import adam, moves, native
 from gradpolicy.optim.cohorts import Cohorts, Slots
 from gradpolicy.optim.general import Keeper, empty_value, entry_state
 from gradpolicy.optim.layout import Layout, as_sharded, has_one_value, is_sharded, local_mask, local_shard
@@ -55,6 +55,8 @@ class Tracked:
         self.active_entries = self.layout.size
         self.keeper: Keeper | None = None
         self.empty_part: Tensor | None = None
+        self.views: dict[str, tuple[Tensor, Tensor]] = {}
+        self.copies: list[tuple[Tensor, Tensor]] = []
         self.updates = _steps(inner.state.get(parameter, {}))
         self.cohorts = Cohorts(self.layout.size, self.updates, local_shard(parameter).device)
 
@@ -80,6 +82,7 @@ class Tracked:
             return
         flags, block = self._take_flags(mask)
         old = self.held
+        self.views.clear()
         self._unpack_codes()
         self.cohorts.change(flags, block, self.forgets, moves.recode)
         self._move_state(old)
@@ -88,7 +91,7 @@ class Tracked:
     def _take_flags(self, mask: Tensor) -> tuple[Tensor, int]:
         """One flag a block, a single one where all agree."""
         flags, block = self.layout.blocks_of(mask, self.parameter)
-        count = int(flags.count_nonzero())
+        count = native.count(flags)
         self.active_entries = count * block
         self.kind = FULL if count == flags.numel() else PARTIAL if count else FROZEN
         return (flags, block) if self.kind is PARTIAL else (flags[:1], self.layout.size)
@@ -368,37 +371,43 @@ class Tracked:
         self.updates += 1
         self.cohorts.tick()
 
-    def job(self, group: dict[str, Any], scale: float, gradient: Tensor) -> adam.Job:
+    def job(self, group: dict[str, Any], settings: adam.Settings, gradient: Tensor) -> adam.Job:
         """The exact update of this parameter."""
         state = self.begin(group)
-        settings = adam.Settings.of(group, scale)
-        ages = self.cohorts.slots.active
-        if self.bias_correction == "tensor":
-            ages = (self.updates,)
-        step_sizes, roots = settings.corrections(ages)
+        slots = self.cohorts.slots
+        ages = (self.updates,) if self.bias_correction == "tensor" else slots.active
         moments = [state[key] for key in self.moment_keys(group)]
         if self.held is None:
-            moments = [self.layout.flat(moment) for moment in moments]
+            moments = [self._flat(key, state[key]) for key in self.moment_keys(group)]
         return adam.Job(
-            self.layout.flat(self.parameter),
+            self._flat("", self.parameter),
             self.layout.flat(gradient),
             moments,
             self.cohorts.codes,
             self.cohorts.block,
-            step_sizes,
-            roots,
+            *settings.corrections(ages),
             settings,
             self.held,
-            self.cohorts.slots.most,
+            slots.most,
         )
 
-    def finish(self, job: adam.Job, group: dict[str, Any]) -> None:
+    def _flat(self, key: str, tensor: Tensor) -> Tensor:
+        """`Layout.flat`, remembered while the tensor stays in place; else written back by `finish`."""
+        source, flat = self.views.get(key, (None, tensor))
+        if source is tensor and flat.data_ptr() == tensor.data_ptr():
+            return flat
+        flat = self.layout.flat(tensor)
+        if not is_sharded(tensor) and flat.data_ptr() == tensor.data_ptr():
+            self.views[key] = (tensor, flat)
+        else:
+            self.copies.append((flat, tensor))
+        return flat
+
+    def finish(self) -> None:
         """Take a job's results where they were not written in place, and count the update."""
-        self.layout.write_back(job.parameter, self.parameter)
-        if self.held is None:
-            for key, moment in zip(self.moment_keys(group), job.moments, strict=True):
-                self.layout.write_back(moment, self.state[key])
-        self.state["step"].add_(1)
+        for flat, tensor in self.copies:
+            self.layout.write_back(flat, tensor)
+        self.copies.clear()
         self.count_update()
 
 

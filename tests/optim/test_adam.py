@@ -1,0 +1,261 @@
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gradpolicy import MaskedOptimizer
+from gradpolicy.optim import native
+from tests.optim.alone import run_alone
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.02}
+quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+options = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from([0.05, 0.3]),
+        "betas": st.sampled_from([(0.9, 0.999), (0.0, 0.5)]),
+        "weight_decay": st.sampled_from([0.0, 0.1]),
+        "amsgrad": st.booleans(),
+        "maximize": st.booleans(),
+        "eps": st.sampled_from([1e-8, 1e-3]),
+    }
+)
+levels = st.sampled_from([(4, 3), (4, 1), (1, 3), (1, 1), ()])
+schedules = st.lists(st.tuples(levels, st.integers(0, 2**16), st.integers(1, 4)), min_size=1, max_size=5)
+
+
+def unroll(schedule):
+    """A mask a step: a new random one of the given shape, held for the given steps."""
+    for shape, seed, steps in schedule:
+        mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+        yield from [mask] * steps
+
+
+def run_masked(optimizer, parameter, gradients, masks):
+    last = None
+    for gradient, mask in zip(gradients, masks, strict=True):
+        if mask is not last:
+            optimizer.set_mask(parameter, mask)
+            last = mask
+        frozen = ~mask.expand(parameter.shape)
+        before = parameter.detach().clone()
+        parameter.grad = gradient.masked_fill(frozen, float("nan")).to(parameter.dtype)
+        optimizer.step()
+        assert torch.equal(parameter.detach()[frozen], before[frozen])
+
+
+@quick
+@given(
+    kind=st.sampled_from([torch.optim.Adam, torch.optim.AdamW]),
+    frozen_state=st.sampled_from(["keep", "zero", "drop"]),
+    option=options,
+    schedule=schedules,
+    dtype=st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_each_entry_moves_as_alone(machinery, kind, frozen_state, option, schedule, dtype):
+    if dtype is torch.float16:
+        option = option | {"eps": 1e-3}  # torch alone underflows with 1e-8 there
+    masks = list(unroll(schedule))
+    start = torch.randn(4, 3, dtype=torch.float64).to(dtype)
+    gradients = [torch.randn(4, 3, dtype=torch.float64) for _ in masks]
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = MaskedOptimizer(kind([parameter], **option), frozen_state=frozen_state)
+    run_masked(optimizer, parameter, gradients, masks)
+    rounded = [gradient.to(dtype).double() for gradient in gradients]
+    expected = run_alone(kind, option, start.double(), rounded, masks, frozen_state)
+    torch.testing.assert_close(
+        parameter.detach().double(), expected, atol=TOLERANCE[dtype] * 4, rtol=TOLERANCE[dtype]
+    )
+
+
+@quick
+@given(schedule=schedules, frozen_state=st.sampled_from(["keep", "zero", "drop"]))
+def test_ages_count_updates_since_moments_were_empty(schedule, frozen_state):
+    parameter = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = MaskedOptimizer(torch.optim.Adam([parameter]), frozen_state=frozen_state)
+    expected, was_active = torch.zeros(4, 3, dtype=torch.int64), torch.ones(4, 3, dtype=torch.bool)
+    for mask in unroll(schedule):
+        active = mask.expand(4, 3)
+        optimizer.set_mask(parameter, mask)
+        if frozen_state != "keep":
+            expected[was_active & ~active] = 0
+        was_active = active
+        parameter.grad = torch.randn(4, 3)
+        optimizer.step()
+        expected += active
+        assert torch.equal(optimizer.age(parameter).expand(4, 3), expected)
+        assert torch.equal(optimizer.get_mask(parameter), mask.reshape((1,) * (2 - mask.dim()) + mask.shape))
+        assert optimizer.active_share(parameter) == pytest.approx(active.double().mean().item())
+
+
+def test_param_groups_keep_their_own_settings(machinery):
+    start = torch.randn(2, 4, 3, dtype=torch.float64)
+    parameters = [torch.nn.Parameter(values.clone()) for values in start]
+    groups = [{"params": [parameters[0]], "lr": 0.1}, {"params": [parameters[1]], "betas": (0.5, 0.9)}]
+    optimizer = MaskedOptimizer(torch.optim.AdamW(groups, lr=0.01))
+    masks = [torch.rand(4, 3) < 0.5 for _ in range(6)]
+    gradients = torch.randn(6, 2, 4, 3, dtype=torch.float64)
+    for step, mask in enumerate(masks):
+        for index, parameter in enumerate(parameters):
+            optimizer.set_mask(parameter, mask)
+            parameter.grad = gradients[step, index].clone()
+        optimizer.step()
+    for index, own in enumerate([{"lr": 0.1}, {"lr": 0.01, "betas": (0.5, 0.9)}]):
+        expected = run_alone(torch.optim.AdamW, own, start[index], list(gradients[:, index]), masks, "keep")
+        torch.testing.assert_close(parameters[index].detach(), expected, atol=1e-12, rtol=0)
+
+
+def test_tensor_correction_is_torch_with_moments_zeroed_by_hand(machinery, parameter):
+    mask = torch.rand(6, 5) < 0.5
+    by_hand = torch.nn.Parameter(parameter.detach().clone())
+    plain = torch.optim.Adam([by_hand], lr=0.1)
+    optimizer = MaskedOptimizer(
+        torch.optim.Adam([parameter], lr=0.1), frozen_state="zero", bias_correction="tensor"
+    )
+    for step in range(9):
+        if step % 3 == 0:
+            optimizer.set_mask(parameter, mask if step != 3 else ~mask)
+        active = optimizer.get_mask(parameter)
+        parameter.grad = torch.randn(6, 5, dtype=torch.float64)
+        by_hand.grad = torch.where(active, parameter.grad, 0)
+        before = by_hand.detach().clone()
+        plain.step()
+        by_hand.data = torch.where(active, by_hand, before)
+        for key in ("exp_avg", "exp_avg_sq"):
+            plain.state[by_hand][key][~active] = 0
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach(), by_hand.detach(), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
+def test_first_update_after_a_thaw_has_the_size_of_the_correction(bias_correction):
+    parameter = torch.nn.Parameter(torch.zeros(2, 1, dtype=torch.float64))
+    optimizer = MaskedOptimizer(
+        torch.optim.Adam([parameter], lr=1.0), frozen_state="zero", bias_correction=bias_correction
+    )
+    mask = torch.tensor([[True], [False]])
+    for step in range(20001):
+        if step in (19000, 20000):
+            optimizer.set_mask(parameter, mask if step == 19000 else None)
+        before = parameter.detach().clone()
+        parameter.grad = torch.ones(2, 1, dtype=torch.float64)
+        if step > 18990:
+            optimizer.step()
+        elif step == 0:
+            optimizer.step()
+            optimizer.state[parameter]["step"].fill_(30000)
+            optimizer.load_state_dict(optimizer.inner.state_dict())
+    moved = (before - parameter.detach())[1].item()
+    expected = 1.0 if bias_correction == "entry" else 0.1 / 0.001**0.5
+    assert moved == pytest.approx(expected, rel=1e-6)
+
+
+def test_many_ages_need_wider_codes_and_stay_exact(machinery):
+    count = 300
+    parameter = torch.nn.Parameter(torch.randn(count, dtype=torch.float64))
+    start, steps = parameter.detach().clone(), count
+    optimizer = MaskedOptimizer(torch.optim.Adam([parameter], lr=0.1))
+    gradients = torch.randn(steps, count, dtype=torch.float64)
+    masks = [torch.arange(count) <= step for step in range(steps)]
+    run_masked(optimizer, parameter, gradients, masks)
+    ages = torch.arange(steps, 0, -1)
+    assert torch.equal(optimizer.age(parameter), ages)
+    for entry in (0, 1, 150, 299):
+        expected = run_alone(
+            torch.optim.Adam, {"lr": 0.1}, start[entry : entry + 1],
+            list(gradients[:, entry : entry + 1]), [mask[entry : entry + 1] for mask in masks], "keep",
+        )  # fmt: skip
+        torch.testing.assert_close(parameter.detach()[entry : entry + 1], expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [2, 20, 60, 150])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_and_plain_torch_agree(monkeypatch, changes, dtype):
+    start = torch.randn(33001).to(dtype)
+    ends = []
+    for library in (native.library, lambda: None):
+        monkeypatch.setattr(native, "library", library)
+        torch.manual_seed(1)
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], lr=0.01, amsgrad=True))
+        for _ in range(changes):
+            optimizer.set_mask(parameter, torch.rand(start.shape) < 0.3)
+            parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        ends.append(parameter.detach())
+    torch.testing.assert_close(*ends, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["channels_last", "transposed", "strided", "complex", "scalar", "empty"])
+def test_any_memory_format(machinery, form):
+    made = {
+        "channels_last": lambda: torch.randn(4, 3, 2, 2).double().to(memory_format=torch.channels_last),
+        "transposed": lambda: torch.randn(3, 4).double().t(),
+        "strided": lambda: torch.randn(4, 6).double()[:, ::2],
+        "complex": lambda: torch.randn(4, 3, dtype=torch.complex128),
+        "scalar": lambda: torch.randn(()).double(),
+        "empty": lambda: torch.randn(0, 3).double(),
+    }
+    parameter = torch.nn.Parameter(made[form]())
+    start = parameter.detach().clone()
+    optimizer = MaskedOptimizer(torch.optim.Adam([parameter], lr=0.1, weight_decay=0.1))
+    rows = torch.rand(start.shape[:1] + (1,) * (start.dim() - 1)) < 0.5
+    masks = [torch.rand(start.shape) < 0.5, rows, torch.rand(start.shape) < 0.5]
+    gradients = [torch.randn_like(start) for _ in masks]
+    for gradient, mask in zip(gradients, masks, strict=True):
+        optimizer.set_mask(parameter, mask)
+        parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+        optimizer.step()
+    settings = {"lr": 0.1, "weight_decay": 0.1}
+    expected = run_alone(torch.optim.Adam, settings, start.contiguous(), gradients, masks, "keep")
+    torch.testing.assert_close(parameter.detach().contiguous(), expected, atol=1e-12, rtol=0)
+
+
+def test_data_swapped_under_a_parameter_is_seen(parameter):
+    optimizer = MaskedOptimizer(torch.optim.Adam([parameter], lr=0.1))
+    optimizer.set_mask(parameter, torch.rand(6, 5) < 0.5)
+    for _ in range(3):
+        parameter.data = parameter.data.clone()
+        before = parameter.detach().clone()
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert torch.equal(parameter.detach() != before, optimizer.get_mask(parameter))
+
+
+@pytest.mark.slow
+def test_compiled_update_agrees(monkeypatch):
+    from gradpolicy.optim import compiled
+
+    monkeypatch.setattr(native, "takes", lambda job: False)
+    ends = []
+    for wanted in (True, False):
+        monkeypatch.setattr(compiled, "wanted", lambda job, wanted=wanted: wanted)
+        torch.manual_seed(1)
+        parameter = torch.nn.Parameter(torch.randn(1000))
+        optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], lr=0.01))
+        for _ in range(6):
+            optimizer.set_mask(parameter, torch.rand(1000) < 0.3)
+            before, frozen = parameter.detach().clone(), ~optimizer.get_mask(parameter)
+            parameter.grad = torch.randn(1000)
+            optimizer.step()
+            assert torch.equal(parameter.detach()[frozen], before[frozen])
+        ends.append(parameter.detach())
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+    assert not compiled._failed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_each_entry_moves_as_alone_on_a_gpu(frozen_state):
+    start = torch.randn(4, 3, dtype=torch.float64)
+    masks = [torch.rand(4, 3) < 0.5 for _ in range(8)]
+    gradients = [torch.randn(4, 3, dtype=torch.float64) for _ in masks]
+    parameter = torch.nn.Parameter(start.cuda())
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], lr=0.1), frozen_state=frozen_state)
+    for gradient, mask in zip(gradients, masks, strict=True):
+        optimizer.set_mask(parameter, mask.cuda())
+        parameter.grad = gradient.cuda()
+        optimizer.step()
+    expected = run_alone(torch.optim.AdamW, {"lr": 0.1}, start, gradients, masks, frozen_state)
+    torch.testing.assert_close(parameter.detach().cpu(), expected, atol=1e-12, rtol=0)

@@ -1,0 +1,189 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from gradpolicy import MaskedOptimizer
+
+KINDS = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, amsgrad=True),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+}
+
+
+def model_and_optimizer(kind, frozen_state, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
+    return model, MaskedOptimizer(KINDS[kind](model.parameters()), frozen_state=frozen_state)
+
+
+def run(model, optimizer, steps, change=True):
+    """Training whose masks and gradients follow from the step's number alone."""
+    shapes = [lambda w: w.shape, lambda w: w.shape[:1] + (1,) * (w.dim() - 1), lambda w: ()]
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for index, weight in enumerate(model.parameters()):
+            if change and step % 3 == 0 and index:
+                shape = shapes[(step // 3 + index) % 3](weight)
+                optimizer.set_mask(weight, torch.rand(shape, generator=generator) < 0.5)
+            weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+        optimizer.step()
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same(model, other):
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("stop", range(1, 14, 2))
+def test_resume_at_any_step_is_bit_for_bit(kind, frozen_state, stop):
+    model, optimizer = model_and_optimizer(kind, frozen_state)
+    run(model, optimizer, range(stop))
+    resumed, other = model_and_optimizer(kind, "keep")
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    run(model, optimizer, range(stop, 16))
+    run(resumed, other, range(stop, 16))
+    assert_same(model, resumed)
+    for weight, twin in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(optimizer.get_mask(weight), other.get_mask(twin))
+        assert torch.equal(*torch.broadcast_tensors(optimizer.age(weight), other.age(twin)))
+    assert optimizer.effective_steps == other.effective_steps == 16
+
+
+@pytest.mark.parametrize("when", [0, 5])
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+def test_distributed_checkpoint_functions_carry_masks_and_ages(when, frozen_state):
+    model, optimizer = model_and_optimizer("adamw", frozen_state)
+    run(model, optimizer, range(when))
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    resumed, other = model_and_optimizer("adamw", frozen_state)
+    resumed.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(resumed, other, saved)
+    run(model, optimizer, range(when, 9))
+    run(resumed, other, range(when, 9))
+    untouched, never_saved = model_and_optimizer("adamw", frozen_state)
+    run(untouched, never_saved, range(9))
+    assert_same(model, resumed)
+    assert_same(model, untouched)
+    assert optimizer.effective_steps == 9
+
+
+def test_ages_do_not_advance_when_the_state_is_looked_at_before_the_first_step():
+    model, optimizer = model_and_optimizer("adamw", "keep")
+    weight = model[0].weight
+    optimizer.set_mask(weight, torch.rand(7, 5) < 0.5)
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.age(weight).max() == 0
+    assert optimizer.effective_steps == 0
+    assert optimizer.state[weight]["step"] == 0
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_plain_torch_reads_the_state(frozen_state):
+    model, optimizer = model_and_optimizer("adamw", frozen_state)
+    run(model, optimizer, range(7))
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
+    plain.load_state_dict(through_a_file(optimizer.state_dict()))
+    for weight in model.parameters():
+        assert plain.state[weight]["exp_avg"].shape == weight.shape
+        weight.grad = torch.ones_like(weight)
+    plain.step()
+    assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+def test_with_and_without_the_wrapper_all_active_is_bit_for_bit():
+    ends = []
+    for first, second in [(False, False), (False, True), (True, False), (True, True)]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        state = None
+        for steps, wrap in ((range(4), first), (range(4, 8), second)):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            optimizer = MaskedOptimizer(optimizer) if wrap else optimizer
+            if state is not None:
+                optimizer.load_state_dict(state)
+            run(model, optimizer, steps, change=False)
+            state = through_a_file(optimizer.state_dict())
+        ends.append(model)
+    for model in ends[1:]:
+        assert_same(ends[0], model)
+
+
+def test_a_plain_state_gives_every_entry_the_tensors_age_under_the_mask_that_is_set():
+    weight = torch.nn.Parameter(torch.randn(4))
+    plain = torch.optim.AdamW([weight])
+    for _ in range(3):
+        weight.grad = torch.ones(4)
+        plain.step()
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight]), frozen_state="zero")
+    optimizer.set_mask(weight, torch.tensor([True, False, True, True]))
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.age(weight).tolist() == [3, 0, 3, 3]
+    assert (optimizer.state[weight]["exp_avg"] != 0).tolist() == [True, False, True, True]
+
+
+def test_parameters_added_before_saving_come_back():
+    def build():
+        weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizer = MaskedOptimizer(torch.optim.AdamW(weights[:1]))
+        optimizer.add_param_group({"params": weights[1:], "lr": 0.5})
+        return weights, optimizer
+
+    weights, optimizer = build()
+    optimizer.set_mask(weights[1], torch.tensor([True, False, True]))
+    weights[1].grad = torch.ones(3)
+    optimizer.step()
+    twins, other = build()
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert other.age(twins[1]).tolist() == [1, 0, 1]
+    assert not other.get_mask(twins[1])[1]
+
+
+def test_bf16_ages_are_exact():
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    inner = torch.optim.AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    inner.step()
+    inner.state[weight]["step"].fill_(70001)
+    optimizer = MaskedOptimizer(inner)
+    optimizer.set_mask(weight, torch.tensor([True, False, True, True]))
+    optimizer.step()
+    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert optimizer.age(weight).tolist() == [70002, 70001, 70002, 70002]
+
+
+def test_a_recipe_needs_no_stored_tensor():
+    from gradpolicy.freeze.recipe import RandomMask
+
+    weight = torch.nn.Parameter(torch.randn(300, 200))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight]))
+    recipe = RandomMask(seed=1, step=5, name="weight", density=0.1, level="entry")
+    optimizer.set_mask(weight, recipe)
+    weight.grad = torch.randn(300, 200)
+    optimizer.step()
+    state = optimizer.state_dict()
+    stored = []
+
+    def collect(value):
+        if isinstance(value, torch.Tensor):
+            stored.append(value)
+        elif isinstance(value, dict):
+            [collect(each) for each in value.values()]
+
+    collect(state["gradpolicy"])
+    assert not stored
+    other = MaskedOptimizer(torch.optim.AdamW([weight]))
+    other.load_state_dict(through_a_file(state))
+    assert torch.equal(other.get_mask(weight), recipe.materialize(weight.shape, weight.device))
+    assert torch.equal(*torch.broadcast_tensors(other.age(weight), optimizer.age(weight)))
