@@ -1,0 +1,65 @@
+"""The how-to pages and the README: their snippets run, their links lead somewhere."""
+
+import importlib
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hydra.utils import instantiate
+
+import gradpolicy as gp
+from gradpolicy.policies import Policy
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [page.stem for page in PAGES]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def own_modules(tmp_path, monkeypatch):
+    """The modules that the pages let a person write: my_rules and my_masks."""
+    rule = blocks(ROOT / "docs" / "write-a-rule.md", "python")[0]
+    source = blocks(ROOT / "docs" / "write-a-mask-source.md", "python")[1]
+    (tmp_path / "my_rules.py").write_text(rule)
+    (tmp_path / "my_masks.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    return importlib.import_module("my_rules"), importlib.import_module("my_masks")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_python_of_a_page_runs(page, own_modules):
+    x = torch.randn(100, requires_grad=True)
+    names = {"torch": torch, "gp": gp, "np": np, "x": x, "a": x, "b": x, "__name__": "page"}
+    python = blocks(page, "python")
+    if page.stem == "write-a-rule":
+        # The first block is the module my_rules, which is imported.
+        python = python[1:]
+    for block in python:
+        exec(compile(block, page.name, "exec"), names)
+    assert names["gp"] is gp
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_yaml_of_a_page_makes_policies(page, own_modules):
+    nodes = [
+        node
+        for block in blocks(page, "yaml")
+        for node in yaml.safe_load(block).values()
+        if isinstance(node, dict) and str(node.get("_target_", "")).startswith("gradpolicy.")
+    ]
+    assert all(isinstance(instantiate(node), Policy) for node in nodes)
+    assert nodes or page.stem not in ("README", "first-policy", "write-a-rule", "write-a-mask-source")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_links_of_a_page_lead_somewhere(page):
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
+    missing = [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
