@@ -5,7 +5,7 @@ the native operation made (about a tenth of a Python Function's cost). Everythin
 ``torch.compile`` and ``torch.func``, where node hooks do not hold, goes through an autograd Function.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,14 @@ from gradpolicy.flow.binding import Binding
 from gradpolicy.flow.functions import BackwardRule, filter_gradient, in_transform, replace_gradient
 from gradpolicy.flow.operations import Function, Operation, spelling_of
 from gradpolicy.rules.rectifiers import positive_part
+
+Hook = Callable[..., Any]
+
+# By these names, since each look-up of torch._C._… counts in what runs at every layer.
+_is_compiling = torch.compiler.is_compiling
+_modes = torch._C._len_torch_function_stack
+_grad_enabled = torch.is_grad_enabled
+_in_functorch = torch._C._are_functorch_transforms_active
 
 
 class OperationRule:
@@ -35,7 +43,11 @@ class OperationRule:
         self.rule = binding.at(f"operation {operation.name!r}", sums_broadcast=True)
         # Behind a ReLU, whose derivative is 0 or 1, the positive part may as well be taken in place.
         self.rectifies = operation.name == "relu" and binding.rule.gradient_filter is positive_part
-        self.hook = PositivePartBehind(self.rule) if self.rectifies else NodeFilter(self.rule)
+        self.hook = positive_part_behind(self.rule) if self.rectifies else filter_before(self.rule)
+
+    def __reduce__(self) -> tuple:
+        # The rest follows from these two.
+        return (OperationRule, (self.operation, self.binding))
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Whether the rule is for this call, and holds now."""
@@ -76,10 +88,7 @@ class OperationRule:
 
     def hang_hook(self, node: Any) -> None:
         """Hangs the rule's filter on the node of an operation."""
-        if self.rectifies:
-            node.register_hook(self.hook)
-        else:
-            node.register_prehook(self.hook)
+        (node.register_hook if self.rectifies else node.register_prehook)(self.hook)
 
     def _with_rule(self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list) -> Any:
         in_place = self.spellings[function].is_in_place(args, kwargs)
@@ -143,57 +152,46 @@ class OperationRule:
 def may_hook(tensor: Any) -> bool:
     """Whether the short way is open: a tensor that wants a gradient, and nobody else looks on."""
     return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_function_stack() == 0
-        and torch.is_grad_enabled()
-        and not torch._C._are_functorch_transforms_active()
+        not _is_compiling()
+        and _modes() == 0
+        and _grad_enabled()
+        and not _in_functorch()
         and isinstance(tensor, Tensor)
         and tensor.requires_grad
     )
 
 
-class NodeFilter:
+def filter_before(rule: BackwardRule) -> Hook:
     """A rule's gradient filter as a hook before an autograd node."""
 
-    __slots__ = ("rule",)
+    def hook(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple([None if grad is None else rule.filtered(grad) for grad in grads])
 
-    def __init__(self, rule: BackwardRule) -> None:
-        self.rule = rule
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Filters what comes in."""
-        if len(grads) == 1 and grads[0] is not None:
-            return (self.rule.filtered(grads[0]),)
-        return tuple([None if grad is None else self.rule.filtered(grad) for grad in grads])
+    return hook
 
 
-class PositivePartBehind:
+def positive_part_behind(rule: BackwardRule) -> Hook:
     """Guided backpropagation as a hook behind a ReLU's node.
 
     ``1[x > 0] · max(grad, 0) = max(1[x > 0] · grad, 0)``, and what the node gives is nobody else's yet:
     taking the positive part in place saves a tensor, and half of the time.
     """
+    meter = rule.meter
+    assert meter is not None
 
-    __slots__ = ("rule",)
-
-    def __init__(self, rule: BackwardRule) -> None:
-        self.rule = rule
-
-    def __call__(
-        self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor, ...] | None:
-        """Takes the positive part."""
+    def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple) -> tuple[Tensor, ...] | None:
         grad = grad_inputs[0]
         if grad is None:
             return None
-        meter = self.rule.meter
-        if meter is not None and meter.on and grad_outputs[0] is not None:
+        if meter.on and grad_outputs[0] is not None:
             meter.measure(grad_outputs[0], [torch.relu(grad_outputs[0])])
-        if type(grad) is Tensor and not grad.requires_grad and torch._C._len_torch_function_stack() == 0:
+        if type(grad) is Tensor and not grad.requires_grad and _modes() == 0:
             grad.relu_()
             return None
         with torch._C.DisableTorchFunction():
             return (torch.relu(grad),)
+
+    return hook
 
 
 def differentiable(values: Any, inputs: Sequence[Tensor]) -> Any:

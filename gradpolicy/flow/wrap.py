@@ -209,11 +209,13 @@ class WrappedReLU(WrappedForward):
         """Runs the ReLU."""
         rule = self.rule
         binding = rule.binding
-        if not binding.active or self.module.inplace or self.inner is not None or not may_hook(input):
+        if self.inner is not None or self.module.inplace or not may_hook(input):
             return super().__call__(input)
         result = torch.relu(input)
-        binding.matched["relu"] += 1
-        rule.hang_hook(result.grad_fn)
+        if binding.active:
+            node: Any = result.grad_fn
+            (node.register_hook if rule.rectifies else node.register_prehook)(rule.hook)
+            binding.matched["relu"] += 1
         return result
 
 

@@ -1,0 +1,128 @@
+"""Small networks, and the gradient of a function at a point."""
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def gradient():
+    """The gradient of the weighted sum of a function's result, and the result."""
+
+    def of(function, x, weights=None):
+        point = x.detach().clone().requires_grad_()
+        result = function(point)
+        (result * (torch.ones_like(result) if weights is None else weights)).sum().backward()
+        return point.grad, result.detach()
+
+    return of
+
+
+class Quantised(nn.Module):
+    """A linear layer, rounding and a ReLU, in a forward of its own."""
+
+    def __init__(self, size=4):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x):
+        return torch.round(3 * self.linear(x)).relu()
+
+
+class Net(nn.Module):
+    """Two rounded blocks and a head."""
+
+    def __init__(self, size=4):
+        super().__init__()
+        self.stem = nn.Linear(size, size)
+        self.first = Quantised(size)
+        self.second = Quantised(size)
+        self.head = nn.Linear(size, 2)
+
+    def forward(self, x):
+        return self.head(self.second(x + self.first(self.stem(x))))
+
+
+@pytest.fixture
+def net():
+    return Net()
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(8, 4)
+
+
+@pytest.fixture
+def parameter_gradients():
+    """The gradients of a model's parameters for the sum of squares of its result."""
+
+    def of(model, *inputs, call=None):
+        model.zero_grad(set_to_none=True)
+        (call or model)(*inputs).square().sum().backward()
+        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+    return of
+
+
+@pytest.fixture
+def same():
+    """Whether two dicts of gradients agree."""
+
+    def check(first, second, tolerance=1e-6):
+        assert first.keys() == second.keys()
+        for name, one in first.items():
+            other = second[name]
+            assert (one is None) == (other is None), name
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=name)
+        return True
+
+    return check
+
+
+@pytest.fixture
+def zennit(monkeypatch):
+    """The package zennit, which asks for a torchvision that it hardly needs."""
+    if "torchvision" not in sys.modules:
+        vision = types.ModuleType("torchvision")
+        models, ops = types.ModuleType("torchvision.models"), types.ModuleType("torchvision.ops")
+        resnet, misc = types.ModuleType("torchvision.models.resnet"), types.ModuleType("torchvision.ops.misc")
+        resnet.Bottleneck = type("Bottleneck", (nn.Module,), {})
+        resnet.BasicBlock = type("BasicBlock", (nn.Module,), {})
+        for name in ("VGG", "ResNet"):
+            setattr(models, name, type(name, (nn.Module,), {}))
+        misc.FrozenBatchNorm2d = type("FrozenBatchNorm2d", (nn.Module,), {})
+        vision.models, vision.ops, models.resnet, ops.misc = models, ops, resnet, misc
+        for module in (vision, models, ops, resnet, misc):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+    return pytest.importorskip("zennit")
+
+
+@pytest.fixture
+def snapshot():
+    """What a model is like: its dicts, tables of hooks and flags."""
+
+    def of(model):
+        return {
+            name: (
+                {key: value for key, value in module.__dict__.items() if key[:1] != "_"},
+                {key: copy.copy(value) for key, value in module.__dict__.items() if "hooks" in key},
+                module._is_full_backward_hook,
+                module.training,
+                list(module.__dict__),
+                [(p.requires_grad, p.grad, p._backward_hooks) for p in module._parameters.values()],
+            )
+            for name, module in model.named_modules()
+        }
+
+    return of
