@@ -1,0 +1,61 @@
+"""The whole job for two steps under every config in `conf/`: a new file is tested by being there."""
+
+import pytest
+import torch
+import yaml
+
+from .conftest import CONF, QUICK
+
+# What a config needs beside itself stands in one of its lines.
+NEEDS = "# Goes with:"
+TESTED_ELSEWHERE = {"trainer=ddp_sim"}
+DATA = CONF.parents[1] / "shared/data"
+
+
+def choices() -> list[str]:
+    """Every config of every group, as it is chosen on the command line."""
+    return [
+        f"{path.relative_to(CONF).parent.as_posix()}={path.stem}"
+        for path in sorted(CONF.glob("*/**/*.yaml"))
+        if not path.is_relative_to(CONF / "hydra")
+    ]
+
+
+def needs_of(choice: str) -> list[str]:
+    group, _, name = choice.partition("=")
+    for line in (CONF / group / f"{name}.yaml").read_text().splitlines():
+        if line.startswith(NEEDS):
+            return line.removeprefix(NEEDS).split()
+    return []
+
+
+def needs_gpu(choice: str) -> bool:
+    group, _, name = choice.partition("=")
+    return "accelerator: gpu" in (CONF / group / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("choice", sorted(set(choices()) - TESTED_ELSEWHERE))
+def test_two_steps_under(train, choice: str) -> None:
+    if needs_gpu(choice) and not torch.cuda.is_available():
+        ended = train(choice, "trainer.accelerator=gpu")
+        assert (ended.code, ended.left_nothing) == (2, True)
+        assert ended.message.startswith("trainer:")
+        return
+    own_group = choice.partition("=")[0]
+    quick = [line for line in QUICK if line.partition("=")[0] != own_group]
+    ended = train(*quick, *needs_of(choice), f"paths.data_dir={DATA}", choice, quick=False)
+    if ended.code and "data_dir" in ended.message and not DATA.is_dir():
+        assert (ended.code, ended.left_nothing) == (2, True)
+        return
+    assert ended.code == 0, ended.err
+    runs = [*ended.folder.glob("*/runs/*"), *ended.folder.glob("*/sweeps/*/*/config.yaml")]
+    assert len(runs) >= 1
+
+
+def test_every_config_says_in_its_first_line_what_it_is_or_is_one_class() -> None:
+    bare = [
+        path
+        for path in sorted(CONF.glob("**/*.yaml"))
+        if "#" not in path.read_text() and "_target_" not in yaml.safe_load(path.read_text())
+    ]
+    assert bare == [CONF / "callbacks/default.yaml", CONF / "trainer/cpu.yaml", CONF / "trainer/gpu.yaml"]
