@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.freeze.mask import Mask, active_entries, check_mask, intersect, same_mask
+from gradpolicy.freeze.sharding import local
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.freeze.toggling import GradientSwitch
 from gradpolicy.when import When
@@ -251,11 +252,9 @@ class Freezer:
             optimizer: The one that is about to step, where there are several; None means all.
         """
         chosen = self.optimizers if optimizer is None else [optimizer]
-        mine = {
-            name: parameter
-            for name, parameter in self.parameters.items()
-            if len(self.optimizers) == 1 or any(self._owner[id(parameter)] is each for each in chosen)
-        }
+        mine = self.parameters
+        if optimizer is not None and len(self.optimizers) > 1:
+            mine = {name: p for name, p in mine.items() if self._owner[id(p)] is optimizer}
         self._show_gradients(mine)
         for each in chosen:
             each.mask_gradients()
@@ -266,7 +265,7 @@ class Freezer:
     def finish_step(self) -> None:
         """Is called after an effective step: scales what it changed where a source sets learning rates."""
         for name, rate in self._rates.items():
-            parameter = self.parameters[name]
+            parameter = local(self.parameters[name].detach())
             torch.lerp(self._before[name], parameter, rate, out=parameter)
         self._rates = {}
 
@@ -390,7 +389,7 @@ class Freezer:
             if name in mine and mine[name].grad is not None and rate != 1.0
         }
         for name in self._rates:
-            parameter = mine[name].detach()
+            parameter = local(mine[name].detach())
             self._before.setdefault(name, torch.empty_like(parameter)).copy_(parameter)
         for name in self._before.keys() - self._rates.keys():
             del self._before[name]

@@ -12,6 +12,7 @@ from gradpolicy.freeze.hashing import derive, uniform
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import Schedule, as_schedule, check_share, density_at
 from gradpolicy.freeze.select import highest
+from gradpolicy.freeze.sharding import like, local, whole
 from gradpolicy.freeze.sparsity import DISTRIBUTIONS, densities
 from gradpolicy.freeze.window import GradientSource
 from gradpolicy.where import match_names
@@ -144,7 +145,8 @@ class PruneAndGrow(GradientSource):
     def apply(self) -> None:
         """Puts entries outside the mask to zero."""
         for name, active in self._active.items():
-            self.parameters[name].detach().masked_fill_(~active, 0.0)
+            parameter = self.parameters[name].detach()
+            local(parameter).masked_fill_(local(like(~active, parameter)), 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """The topology, and the gradients gathered so far."""
@@ -166,11 +168,11 @@ class PruneAndGrow(GradientSource):
         count = self.changed_at(period)
         targets, fraction = self.targets(count), self.fraction_at(count)
         for name, active in self._active.items():
-            weight = self.parameters[name].detach()
+            weight = whole(self.parameters[name].detach())
             if self.grow == "random":
                 growth = self._random_scores(name, period).reshape(weight.shape)
             elif name in self.gathered.sums:
-                growth = self.gathered.sums[name].abs()
+                growth = whole(self.gathered.sums[name]).abs()
             else:
                 continue
             self._active[name] = exchange(active, weight.abs(), growth, fraction, targets[name])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,15 +29,26 @@ def highest(scores: Tensor, kept: int) -> Tensor:
     Returns:
         A bool tensor of the same shape with exactly ``min(kept, scores.numel())`` True.
     """
-    flat = torch.nan_to_num(scores.flatten(), nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    flat = scores.flatten()
+    if flat.isnan().any():
+        flat = torch.nan_to_num(flat, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     if kept <= 0 or kept >= flat.numel():
         return torch.full_like(scores, kept > 0, dtype=torch.bool)
-    threshold = torch.kthvalue(flat, flat.numel() - kept + 1).values
-    chosen = flat > threshold
-    ties = flat == threshold
-    missing = kept - int(chosen.sum())
-    chosen |= ties & (ties.cumsum(0) <= missing)
+    threshold = _smallest(flat, flat.numel() - kept)
+    chosen = flat >= threshold
+    surplus = int(chosen.sum()) - kept
+    if surplus:
+        ties = (flat == threshold).nonzero().flatten()
+        chosen[ties[len(ties) - surplus :]] = False
     return chosen.reshape(scores.shape)
+
+
+def _smallest(flat: Tensor, place: int) -> Tensor:
+    """The value at a place of the sorted scores, from 0."""
+    if flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64):
+        # Three times as fast as torch's.
+        return torch.tensor(np.partition(flat.numpy(), place)[place])
+    return torch.kthvalue(flat, place + 1).values
 
 
 def highest_together(scores: Mapping[str, Tensor], kept: int) -> dict[str, Tensor]:

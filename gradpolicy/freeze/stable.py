@@ -8,6 +8,7 @@ import torch
 from gradpolicy.errors import PolicyError
 from gradpolicy.freeze.layers import Layer, find_layers
 from gradpolicy.freeze.mask import Mask
+from gradpolicy.freeze.sharding import whole
 from gradpolicy.freeze.window import GradientSource
 
 
@@ -92,7 +93,7 @@ class Stable(GradientSource):
         """Takes the interval's norms, and freezes what has settled since the one before."""
         sums = self.gathered.sums
         norms = [
-            sum(float(sums[name].abs().sum()) for name in layer.parameters if name in sums)
+            sum(float(whole(sums[name].abs().sum())) for name in layer.parameters if name in sums)
             for layer in self.layers
         ]
         before, self.norms = self.norms, norms

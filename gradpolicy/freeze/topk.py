@@ -12,6 +12,7 @@ from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.recipe import LEVELS
 from gradpolicy.freeze.schedule import Schedule, as_schedule, density_at
 from gradpolicy.freeze.select import highest, highest_together, kept_of
+from gradpolicy.freeze.sharding import like, local, whole
 from gradpolicy.freeze.window import GradientSource, wide
 
 SCORES = ("gradient", "weight", "fisher", "movement", "change")
@@ -129,19 +130,20 @@ class TopK(GradientSource):
         """Puts the weights back to where they began, once, where ``rewind`` is on."""
         if self._to_rewind:
             for name, parameter in self.parameters.items():
-                parameter.detach().copy_(self._initial[name])
+                local(parameter.detach()).copy_(local(self._initial[name]))
             self._to_rewind = False
 
     def scores(self) -> dict[str, Tensor]:
         """The score of each entry, row or tensor; what no gradient reached scores −∞."""
-        scores = {name: self._score(name, parameter) for name, parameter in self.parameters.items()}
+        scores = {name: whole(self._score(name, p)) for name, p in self.parameters.items()}
         if self.level == "entry":
             return scores
         return {name: _mean_over(score, self.level) for name, score in scores.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The masks, the gradients gathered so far, and w₀ where it is needed."""
-        return {**super().state_dict(), "masks": dict(self._masks), "initial": dict(self._initial)}
+        initial = {name: whole(weight) for name, weight in self._initial.items()}
+        return {**super().state_dict(), "masks": dict(self._masks), "initial": initial}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up where :meth:`state_dict` left off."""
@@ -151,7 +153,7 @@ class TopK(GradientSource):
             for name, mask in state["masks"].items()
         }
         self._initial = {
-            name: weight.to(self.parameters[name].device) for name, weight in state["initial"].items()
+            name: like(weight, self.parameters[name]) for name, weight in state["initial"].items()
         }
 
     def describe(self) -> dict[str, Any]:

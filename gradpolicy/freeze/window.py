@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.freeze.schedule import check_whole
+from gradpolicy.freeze.sharding import like, whole
 from gradpolicy.freeze.source import MaskSource
 
 Statistic = Callable[[Tensor, Tensor], Tensor]
@@ -34,11 +35,11 @@ class GradientSums:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums and how many steps are in them."""
-        return {"sums": dict(self.sums), "steps": self.steps}
+        return {"sums": {name: whole(tensor) for name, tensor in self.sums.items()}, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-        """Takes up sums that were saved, on the devices of the parameters."""
-        self.sums = {name: tensor.to(parameters[name].device) for name, tensor in state["sums"].items()}
+        """Takes up sums that were saved, laid out as the parameters are."""
+        self.sums = {name: like(tensor, parameters[name]) for name, tensor in state["sums"].items()}
         self.steps = state["steps"]
 
 
@@ -129,10 +130,13 @@ class GradientSource(MaskSource):
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
     """Whether every entry of every tensor is finite."""
-    devices = {tensor.device for tensor in tensors.values()}
+    plain = [tensor for tensor in tensors.values() if not hasattr(tensor, "full_tensor")]
+    # A sum over all shards is known to all processes, so that they agree; in float64 it cannot overflow.
+    sums = [whole(t.double().abs().sum()) for t in tensors.values() if hasattr(t, "full_tensor")]
+    flags = [tensor.isfinite().all() for tensor in (*plain, *sums)]
     return all(
-        bool(torch.stack([t.isfinite().all() for t in tensors.values() if t.device == device]).all())
-        for device in devices
+        bool(torch.stack([flag for flag in flags if flag.device == device]).all())
+        for device in {flag.device for flag in flags}
     )
 
 

@@ -1,0 +1,62 @@
+"""Sources that decide by weights and gradients choose the same for sharded parameters as for whole ones."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_pool import ProcessPool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import gradpolicy as gp
+from gradpolicy.freeze.sharding import whole
+
+STEPS = 9
+SOURCES = {
+    "fisher": lambda: gp.masks.TopK(0.3, by="fisher", window=2, every=3, before="freeze"),
+    "ticket": lambda: gp.masks.TopK(0.3, by="change", start=4, rewind=True),
+    "rigl": lambda: gp.masks.PruneAndGrow(0.4, every=2, window=2, stop=20),
+    "set": lambda: gp.masks.PruneAndGrow(0.4, every=2, grow="random"),
+    "stable": lambda: gp.masks.Stable(60, every=2),
+    "progressive": lambda: gp.masks.Progressive(STEPS, first=0.6),
+}
+
+
+def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Tensor]:
+    """Trains with a source and gives the whole weights; optionally with all state saved and loaded once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]).double()
+    if sharded:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+
+    def engine() -> gp.Freezer:
+        policy = gp.Freeze(SOURCES[kind](), frozen_state="zero")
+        return gp.Freezer(model, optimizer, {"policy": policy}, seed=3)
+
+    freezer = engine()
+    x = torch.randn(6, 5, dtype=torch.float64)
+    for step in range(STEPS):
+        if step == resumed_at:
+            state = freezer.state_dict()
+            freezer.restore()
+            freezer = engine()
+            freezer.load_state_dict(state)
+        freezer.begin_step(step)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+        freezer.finish_step()
+    return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_two_ranks_train_as_one(pair: ProcessPool, kind: str) -> None:
+    alone = run(kind, sharded=False)
+    for together in (*pair(run, kind, True), *pair(run, kind, True, 5)):
+        for name, weight in alone.items():
+            torch.testing.assert_close(together[name], weight, rtol=0, atol=1e-12)
