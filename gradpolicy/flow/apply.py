@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from numbers import Number
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from gradpolicy.rules.registry import Rule, RuleFunction
 def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs any forward, with a rule as its backward.
 
-    The forward gets its tensors detached and runs without a graph, so it may call ``.numpy()`` on them, or
-    be a NumPy function. Arrays and numbers that it returns become tensors. A result in whole numbers or
-    truth values comes in the dtype of the first floating-point input, since only so can it have a gradient;
-    within a tuple such results stay as they are, beside one that is floating-point.
+    The forward gets its tensors detached and runs without a graph, so it may call ``.numpy()`` on them.
+    NumPy's own functions get arrays; so does a forward that fails with tensors for lack of a method. Arrays
+    and numbers that it returns become tensors. A result in whole numbers or truth values comes in the dtype
+    of the first floating-point input, since only so can it have a gradient; within a tuple such results stay
+    as they are, beside one that is floating-point.
 
     Args:
         rule: What takes the gradient's place: a rule's name, a rule, a function ``(grad, inputs, output)``,
@@ -53,8 +54,32 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
     inputs = tensors_in((args, kwargs))
     with torch.no_grad():
         plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
-        values = _as_tensors(forward(*plain_args, **plain_kwargs), name, inputs)
+        values = _as_tensors(_run(forward, plain_args, plain_kwargs), name, inputs)
     return replace_gradient(backward_rule, differentiable(values, inputs), inputs)
+
+
+def _run(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    if not _is_numpy(forward):
+        try:
+            return forward(*args, **kwargs)
+        except (AttributeError, TypeError) as error:
+            # Code written for arrays (x.astype, x.copy) fails so with tensors.
+            failure = error
+        try:
+            return _run_on_arrays(forward, args, kwargs)
+        except (AttributeError, TypeError):
+            raise failure from None
+    return _run_on_arrays(forward, args, kwargs)
+
+
+def _run_on_arrays(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    array_args, array_kwargs = map_tensors(lambda tensor: cast(Any, tensor.numpy(force=True)), (args, kwargs))
+    return forward(*array_args, **array_kwargs)
+
+
+def _is_numpy(forward: Callable[..., Any]) -> bool:
+    module = getattr(forward, "__module__", None) or ""
+    return isinstance(forward, np.ufunc) or module.partition(".")[0] == "numpy"
 
 
 def _as_tensors(values: Any, name: str, inputs: list[Tensor]) -> Any:

@@ -46,14 +46,31 @@ def floor_divide_in_place(x):
 
 
 SPELLINGS = {
-    "relu": [F.relu, torch.relu, torch.Tensor.relu, nn.ReLU(), in_place("relu_"), functional_in_place(F.relu)],
+    "relu": [
+        F.relu,
+        torch.relu,
+        torch.Tensor.relu,
+        nn.ReLU(),
+        in_place("relu_"),
+        functional_in_place(F.relu),
+    ],
     "relu6": [F.relu6, nn.ReLU6(), lambda x: F.hardtanh(x, 0.0, 6.0), functional_in_place(F.relu6)],
-    "leaky_relu": [F.leaky_relu, nn.LeakyReLU(), functional_in_place(F.leaky_relu), lambda x: F.leaky_relu_(x * 1)],
+    "leaky_relu": [
+        F.leaky_relu,
+        nn.LeakyReLU(),
+        functional_in_place(F.leaky_relu),
+        lambda x: F.leaky_relu_(x * 1),
+    ],
     "gelu": [F.gelu, nn.GELU(), lambda x: F.gelu(x, approximate="tanh")],
     "silu": [F.silu, nn.SiLU(), functional_in_place(F.silu)],
     "sigmoid": [torch.sigmoid, F.sigmoid, torch.special.expit, nn.Sigmoid(), in_place("sigmoid_")],
     "tanh": [torch.tanh, F.tanh, nn.Tanh(), torch.Tensor.tanh, in_place("tanh_")],
-    "softmax": [lambda x: F.softmax(x, 0), lambda x: x.softmax(0), nn.Softmax(0), lambda x: torch.softmax(x, 0)],
+    "softmax": [
+        lambda x: F.softmax(x, 0),
+        lambda x: x.softmax(0),
+        nn.Softmax(0),
+        lambda x: torch.softmax(x, 0),
+    ],
     "hardtanh": [F.hardtanh, nn.Hardtanh(), functional_in_place(F.hardtanh)],
     "clamp": [
         lambda x: torch.clamp(x, -1, 1),
@@ -154,7 +171,9 @@ def test_an_operation_is_known_by_each_of_its_functions_and_can_be_pickled():
     assert resolve_operation(torch.special.expit) == resolve_operation("sigmoid")
 
 
-@pytest.mark.parametrize(("wrong", "hint"), [("roud", "'round'"), ("ReLU", "'relu'"), ("flor_divide", "floor_divide")])
+@pytest.mark.parametrize(
+    ("wrong", "hint"), [("roud", "'round'"), ("ReLU", "'relu'"), ("flor_divide", "floor_divide")]
+)
 def test_an_unknown_operation_is_an_error_with_the_nearest_names(wrong, hint):
     with pytest.raises(gp.PolicyError, match=hint):
         gp.gradient_override({wrong: "identity"})
@@ -167,5 +186,7 @@ def test_every_python_function_of_torch_that_calls_an_overridable_one_is_listed_
     for name, function in inspect.getmembers(F, inspect.isfunction):
         if function in spelled or name.startswith("_") or not hasattr(function, "__code__"):
             continue
-        if hidden & set(function.__code__.co_names) and "has_torch_function" in str(function.__code__.co_names):
+        if hidden & set(function.__code__.co_names) and "has_torch_function" in str(
+            function.__code__.co_names
+        ):
             assert function in _HIDING, name

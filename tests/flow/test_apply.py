@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+
+import gradpolicy as gp
+
+
+def add_grad(grad, inputs, output):
+    return grad, grad.sum(), None
+
+
+def test_a_forward_in_numpy_with_several_inputs_and_other_arguments():
+    c, k = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    d = torch.tensor([1, 2, 3])
+
+    def forward(c, k, d, mode, *, bias):
+        assert mode == "sum"
+        return np.add(c.numpy() * k.numpy(), d.numpy()) + bias
+
+    y = gp.apply(add_grad, forward, c, k, d, "sum", bias=1)
+    torch.testing.assert_close(y.detach(), (c * k + d + 1).detach(), check_dtype=False)
+    y.sum().backward()
+    assert torch.equal(c.grad, torch.ones(3))
+    assert k.grad == 3.0
+    assert c.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("forward", [np.floor, lambda x: np.floor(x).astype(int), torch.floor])
+def test_the_straight_through_estimator_of_any_floor(forward, gradient):
+    x = torch.tensor([0.2, 1.7])
+    found, value = gradient(lambda x: gp.apply("identity", forward, x), x)
+    assert torch.equal(value, torch.tensor([0.0, 1.0]))
+    assert torch.equal(found, torch.ones(2))
+
+
+def test_several_results_give_the_rule_tuples_and_whole_numbers_stay_whole():
+    def halves(x):
+        return x.sum(), x * 2, x.argmax()
+
+    def rule(grads, inputs, outputs):
+        assert len(grads) == len(outputs) == 2
+        return grads[0] + grads[1]
+
+    x = torch.randn(3, requires_grad=True)
+    total, double, index = gp.apply(rule, halves, x)
+    (total + double.sum()).backward()
+    assert index.dtype == torch.int64
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_tensors_within_containers_are_inputs_in_order():
+    x, y = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
+
+    def rule(grad, inputs, output):
+        return 2 * grad, 3 * grad
+
+    gp.apply(rule, lambda pair, scale: pair["x"] + scale[0], {"x": x}, scale=[y]).sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+    assert torch.equal(y.grad, torch.full((2,), 3.0))
+
+
+def test_a_forward_that_gives_its_input_back():
+    x = torch.randn(3, requires_grad=True)
+    gp.apply("reverse", lambda x: x, x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), -1.0))
+
+
+def test_under_func_and_with_a_second_derivative():
+    def times_cube(grad, inputs, output):
+        return grad * inputs[0] ** 3
+
+    x = torch.tensor([1.0, 2.0])
+    first = torch.func.vmap(torch.func.grad(lambda x: gp.apply(times_cube, torch.round, x)))(x)
+    assert torch.equal(first, x**3)
+    second = torch.func.grad(torch.func.grad(lambda x: gp.apply(times_cube, torch.round, x)))(x[1])
+    assert second == 3 * 2.0**2
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda g, i, o: g, "one gradient"),
+        (lambda g, i, o: (g,), r"1 gradients \(\(3,\)\) for 2 inputs \(\(3,\), \(\)\)"),
+        (lambda g, i, o: (g, g), r"gradient 1 of shape \(3,\) for an input of shape \(\)"),
+        (lambda g, i, o: (g, "no"), "returned str as gradient 1"),
+    ],
+)
+def test_the_wrong_number_shape_or_kind_of_gradients_is_an_error(rule, message):
+    c, k = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    y = gp.apply(gp.Rule("mine", rule), lambda c, k: c * k, c, k)
+    with pytest.raises(gp.PolicyError, match=f"'mine'.*{message}"):
+        y.sum().backward()
+
+
+def test_a_forward_must_return_tensors():
+    with pytest.raises(gp.PolicyError, match="returned str"):
+        gp.apply("identity", lambda x: "no", torch.randn(3))
+
+
+def test_a_registered_rule_by_name(gradient):
+    @gp.rule("tests_flow_five_times")
+    def five_times(grad, inputs, output):
+        return 5.0 * grad
+
+    found, _ = gradient(lambda x: gp.apply("tests_flow_five_times", np.sign, x), torch.randn(3))
+    assert torch.equal(found, torch.full((3,), 5.0))

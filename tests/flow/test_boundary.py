@@ -1,0 +1,208 @@
+import dataclasses
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+import gradpolicy as gp
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    left: torch.Tensor
+    note: str = "kept"
+
+
+class PassOn(nn.Module):
+    """Gives what it gets, and a parameter of its own beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, tree):
+        return tree
+
+
+class Model(nn.Module):
+    def __init__(self, middle):
+        super().__init__()
+        self.before = nn.Linear(3, 3)
+        self.middle = middle
+        self.after = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.after(self.middle(self.before(x)))
+
+
+CONTAINERS = {
+    "tensor": (lambda x: x, lambda tree: tree),
+    "tuple": (lambda x: (x, 1, None), lambda tree: tree[0]),
+    "list": (lambda x: [x, "a"], lambda tree: tree[0]),
+    "dict": (lambda x: {"x": x, "n": 2}, lambda tree: tree["x"]),
+    "nested": (lambda x: {"x": [(x,)]}, lambda tree: tree["x"][0][0]),
+    "named tuple": (lambda x: Pair(x, 3), lambda tree: tree.left),
+    "dataclass": (Frozen, lambda tree: tree.left),
+}
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_boundary_acts_on_tensors_in_any_container(kind, side, gradient):
+    pack, unpack = CONTAINERS[kind]
+    module = nn.ModuleDict({"part": PassOn()})
+    module.forward = lambda x: unpack(module["part"](pack(x)))
+    with gp.install(module, [gp.Scale(3.0, modules="part", at=side)]):
+        result = module["part"](pack(torch.ones(3, requires_grad=True)))
+        assert type(result) is type(pack(torch.ones(3)))
+        found, value = gradient(module, torch.ones(3))
+    assert torch.equal(found, torch.full((3,), 3.0))
+    assert torch.equal(value, torch.ones(3))
+
+
+def test_at_the_input_the_modules_own_parameters_train_as_ever(parameter_gradients):
+    model, x = Model(nn.Linear(3, 3)), torch.randn(5, 3)
+    plain = parameter_gradients(model, x)
+    with gp.install(model, [gp.Reverse(0.5, modules="middle")]):
+        found = parameter_gradients(model, x)
+    for name, gradient in found.items():
+        factor = -0.5 if name.startswith("before") else 1.0
+        torch.testing.assert_close(gradient, factor * plain[name])
+
+
+def test_at_the_output_they_see_it_too(parameter_gradients):
+    model, x = Model(nn.Linear(3, 3)), torch.randn(5, 3)
+    plain = parameter_gradients(model, x)
+    with gp.install(model, [gp.Scale(0.5, modules="middle", at="output")]):
+        found = parameter_gradients(model, x)
+    for name, gradient in found.items():
+        factor = 1.0 if name.startswith("after") else 0.5
+        torch.testing.assert_close(gradient, factor * plain[name])
+
+
+def test_stop_by_detaching_saves_the_work_and_leaves_no_gradient(parameter_gradients):
+    model = Model(nn.Linear(3, 3))
+    with gp.install(model, [gp.Stop(modules="middle")]):
+        found = parameter_gradients(model, torch.randn(5, 3))
+    assert found["before.weight"] is None
+    assert found["middle.weight"].any()
+
+
+def test_stop_by_zeros_keeps_the_graph_also_for_gradients_that_are_not_finite():
+    model = Model(nn.Linear(3, 3))
+    with gp.install(model, [gp.Stop("zero", modules="middle")]):
+        (model(torch.randn(5, 3)).sum() * torch.inf).backward()
+    assert not model.before.weight.grad.any()
+    assert not model.middle.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (gp.Clip(value=0.5, modules="middle"), lambda g: g.clamp(-0.5, 0.5)),
+        (gp.Clip(norm=0.1, modules="middle"), lambda g: g * (0.1 / g.norm())),
+        (
+            gp.Clip(norm=0.1, per_sample=True, modules="middle"),
+            lambda g: g * (0.1 / g.norm(dim=1, keepdim=True)).clamp(max=1),
+        ),
+    ],
+)
+def test_clipping(policy, expected, gradient):
+    model, x, weights = Model(PassOn()), torch.randn(4, 3), torch.randn(4, 3)
+    model.forward = lambda x: model.middle(x)
+    with gp.install(model, [policy]):
+        found, _ = gradient(model, x, weights)
+    torch.testing.assert_close(found, expected(weights))
+
+
+def test_absolute_thresholds_follow_the_loss_scale(gradient):
+    model, weights = PassOn(), torch.tensor([3.0, -0.2, 0.7])
+    with gp.install(model, [gp.Clip(value=0.5, modules=PassOn)]) as installed:
+        for scale in (1.0, 1024.0, torch.tensor(2.0**16)):
+            installed.set_loss_scale(scale)
+            found, _ = gradient(model, torch.ones(3), weights * scale)
+            torch.testing.assert_close(found / scale, weights.clamp(-0.5, 0.5))
+
+
+def test_policies_at_one_boundary_act_in_the_order_in_which_they_are_declared(gradient):
+    model, weights = PassOn(), torch.tensor([3.0, 0.3, -2.0])
+    clip, scale = gp.Clip(value=1.0, modules=PassOn), gp.Scale(2.0, modules=PassOn)
+    with gp.install(model, [clip, scale]):
+        found, _ = gradient(model, torch.ones(3), weights)
+        torch.testing.assert_close(found, 2 * weights.clamp(-1, 1))
+    with gp.install(model, [scale, clip]):
+        found, _ = gradient(model, torch.ones(3), weights)
+        torch.testing.assert_close(found, (2 * weights).clamp(-1, 1))
+
+
+@pytest.mark.parametrize("factor", [lambda step: 0.1 * step, gp.schedules.Linear(0.0, 1.0, steps=10)])
+def test_a_schedule_sets_the_factor_at_each_step(factor, gradient):
+    model = PassOn()
+    with gp.install(model, [gp.Reverse(factor, modules=PassOn)]) as installed:
+        for step in (0, 3, 7):
+            installed.update(step=step)
+            found, _ = gradient(model, torch.ones(3))
+            torch.testing.assert_close(found, torch.full((3,), -0.1 * step))
+
+
+def test_a_module_that_writes_to_its_input_gives_later_readers_the_new_gradient(gradient):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            work = x * 1
+            return 10 * self.relu(work) + work
+
+    model, x = Residual(), torch.tensor([-1.0, 2.0])
+    plain, value = gradient(model, x)
+    assert torch.equal(plain, torch.tensor([0.0, 11.0]))
+    with gp.install(model, [gp.Scale(3.0, modules="relu")]):
+        found, again = gradient(model, x)
+    assert torch.equal(again, value)
+    assert torch.equal(found, 3 * plain)
+
+
+def test_what_is_no_gradient_s_business_is_passed_on_as_it_is():
+    model = PassOn()
+    given = {"labels": torch.tensor([1, 2]), "cache": [torch.ones(2)], "mode": "train"}
+    with gp.install(model, [gp.Scale(2.0, modules=PassOn)]):
+        assert model(given) is given
+
+
+def test_double_backward_through_a_boundary():
+    model, x = PassOn(), torch.tensor([2.0, 3.0], requires_grad=True)
+    with gp.install(model, [gp.Scale(3.0, modules=PassOn)]):
+        y = (model(x) ** 3).sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    torch.testing.assert_close(first, 9 * x**2)
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), x)[0], 54 * x)
+
+
+def test_func_grad_through_a_boundary():
+    model, x = Model(nn.Linear(3, 3)), torch.randn(3)
+    plain = torch.func.grad(lambda x: model(x).sum())(x)
+    with gp.install(model, [gp.Reverse(2.0, modules="middle")]):
+        found = torch.func.grad(lambda x: model(x).sum())(x)
+        each = torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x[None])
+    torch.testing.assert_close(found, -2 * plain)
+    torch.testing.assert_close(each[0], -2 * plain)
+
+
+def test_transformers_like_outputs_that_are_dicts_and_dataclasses(gradient):
+    transformers = pytest.importorskip("transformers.modeling_outputs")
+
+    class Encoder(nn.Module):
+        def forward(self, x):
+            return transformers.BaseModelOutput(last_hidden_state=x)
+
+    model = Encoder()
+    with gp.install(model, [gp.Scale(2.0, modules=Encoder, at="output")]):
+        found, _ = gradient(
+            lambda x: model(x)["last_hidden_state"] + model(x).last_hidden_state, torch.ones(2)
+        )
+    assert torch.equal(found, torch.full((2,), 4.0))

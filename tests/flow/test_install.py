@@ -1,0 +1,370 @@
+import copy
+import io
+import pickle
+import time
+import tracemalloc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradpolicy as gp
+
+EVERY_KIND = {
+    "guide": gp.Guided(modules="first"),
+    "rounding": gp.StraightThrough("tanh", modules=["*", "!first"]),
+    "slow": gp.Scale(0.5, modules="second"),
+    "bound": gp.Clip(norm=1.0, modules="second", at="output"),
+    "turn": gp.Reverse(params="head.bias"),
+    "cut": gp.Stop("zero", params="stem.bias"),
+}
+
+
+def test_the_model_is_left_exactly_as_it_was(net, batch, snapshot, parameter_gradients):
+    hook = net.head.register_forward_hook(lambda *_: None)
+    net.stem.weight.requires_grad_(False)
+    net.second.eval()
+    parameter_gradients(net, batch)
+    before = snapshot(net)
+    with gp.install(net, EVERY_KIND):
+        assert snapshot(net) != before
+        net(batch).sum()
+    assert snapshot(net) == before
+    hook.remove()
+
+
+def test_it_is_left_so_after_an_error_too_and_removing_twice_does_nothing(net, batch, snapshot):
+    before = snapshot(net)
+    with pytest.raises(KeyError), gp.install(net, EVERY_KIND) as installed:
+        raise KeyError
+    installed.remove()
+    assert snapshot(net) == before
+    with pytest.raises(RuntimeError), gp.install(net, EVERY_KIND):
+        net(batch[:, :2])
+    assert snapshot(net) == before
+
+
+def test_a_failed_installation_leaves_nothing_behind(net, snapshot):
+    before = snapshot(net)
+    with pytest.raises(gp.PolicyError):
+        gp.install(net, {**EVERY_KIND, "again": gp.Scale(2.0, modules="second")})
+    assert snapshot(net) == before
+
+
+@pytest.mark.parametrize("first_removed", [0, 1])
+def test_nested_installations_come_off_in_any_order(
+    net, batch, snapshot, parameter_gradients, same, first_removed
+):
+    before, plain = snapshot(net), parameter_gradients(net, batch)
+    net.zero_grad(set_to_none=True)
+    installations = [
+        gp.install(net, [gp.StraightThrough(modules="first")]),
+        gp.install(net, [gp.Scale(2.0, modules="second")]),
+    ]
+    both = parameter_gradients(net, batch)
+    assert not torch.equal(both["stem.weight"], 2 * plain["stem.weight"])
+    installations[first_removed].remove()
+    installations[1 - first_removed].remove()
+    assert same(parameter_gradients(net, batch), plain)
+    net.zero_grad(set_to_none=True)
+    assert snapshot(net) == before
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_runs_its_own_weights_with_the_policies(way, net, batch, parameter_gradients, same):
+    with gp.install(net, EVERY_KIND):
+        if way == "deepcopy":
+            other = copy.deepcopy(net)
+        elif way == "pickle":
+            other = pickle.loads(pickle.dumps(net))
+        else:
+            torch.save(net, buffer := io.BytesIO())
+            buffer.seek(0)
+            other = torch.load(buffer, weights_only=False)
+        assert same(parameter_gradients(other, batch), parameter_gradients(net, batch))
+        with torch.no_grad():
+            other.head.weight.zero_()
+            other.head.bias.fill_(7.0)
+        assert torch.equal(other(batch), torch.full((8, 2), 7.0))
+        assert not torch.equal(net(batch), other(batch))
+
+
+def test_the_state_dict_is_the_same_while_installed(net):
+    before = list(net.state_dict())
+    with gp.install(net, EVERY_KIND):
+        assert list(net.state_dict()) == before
+        net.load_state_dict(net.state_dict())
+
+
+def test_policies_hold_below_the_matched_modules_only(net, batch, parameter_gradients):
+    with gp.install(net, [gp.StraightThrough(modules="second")]):
+        found = parameter_gradients(net, batch)
+    assert found["second.linear.weight"].any()
+    assert not found["first.linear.weight"].any()
+
+
+def test_a_module_taken_away_suspends_its_policy_only(batch, parameter_gradients):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Sigmoid(), nn.ReLU()), nn.Linear(4, 4), nn.ReLU())
+    policies = {
+        "guide": gp.Guided(modules=["*", "!1"]),
+        "flat": gp.UseRule("identity", ops="sigmoid"),
+    }
+    with gp.install(model, policies) as installed:
+        parameter_gradients(model, batch)
+        matched = {row.name: dict(row.matched) for row in installed.report().rows}
+    assert matched == {"guide": {"relu": 1}, "flat": {"sigmoid": 1}}
+
+
+def test_outer_and_inner_scopes_of_one_installation(batch):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ReLU()
+
+        def forward(self, x):
+            return torch.relu(self.inner(torch.relu(x)))
+
+    with gp.install(model := Outer(), {"guide": gp.Guided(modules="inner")}) as installed:
+        model(batch.requires_grad_()).sum().backward()
+        assert installed.report().rows[0].operations_matched == 1
+
+
+def test_a_block_inside_a_module_wins_over_its_policy(gradient):
+    class Own(nn.Module):
+        def forward(self, x):
+            with gp.gradient_override({"round": "reverse"}):
+                return torch.round(x)
+
+    with gp.install(model := Own(), [gp.StraightThrough()]):
+        found, _ = gradient(model, torch.randn(3))
+    assert torch.equal(found, torch.full((3,), -1.0))
+
+
+def test_known_layers_need_no_mode_and_hooks_on_them_are_seen_all_the_same(gradient):
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    x, weights = torch.randn(5, 3), torch.randn(5, 3)
+    seen = []
+    with gp.install(model, [gp.Guided()]) as installed:
+        model[0].register_forward_hook(lambda module, args, output: torch.relu(output))
+        gradient(model, x, weights)
+        seen.append(installed.report().rows[0].operations_matched)
+    assert seen == [2]
+
+
+def test_the_report_says_what_was_met_matched_and_not_seen():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.LSTM(3, 3)
+            self.scripted = torch.jit.script(nn.Tanh())
+
+        def forward(self, x):
+            return self.scripted(self.cell(torch.tanh(x))[0])
+
+    with pytest.warns(UserWarning, match="cannot see into"):
+        installed = gp.install(model := Recurrent(), {"flat": gp.UseRule("identity", ops=["tanh", "sin"])})
+        model(torch.randn(2, 1, 3, requires_grad=True)).sum().backward()
+    row = installed.report().rows[0]
+    assert (row.name, row.kind, row.active, row.operations) == ("flat", "UseRule", True, ("tanh", "sin"))
+    assert row.matched == {"tanh": 1}
+    assert set(row.unseen) == {"lstm", "ScriptModule 'scripted'"}
+    text = str(installed.report())
+    assert "tanh × 1, sin × 0" in text
+    assert "lstm" in text
+    installed.remove()
+
+
+def test_names_are_given_by_kind(net):
+    with gp.install(
+        net, [gp.Scale(2.0, modules="first"), gp.Scale(2.0, modules="second"), gp.Guided()]
+    ) as it:
+        assert [row.name for row in it.report().rows] == ["scale_1", "scale_2", "guided"]
+
+
+def test_update_tells_the_time_and_before_it_every_policy_holds(net):
+    policies = {
+        "late": gp.Guided(when=gp.When(start=5)),
+        "testing": gp.Scale(2.0, modules="first", when=gp.When(phases="test")),
+    }
+    with gp.install(net, policies) as installed:
+        assert [row.active for row in installed.report().rows] == [True, True]
+        installed.update(phase="fit", step=4)
+        assert [row.active for row in installed.report().rows] == [False, False]
+        installed.update(phase="fit", step=5)
+        assert [row.active for row in installed.report().rows] == [True, False]
+        installed.update(phase="test")
+        assert [row.active for row in installed.report().rows] == [False, True]
+        installed.set_active("late", True)
+        assert installed.report().rows[0].active
+        with pytest.raises(gp.PolicyError, match="late"):
+            installed.set_active("lat", True)
+
+
+def test_a_policy_that_is_off_leaves_the_gradient_plain(net, batch, parameter_gradients, same):
+    plain = parameter_gradients(net, batch)
+    with gp.install(net, EVERY_KIND) as installed:
+        for name in EVERY_KIND:
+            installed.set_active(name, False)
+        assert same(parameter_gradients(net, batch), plain)
+
+
+def test_gradient_norms_before_and_after():
+    model, x = nn.Identity(), torch.ones(4, requires_grad=True)
+    with gp.install(model, {"half": gp.Scale(0.5, modules=nn.Identity)}) as installed:
+        model(x).sum().backward()
+        assert installed.gradient_norms == {}
+        installed.measure_norms(True)
+        model(x).sum().backward()
+        before, after = installed.gradient_norms["half"]
+        assert (before, after) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.ReLU(inplace=True)])
+def test_gradient_norms_of_a_guided_relu(layer):
+    model, x = nn.Sequential(nn.Identity(), layer), torch.tensor([1.0, -1.0, 2.0], requires_grad=True)
+    with gp.install(model, {"guide": gp.Guided()}) as installed:
+        installed.measure_norms(True)
+        (model(x * 1) * torch.tensor([-3.0, 4.0, 4.0])).sum().backward()
+        before, after = installed.gradient_norms["guide"]
+    torch.testing.assert_close((before**2, after**2), (torch.tensor(41.0), torch.tensor(32.0)))
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ({"a": gp.Guided(), "b": gp.Deconv(modules="first")}, "'a' and 'b'.*'relu'.*'first'"),
+        (
+            {"a": gp.Scale(2.0, modules="first"), "b": gp.Scale(3.0, modules="fir*")},
+            "'a' and 'b'.*input of module",
+        ),
+        ({"a": gp.Stop(modules="first"), "b": gp.Scale(3.0, modules="first")}, "'a' and 'b'.*'a' stops"),
+        (
+            {"a": gp.Scale(2.0, params="head.*"), "b": gp.Scale(3.0, params="*bias")},
+            "'a' and 'b'.*'head.bias'",
+        ),
+        ({"a": gp.Freeze(gp.masks.Fixed(False))}, "MaskedOptimizer"),
+        ({"a": gp.Scale(2.0, modules="fist")}, "'fist' matches nothing; did you mean 'first'"),
+        ({"a": gp.Scale(2.0, params="heed.*")}, "head"),
+        ({"a": gp.UseRule("identity", ops="roud")}, "round"),
+        ({"a": "guided"}, "flow policy"),
+    ],
+)
+def test_what_contradicts_itself_or_matches_nothing_is_refused(net, policies, message):
+    with pytest.raises(gp.PolicyError, match=message):
+        gp.install(net, policies)
+
+
+def test_policies_that_never_hold_at_one_time_do_not_contradict_each_other(net, batch):
+    policies = {
+        "early": gp.Guided(when=gp.When(stop=10)),
+        "late": gp.Deconv(when=gp.When(start=10)),
+        "testing": gp.Guided(when=gp.When(phases="test")),
+    }
+    with gp.install(net, policies) as installed:
+        installed.update(step=10)
+        net(batch).sum().backward()
+        matched = {row.name: row.operations_matched for row in installed.report().rows}
+    assert matched == {"early": 0, "late": 2, "testing": 0}
+
+
+def test_other_entry_points_and_what_lightning_looks_for(batch):
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def training_step(self, batch, batch_idx):
+            return torch.round(self.linear(batch)).sum()
+
+    with gp.install(model := Step(), [gp.StraightThrough()], entry_points={"": ("training_step",)}):
+        assert "forward" not in model.__dict__
+        assert model.training_step.__wrapped__.__code__ is Step.training_step.__code__
+        model.training_step(batch, 0).backward()
+    assert model.linear.weight.grad.any()
+    assert "training_step" not in model.__dict__
+
+
+def test_a_shared_module_and_a_compiled_wrapper_are_wrapped_once(batch):
+    shared = nn.ReLU()
+    model = nn.Sequential(shared, nn.Linear(4, 4), shared)
+    with gp.install(model, {"slow": gp.Scale(0.5, modules="0"), "guide": gp.Guided()}) as installed:
+        model(batch.requires_grad_()).sum().backward()
+        assert [row.operations_matched for row in installed.report().rows] == [2, 2]
+
+
+def test_accumulated_gradients_add_up(net, batch, parameter_gradients):
+    with gp.install(net, [gp.StraightThrough()]):
+        once = parameter_gradients(net, batch)
+        parameter_gradients(net, batch)
+        net(batch).square().sum().backward()
+    torch.testing.assert_close(net.stem.weight.grad, 2 * once["stem.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_nearly_the_same(net, batch, dtype, parameter_gradients):
+    with gp.install(net, EVERY_KIND):
+        exact = parameter_gradients(net, batch)
+        with torch.autocast("cpu", dtype=dtype):
+            rough = parameter_gradients(net, batch)
+    for name, gradient in exact.items():
+        assert rough[name].dtype == torch.float32
+        assert (
+            F.cosine_similarity(gradient.flatten(), rough[name].flatten(), dim=0) > 0.9 or not gradient.any()
+        )
+
+
+def _steps(net, batch, count):
+    for _ in range(count):
+        net.zero_grad(set_to_none=True)
+        net(batch).square().sum().backward()
+
+
+def _grown_bytes(net, batch, steps):
+    _steps(net, batch, 20)
+    tracemalloc.start()
+    _steps(net, batch, 20)
+    start = tracemalloc.get_traced_memory()[0]
+    _steps(net, batch, steps)
+    grown = tracemalloc.get_traced_memory()[0] - start
+    tracemalloc.stop()
+    return grown
+
+
+@pytest.mark.parametrize("steps", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_memory_does_not_grow_over_steps(net, batch, steps):
+    with gp.install(net, EVERY_KIND) as installed:
+        handles = len(net.head.bias._backward_hooks)
+        assert _grown_bytes(net, batch, steps) < 10_000
+        assert len(net.head.bias._backward_hooks) == handles == 1
+        assert len(installed._wraps) < 20
+
+
+def test_installing_and_removing_does_not_leak(net, batch, snapshot):
+    def round_trip():
+        with gp.install(net, EVERY_KIND):
+            net(batch)
+
+    before = snapshot(net)
+    for _ in range(5):
+        round_trip()
+    tracemalloc.start()
+    round_trip()
+    start = tracemalloc.get_traced_memory()[0]
+    for _ in range(20):
+        round_trip()
+    assert tracemalloc.get_traced_memory()[0] - start < 20_000
+    tracemalloc.stop()
+    assert snapshot(net) == before
+
+
+def test_ten_thousand_modules_take_less_than_half_a_second():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Dropout()) for _ in range(2_500)))
+    policies = [gp.Guided(), gp.Scale(0.5, modules="17.*")]
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        installed = gp.install(model, policies)
+        times.append(time.process_time() - start)
+        installed.remove()
+    assert min(times) < 0.5

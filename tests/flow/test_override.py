@@ -1,0 +1,325 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gradpolicy as gp
+
+SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+ROUNDINGS = {
+    "function": torch.round,
+    "method": torch.Tensor.round,
+    "in place": lambda x: (x * 1).round_(),
+    "keywords": lambda x: torch.round(input=x, decimals=0),
+    "special": torch.special.round,
+}
+
+
+def seven_times(grad, inputs, output):
+    return 7.0 * grad
+
+
+def cube(grad, inputs, output):
+    """Differentiable, so that the gradient has a gradient."""
+    return grad * inputs[0] ** 3
+
+
+def test_it_holds_in_the_block_only_and_backward_may_run_after_it():
+    x = torch.randn(5, requires_grad=True)
+    with gp.gradient_override({"round": "identity"}):
+        inside = torch.round(x)
+    outside = torch.round(x)
+    assert torch.equal(torch.autograd.grad(inside.sum(), x)[0], torch.ones(5))
+    assert torch.equal(torch.autograd.grad(outside.sum(), x)[0], torch.zeros(5))
+
+
+def test_it_decorates_a_function(gradient):
+    @gp.gradient_override({"round": seven_times})
+    def rounded(x):
+        return torch.round(x)
+
+    for _ in range(2):
+        found, _ = gradient(rounded, torch.randn(3))
+        assert torch.equal(found, torch.full((3,), 7.0))
+
+
+def test_it_ends_with_an_exception(gradient):
+    with pytest.raises(KeyError), gp.gradient_override({"round": "identity"}):
+        raise KeyError
+    found, _ = gradient(torch.round, torch.randn(3))
+    assert not found.any()
+
+
+def test_the_inner_block_wins_and_what_it_does_not_name_falls_to_the_outer(gradient):
+    def both(x):
+        return torch.round(x) + torch.floor(x)
+
+    x = torch.randn(3)
+    with gp.gradient_override({"round": "identity", "floor": seven_times}):
+        with gp.gradient_override({"round": "stop"}):
+            found, _ = gradient(both, x)
+        assert torch.equal(found, torch.full((3,), 7.0))
+        found, _ = gradient(both, x)
+    assert torch.equal(found, torch.full((3,), 8.0))
+
+
+def test_an_inner_block_is_the_only_one_that_acts_on_its_operation(gradient):
+    with gp.gradient_override({"relu": "guided_relu"}), gp.gradient_override({"relu": seven_times}):
+        found, _ = gradient(F.relu, torch.ones(3), weights=torch.tensor([1.0, -1.0, 2.0]))
+    assert torch.equal(found, torch.tensor([7.0, -7.0, 14.0]))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("identity", lambda x: torch.ones_like(x)),
+        (seven_times, lambda x: torch.full_like(x, 7.0)),
+        (gp.get_rule("scale", factor=3.0), lambda x: torch.full_like(x, 3.0)),
+        (torch.tanh, lambda x: 1 - torch.tanh(x) ** 2),
+        ("softplus", lambda x: torch.sigmoid(x)),
+        (F.gelu, lambda x: torch.func.vmap(torch.func.grad(F.gelu))(x)),
+    ],
+)
+def test_a_value_is_a_rule_or_another_operation_whose_derivative_is_used(value, expected, gradient):
+    x = torch.randn(6)
+    with gp.gradient_override({"sign": value}):
+        found, result = gradient(torch.sign, x)
+    torch.testing.assert_close(found, expected(x))
+    assert torch.equal(result, torch.sign(x))
+
+
+def test_an_operation_with_fewer_inputs_gives_its_derivative_to_the_first(gradient):
+    with gp.gradient_override({"heaviside": torch.sigmoid}):
+        found, _ = gradient(lambda x: torch.heaviside(x, torch.zeros(4)), x := torch.randn(4))
+    torch.testing.assert_close(found, torch.sigmoid(x) * (1 - torch.sigmoid(x)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"round": "identiti"}, "identity"),
+        ({"round": "scale"}, "factor"),
+        ({"round": "identity", torch.round: "stop"}, "twice"),
+        ({3: "identity"}, "operation"),
+        ({"round": 3}, "rule"),
+        ("round", "dict"),
+    ],
+)
+def test_a_wrong_override_is_refused(overrides, message):
+    with pytest.raises(gp.PolicyError, match=message):
+        gp.gradient_override(overrides)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=SHAPES,
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    spelling=st.sampled_from(sorted(ROUNDINGS)),
+    transposed=st.booleans(),
+    rule=st.sampled_from(["identity", "tanh", "clip_value"]),
+)
+def test_shapes_dtypes_and_layouts_change_nothing(shape, dtype, spelling, transposed, rule):
+    x = torch.randn(shape, dtype=torch.float32).to(dtype)
+    x = (x.mT if transposed and x.dim() > 1 else x).detach().requires_grad_()
+    chosen = gp.get_rule(rule, **({"value": 0.5} if rule == "clip_value" else {}))
+    with gp.gradient_override({"round": chosen}):
+        y = ROUNDINGS[spelling](x)
+    y.sum().backward()
+    expected = chosen(torch.ones_like(x), (x.detach(),), torch.round(x.detach()))
+    assert x.grad.dtype == dtype
+    torch.testing.assert_close(x.grad, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(names=st.lists(st.sampled_from(["round", "floor", "relu", None]), min_size=1, max_size=5))
+def test_however_blocks_nest_each_operation_follows_the_innermost_that_names_it(names):
+    expected = {"round": 0.0, "floor": 0.0, "relu": 1.0}
+    x = torch.full((2,), 0.6, requires_grad=True)
+    with torch.enable_grad():
+        entered = []
+        for depth, name in enumerate(names, start=1):
+            overrides = {name: gp.get_rule("scale", factor=10.0 * depth)} if name else {}
+            entered.append(gp.gradient_override(overrides).__enter__())
+            expected |= {name: 10.0 * depth} if name else {}
+        results = {"round": torch.round(x), "floor": x.floor(), "relu": F.relu(x)}
+        for block in reversed(entered):
+            block.__exit__(None, None, None)
+    for name, result in results.items():
+        assert torch.equal(torch.autograd.grad(result.sum(), x)[0], torch.full((2,), expected[name]))
+
+
+def test_a_call_in_place_whose_result_is_dropped_changes_the_tensor_and_its_gradient(gradient):
+    def dropped(x):
+        work = 2 * x
+        F.relu(work, inplace=True)
+        return work
+
+    x = torch.tensor([-1.0, 1.0, 2.0])
+    with gp.gradient_override({"relu": seven_times}):
+        found, value = gradient(dropped, x)
+    assert torch.equal(value, torch.tensor([0.0, 2.0, 4.0]))
+    assert torch.equal(found, torch.full((3,), 14.0))
+
+
+@pytest.mark.parametrize("rule", ["guided_relu", "deconv_relu"])
+def test_a_call_in_place_on_a_view_changes_its_base(rule, gradient):
+    def on_a_view(x):
+        work = x * 1
+        work[1:].relu_()
+        return work
+
+    x, weights = torch.tensor([-1.0, 1.0, 2.0, -3.0]), torch.tensor([-1.0, -1.0, 2.0, 3.0])
+    with gp.gradient_override({"relu": rule}):
+        found, value = gradient(on_a_view, x, weights)
+    assert torch.equal(value, torch.tensor([-1.0, 1.0, 2.0, 0.0]))
+    last = 3.0 if rule == "deconv_relu" else 0.0
+    assert torch.equal(found, torch.tensor([-1.0, 0.0, 2.0, last]))
+
+
+def test_floor_division_has_no_gradient_in_torch_and_gets_one(gradient):
+    with pytest.raises(RuntimeError):
+        gradient(lambda x: x // 2, torch.randn(3))
+    with gp.gradient_override({"floor_divide": "identity"}):
+        found, _ = gradient(lambda x: x // 2, torch.randn(3))
+    assert torch.equal(found, torch.ones(3))
+
+
+def test_a_gradient_for_a_broadcast_input_is_summed_to_its_shape():
+    x, y = torch.randn(3, 1, requires_grad=True), torch.randn(3, 4)
+    with gp.gradient_override({"floor_divide": lambda grad, inputs, output: (grad, None)}):
+        torch.floor_divide(x, y).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 1), 4.0))
+
+
+def test_a_comparison_gets_a_gradient_and_the_dtype_that_can_have_one(gradient):
+    x = torch.randn(5)
+    with gp.gradient_override({"gt": "identity"}):
+        found, value = gradient(lambda x: x > 0, x)
+        assert (x > 0).dtype == torch.bool, "without a gradient to want it stays as it is"
+    assert value.dtype == x.dtype
+    assert torch.equal(found, torch.ones(5))
+
+
+def test_max_pooling_with_indices_keeps_its_indices_whole(gradient):
+    x = torch.randn(1, 1, 4, 4)
+
+    def pooled(x):
+        values, indices = F.max_pool2d(x, 2, return_indices=True)
+        assert indices.dtype == torch.int64
+        return values
+
+    with gp.gradient_override({"max_pool": lambda grad, inputs, output: torch.ones_like(inputs[0])}):
+        found, value = gradient(pooled, x)
+    assert torch.equal(value, F.max_pool2d(x, 2))
+    assert torch.equal(found, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("rule", ["guided_relu", cube])
+def test_double_backward(rule):
+    x = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    with gp.gradient_override({"relu": rule}):
+        y = (F.relu(x) ** 2).sum()
+        # Inside the block too: what a rule computes with is no operation of the block's.
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    if rule == "guided_relu":
+        expected = (2 * x, torch.full_like(x, 2.0))
+    else:
+        # The gradient is 2 relu(x) · x³; the derivative of relu(x) in it is again the rule's.
+        expected = (2 * x * x**3, 2 * x**3 * x**3 + 2 * x * 3 * x**2)
+    torch.testing.assert_close((first, second), expected)
+
+
+def test_the_rule_of_an_overridden_operation_may_use_operations_that_are_overridden_too(gradient):
+    def uses_tanh(grad, inputs, output):
+        return grad * (1 - torch.tanh(inputs[0]) ** 2)
+
+    x = torch.randn(4)
+    with gp.gradient_override({"round": uses_tanh, "tanh": "stop"}):
+        found, _ = gradient(torch.round, x)
+    torch.testing.assert_close(found, 1 - torch.tanh(x) ** 2)
+
+
+def test_func_grad_and_vmap_give_the_same_as_autograd(gradient):
+    x = torch.randn(6, 3)
+    weights = torch.randn(3)
+
+    def loss(row):
+        return (weights * (F.relu(row) + torch.round(row) + torch.sign(row))).sum()
+
+    with gp.gradient_override({"relu": "guided_relu", "round": seven_times, "sign": torch.tanh}):
+        expected, _ = gradient(lambda x: F.relu(x) + torch.round(x) + torch.sign(x), x, weights.expand(6, 3))
+        torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), expected)
+        torch.testing.assert_close(torch.func.grad(lambda x: torch.func.vmap(loss)(x).sum())(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_gradients_come_in_the_inputs_dtypes(dtype):
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    seen = []
+
+    def note(grad, inputs, output):
+        seen.append((grad.dtype, inputs[0].dtype))
+        return grad
+
+    with gp.gradient_override({"linear": lambda g, i, o: (g @ i[1].to(g.dtype), None, None), "round": note}):
+        inputs = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=dtype):
+            y = torch.round(layer(inputs))
+        y.float().sum().backward()
+    assert seen == [(dtype, dtype)]
+    assert inputs.grad.dtype == torch.float32
+    torch.testing.assert_close(inputs.grad, layer.weight.detach().sum(0).expand(3, 4), rtol=0.05, atol=0.05)
+
+
+def test_nothing_is_kept_for_a_rule_that_reads_nothing():
+    kept = []
+    x = torch.randn(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with gp.gradient_override({"round": seven_times, "floor": "identity", "ceil": "stop"}):
+            (torch.round(x) + torch.floor(x) + torch.ceil(x)).sum().backward()
+        assert not kept
+        with gp.gradient_override({"round": "tanh"}):
+            torch.round(x)
+    assert len(kept) == 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda g, i, o: (g, g), r"returned 2 gradients \(\(3,\), \(3,\)\) for 1 inputs"),
+        (lambda g, i, o: g[:2], r"shape \(2,\) for an input of shape \(3,\)"),
+        (lambda g, i, o: 1.0, "returned float"),
+        (lambda g, i, o: g.long(), "int64"),
+        (lambda g, i, o: g * 1j, "complex"),
+    ],
+)
+def test_a_rule_that_returns_the_wrong_thing_gets_an_error_with_its_name_and_shapes(returned, message):
+    wrong = gp.Rule("my_rule", returned)
+    with gp.gradient_override({"round": wrong}):
+        y = torch.round(torch.randn(3, requires_grad=True))
+    with pytest.raises(gp.PolicyError, match=f"rule 'my_rule' at operation 'round'.*{message}"):
+        y.sum().backward()
+
+
+def test_one_gradient_for_two_inputs_that_want_one_is_an_error():
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with gp.gradient_override({"mul": seven_times}):
+        product = x * y
+    with pytest.raises(gp.PolicyError, match=r"one gradient .* for 2 inputs"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize(("call", "rule"), [("lstm", "tanh"), ("attention", "softmax")])
+def test_a_call_that_cannot_be_seen_into_gives_a_warning(call, rule):
+    run = {
+        "lstm": lambda: nn.LSTM(3, 3)(torch.randn(2, 1, 3)),
+        "attention": lambda: nn.MultiheadAttention(4, 1)(*[torch.randn(2, 1, 4, requires_grad=True)] * 3),
+    }[call]
+    with (
+        gp.gradient_override({rule: "identity"}),
+        pytest.warns(UserWarning, match=f"cannot see into .*{rule}"),
+    ):
+        run()

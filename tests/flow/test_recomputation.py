@@ -1,0 +1,114 @@
+"""Activation checkpointing: right, or refused; never silently plain."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gradpolicy as gp
+
+POLICIES = [gp.StraightThrough("tanh"), gp.Guided(), gp.Scale(3.0, modules="block.inner")]
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.activation = nn.ReLU()
+
+    def forward(self, x):
+        return self.activation(torch.round(2 * self.linear(x)))
+
+
+class Block(nn.Module):
+    """Runs its inner module, or raw operations, under a checkpoint of a kind."""
+
+    def __init__(self, reentrant, raw):
+        super().__init__()
+        self.reentrant, self.raw = reentrant, raw
+        self.inner = Inner()
+
+    def forward(self, x):
+        run = (lambda x: torch.round(2 * self.inner.linear(x)).relu()) if self.raw else self.inner
+        return run(x) if self.reentrant is None else checkpoint(run, x, use_reentrant=self.reentrant)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant=None, raw=False):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.block = Block(reentrant, raw)
+
+    def forward(self, x):
+        return self.block(self.stem(x))
+
+
+def of_kind(reentrant, raw=False):
+    torch.manual_seed(0)
+    return Checkpointed(reentrant, raw)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reaches", [0, 1])
+def test_checkpointed_modules_get_the_same_gradient(reentrant, reaches, batch, parameter_gradients, same):
+    policies = [gp.StraightThrough("tanh"), gp.Guided(), gp.Scale(3.0, modules="block.inner")][: 3 - reaches]
+    with gp.install(of_kind(None), policies) as installed:
+        expected = parameter_gradients(installed.model, batch)
+    with gp.install(of_kind(reentrant), policies) as installed:
+        found = parameter_gradients(installed.model, batch)
+    assert found["stem.weight"].any()
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("policy", [gp.StraightThrough("tanh"), gp.Guided()])
+def test_reentrant_checkpoints_of_raw_operations_are_refused(policy, batch):
+    with (
+        gp.install(of_kind(True, raw=True), [policy]) as installed,
+        pytest.raises(gp.PolicyError, match="checkpointed function"),
+    ):
+        installed.model(batch)
+
+
+def test_other_checkpoints_of_raw_operations_are_refused_where_they_would_keep_other_tensors(batch):
+    with (
+        gp.install(of_kind(False, raw=True), [gp.StraightThrough("tanh")]) as installed,
+        pytest.raises(gp.PolicyError, match="checkpointed function"),
+    ):
+        installed.model(batch)
+
+
+def test_other_checkpoints_of_raw_operations_are_right_for_a_filter(batch, parameter_gradients, same):
+    policies = [gp.Guided(), gp.StraightThrough(ops="ceil")]
+    with gp.install(of_kind(None, raw=True), policies) as installed:
+        expected = parameter_gradients(installed.model, batch)
+    with gp.install(of_kind(False, raw=True), policies) as installed:
+        assert same(parameter_gradients(installed.model, batch), expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_block_round_the_whole_model_is_refused(reentrant, batch):
+    with gp.gradient_override({"round": "tanh"}), pytest.raises(gp.PolicyError, match="entered outside"):
+        of_kind(reentrant)(batch)
+
+
+def test_a_block_within_the_checkpointed_function_is_right(batch, gradient):
+    def function(x):
+        with gp.gradient_override({"round": "identity"}):
+            return torch.round(x)
+
+    found, _ = gradient(lambda x: checkpoint(function, x * 1, use_reentrant=True), batch)
+    assert torch.equal(found, torch.ones_like(batch))
+
+
+def test_without_a_graph_nothing_is_refused(batch):
+    model = of_kind(True, raw=True)
+    with torch.no_grad(), gp.install(model, [gp.Guided()]), gp.gradient_override({"round": "tanh"}):
+        with pytest.warns(UserWarning, match="requires_grad"):
+            assert not model(batch).requires_grad
+
+
+def test_removing_policies_before_a_reentrant_backward_is_refused(batch):
+    with gp.install(of_kind(True), [gp.Guided()]) as installed:
+        result = installed.model(batch)
+    with pytest.raises(gp.PolicyError, match="removed between forward and backward"):
+        result.sum().backward()
