@@ -170,6 +170,17 @@ class Cohorts:
         self.births = [self.clock - age for age in slots.active]
         self.paused = list(slots.frozen)
 
+    def thaw_code(self) -> int | None:
+        """The byte code for entries that thaw with empty moments; None where bytes are used up.
+
+        For codes of active entries alone, frozen ones being empty.
+        """
+        if self.codes.dtype is not torch.int8 or (self.clock not in self.births and len(self.births) > 127):
+            return None
+        if self.clock not in self.births:
+            self.births.append(self.clock)
+        return self.births.index(self.clock) - 128
+
     def _possible_pairs(self, mask: Tensor) -> list[Pair]:
         """Every pair that could occur, judged without looking at the entries."""
         flags = [bool(mask)] if mask.numel() == 1 else [False, True]

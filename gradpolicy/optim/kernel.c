@@ -2,7 +2,9 @@
  * Frozen entries are written back with the bits that were read, or not at all. */
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -10,7 +12,7 @@
 
 #define GRAIN 32768 /* entries a thread takes at once; the same as in packed.py */
 #define TILE 256
-#define MOST_THREADS 64
+#define PARTS_PER_THREAD 4 /* fewer are not worth a thread */
 
 typedef struct {
     void *parameter;
@@ -49,26 +51,29 @@ static inline int any_active(const int8_t *sign, int64_t n)
     return all < 0;
 }
 
-static inline uint64_t word_at(const uint8_t *bits, int64_t base, int64_t size)
+/* Eight bytes, the missing ones 0. */
+static inline uint64_t eight_at(const uint8_t *bytes, int64_t left)
 {
-    uint64_t word = 0;
-    const int64_t left = (size - base + 7) / 8;
-    memcpy(&word, bits + base / 8, left < 8 ? left : 8);
-    return word;
+    uint64_t eight = 0;
+    if (left >= 8) memcpy(&eight, bytes, 8); /* of a fixed size this is one load */
+    else memcpy(&eight, bytes, left);
+    return eight;
 }
 
-/* Corrections of byte codes, up to 32 slots with permutes of registers; 0 where the processor has none. `sizes` and
- * `inverses` have room for TILE. The table is of pairs and has at least 32, see native.py. */
+static inline uint64_t word_at(const uint8_t *bits, int64_t base, int64_t size)
+{
+    return eight_at(bits + base / 8, (size - base + 7) / 8);
+}
+
+/* Corrections of byte codes, up to 16 slots with permutes of registers; 0 where the processor has none. `sizes` and
+ * `inverses` have room for TILE. The table is of pairs and has at least 16, see native.py. */
 #ifdef __AVX2__
 static inline __m256 permuted(const __m256 *eighths, int count, __m256i slots)
 {
     const __m256 by_bit3 = _mm256_castsi256_ps(_mm256_slli_epi32(slots, 28));
     __m256 low = _mm256_permutevar8x32_ps(eighths[0], slots);
-    if (count > 1) low = _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(eighths[1], slots), by_bit3);
-    if (count <= 2) return low;
-    const __m256 high = _mm256_blendv_ps(_mm256_permutevar8x32_ps(eighths[2], slots),
-                                         _mm256_permutevar8x32_ps(eighths[3], slots), by_bit3);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(slots, 27)));
+    if (count == 1) return low;
+    return _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(eighths[1], slots), by_bit3);
 }
 
 /* Two pairs side by side. */
@@ -93,16 +98,16 @@ static void load_pairs(const float *table, const uint8_t *codes, float *sizes, f
 static int vector_look_up(const job *j, int64_t at, int64_t n, float *sizes, float *inverses)
 {
     const float *table = (const float *)j->corrections;
-    const int count = j->slots <= 8 ? 1 : j->slots <= 16 ? 2 : 4;
-    __m256 size_parts[4], inverse_parts[4];
-    float both[2][32];
+    const int count = j->slots <= 8 ? 1 : 2;
+    __m256 size_parts[2], inverse_parts[2];
+    float both[2][16];
     uint8_t last[8] = {0};
-    for (int64_t i = 0; j->slots > 32 && i < n; i += 8) {
+    for (int64_t i = 0; j->slots > 16 && i < n; i += 8) {
         const uint8_t *codes = (const uint8_t *)j->codes + at + i;
         if (n - i < 8) codes = (const uint8_t *)memcpy(last, codes, n - i);
         load_pairs(table, codes, sizes + i, inverses + i);
     }
-    if (j->slots > 32) return 1;
+    if (j->slots > 16) return 1;
     for (int i = 0; i < 8 * count; i++) both[0][i] = table[2 * i], both[1][i] = table[2 * i + 1];
     for (int i = 0; i < count; i++) {
         size_parts[i] = _mm256_loadu_ps(both[0] + 8 * i);
@@ -165,31 +170,52 @@ static inline uint16_t to_bfloat(float value) /* to nearest, ties to even */
 #define NAME(x) x##_bfloat
 #include "kernel_adam.c"
 
-/* --- threads: each takes the next part until none is left */
+/* --- threads: each takes the next part until none is left. The caller waits for parts, not for threads: one that
+ * the system starts late finds nothing to do, and the last to leave frees what they share. */
 
 typedef void (*part_function)(const void *context, int64_t part);
-typedef struct { part_function run; const void *context; int64_t parts, next; } crew;
+typedef struct { part_function run; const void *context; int64_t parts, next, done, members; } crew;
 
-static void *work(void *argument)
+static void leave(crew *c)
 {
-    crew *c = (crew *)argument;
+    if (__atomic_sub_fetch(&c->members, 1, __ATOMIC_ACQ_REL) == 0) free(c);
+}
+
+static void take_parts(crew *c)
+{
     for (;;) {
-        const int64_t part = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
-        if (part >= c->parts) return NULL;
+        const int64_t part = __atomic_fetch_add(&c->next, 1, __ATOMIC_ACQ_REL);
+        if (part >= c->parts) return;
         c->run(c->context, part);
+        __atomic_fetch_add(&c->done, 1, __ATOMIC_RELEASE);
     }
+}
+
+static void *help(void *argument)
+{
+    take_parts((crew *)argument);
+    leave((crew *)argument);
+    return NULL;
 }
 
 static void in_parallel(part_function run, const void *context, int64_t parts, int threads)
 {
-    crew c = {run, context, parts, 0};
-    pthread_t helpers[MOST_THREADS];
-    int started = 0;
-    if (threads > MOST_THREADS) threads = MOST_THREADS;
-    if (threads > parts) threads = (int)parts;
-    while (started < threads - 1 && pthread_create(&helpers[started], NULL, work, &c) == 0) started++;
-    work(&c);
-    for (int i = 0; i < started; i++) pthread_join(helpers[i], NULL);
+    const int64_t wanted = parts / PARTS_PER_THREAD < threads ? parts / PARTS_PER_THREAD : threads;
+    crew *c = wanted > 1 ? (crew *)malloc(sizeof(crew)) : NULL;
+    if (!c) {
+        for (int64_t part = 0; part < parts; part++) run(context, part);
+        return;
+    }
+    *c = (crew){run, context, parts, 0, 0, 1};
+    for (int64_t i = 1; i < wanted; i++) {
+        pthread_t helper;
+        __atomic_add_fetch(&c->members, 1, __ATOMIC_ACQ_REL);
+        if (pthread_create(&helper, NULL, help, c) == 0) pthread_detach(helper);
+        else leave(c);
+    }
+    take_parts(c);
+    while (__atomic_load_n(&c->done, __ATOMIC_ACQUIRE) < parts) sched_yield();
+    leave(c);
 }
 
 typedef struct { const job *jobs; int64_t count; const int64_t *first_parts; } schedule;
@@ -275,11 +301,7 @@ static void count_part(const void *context, int64_t part)
     const counting *c = (const counting *)context;
     const int64_t start = part * GRAIN, stop = start + GRAIN < c->size ? start + GRAIN : c->size;
     int64_t count = 0;
-    for (int64_t base = start; base < stop; base += 8) {
-        uint64_t eight = 0;
-        memcpy(&eight, c->flags + base, stop - base < 8 ? stop - base : 8);
-        count += __builtin_popcountll(eight);
-    }
+    for (int64_t base = start; base < stop; base += 8) count += __builtin_popcountll(eight_at(c->flags + base, stop - base));
     __atomic_fetch_add(c->count, count, __ATOMIC_RELAXED);
 }
 
@@ -324,8 +346,8 @@ static void bits_part(const void *context, int64_t part)
     const int64_t start = part * GRAIN, stop = start + GRAIN < b->size ? start + GRAIN : b->size;
     int64_t count = 0;
     for (int64_t base = start; base < stop; base += 8) {
-        uint64_t eight = 0; /* the product gathers the lowest bit of each byte */
-        memcpy(&eight, b->flags + base, stop - base < 8 ? stop - base : 8);
+        /* The product gathers the lowest bit of each byte. */
+        const uint64_t eight = eight_at(b->flags + base, stop - base);
         const uint8_t byte = (uint8_t)(((eight >> b->shift & 0x0101010101010101ull) * 0x0102040810204080ull) >> 56);
         b->bits[base / 8] = byte;
         count += __builtin_popcount(byte);

@@ -182,9 +182,9 @@ def _table(
 ) -> tuple[int, Any]:
     """How many slots the kernel looks up (1: none), and their corrections as pairs."""
     pairs = [part for size, root in zip(step_sizes, roots, strict=True) for part in (size, 1 / root)]
-    # Slots of frozen codes are looked up too, and thrown away; registers are loaded 32 slots at once.
+    # Slots of frozen codes are looked up too, and thrown away; registers are loaded 8 slots at once.
     slots = 1 if len(step_sizes) == 1 else max(len(step_sizes), slots)
-    pairs += [0.0] * (2 * max(slots, 32) - len(pairs))
+    pairs += [0.0] * (2 * max(slots, 16) - len(pairs))
     number = ctypes.c_double if double else ctypes.c_float
     return slots, (number * len(pairs))(*pairs)
 

@@ -55,6 +55,7 @@ class Tracked:
         self.active_entries = self.layout.size
         self.keeper: Keeper | None = None
         self.empty_part: Tensor | None = None
+        self.restored_as: str | None = None
         self.views: dict[str, tuple[Tensor, Tensor]] = {}
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.updates = _steps(inner.state.get(parameter, {}))
@@ -81,12 +82,25 @@ class Tracked:
             self.empty_part = local_mask(mask, self.parameter)
             return
         flags, block = self._take_flags(mask)
+        as_saved, self.restored_as = self.restored_as, None
+        if as_saved == self.frozen_state and self._is_in_force(flags, block):
+            return
         old = self.held
         self.views.clear()
+        if self._repack(flags, block):
+            return
         self._unpack_codes()
         self.cohorts.change(flags, block, self.forgets, moves.recode)
         self._move_state(old)
         self._ready_keeper()
+
+    def _is_in_force(self, flags: Tensor, block: int) -> bool:
+        """Whether these flags change nothing: then ages keep the very form in which they were saved."""
+        active, own = self.active_flags()
+        if block < own:
+            return False
+        wanted = flags.expand_as(active) if flags.numel() == 1 else flags.repeat_interleave(block // own)
+        return torch.equal(active, wanted)
 
     def _take_flags(self, mask: Tensor) -> tuple[Tensor, int]:
         """One flag a block, a single one where all agree."""
@@ -197,6 +211,24 @@ class Tracked:
             if key != "step":
                 self.state[key] = old.move(value, held) if old else held.pack(self.layout.flat(value))
 
+    def _repack(self, flags: Tensor, block: int) -> bool:
+        """From held entries to other held entries directly; False where that is not the case."""
+        old = self.held
+        entries = old is not None and old.block == block == 1 and self.cohorts.paused in ([], [0])
+        if old is None or not entries or self.kind is not PARTIAL or self.frozen_state != "drop":
+            return False
+        code = self.cohorts.thaw_code()
+        if code is None:
+            return False
+        self.held = held = Held(flags, block)
+        codes = old.move(self.cohorts.codes, held)
+        self.cohorts.codes = codes.masked_fill_(codes == 0, code)
+        self.cohorts.paused = [0]
+        for key, value in self.state.items():
+            if key != "step":
+                self.state[key] = old.move(value, held)
+        return True
+
     def _move_state(self, old: Held | None) -> None:
         """Bring the optimizer's state in line with new flags."""
         packs = self.kind is PARTIAL and self.exact and self.frozen_state == "drop"
@@ -294,6 +326,7 @@ class Tracked:
         elif self.kind is FROZEN and self.frozen_state == "drop":
             self._empty_whole()
         self._ready_keeper()
+        self.restored_as = self.frozen_state
 
     def restore_parts(self, mask: Tensor, ages: Tensor, shape: tuple[int, ...] | None, updates: int) -> None:
         """Take flags and ages of each entry, of which this process keeps its part.
@@ -317,7 +350,7 @@ class Tracked:
             codes = torch.where(flags.view(-1, block)[:, 0], numbers + lowest, numbers)
             self.cohorts = Cohorts.restored(codes, block, slots)
             self.set_mask(self._cut(mask, shape))
-        self.mask_shape = shape
+        self.mask_shape, self.restored_as = shape, self.frozen_state
 
     def _coarsest(self, *vectors: Tensor) -> int:
         """The largest block of entries within which every vector has one value."""

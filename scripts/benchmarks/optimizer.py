@@ -1,0 +1,164 @@
+"""What masked updates cost in time and memory, against torch's fused AdamW taken in turn with them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_optimizer
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure import paired_ratio
+from gradpolicy import MaskedOptimizer
+
+Row = dict[str, Any]
+ROWS, COLUMNS = 4096, 5120  # 21 M parameters, as one weight
+ADAM_BYTES = 8
+"""Adam's two moments, a float32 entry."""
+
+
+def weight() -> nn.Parameter:
+    """A large weight with a gradient."""
+    made = nn.Parameter(torch.randn(ROWS, COLUMNS))
+    made.grad = torch.randn_like(made)
+    return made
+
+
+def fused() -> Callable[[], object]:
+    """A step of torch's fused AdamW, with its state made."""
+    optimizer = torch.optim.AdamW([weight()], fused=True)
+    optimizer.step()
+    return optimizer.step
+
+
+def masked(shape: tuple[int, int], density: float, changes: int = 1, **options: str) -> MaskedOptimizer:
+    """A wrapped AdamW whose mask has changed some times, a step after each."""
+    parameter = weight()
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], fused=True), **options)
+    optimizer.step()
+    for _ in range(changes):
+        optimizer.set_mask(parameter, torch.rand(shape) < density)
+        optimizer.step()
+    return optimizer
+
+
+def masked_step() -> list[Row]:
+    """Entry masks: any density, after few and many changes of the mask."""
+    baseline, entries = fused(), (ROWS, COLUMNS)
+    rows = []
+    for density in (0.01, 0.1, 0.5, 0.9):
+        step = masked(entries, density, bias_correction="tensor").step
+        rows.append(paired_ratio(f"tensor correction, {density:.0%} active", step, baseline, target=1.15))
+    for state in ("keep", "zero"):
+        for changes in (4, 24, 60):
+            step = masked(entries, 0.5, changes, frozen_state=state).step
+            name = f"entry correction, {state}, 50% active, {changes} changes"
+            rows.append(paired_ratio(name, step, baseline, target=1.35))
+    step = masked(entries, 0.1, 4, frozen_state="drop").step
+    return [*rows, paired_ratio("entry correction, drop, 10% active, 4 changes", step, baseline, target=1.35)]
+
+
+def masked_rows() -> list[Row]:
+    """Row and tensor masks cost what is active."""
+    baseline = fused()
+    rows = []
+    for density in (0.01, 0.1, 0.5):
+        for state in ("keep", "drop"):
+            step = masked((ROWS, 1), density, 2, frozen_state=state).step
+            rows.append(
+                paired_ratio(f"{density:.0%} of rows, {state}", step, baseline, target=density + 0.05)
+            )
+    frozen = masked((1, 1), 0.0).step
+    return [*rows, paired_ratio("wholly frozen", frozen, baseline, target=0.05)]
+
+
+def drop_memory() -> list[Row]:
+    """Bytes held for the optimizer's state at 10 % active, against Adam's."""
+    rows: list[Row] = []
+    for name, shape, target in (("entries", (ROWS, COLUMNS), 0.16), ("rows", (ROWS, 1), 0.11)):
+        held = masked(shape, 0.1, 4, frozen_state="drop").state_bytes()
+        ratio = held / (ADAM_BYTES * ROWS * COLUMNS)
+        rows.append({"what": f"drop, 10% of {name}", "ratio": ratio, "target": target, "unit": "bytes"})
+    tensors = [nn.Parameter(torch.ones(1000)) for _ in range(10)]
+    optimizer = MaskedOptimizer(torch.optim.AdamW(tensors), frozen_state="drop")
+    for index, tensor in enumerate(tensors):
+        optimizer.set_mask(tensor, torch.tensor(index == 0))
+        tensor.grad = torch.ones_like(tensor)
+    optimizer.step()
+    ratio = optimizer.state_bytes() / (ADAM_BYTES * 10_000)
+    return [
+        *rows,
+        {"what": "drop, 1 tensor of 10", "ratio": ratio, "target": 0.11, "unit": "bytes"},
+    ]
+
+
+def mask_change() -> list[Row]:
+    """Setting new masks on all entries, against one fused step."""
+    baseline, rows = fused(), []
+    for state in ("keep", "zero", "drop"):
+        optimizer = masked((ROWS, COLUMNS), 0.1, 4, frozen_state=state)
+        parameter = optimizer.param_groups[0]["params"][0]
+        masks = [torch.rand(ROWS, COLUMNS) < 0.1 for _ in range(2)]
+
+        def change(
+            masks: list[Tensor] = masks, optimizer: MaskedOptimizer = optimizer, own: Tensor = parameter
+        ) -> None:
+            masks.reverse()
+            optimizer.set_masks({own: masks[0]})
+
+        rows.append(paired_ratio(f"new entry masks, {state}, 10% active", change, baseline, target=1.0))
+    return rows
+
+
+def by_hand() -> Callable[[], None]:
+    """What people write: clone, mask the gradient, step, put back, mask the moments."""
+    parameter, active = weight(), torch.rand(ROWS, COLUMNS) < 0.1
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.step()
+
+    @torch.no_grad()
+    def step() -> None:
+        assert parameter.grad is not None
+        before = parameter.clone()
+        parameter.grad.mul_(active)
+        optimizer.step()
+        parameter.copy_(torch.where(active, parameter, before))
+        for key in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[parameter][key].mul_(active)
+
+    return step
+
+
+def sparse_adam() -> Callable[[], object]:
+    """SparseAdam with a tenth of the rows in the gradient: rows that a batch names, no decay."""
+    parameter = nn.Parameter(torch.randn(ROWS, COLUMNS))
+    chosen = torch.randperm(ROWS)[: ROWS // 10].sort().values
+    values = torch.randn(len(chosen), COLUMNS)
+    parameter.grad = torch.sparse_coo_tensor(chosen.unsqueeze(0), values, parameter.shape).coalesce()
+    optimizer = torch.optim.SparseAdam([parameter])
+    optimizer.step()
+    return optimizer.step
+
+
+def optimizers() -> list[Row]:
+    """This package beside what else there is, with a tenth active."""
+    baseline, entries = fused(), (ROWS, COLUMNS)
+    plain, spam = torch.optim.AdamW([weight()]), pytorch_optimizer.SPAM([weight()])
+    steps: dict[str, Callable[[], object]] = {
+        "MaskedOptimizer, 10% of entries, keep": masked(entries, 0.1, 4).step,
+        "MaskedOptimizer, 10% of entries, drop": masked(entries, 0.1, 4, frozen_state="drop").step,
+        "MaskedOptimizer, 10% of rows": masked((ROWS, 1), 0.1).step,
+        "the hand-written way": by_hand(),
+        "plain AdamW (foreach off, not fused)": plain.step,
+        "SPAM of pytorch_optimizer": spam.step,
+        "torch.optim.SparseAdam, 10% of rows": sparse_adam(),
+    }
+    return [paired_ratio(name, step, baseline) for name, step in steps.items()]
+
+
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
+    "masked_step": masked_step,
+    "masked_rows": masked_rows,
+    "drop_memory": drop_memory,
+    "mask_change": mask_change,
+    "optimizers": optimizers,
+}
