@@ -31,8 +31,8 @@ def train(images: Tensor, labels: Tensor) -> tuple[QuantizedConvNet, Tensor, Ten
             freezer.begin_step(step)
             chosen = torch.randint(0, len(images), (64,))
             prediction = model(images[chosen])
-            loss = sum(torch.nn.functional.cross_entropy(logits, labels[chosen]) for logits in prediction)
-            loss.backward()
+            losses = [torch.nn.functional.cross_entropy(logits, labels[chosen]) for logits in prediction]
+            torch.stack(losses).sum().backward()
             freezer.observe()
             values.append(weight.detach().flatten().clone())
             masks.append(optimizer.get_mask(weight).expand(weight.shape).flatten().clone())
