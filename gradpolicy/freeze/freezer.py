@@ -102,8 +102,9 @@ class _Bound:
         if not self.holds:
             return set(self.parameters) if held else set()
         period = self.source.period(step, epoch)
-        due = period != self.period or (self.source.unit == "step" and self.source.due(step, epoch))
-        if held and not due:
+        # Within an epoch that is due, a source is asked once.
+        due = self.source.unit == "step" and self.source.due(step, epoch)
+        if held and period == self.period and not due and not self.source.overdue(step, epoch):
             return set()
         self.period, before = period, self.masks
         self.masks = self._checked(self.source.masks(step, epoch))

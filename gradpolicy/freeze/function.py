@@ -28,6 +28,7 @@ SourceLike = (
 _METHODS = (
     "setup",
     "due",
+    "overdue",
     "observe",
     "wants_gradients",
     "gradient_names",

@@ -136,7 +136,7 @@ class PruneAndGrow(GradientSource):
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """The topology; a new one where it is due and the gradients are there."""
         period = self.period(step, epoch)
-        if self.decided < period and self.window_full():
+        if self.overdue(step, epoch):
             self._exchange(period)
             self.decided = period
             self.gathered.clear()

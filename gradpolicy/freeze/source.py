@@ -102,6 +102,10 @@ class MaskSource:
         passed = count - self.start
         return passed == 0 if self.every is None else passed % self.every == 0
 
+    def overdue(self, step: int, epoch: int) -> bool:
+        """Whether a change that the timetable allowed earlier had to wait, and can be made now."""
+        return False
+
     def count(self, step: int, epoch: int) -> int:
         """The count that the timetable goes by: of steps or of epochs."""
         return step if self.unit == "step" else epoch

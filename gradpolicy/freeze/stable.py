@@ -56,7 +56,7 @@ class Stable(GradientSource):
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """False for the layers that have settled."""
         period = self.period(step, epoch)
-        if self.decided < period and (period <= 0 or self.window_full()):
+        if self.decided < period and (period <= 0 or self.overdue(step, epoch)):
             if period > 0:
                 self._compare()
             self.decided = period

@@ -119,7 +119,7 @@ class TopK(GradientSource):
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """The last choice; a new one where it is due and the scores are there."""
         period = self.period(step, epoch)
-        if self.decided < period and self.window_full():
+        if self.overdue(step, epoch):
             self._to_rewind = self.rewind and self.decided < 0
             self.decided = period
             self._masks = self._choose(density_at(self.density, self.changed_at(period)))

@@ -95,15 +95,19 @@ class GradientSource(MaskSource):
 
     def due(self, step: int, epoch: int) -> bool:
         """By the timetable; and when a decision that had to wait can be made."""
-        late = self.decided < self.period(step, epoch) and self.window_full()
-        return super().due(step, epoch) or late
+        return super().due(step, epoch) or self.overdue(step, epoch)
 
-    def window_full(self) -> bool:
-        """Whether enough gradients have been seen for a decision."""
+    def overdue(self, step: int, epoch: int) -> bool:
+        """Whether a decision is still to be made, and the gradients for it are there."""
+        return self.decided < self.period(step, epoch) and self.window_full(self.count(step, epoch))
+
+    def window_full(self, count: int) -> bool:
+        """Whether enough gradients have been seen for a decision at this count."""
         if not self.needs_gradients:
             return True
-        least = self.window if self.window is not None and self.unit == "step" else 1
-        return self.gathered.steps >= least
+        if self.unit == "epoch":
+            return self.gathered.steps > 0 and count >= max(self.start, self.window or 0)
+        return self.gathered.steps >= (self.window or 1)
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
         """Adds the gradients of an effective step, unless one of them is not finite."""

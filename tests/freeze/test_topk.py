@@ -139,6 +139,24 @@ def test_the_choice_is_made_anew_by_the_timetable_from_the_last_window(prepared,
     assert wanted == [0, 1, 3, 4, 8, 9, 13]
 
 
+@pytest.mark.parametrize(("timetable", "expected"), [({}, [6]), ({"every": 2}, [6, 12]), ({"start": 1}, [6])])
+def test_a_window_of_epochs_ends_with_an_epoch(stack, tokens, timetable: dict, expected: list[int]) -> None:
+    """Two epochs of three steps each are gathered before the first choice."""
+    source = gp.masks.TopK(0.25, unit="epoch", window=2, **timetable)
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
+    freezer = gp.Freezer(stack, optimizer, {"top": gp.Freeze(source)})
+    changes, last = [], True
+    for step in range(15):
+        freezer.begin_step(step, epoch=step // 3)
+        changes += [] if freezer.mask_of("head.weight") is last else [step]
+        last = freezer.mask_of("head.weight")
+        optimizer.zero_grad()
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+    assert changes == expected
+
+
 def test_gradients_that_are_not_finite_are_ignored(prepared, weights) -> None:
     for bad in (float("nan"), float("inf")):
         sources = [prepared(gp.masks.TopK(0.25, window=2), weights) for _ in range(2)]
