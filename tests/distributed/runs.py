@@ -123,6 +123,8 @@ def fit(
     """Trains and tells: weights, masks and ages by name, the losses, what the reducer did."""
     warnings.simplefilter("ignore")
     ranks = 1 if strategy == "one process" else 2
+    settings = dict(settings or {})
+    more = settings.pop("callbacks", [])
     module, watch = Network(), Watch()
     if prepare is not None:
         prepare(module)
@@ -140,8 +142,8 @@ def fit(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[guard, watch],
-        **{"gradient_clip_val": 0.05, **(settings or {})},
+        callbacks=[*more, guard, watch],
+        **{"gradient_clip_val": 0.05, **settings},
     )
     trainer.fit(module, data(ranks))
     return {
