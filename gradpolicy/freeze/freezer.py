@@ -6,37 +6,19 @@ It knows neither Lightning nor the optimizer's arithmetic. A training loop calls
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.freeze.mask import Mask, active_entries, check_mask, intersect, same_mask
+from gradpolicy.freeze.bound import BoundPolicy, FreezePolicy, FreezeRow
+from gradpolicy.freeze.mask import Mask, intersect, same_mask
 from gradpolicy.freeze.sharding import local
-from gradpolicy.freeze.source import MaskSource
 from gradpolicy.freeze.toggling import GradientSwitch
-from gradpolicy.when import When
 from gradpolicy.where import match_names, plain_name
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-
-
-class FreezePolicy(Protocol):
-    """What the engine needs of a policy; :class:`gradpolicy.Freeze` has it."""
-
-    frozen_state: str
-    bias_correction: str
-    when: When
-
-    @property
-    def mask(self) -> MaskSource:
-        """Gives the masks."""
-
-    @property
-    def params(self) -> Sequence[str] | str:
-        """Globs on parameter names."""
 
 
 class MaskingOptimizer(Protocol):
@@ -51,90 +33,6 @@ class MaskingOptimizer(Protocol):
 
     def mask_gradients(self) -> None:
         """Removes the gradients of frozen entries."""
-
-
-@dataclass(frozen=True)
-class FreezeRow:
-    """What a freeze policy does at the moment.
-
-    Attributes:
-        name: The policy's name.
-        source: Its mask source.
-        parameters: How many parameters it matches.
-        entries: How many entries these have.
-        active: How many of them its own masks let train.
-        holds: Whether the policy's ``when`` lets it act now.
-        shared_with: Other policies on some of its parameters; there the intersection of the masks counts.
-    """
-
-    name: str
-    source: str
-    parameters: int
-    entries: int
-    active: int
-    holds: bool
-    shared_with: tuple[str, ...]
-
-    @property
-    def active_share(self) -> float:
-        """The share of entries that train."""
-        return self.active / max(self.entries, 1)
-
-
-@dataclass
-class _Bound:
-    """A policy with the parameters it matches and the masks it last gave."""
-
-    name: str
-    policy: FreezePolicy
-    source: MaskSource
-    parameters: dict[str, Tensor]
-    masks: dict[str, Mask] = field(default_factory=dict)
-    holds: bool = False
-    asked: bool = False
-    period: int | None = None
-    counted: int | None = None
-
-    def ask(self, step: int, epoch: int, phase: str) -> set[str]:
-        """Takes the source's masks where they may have changed; gives the names of those that did."""
-        self.asked = True
-        held, self.holds = self.holds, self.policy.when.active(phase=phase, step=step, epoch=epoch)
-        if not self.holds:
-            return set(self.parameters) if held else set()
-        period = self.source.period(step, epoch)
-        # Within an epoch that is due, a source is asked once.
-        due = self.source.unit == "step" and self.source.due(step, epoch)
-        if held and period == self.period and not due and not self.source.overdue(step, epoch):
-            return set()
-        self.period, before = period, self.masks
-        self.masks = self._checked(self.source.masks(step, epoch))
-        self.counted = None
-        if not held:
-            return set(self.parameters)
-        return {name for name in self.parameters if not same_mask(before.get(name), self.masks[name])}
-
-    def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
-        for name in given:
-            if name not in self.parameters:
-                raise PolicyError(
-                    f"policy.{self.name}: a mask for {name!r}, which the policy does not match; "
-                    f"{nearest(name, self.parameters)}"
-                )
-        return {
-            name: check_mask(name, given.get(name, True), parameter.shape)
-            for name, parameter in self.parameters.items()
-        }
-
-    def active(self) -> int:
-        """How many entries the policy lets train; counted once for each change of the masks."""
-        if self.asked and not self.holds:
-            return sum(parameter.numel() for parameter in self.parameters.values())
-        if self.counted is None:
-            masks = self.masks or self._checked(self.source.masks(0, 0))
-            self.counted = sum(
-                active_entries(masks[name], parameter.shape) for name, parameter in self.parameters.items()
-            )
-        return self.counted
 
 
 class Freezer:
@@ -207,7 +105,7 @@ class Freezer:
         self._step: int | None = None
         self._epoch = 0
 
-    def _bind(self, name: str, policy: FreezePolicy, named: Mapping[str, Tensor], seed: int) -> _Bound:
+    def _bind(self, name: str, policy: FreezePolicy, named: Mapping[str, Tensor], seed: int) -> BoundPolicy:
         """Finds a policy's parameters and sets its source up."""
         try:
             matched = match_names(policy.params, named, "parameter")
@@ -217,7 +115,7 @@ class Freezer:
             policy.mask.setup(parameters, seed=seed)
         except PolicyError as error:
             raise PolicyError(f"policy.{name}: {error}") from error
-        return _Bound(name, policy, policy.mask, parameters)
+        return BoundPolicy(name, policy, policy.mask, parameters)
 
     # ---- an effective step
 
@@ -404,7 +302,7 @@ class Freezer:
                     scales[name] = scales.get(name, 1.0) * scale
         return scales
 
-    def _shared_with(self, bound: _Bound) -> tuple[str, ...]:
+    def _shared_with(self, bound: BoundPolicy) -> tuple[str, ...]:
         others = {other.name: None for name in bound.parameters for other in self._policies_of[name]}
         return tuple(name for name in others if name != bound.name)
 
@@ -424,7 +322,7 @@ def _for_optimizer(mask: Mask, parameter: Tensor) -> Any:
     return mask.to(parameter.device) if isinstance(mask, Tensor) else mask
 
 
-def _check_sources(bound: Sequence[_Bound]) -> None:
+def _check_sources(bound: Sequence[BoundPolicy]) -> None:
     seen: dict[int, str] = {}
     for each in bound:
         other = seen.setdefault(id(each.source), each.name)
@@ -434,7 +332,7 @@ def _check_sources(bound: Sequence[_Bound]) -> None:
             )
 
 
-def _check_agreement(name: str, bounds: Sequence[_Bound]) -> None:
+def _check_agreement(name: str, bounds: Sequence[BoundPolicy]) -> None:
     first = bounds[0]
     for other in bounds[1:]:
         for key in ("frozen_state", "bias_correction"):
