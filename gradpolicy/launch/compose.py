@@ -196,8 +196,9 @@ def _unknown_key(error: ConfigCompositionException, config_name: str, overrides:
 
 
 def _composable(config_name: str, overrides: Iterable[str], key: str) -> DictConfig:
-    """The config without the override that does not compose, to see which keys there are."""
-    others = [line for line in overrides if line.lstrip("+~").partition("=")[0].rstrip("@") != key]
+    """The config without the overrides near the one that does not compose, to see which keys there are."""
+    near = ".".join(key.split(".")[:2])
+    others = [line for line in overrides if not line.lstrip("+~").startswith(near)]
     try:
         return compose(config_name, others)
     except HydraException:

@@ -1,0 +1,285 @@
+"""Searches the space of a sweep config with Optuna.
+
+    python scripts/sweep.py sweep=learning_rate --trials 20
+    python scripts/sweep.py sweep=learning_rate --trials 20 trainer.max_epochs=5    # any override of train.py
+
+The study lies in an sqlite file: run the same command again to go on where it was stopped, run it twice at
+the same time to search with two processes, open it with `optuna-dashboard sqlite:///outputs/study.db`.
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import yaml
+from optuna.trial import FrozenTrial, Trial, TrialState
+from rich.console import Console
+
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.launch.app import main as train
+from gradpolicy.launch.app import quoted
+from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
+from gradpolicy.launch.errors import WRONG_INPUT, WRONG_INPUT_ERRORS, report_error
+from gradpolicy.launch.pruning import PRUNED
+from gradpolicy.launch.report import RESULT, Result
+from gradpolicy.launch.sweep import summarize
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+DIRECTORY = "directory"
+Draw = Callable[[Trial, str, Mapping[str, Any]], Any]
+
+# The distributions of W&B sweeps, which the configs are written in, as Optuna draws them.
+DISTRIBUTIONS: dict[str, Draw] = {
+    "uniform": lambda trial, key, given: trial.suggest_float(key, given["min"], given["max"]),
+    "log_uniform_values": lambda trial, key, given: trial.suggest_float(
+        key, given["min"], given["max"], log=True
+    ),
+    "q_uniform": lambda trial, key, given: trial.suggest_float(
+        key, given["min"], given["max"], step=given["q"]
+    ),
+    "int_uniform": lambda trial, key, given: trial.suggest_int(key, given["min"], given["max"]),
+    "categorical": lambda trial, key, given: trial.suggest_categorical(key, given["values"]),
+}
+
+
+class WrongTrialError(Exception):
+    """The overrides themselves are wrong: every other trial would end the same way."""
+
+
+class TrialFailedError(Exception):
+    """A trial did not end well; the others go on."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What every trial of a search needs.
+
+    Args:
+        study: The study.
+        url: Where it is kept.
+        space: The sweep config.
+        overrides: What all trials have in common.
+        directory: Where trials go.
+        monitor: The metric that tells whether a trial goes on.
+    """
+
+    study: optuna.Study
+    url: str
+    space: Mapping[str, Any]
+    overrides: list[str]
+    directory: Path
+    monitor: str
+
+    @property
+    def metric(self) -> str:
+        """What is optimised."""
+        return self.space["metric"]["name"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; the exit code is 2 for wrong input."""
+    options = parse(arguments)
+    try:
+        search = prepare(options)
+        run_trials(search, options.trials)
+    except WRONG_INPUT_ERRORS as error:
+        report_error(error, show_traceback=False)
+        return WRONG_INPUT
+    except WrongTrialError:
+        return WRONG_INPUT
+    show(search)
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="sweep=NAME of conf/sweep, and overrides of train.py")
+    parser.add_argument("--trials", type=int, default=20, help="how many in all, with those already done")
+    parser.add_argument("--study", help="the study's name; the sweep's unless given")
+    parser.add_argument("--storage", help="where it is kept; sqlite:///DIRECTORY/study.db unless given")
+    parser.add_argument("--directory", default="outputs", help="where trials and study go")
+    parser.add_argument("--seed", type=int, default=0, help="seeds what is drawn")
+    parser.add_argument("--monitor", help="prunes by this metric; what is optimised unless given")
+    return parser.parse_intermixed_args(arguments)
+
+
+def split(overrides: list[str]) -> tuple[str, list[str]]:
+    """Takes the sweep's name out of the overrides."""
+    names = [line.partition("=")[2] for line in overrides if line.startswith("sweep=")]
+    if len(names) != 1:
+        raise PolicyError("sweep: name one search space of conf/sweep, as sweep=learning_rate")
+    return names[0], [line for line in overrides if not line.startswith("sweep=")]
+
+
+def read_space(path: Path) -> Mapping[str, Any]:
+    """Reads a search space and checks it.
+
+    Raises:
+        PolicyError: If there is none, or a distribution in it is unknown or lacks a bound.
+    """
+    spaces = [found.stem for found in path.parent.glob("*.yaml") if "parameters:" in found.read_text()]
+    if path.stem not in spaces:
+        raise unknown("search space", path.stem, spaces, key="sweep")
+    space = yaml.safe_load(path.read_text())
+    for key, given in space["parameters"].items():
+        kind = distribution_of(given)
+        if kind not in DISTRIBUTIONS and kind != "constant":
+            raise unknown("distribution", kind, DISTRIBUTIONS, key=f"parameters.{key}")
+        lacking = [bound for bound in _bounds(kind) if bound not in given]
+        if lacking:
+            raise PolicyError(f"parameters.{key}: {kind} needs {', '.join(lacking)}")
+    return space
+
+
+def _bounds(kind: str) -> tuple[str, ...]:
+    if kind in ("categorical", "constant"):
+        return ("values",) if kind == "categorical" else ("value",)
+    return ("min", "max", "q") if kind.startswith("q_") else ("min", "max")
+
+
+def distribution_of(given: Mapping[str, Any]) -> str:
+    """The distribution of a parameter, by W&B's rules where it is not named."""
+    if "distribution" in given:
+        return str(given["distribution"])
+    if "value" in given:
+        return "constant"
+    if "values" in given:
+        return "categorical"
+    whole = isinstance(given.get("min"), int) and isinstance(given.get("max"), int)
+    return "int_uniform" if whole else "uniform"
+
+
+def first_values(space: Mapping[str, Any]) -> list[str]:
+    """The first value of each parameter, to see whether the overrides compose."""
+    return [
+        f"{key}={given.get('value', given.get('min', given.get('values', [None])[0]))}"
+        for key, given in space["parameters"].items()
+    ]
+
+
+def draw(trial: Trial, space: Mapping[str, Any]) -> list[str]:
+    """Draws a value for each parameter, as overrides."""
+    overrides = []
+    for key, given in space["parameters"].items():
+        kind = distribution_of(given)
+        value = given["value"] if kind == "constant" else DISTRIBUTIONS[kind](trial, key, given)
+        overrides.append(f"{key}={value}")
+    return overrides
+
+
+def prepare(options: argparse.Namespace) -> Search:
+    """Reads the space and opens the study, or makes it."""
+    name, overrides = split(options.overrides)
+    space = read_space(CONF / "sweep" / f"{name}.yaml")
+    source = Source(CONF)
+    with hydra_at(source):
+        check_job(compose_job(source, [*overrides, *first_values(space)]))
+    directory = Path(options.directory).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    url = options.storage or f"sqlite:///{directory / 'study.db'}"
+    study = open_study(url, options.study or name, space["metric"]["goal"], options.seed)
+    monitor = options.monitor or space["metric"]["name"].removesuffix("_best")
+    return Search(study, url, space, overrides, directory / study.study_name, monitor)
+
+
+def open_study(url: str, name: str, goal: Any, seed: int) -> optuna.Study:
+    """Opens a study, or makes it; trials whose process is gone are given up."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    storage = optuna.storages.RDBStorage(url, heartbeat_interval=30, grace_period=120)
+    known = name in optuna.get_all_study_names(storage)
+    done = len(optuna.load_study(study_name=name, storage=storage).trials) if known else 0
+    study = optuna.create_study(
+        study_name=name,
+        storage=storage,
+        direction=goal,
+        # Another seed for what comes after: the same one would draw the first trials again.
+        sampler=optuna.samplers.TPESampler(seed=seed + done),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2),
+        load_if_exists=True,
+    )
+    optuna.storages.fail_stale_trials(study)
+    return study
+
+
+def run_trials(search: Search, wanted: int) -> None:
+    """Runs trials until there are enough in the study."""
+    good = (TrialState.COMPLETE, TrialState.PRUNED)
+    missing = wanted - len(search.study.get_trials(states=good))
+    if missing > 0:
+        search.study.optimize(lambda trial: run_trial(trial, search), missing, catch=(TrialFailedError,))
+
+
+def run_trial(trial: Trial, search: Search) -> float:
+    """Trains once with drawn values; the value that is optimised."""
+    directory = search.directory / str(trial.number)
+    trial.set_user_attr(DIRECTORY, str(directory))
+    report = {
+        "_target_": "gradpolicy.launch.pruning.ReportToStudy",
+        "storage": search.url,
+        "study": search.study.study_name,
+        "trial": trial._trial_id,
+        "monitor": search.monitor,
+    }
+    code = train(
+        CONF,
+        [
+            *search.overrides,
+            *draw(trial, search.space),
+            f"optimized_metric={quoted(search.metric)}",
+            f"+callbacks.study={as_override(report)}",
+            f"hydra.run.dir={quoted(str(directory))}",
+        ],
+    )
+    if code == WRONG_INPUT:
+        raise WrongTrialError
+    if code:
+        raise TrialFailedError(f"trial {trial.number} ended with code {code}")
+    if search.study.trials[trial.number].user_attrs.get(PRUNED):
+        raise optuna.TrialPruned
+    result = Result.load(directory / RESULT)
+    if result.optimized is None:
+        raise unknown("metric", search.metric, result.metrics, key="metric.name")
+    return result.optimized
+
+
+def as_override(node: Mapping[str, Any]) -> str:
+    """Writes a config node so that Hydra reads it from the command line."""
+    inner = (f"{key}: {quoted(value) if isinstance(value, str) else value}" for key, value in node.items())
+    return f"{{{', '.join(inner)}}}"
+
+
+def show(search: Search) -> None:
+    """Prints and saves the table of all trials."""
+    results = [as_result(trial) for trial in search.study.trials]
+    mode = "min" if search.space["metric"]["goal"] == "minimize" else "max"
+    summarize(results, search.metric, mode, Console(), search.directory.with_suffix(".csv"))
+
+
+def as_result(trial: FrozenTrial) -> Result:
+    """A trial as the table shows it."""
+    complete = trial.state is TrialState.COMPLETE
+    return Result(
+        overrides=[f"{key}={_short(value)}" for key, value in trial.params.items()],
+        optimized=trial.value if complete else None,
+        status="failed" if trial.state is TrialState.FAIL else trial.state.name.lower(),
+        error="" if complete else trial.state.name.lower(),
+        directory=str(trial.user_attrs.get(DIRECTORY, "")),
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
