@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from gradpolicy.flow.places import find_places
 from gradpolicy.flow.report import Report, ReportRow
 from gradpolicy.flow.unseen import note_script_modules, unseen_calls
 from gradpolicy.flow.wrap import Scope, WrappedForward, WrappedReLU
-from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.policies import BOUNDARIES, FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.where import plain_name
 
 EntryPoints = Mapping[str, Sequence[str]]
@@ -81,6 +82,7 @@ class Installed:
         check_operations(self.policies, self._places)
         check_boundaries(self.policies, self._places)
         check_parameters(self.policies, self._places)
+        self._at_boundaries = frozenset().union(*(places.at for places in self._places.values()))
         self._has_operations = any(places.operations for places in self._places.values())
         # Which policies act on a parameter, in the order in which its gradient is to meet them.
         self._parameter_ids: dict[int, list[str]] = {}
@@ -179,21 +181,25 @@ class Installed:
 
     def _put_on(self, entry_points: EntryPoints) -> None:
         done: set[int] = set()
+        scripts: list[tuple[str, nn.Module]] = []
         for raw_name, module in self.model.named_modules(remove_duplicate=False):
+            if isinstance(module, torch.jit.ScriptModule):
+                scripts.append((raw_name, module))
             # A compiled module only passes its calls on; what it compiles is wrapped.
             if id(module) in done or "_orig_mod" in module._modules:
                 continue
             done.add(id(module))
             self._wrap(plain_name(raw_name), module, entry_points)
         for name, places in self._places.items():
-            note_script_modules(self.model, places.within, self.bindings[name])
+            note_script_modules(scripts, places.within, self.bindings[name])
         for hook in self._hooks:
             hook.put_on()
 
     def _wrap(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
         scope = self._scope(module)
-        entering = self._boundary(name, module, "input")
-        leaving = self._boundary(name, module, "output")
+        entering = leaving = None
+        if id(module) in self._at_boundaries:
+            entering, leaving = (self._boundary(name, module, side) for side in BOUNDARIES)
         hooks = self._parameter_hooks(module) if self._parameter_ids else []
         calls = calls_of(module)
         if scope is not None and calls is not None and not any(call in scope.table for call in calls):

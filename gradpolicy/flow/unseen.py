@@ -75,11 +75,18 @@ def unseen_calls(operations: Iterable[Operation], binding: Binding) -> list[Unse
     ]
 
 
-def note_script_modules(model: nn.Module, within: frozenset[int], binding: Binding) -> None:
-    """Notes the ScriptModules in which a rule would hold: their operations run outside Python."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and id(module) in within:
-            above = name.rpartition(".")[0]
-            if above and isinstance(model.get_submodule(above), torch.jit.ScriptModule):
-                continue
+def note_script_modules(
+    scripts: Iterable[tuple[str, nn.Module]], within: frozenset[int], binding: Binding
+) -> None:
+    """Notes the ScriptModules in which a rule would hold, the outermost: their operations run outside Python.
+
+    Args:
+        scripts: The ScriptModules of a model, each before those within it.
+        within: Ids of the modules in which the rule holds.
+        binding: The rule.
+    """
+    noted: list[str] = []
+    for name, module in scripts:
+        if id(module) in within and not any(name.startswith(f"{outer}.") for outer in noted):
+            noted.append(name)
             binding.note_unseen(f"ScriptModule {name!r}", "its operations run outside Python")

@@ -1,4 +1,5 @@
 import copy
+import gc
 import io
 import pickle
 import time
@@ -59,11 +60,12 @@ def test_nested_installations_come_off_in_any_order(
     before, plain = snapshot(net), parameter_gradients(net, batch)
     net.zero_grad(set_to_none=True)
     installations = [
-        gp.install(net, [gp.StraightThrough(modules="first")]),
+        gp.install(net, [gp.StraightThrough(modules="second")]),
         gp.install(net, [gp.Scale(2.0, modules="second")]),
     ]
     both = parameter_gradients(net, batch)
-    assert not torch.equal(both["stem.weight"], 2 * plain["stem.weight"])
+    assert both["second.linear.weight"].any()
+    assert not plain["second.linear.weight"].any()
     installations[first_removed].remove()
     installations[1 - first_removed].remove()
     assert same(parameter_gradients(net, batch), plain)
@@ -162,9 +164,11 @@ def test_the_report_says_what_was_met_matched_and_not_seen():
         def forward(self, x):
             return self.scripted(self.cell(torch.tanh(x))[0])
 
-    with pytest.warns(UserWarning, match="cannot see into"):
-        installed = gp.install(model := Recurrent(), {"flat": gp.UseRule("identity", ops=["tanh", "sin"])})
-        model(torch.randn(2, 1, 3, requires_grad=True)).sum().backward()
+    model, policies = Recurrent(), {"flat": gp.UseRule("identity", ops=["tanh", "sin"])}
+    with pytest.warns(UserWarning, match="cannot see into ScriptModule"):
+        installed = gp.install(model, policies)
+    with pytest.warns(UserWarning, match="cannot see into lstm"):
+        model(torch.randn(2, 1, 3, requires_grad=True))
     row = installed.report().rows[0]
     assert (row.name, row.kind, row.active, row.operations) == ("flat", "UseRule", True, ("tanh", "sin"))
     assert row.matched == {"tanh": 1}
@@ -320,13 +324,15 @@ def _steps(net, batch, count):
         net(batch).square().sum().backward()
 
 
-def _grown_bytes(net, batch, steps):
-    _steps(net, batch, 20)
+def _growth(net, batch, steps):
     tracemalloc.start()
-    _steps(net, batch, 20)
-    start = tracemalloc.get_traced_memory()[0]
+    # Python's own free lists fill up first.
+    _steps(net, batch, 300)
+    gc.collect()
+    start, objects = tracemalloc.get_traced_memory()[0], len(gc.get_objects())
     _steps(net, batch, steps)
-    grown = tracemalloc.get_traced_memory()[0] - start
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - start, len(gc.get_objects()) - objects
     tracemalloc.stop()
     return grown
 
@@ -335,7 +341,9 @@ def _grown_bytes(net, batch, steps):
 def test_memory_does_not_grow_over_steps(net, batch, steps):
     with gp.install(net, EVERY_KIND) as installed:
         handles = len(net.head.bias._backward_hooks)
-        assert _grown_bytes(net, batch, steps) < 10_000
+        grown_bytes, grown_objects = _growth(net, batch, steps)
+        assert grown_bytes < 50_000
+        assert grown_objects < 20
         assert len(net.head.bias._backward_hooks) == handles == 1
         assert len(installed._wraps) < 20
 
@@ -348,13 +356,12 @@ def test_installing_and_removing_does_not_leak(net, batch, snapshot):
     before = snapshot(net)
     for _ in range(5):
         round_trip()
-    tracemalloc.start()
-    round_trip()
-    start = tracemalloc.get_traced_memory()[0]
+    gc.collect()
+    objects = len(gc.get_objects())
     for _ in range(20):
         round_trip()
-    assert tracemalloc.get_traced_memory()[0] - start < 20_000
-    tracemalloc.stop()
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 20
     assert snapshot(net) == before
 
 

@@ -36,7 +36,7 @@ def test_a_copy_keeps_the_rule_on_its_own_parameters(net, batch, duplicate, para
 def test_a_parameter_that_was_replaced_later_is_refused(net, batch):
     with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
         net.head.weight = torch.nn.Parameter(torch.randn(2, 4))
-        with pytest.raises(gp.PolicyError, match="head.weight.*replaced or sharded"):
+        with pytest.raises(gp.PolicyError, match=r"head.weight.*replaced or sharded"):
             net(batch)
 
 

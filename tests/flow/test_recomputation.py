@@ -102,9 +102,13 @@ def test_a_block_within_the_checkpointed_function_is_right(batch, gradient):
 
 def test_without_a_graph_nothing_is_refused(batch):
     model = of_kind(True, raw=True)
-    with torch.no_grad(), gp.install(model, [gp.Guided()]), gp.gradient_override({"round": "tanh"}):
-        with pytest.warns(UserWarning, match="requires_grad"):
-            assert not model(batch).requires_grad
+    with (
+        torch.no_grad(),
+        gp.install(model, [gp.Guided()]),
+        gp.gradient_override({"round": "tanh"}),
+        pytest.warns(UserWarning, match="requires_grad"),
+    ):
+        assert not model(batch).requires_grad
 
 
 def test_removing_policies_before_a_reentrant_backward_is_refused(batch):

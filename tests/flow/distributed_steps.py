@@ -1,0 +1,74 @@
+"""What the processes of test_distributed.py run."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import gradpolicy as gp
+
+POLICIES = {
+    "rounding": gp.StraightThrough("tanh"),
+    "guide": gp.Guided(),
+    "slow": gp.Scale(0.5, modules="*first"),
+    "cut": gp.Stop("zero", modules="*last"),
+}
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Network()
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.round(2 * self.first(F.relu(self.stem(x))))
+        return self.last(x) + torch.relu(x)
+
+
+def batch_of(rank):
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def expected(world):
+    """The mean of the ranks' gradients, in one process."""
+    model = make_model()
+    with gp.install(model, POLICIES):
+        for rank in range(world):
+            (model(batch_of(rank)).square().mean() / world).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def run(rank, world, port, kind, result):
+    """Takes two backward passes on a rank; rank 0 keeps the second's gradients."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    model = make_model()
+    installed = gp.install(model, POLICIES) if kind.endswith("before") else None
+    wrapped: nn.Module = model
+    if kind.startswith("ddp"):
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model.first)
+        fully_shard(model)
+    if installed is None:
+        gp.install(wrapped, POLICIES)
+    for _ in range(2):
+        wrapped.zero_grad(set_to_none=True)
+        wrapped(batch_of(rank)).square().mean().backward()
+    gradients = {
+        name.removeprefix("module."): p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for name, p in wrapped.named_parameters()
+    }
+    if rank == 0:
+        torch.save(gradients, result)
+    dist.destroy_process_group()
