@@ -96,7 +96,8 @@ class Tracked:
 
     def _is_in_force(self, flags: Tensor, block: int) -> bool:
         """Whether these flags change nothing: then ages keep the very form in which they were saved."""
-        active, own = self.active_flags()
+        active = self.cohorts.active() if self.held is None else self.held.flags()
+        own = self.cohorts.block
         if block < own:
             return False
         wanted = flags.expand_as(active) if flags.numel() == 1 else flags.repeat_interleave(block // own)
