@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.binding import Binding
+from gradpolicy.flow.binding import with_numbers
 from gradpolicy.flow.calls import differentiable
-from gradpolicy.flow.functions import replace_gradient
+from gradpolicy.flow.functions import BackwardRule, replace_gradient
 from gradpolicy.flow.override import as_rule
 from gradpolicy.flow.trees import map_tensors, tensors_in
 from gradpolicy.rules.registry import Rule, RuleFunction
@@ -50,7 +50,7 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
         (tensor([0., 1.], grad_fn=<ReplaceGradientBackward>), tensor([1., 1.]))
     """
     name = getattr(forward, "__name__", type(forward).__name__)
-    backward_rule = Binding(name, as_rule(rule)).at(f"forward {name!r}")
+    backward_rule = BackwardRule(with_numbers(as_rule(rule)), f"forward {name!r}")
     inputs = tensors_in((args, kwargs))
     with torch.no_grad():
         plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
@@ -59,6 +59,8 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
 
 
 def _run(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
     if not _is_numpy(forward):
         try:
             return forward(*args, **kwargs)

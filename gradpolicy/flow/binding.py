@@ -4,6 +4,7 @@ import itertools
 import warnings
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,10 +35,7 @@ class Binding:
         self.detaches = detaches
         self.active = True
         self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
-        # A schedule's number lives in a tensor, so that compiled code reads it anew at each step.
-        self.rule = rule.with_parameters(
-            **{key: _number(schedule(0)) for key, schedule in self.schedules.items()}
-        )
+        self.rule = with_numbers(rule)
         self.meter = NormMeter()
         self.matched: Counter[str] = Counter()
         self.without_gradient: set[str] = set()
@@ -89,12 +87,26 @@ class Binding:
             self.rule.parameters["loss_scale"] = _number(float(scale))  # type: ignore[index]
 
     def _number_itself(self) -> None:
-        self.number = next(_NUMBERS)
-        _BINDINGS[self.number] = self
+        # A block that is made within compiled code counts nothing.
+        self.number = -1
+        if not torch.compiler.is_compiling():
+            self.number = next(_NUMBERS)
+            _BINDINGS[self.number] = self
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         self._number_itself()
+
+
+def with_numbers(rule: Rule) -> Rule:
+    """A rule with a number in the place of each schedule, that of count 0.
+
+    It lives in a tensor, so that compiled code reads it anew at each step.
+    """
+    schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
+    if not schedules:
+        return replace(rule, parameters=dict(rule.parameters))
+    return rule.with_parameters(**{key: _number(schedule(0)) for key, schedule in schedules.items()})
 
 
 def count_traced(number: int, place: str) -> None:

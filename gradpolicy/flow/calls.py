@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradpolicy.flow.binding import Binding
 from gradpolicy.flow.functions import BackwardRule, filter_gradient, in_transform, replace_gradient
-from gradpolicy.flow.operations import Function, Operation, spelling_of
+from gradpolicy.flow.operations import Function, Operation
 from gradpolicy.rules.rectifiers import positive_part
 
 Hook = Callable[..., Any]
@@ -38,7 +38,7 @@ class OperationRule:
         self.name = operation.name
         self.binding = binding
         self.functions = operation.functions
-        self.spellings = {function: spelling_of(function) for function in operation.functions}
+        self.spellings = operation.spellings
         self.filters = binding.rule.gradient_filter is not None and not binding.detaches
         self.rule = binding.at(f"operation {operation.name!r}", sums_broadcast=True)
         # Behind a ReLU, whose derivative is 0 or 1, the positive part may as well be taken in place.

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -95,11 +95,13 @@ class Operation:
         name: The name that reports and errors use.
         functions: Every callable under which a call of it arrives at a ``TorchFunctionMode``.
         functional: The out-of-place function.
+        spellings: What each of the functions is like.
     """
 
     name: str
     functions: frozenset[Function]
     functional: Function
+    spellings: "Mapping[Function, Spelling]" = field(compare=False)
 
     @property
     def decides(self) -> "Decision | None":
@@ -147,7 +149,13 @@ def resolve_operation(specification: str | Function) -> Operation:
     if name is not None:
         return _operation_named(name, name)
     name = getattr(specification, "__name__", repr(specification))
-    return Operation(name, frozenset({specification}), specification)
+    return Operation(
+        name, frozenset({specification}), specification, {specification: spelling_of(specification)}
+    )
+
+
+# Under torch.compile it runs while tracing, and its result is a constant.
+resolve_operation.__dict__["_dynamo_marked_constant"] = True
 
 
 def name_of(function: Function) -> str:
@@ -227,7 +235,8 @@ def _operation_named(name: str, written: str) -> Operation:
     stem = _SYNONYMS.get(name, (name,))[0]
     places = (*_NAMESPACES, Tensor)
     functional = next((found for place in places if (found := _function(place, stem))), None)
-    return Operation(name, functions, functional or next(iter(functions)))
+    spellings = {function: spelling_of(function) for function in functions}
+    return Operation(name, functions, functional or next(iter(functions)), spellings)
 
 
 @cache

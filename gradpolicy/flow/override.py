@@ -99,7 +99,7 @@ class gradient_override(ContextDecorator):  # noqa: N801 - a context manager and
         pairs: list[tuple[Operation, Binding]] = []
         for key, value in overrides.items():
             operation = resolve_operation(key)
-            if any(operation == known for known, _ in pairs):
+            if any(operation.name == known.name for known, _ in pairs):
                 raise PolicyError(f"gradient_override: operation {operation.name!r} is named twice")
             pairs.append((operation, Binding(operation.name, as_rule(value))))
         rules: list[CallRule] = [OperationRule(operation, binding) for operation, binding in pairs]

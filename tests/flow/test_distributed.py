@@ -18,15 +18,8 @@ def free_port():
         return found.getsockname()[1]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "ddp before",
-        pytest.param("ddp after", marks=pytest.mark.slow),
-        pytest.param("fsdp before", marks=pytest.mark.slow),
-        pytest.param("fsdp after", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp before", "ddp after", "fsdp before", "fsdp after"])
 def test_the_gradients_are_the_mean_over_the_ranks(kind, tmp_path):
     result = tmp_path / "gradients.pt"
     torch.multiprocessing.spawn(distributed_steps.run, (2, free_port(), kind, str(result)), nprocs=2)
@@ -51,6 +44,7 @@ def test_a_parameter_sharded_after_its_policy_was_installed_is_refused(tmp_path)
             fully_shard(model)
             with pytest.raises(gp.PolicyError, match="sharded"):
                 model(distributed_steps.batch_of(0))
+        fully_shard(model := distributed_steps.make_model())
         with pytest.raises(gp.PolicyError, match="sharded"):
             gp.install(model, [gp.Scale(2.0, params="first.weight")])
     finally:
