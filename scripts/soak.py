@@ -71,6 +71,12 @@ class Setting:
             "callbacks.model_checkpoint.monitor=null",
             "callbacks.model_checkpoint.filename=newest",
             f"+callbacks.model_checkpoint.every_n_train_steps={save_every}",
+            # What is compared: the state at the end of the last epoch.
+            "+callbacks.final._target_=lightning.pytorch.callbacks.ModelCheckpoint",
+            "+callbacks.final.dirpath=${paths.output_dir}/checkpoints",
+            "+callbacks.final.filename=final",
+            "+callbacks.final.enable_version_counter=false",
+            "+callbacks.final.save_on_train_epoch_end=true",
             "test=false",
             "extras.plan=false",
             "extras.print_config=false",
@@ -107,7 +113,7 @@ def soak(setting: Setting, kills: int, folder: Path, *, save_every: int = 3, see
             done += 1
             print(f"killed {done} of {kills} after {moment:.1f} s of {length:.1f} s", flush=True)
         _finish(_resuming(setting.command(killed, save_every), killed), setting.ranks)
-        found = differences(_last(alone), _last(killed)) + _log_differences(alone, killed)
+        found = differences(_end(alone), _end(killed)) + _log_differences(alone, killed)
         if found:
             return found
         lives += 1
@@ -202,9 +208,8 @@ def _free_port() -> int:
 # ---- comparing
 
 
-def _last(folder: Path) -> dict[str, Any]:
-    checkpoint = max(folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
-    loaded: dict[str, Any] = torch.load(checkpoint, weights_only=True)
+def _end(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(folder / "checkpoints" / "final.ckpt", weights_only=True)
     return loaded
 
 
