@@ -99,7 +99,7 @@ static int vector_look_up(const job *j, int64_t at, int64_t n, float *sizes, flo
 {
     const float *table = (const float *)j->corrections;
     const int count = j->slots <= 8 ? 1 : 2;
-    __m256 size_parts[2], inverse_parts[2];
+    __m256 size_parts[2] = {0}, inverse_parts[2] = {0};
     float both[2][16];
     uint8_t last[8] = {0};
     for (int64_t i = 0; j->slots > 16 && i < n; i += 8) {
