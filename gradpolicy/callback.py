@@ -211,7 +211,11 @@ class GradientPolicies(Callback):
             self._updates_seen = updates
         if self.installed is not None:
             self.installed.set_loss_scale(_loss_scale(trainer))
-            self.installed.measure_norms(self.log_policies and self._logs_now(trainer))
+            logs = self.log_policies and self._logs_now(trainer)
+            self.installed.measure_norms(logs)
+            # Counts of a batch, since those of a run would start anew where it is resumed.
+            rows = self.installed.report().rows if logs else ()
+            self._met_before = {row.name: row.operations_matched for row in rows}
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -291,7 +295,9 @@ class GradientPolicies(Callback):
             return {}
         metrics: dict[str, float | Tensor] = {}
         for row in self.installed.report().rows:
-            metrics[f"policy/{row.name}/operations"] = float(row.operations_matched)
+            metrics[f"policy/{row.name}/operations"] = float(
+                row.operations_matched - self._met_before.get(row.name, 0)
+            )
             metrics[f"policy/{row.name}/active"] = float(row.active)
         for name, (before, after) in self.installed.gradient_norms.items():
             metrics[f"policy/{name}/gradient_norm_before"] = before
