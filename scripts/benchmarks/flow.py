@@ -1,0 +1,229 @@
+"""What flow policies cost: ratios to the plain step; captum, zennit and a Python Function beside them."""
+
+import copy
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradpolicy as gp
+from benchmarks.measure import Row, paired_ratio
+
+Step = Callable[[], Any]
+
+
+class Block(nn.Module):
+    """Two convolutions with a way round them, as in ResNet-18."""
+
+    def __init__(self, before: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Conv2d(before, channels, 3, stride, 1), nn.BatchNorm2d(channels)
+        self.second, self.second_norm = nn.Conv2d(channels, channels, 3, 1, 1), nn.BatchNorm2d(channels)
+        self.relu_within, self.relu = nn.ReLU(), nn.ReLU()
+        self.past: nn.Module = nn.Identity()
+        if stride != 1 or before != channels:
+            self.past = nn.Sequential(nn.Conv2d(before, channels, 1, stride), nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds the two ways."""
+        way = self.relu_within(self.first_norm(self.first(x)))
+        return self.relu(self.second_norm(self.second(way)) + self.past(x))
+
+
+class GuidedFunction(torch.autograd.Function):
+    """What people write by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The ReLU."""
+        output = torch.relu(x)
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The positive part, where the ReLU was active."""
+        (output,) = ctx.saved_tensors
+        return grad.clamp(min=0) * (output > 0)
+
+
+class GuidedLayer(nn.Module):
+    """The same as a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the Function."""
+        return GuidedFunction.apply(x)
+
+
+def resnet() -> nn.Module:
+    """A network of ResNet-18's shape: 17 ReLUs."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1), nn.BatchNorm2d(64), nn.ReLU()]
+    before = 64
+    for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [Block(before, channels, stride), Block(channels, channels, 1)]
+        before = channels
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def tiny() -> nn.Module:
+    """24 tiny layers: nothing to hide a cost behind."""
+    return nn.Sequential(*(layer for _ in range(24) for layer in (nn.Linear(8, 8), nn.ReLU())))
+
+
+def flow_resnet() -> list[Row]:
+    """Guided ReLUs on the ResNet-18 shape, batch 32 of 32 × 32 pixels: eager, compiled, and the peers."""
+    torch.manual_seed(0)
+    plain, batch = resnet(), torch.randn(32, 3, 32, 32)
+    rows = [
+        _against(plain, _installed(plain, [gp.Guided()]), batch, "guided, eager", target=1.03),
+        _against(plain, _by_hand(plain), batch, "guided by a Python Function, eager"),
+        *_peers(plain, batch),
+    ]
+    compiled = torch.compile(copy.deepcopy(plain))
+    guided = torch.compile(_installed(plain, [gp.Guided()]))
+    return [*rows, _against(compiled, guided, batch, "guided, torch.compile", target=1.02)]
+
+
+def flow_tiny() -> list[Row]:
+    """Guided ReLUs between 24 tiny layers."""
+    torch.manual_seed(0)
+    plain, batch = tiny(), torch.randn(4, 8)
+    guided = _installed(plain, [gp.Guided()])
+    return [
+        _against(plain, guided, batch, "24 tiny layers, guided", target=1.30, rounds=41, repeats=20),
+        _against(plain, _by_hand(plain), batch, "24 tiny layers, Python Function", rounds=41, repeats=20),
+    ]
+
+
+def flow_boundary() -> list[Row]:
+    """Policies at module boundaries of the ResNet-18 shape."""
+    torch.manual_seed(0)
+    plain, batch = resnet(), torch.randn(32, 3, 32, 32)
+    policies = [gp.Scale(0.5, modules="4"), gp.Clip(norm=1.0, modules="7"), gp.Reverse(modules="13")]
+    return [_against(plain, _installed(plain, policies), batch, "scale, clip and reverse", target=1.01)]
+
+
+def flow_install() -> list[Row]:
+    """Installing on a tree of 10,000 modules, in seconds per half second."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Dropout()) for _ in range(2_500)))
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        installed = gp.install(model, [gp.Guided(), gp.Scale(0.5, modules="17.*")])
+        seconds.append(time.perf_counter() - start)
+        installed.remove()
+    best = min(seconds)
+    return [
+        {
+            "what": "install on 10,000 modules / 0.5 s",
+            "ratio": best / 0.5,
+            "target": 1.0,
+            "unit": "time",
+            "milliseconds": 1e3 * best,
+        }
+    ]
+
+
+def _against(
+    baseline: Any,
+    candidate: Any,
+    batch: Tensor,
+    what: str,
+    *,
+    target: float | None = None,
+    rounds: int = 9,
+    repeats: int = 1,
+) -> Row:
+    return paired_ratio(
+        what,
+        _step(candidate, batch, repeats),
+        _step(baseline, batch, repeats),
+        target=target,
+        rounds=rounds,
+        warmup=2,
+    )
+
+
+def _step(model: Any, batch: Tensor, repeats: int = 1) -> Step:
+    def run() -> None:
+        for _ in range(repeats):
+            model.zero_grad(set_to_none=True)
+            model(batch).sum().backward()
+
+    return run
+
+
+def _installed(model: nn.Module, policies: list[Any]) -> nn.Module:
+    duplicate = copy.deepcopy(model)
+    gp.install(duplicate, policies)
+    return duplicate
+
+
+def _by_hand(model: nn.Module) -> nn.Module:
+    duplicate = copy.deepcopy(model)
+    for module in list(duplicate.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.ReLU):
+                setattr(module, name, GuidedLayer())
+    return duplicate
+
+
+def _peers(plain: nn.Module, batch: Tensor) -> list[Row]:
+    """Captum's and zennit's guided backpropagation, which give the gradient of the input, where installed."""
+    rows = []
+    inputs = batch.clone().requires_grad_()
+
+    def gradient(model: nn.Module) -> Step:
+        return lambda: torch.autograd.grad(model(inputs).sum(), inputs)
+
+    ours = gradient(_installed(plain, [gp.Guided()]))
+    rows.append(paired_ratio("input gradient: guided", ours, gradient(plain), rounds=5, warmup=1))
+    try:
+        from captum.attr import GuidedBackprop
+    except ImportError:
+        pass
+    else:
+        captum = GuidedBackprop(copy.deepcopy(plain))
+        theirs = lambda: captum.attribute(inputs, target=0)  # noqa: E731 - a step like the others
+        rows.append(paired_ratio("input gradient: captum", theirs, gradient(plain), rounds=5, warmup=1))
+    try:
+        _stub_torchvision()
+        from zennit.composites import GuidedBackprop as GuidedComposite
+    except ImportError:
+        return rows
+    registered = copy.deepcopy(plain)
+    GuidedComposite().register(registered)
+    return [
+        *rows,
+        paired_ratio("input gradient: zennit", gradient(registered), gradient(plain), rounds=5, warmup=1),
+    ]
+
+
+def _stub_torchvision() -> None:
+    """Zennit asks for names of torchvision that it does not need here."""
+    if "torchvision" in sys.modules:
+        return
+    names = ("torchvision", "torchvision.models", "torchvision.models.resnet", "torchvision.ops")
+    stubs: dict[str, Any] = {name: types.ModuleType(name) for name in (*names, "torchvision.ops.misc")}
+    for name, classes in (
+        ("torchvision.models", ("VGG", "ResNet")),
+        ("torchvision.models.resnet", ("Bottleneck", "BasicBlock")),
+        ("torchvision.ops.misc", ("FrozenBatchNorm2d",)),
+    ):
+        for class_name in classes:
+            setattr(stubs[name], class_name, type(class_name, (nn.Module,), {}))
+    stubs["torchvision"].models = stubs["torchvision.models"]
+    stubs["torchvision"].ops = stubs["torchvision.ops"]
+    sys.modules.update(stubs)
+
+
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
+    "flow_resnet": flow_resnet,
+    "flow_tiny": flow_tiny,
+    "flow_boundary": flow_boundary,
+    "flow_install": flow_install,
+}
