@@ -172,6 +172,19 @@ def test_a_reference_to_nothing_is_told_with_its_key(train) -> None:
     assert ended.left_nothing
 
 
+def test_a_data_directory_that_is_absent_is_told_with_its_key(train, tmp_path: Path) -> None:
+    for data, model in (
+        ("fashion_mnist", "multilayer_perceptron"),
+        ("tiny_shakespeare", "character_transformer"),
+    ):
+        place = tmp_path / "nowhere"
+        ended = train(f"data={data}", f"model={model}", "policy=none", f"data.data_dir={place}")
+        assert ended.code == 2
+        assert str(place) in ended.message
+        assert "data_dir" in ended.message
+        assert ended.left_nothing
+
+
 @pytest.mark.parametrize("override", ["trainer=gpu", "trainer.devices=[0,1,7]"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 def test_a_device_that_is_not_there_is_told(train, override: str) -> None:

@@ -1,0 +1,67 @@
+"""SIGTERM ends a run in good order, whatever it is doing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradpolicy.launch.signals import termination_exits
+
+from .conftest import QUICK, ROOT
+
+
+def told_to_go(closed: list[bool]) -> None:
+    with termination_exits():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            closed.append(True)
+
+
+def test_outside_of_training_it_unwinds_and_exits_with_143() -> None:
+    closed: list[bool] = []
+    former = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as leaving:
+        told_to_go(closed)
+    assert leaving.value.code == 143
+    assert closed == [True]
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path, train) -> None:
+    endless = [line for line in QUICK if "max_epochs" not in line and "limit_train" not in line]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, str(ROOT / "train.py"), f"paths.log_dir={tmp_path}", *endless),
+            "trainer.max_epochs=1000",
+            "trainer.log_every_n_steps=1",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 100
+    while not list(tmp_path.glob("train/runs/*/checkpoints/best.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    (run,) = tmp_path.glob("train/runs/*")
+    step = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["global_step"]
+    assert step > 0
+    resumed = train(
+        f"ckpt_path={run}",
+        f"trainer.max_steps={step + 2}",
+        "trainer.max_epochs=-1",
+        "trainer.limit_train_batches=null",
+    )
+    assert resumed.code == 0
+    last = torch.load(resumed.run / "checkpoints/last.ckpt", weights_only=True)
+    assert last["global_step"] == step + 2

@@ -1,0 +1,152 @@
+"""Sweeps: each job once, with its own arguments, and one table of what came out."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import optuna
+import pytest
+import yaml
+from rich.console import Console
+
+from gradpolicy.launch.report import Result
+from gradpolicy.launch.sweep import SUMMARY, best_of, collect, summarize
+
+from .conftest import CONF, QUICK, ROOT, Ended
+
+RESULTS = [
+    Result(["seed=1", "logger=csv"], optimized=0.25),
+    Result(["seed=2", "logger=csv"], optimized=float("nan")),
+    Result(["seed=3", "logger=csv"], status="failed", error="no memory"),
+    Result(["seed=4", "logger=csv"], optimized=0.75),
+]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 3), ("min", 0)])
+def test_the_best_is_the_largest_or_smallest_number(mode: str, best: int) -> None:
+    assert best_of(RESULTS, mode) == best
+    assert best_of(RESULTS[1:3], mode) is None
+
+
+def test_the_table_names_what_differs_and_marks_the_best(tmp_path: Path) -> None:
+    console = Console(width=100)
+    with console.capture() as capture:
+        summarize(RESULTS, "val/accuracy", "max", console, tmp_path / SUMMARY)
+    lines = capture.get().splitlines()
+    (marked,) = [line for line in lines if "*" in line]
+    assert "seed=4" in marked
+    assert "logger=csv" not in marked
+    assert any("no memory" in line for line in lines)
+    with (tmp_path / SUMMARY).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["best"] for row in rows] == ["False", "False", "False", "True"]
+    assert rows[3]["val/accuracy"] == "0.75"
+
+
+def sweep_of(ended: Ended) -> Path:
+    (found,) = ended.folder.glob("train/sweeps/*")
+    return found
+
+
+@pytest.mark.parametrize("launcher", [(), ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")])
+def test_a_grid_runs_each_job_once_and_summarizes(train, launcher: tuple[str, ...]) -> None:
+    ended = train("-m", "seed=1,2", "policy=none,stop", *launcher)
+    assert ended.code == 0
+    results = collect(sweep_of(ended))
+    chosen = [
+        {line for line in result.overrides if line.startswith(("seed", "policy"))} for result in results
+    ]
+    assert chosen == [{f"seed={seed}", f"policy={policy}"} for seed in (1, 2) for policy in ("none", "stop")]
+    assert all(result.optimized is not None for result in results)
+    assert "val/accuracy_best" in ended.out
+    assert (sweep_of(ended) / SUMMARY).is_file()
+
+
+@pytest.mark.slow
+def test_submitit_runs_the_jobs_of_a_sweep(train_process) -> None:
+    ended = train_process("-m", "seed=1,2", "hydra/launcher=submitit_local")
+    assert ended.code == 0, ended.err
+    assert len(collect(sweep_of(ended))) == 2
+
+
+def test_a_failed_job_does_not_keep_the_others_from_running(train, tmp_path, monkeypatch) -> None:
+    (tmp_path / "faulty.py").write_text(
+        "from lightning.pytorch import Callback\n\n\n"
+        "class Faulty(Callback):\n"
+        "    def on_train_start(self, trainer, pl_module):\n"
+        "        if trainer.max_steps == 1:\n"
+        "            raise ArithmeticError('on purpose')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "sweep"
+    with pytest.raises(ArithmeticError):
+        train(
+            "-m",
+            "trainer.max_steps=1,2",
+            "+callbacks.faulty._target_=faulty.Faulty",
+            "allowed_targets=[faulty]",
+            folder=folder,
+        )
+    (place,) = folder.glob("train/sweeps/*")
+    assert [result.status for result in collect(place)] == ["failed", "completed"]
+    assert "on purpose" in (place / SUMMARY).read_text()
+
+
+def test_the_command_line_that_wandb_writes_is_understood(train) -> None:
+    """`wandb agent` puts the words of `command` together, with `key=value` for `${args_no_hyphens}`."""
+    sweep = yaml.safe_load((CONF / "sweep/learning_rate.yaml").read_text())
+    assert (ROOT / sweep["program"]).is_file()
+    assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]
+    values = {
+        key: given.get("min", given.get("values", [None])[0]) for key, given in sweep["parameters"].items()
+    }
+    words: list[str] = []
+    for word in sweep["command"][3:]:
+        words += (
+            [f"{key}={value}" for key, value in values.items()] if word == "${args_no_hyphens}" else [word]
+        )
+    ended = train(*words, "logger=[csv,wandb]", "logger.wandb.mode=offline")
+    assert ended.code == 0
+    config = yaml.safe_load((ended.run / "config.yaml").read_text())
+    assert config["optimizer"]["lr"] == values["optimizer.lr"]
+    assert any((ended.run / "wandb").glob("offline-run-*"))
+    assert sweep["metric"]["name"] in ended.result.metrics
+
+
+def search(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [
+            *(
+                sys.executable,
+                str(ROOT / "scripts/sweep.py"),
+                "sweep=learning_rate",
+                "--directory",
+                str(folder),
+            ),
+            *arguments,
+            *QUICK,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.slow
+def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    assert search(tmp_path, "--trials", "2").returncode == 0
+    done = search(tmp_path, "--trials", "3")
+    assert done.returncode == 0, done.stderr
+    study = optuna.load_study(study_name="learning_rate", storage=f"sqlite:///{tmp_path}/study.db")
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3
+    assert study.best_value == max(trial.value for trial in study.trials)
+    assert all(trial.intermediate_values for trial in study.trials)
+    assert "best" in done.stdout
+
+
+def test_wrong_input_ends_a_search_before_it_begins(tmp_path: Path) -> None:
+    ended = search(tmp_path / "none", "--trials", "1", "policy=guided")
+    assert ended.returncode == 2
+    assert "random_freeze" in ended.stderr
+    assert not (tmp_path / "none").exists()

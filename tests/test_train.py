@@ -1,0 +1,56 @@
+"""The default job as a person runs it: all four kinds of policy, on real data, to its accuracy."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that `python train.py` leaves; it is run once, elsewhere than in the checkout."""
+    place = tmp_path_factory.mktemp("default")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py")],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=place,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    (run,) = place.glob("outputs/train/runs/*")
+    return run
+
+
+def test_the_default_job_reaches_its_accuracy(default_run: Path) -> None:
+    metrics = json.loads((default_run / "result.json").read_text())["metrics"]
+    assert metrics["test/accuracy"] >= 0.97
+    assert metrics["test/probe_accuracy"] >= 0.9
+
+
+def test_it_leaves_what_it_promises(default_run: Path) -> None:
+    for left in ("config.yaml", "checkpoints/best.ckpt", "checkpoints/last.ckpt", "pictures/guided.png"):
+        assert (default_run / left).is_file(), left
+    assert list(default_run.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def test_metrics_tell_of_each_policy(default_run: Path) -> None:
+    (path,) = default_run.glob("csv/*/metrics.csv")
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    shares = [
+        float(row["policy/random_freeze/active_share"])
+        for row in rows
+        if row["policy/random_freeze/active_share"]
+    ]
+    assert shares
+    assert all(0.45 < share < 0.55 for share in shares)
+    assert any(row["policy/straight_through/gradient_norm_after"] for row in rows)
