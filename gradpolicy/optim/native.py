@@ -113,7 +113,7 @@ def library() -> ctypes.CDLL | None:
             loaded.gradpolicy_count.restype = ctypes.c_int64
             return loaded
     warnings.warn(
-        f"gradpolicy: masked updates run on plain torch operations, at 2 to 3 times the time ({reason})",
+        f"gradpolicy: masked updates run on plain torch, many times slower ({reason})",
         stacklevel=2,
     )
     return None
