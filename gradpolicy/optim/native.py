@@ -7,14 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import itertools
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy.compiling import compiled
 from gradpolicy.optim.adam import Job
 
-SOURCES = ("kernel.c", "kernel_adam.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")
 GRAIN = 1 << 15
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
@@ -50,73 +41,16 @@ class _Job(ctypes.Structure):
     ]
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "gradpolicy"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="gradpolicy-"))
-
-
-def _processor() -> str:
-    """What the compiled code depends on: it is built for this processor alone."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
-def _build(compiler: str) -> Path:
-    """Compile, or find what was compiled before.
-
-    Raises:
-        OSError, subprocess.SubprocessError: there is no compiler, or it fails.
-    """
-    here = Path(__file__).parent
-    parts = [
-        *((here / name).read_text() for name in SOURCES),
-        compiler,
-        *FLAGS,
-        platform.machine(),
-        _processor(),
-    ]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    library = _cache_folder() / f"kernel-{digest}.so"
-    if not library.exists():
-        fresh = library.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, str(here / SOURCES[0]), "-o", str(fresh), *LINK_FLAGS]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        os.replace(fresh, library)
-    return library
-
-
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernel; None, and one warning, where it cannot be had."""
-    compiler = os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
-    reason = "no C compiler was found"
-    if os.environ.get("GRADPOLICY_NATIVE") == "0":
-        reason = "GRADPOLICY_NATIVE=0"
-    elif compiler is not None:
-        try:
-            loaded = ctypes.CDLL(str(_build(compiler)))
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = f"{compiler} failed: {(getattr(error, 'stderr', None) or str(error)).strip()[:300]}"
-        else:
-            for name in ("adam", "recode", "clear", "bits", "repack"):
-                getattr(loaded, f"gradpolicy_{name}").restype = None
-            loaded.gradpolicy_count.restype = ctypes.c_int64
-            return loaded
-    warnings.warn(
-        f"gradpolicy: masked updates run on plain torch, many times slower ({reason})",
-        stacklevel=2,
-    )
-    return None
+    source = Path(__file__).with_name("kernel.c")
+    loaded = compiled(source, "masked updates run on plain torch operations, at many times the time")
+    if loaded is not None:
+        for name in ("adam", "recode", "clear", "bits", "repack"):
+            getattr(loaded, f"gradpolicy_{name}").restype = None
+        loaded.gradpolicy_count.restype = ctypes.c_int64
+    return loaded
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
