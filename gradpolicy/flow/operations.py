@@ -99,7 +99,7 @@ class Operation:
     """
 
     name: str
-    functions: frozenset[Function]
+    functions: tuple[Function, ...]
     functional: Function
     spellings: "Mapping[Function, Spelling]" = field(compare=False)
 
@@ -149,9 +149,7 @@ def resolve_operation(specification: str | Function) -> Operation:
     if name is not None:
         return _operation_named(name, name)
     name = getattr(specification, "__name__", repr(specification))
-    return Operation(
-        name, frozenset({specification}), specification, {specification: spelling_of(specification)}
-    )
+    return Operation(name, (specification,), specification, {specification: spelling_of(specification)})
 
 
 # Under torch.compile it runs while tracing, and its result is a constant.
@@ -236,7 +234,7 @@ def _operation_named(name: str, written: str) -> Operation:
     places = (*_NAMESPACES, Tensor)
     functional = next((found for place in places if (found := _function(place, stem))), None)
     spellings = {function: spelling_of(function) for function in functions}
-    return Operation(name, functions, functional or next(iter(functions)), spellings)
+    return Operation(name, tuple(functions), functional or next(iter(functions)), spellings)
 
 
 @cache

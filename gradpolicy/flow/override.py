@@ -94,18 +94,13 @@ class gradient_override(ContextDecorator):  # noqa: N801 - a context manager and
     """
 
     def __init__(self, overrides: Mapping[str | Function, str | Rule | RuleFunction | Function]) -> None:
-        if not isinstance(overrides, Mapping):
-            raise PolicyError(f"gradient_override takes a dict of operation: rule, got {overrides!r}")
-        pairs: list[tuple[Operation, Binding]] = []
-        for key, value in overrides.items():
-            operation = resolve_operation(key)
-            if any(operation.name == known.name for known, _ in pairs):
-                raise PolicyError(f"gradient_override: operation {operation.name!r} is named twice")
-            pairs.append((operation, Binding(operation.name, as_rule(value))))
-        rules: list[CallRule] = [OperationRule(operation, binding) for operation, binding in pairs]
-        for operation, binding in pairs:
-            rules += unseen_calls([operation], binding)
-        self._table = make_table(rules)
+        if torch.compiler.is_compiling():
+            # Without fullgraph the compiler then leaves the block to eager mode, where it holds.
+            raise PolicyError(
+                "a gradient_override block cannot be made within compiled code: call the compiled function "
+                "within the block, or install policies on the model"
+            )
+        self._table = _table_of(overrides)
         self._entered: list[OperationMode] = []
 
     def __enter__(self) -> "gradient_override":
@@ -116,6 +111,21 @@ class gradient_override(ContextDecorator):  # noqa: N801 - a context manager and
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
+
+
+def _table_of(overrides: Mapping) -> Table:
+    if not isinstance(overrides, Mapping):
+        raise PolicyError(f"gradient_override takes a dict of operation: rule, got {overrides!r}")
+    pairs: list[tuple[Operation, Binding]] = []
+    for key, value in overrides.items():
+        operation = resolve_operation(key)
+        if any(operation.name == known.name for known, _ in pairs):
+            raise PolicyError(f"gradient_override: operation {operation.name!r} is named twice")
+        pairs.append((operation, Binding(operation.name, as_rule(value))))
+    rules: list[CallRule] = [OperationRule(operation, binding) for operation, binding in pairs]
+    for operation, binding in pairs:
+        rules += unseen_calls([operation], binding)
+    return make_table(rules)
 
 
 def make_table(rules: Iterable[CallRule]) -> Table:

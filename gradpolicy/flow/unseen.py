@@ -45,7 +45,7 @@ class UnseenCall:
 
     def __init__(self, function: Function, hidden: frozenset[str], binding: Binding) -> None:
         self.name = function.__name__
-        self.functions = frozenset({function})
+        self.functions = (function,)
         self.reason = f"it runs {', '.join(sorted(hidden))} within torch, with the plain gradient"
         self.binding = binding
 

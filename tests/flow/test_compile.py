@@ -88,15 +88,37 @@ def test_a_schedule_does_not_recompile(batch, parameter_gradients):
         assert counter["unique_graphs"] == graphs
 
 
-def test_a_block_within_compiled_code(batch, gradient):
-    def function(x):
-        with gp.gradient_override({"round": "identity", "relu": "guided_relu", "sign": torch.tanh}):
-            return torch.round(x) + F.relu(-x) + torch.sign(x)
+def function_of_many(x):
+    return torch.round(x) + F.relu(-x) + torch.sign(x)
 
+
+OVERRIDES = {"round": "identity", "relu": "guided_relu", "sign": torch.tanh}
+
+
+def test_compiled_code_within_a_block_and_again_without_it(batch, gradient):
+    compiled = torch.compile(function_of_many, backend="eager", fullgraph=True)
     weights = torch.randn_like(batch)
-    expected, _ = gradient(function, batch, weights)
-    found, _ = gradient(torch.compile(function, backend="eager", fullgraph=True), batch, weights)
+    plain, _ = gradient(function_of_many, batch, weights)
+    for _ in range(2):
+        with gp.gradient_override(OVERRIDES):
+            expected, _ = gradient(function_of_many, batch, weights)
+            found, _ = gradient(compiled, batch, weights)
+        torch.testing.assert_close(found, expected)
+        found, _ = gradient(compiled, batch, weights)
+        torch.testing.assert_close(found, plain)
+
+
+def test_a_block_made_within_compiled_code_holds_or_is_refused(batch, gradient):
+    def function(x):
+        with gp.gradient_override(OVERRIDES):
+            return function_of_many(x)
+
+    expected, _ = gradient(function, batch)
+    found, _ = gradient(torch.compile(function, backend="eager"), batch)
     torch.testing.assert_close(found, expected)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="cannot be made within compiled code"):
+        torch.compile(function, backend="eager", fullgraph=True)(batch)
 
 
 def test_any_forward_within_compiled_code(batch, gradient):
