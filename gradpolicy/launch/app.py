@@ -1,6 +1,7 @@
 """The program: reads the command line, checks everything that it asks for, then has Hydra run it."""
 
 import re
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from gradpolicy.launch.compose import (
 from gradpolicy.launch.errors import FAILED, WRONG_INPUT, WRONG_INPUT_ERRORS, explain, report_error
 from gradpolicy.launch.ranks import is_first_rank
 from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.rundir import remove
+from gradpolicy.launch.rundir import empty_directories_removed
 from gradpolicy.launch.sweep import RESULTS, SUMMARY, collect, summarize
 
 CONFIG_NAME = "train"
@@ -94,13 +95,14 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
     callbacks = Callbacks(config)
     callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
     job = Job(in_sweep=False)
-    returned = hydra_utils.run_job(
-        hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
-        task_function=job,
-        config=config,
-        job_dir_key="hydra.run.dir",
-        job_subdir_key=None,
-    )
+    with empty_directories_removed(Path(config.hydra.run.dir).absolute()):
+        returned = hydra_utils.run_job(
+            hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
+            task_function=job,
+            config=config,
+            job_dir_key="hydra.run.dir",
+            job_subdir_key=None,
+        )
     callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=returned)
     if job.error is not None:
         raise job.error
@@ -109,15 +111,16 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
 def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
     """Has Hydra's sweeper and launcher run the jobs, and prints the summary, also when some failed."""
     directory = Path(config.hydra.sweep.dir).absolute()
-    try:
-        prepared.multirun(
-            config_name=source.name,
-            task_function=Job(in_sweep=True),
-            overrides=[*overrides, f"hydra.sweep.dir={quoted(str(directory))}"],
-        )
-    finally:
-        if is_first_rank():
-            _end_sweep(directory, config)
+    with empty_directories_removed(directory):
+        try:
+            prepared.multirun(
+                config_name=source.name,
+                task_function=Job(in_sweep=True),
+                overrides=[*overrides, f"hydra.sweep.dir={quoted(str(directory))}"],
+            )
+        finally:
+            if is_first_rank():
+                _end_sweep(directory, config)
 
 
 class Job:
@@ -195,5 +198,5 @@ def _end_sweep(directory: Path, config: DictConfig) -> None:
     if any(result.status != "failed" or Path(result.directory).is_dir() for result in results):
         metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"
         summarize(results, metric, mode, Console(), directory / SUMMARY)
-    elif directory.is_dir():
-        remove(directory)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -63,7 +63,7 @@ class RunDirectory:
     def remove_unless_begun(self) -> None:
         """Removes the directory if this run has put nothing into it that someone would miss."""
         if not self.begun and is_first_rank():
-            remove(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _holds_only_hydras(path: Path) -> bool:
@@ -88,11 +88,14 @@ def run_directory(path: Path) -> Iterator[RunDirectory]:
         raise
 
 
-def remove(directory: Path) -> None:
-    """Removes a directory, and those above it that it leaves empty."""
-    shutil.rmtree(directory, ignore_errors=True)
-    for above in list(directory.parents)[:3]:
-        try:
-            above.rmdir()
-        except OSError:
-            return
+@contextmanager
+def empty_directories_removed(directory: Path) -> Iterator[None]:
+    """Removes the directories that were made for a run, as far up as they were, where they end up empty."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        if is_first_rank():
+            for path in missing:
+                if path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()

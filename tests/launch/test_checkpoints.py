@@ -51,7 +51,7 @@ def test_a_run_directory_means_the_newest_in_it(tmp_path: Path, model: nn.Module
 @pytest.mark.parametrize("asked", ["last", "none.ckpt", "."])
 def test_where_there_is_none_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PolicyError, match="^ckpt_path"):
+    with pytest.raises(PolicyError, match=r"^ckpt_path"):
         find_checkpoint(asked, [tmp_path])
 
 

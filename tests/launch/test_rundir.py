@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.rundir import run_directory, started
+from gradpolicy.launch.rundir import empty_directories_removed, run_directory, started
 
 
 def fail(path: Path, error: Exception, begun: bool = False) -> None:
@@ -24,18 +24,20 @@ def fresh(tmp_path: Path) -> Path:
     return path
 
 
-def test_wrong_input_leaves_nothing_of_a_run_that_never_began(fresh: Path, tmp_path: Path) -> None:
+def test_wrong_input_leaves_nothing_of_a_run_that_never_began(fresh: Path) -> None:
     with pytest.raises(PolicyError):
         fail(fresh, PolicyError("wrong"))
-    assert list(tmp_path.iterdir()) == []
+    assert not fresh.exists()
 
 
-def test_what_lies_beside_it_stays(fresh: Path, tmp_path: Path) -> None:
-    other = fresh.with_name("other")
-    other.mkdir()
-    with pytest.raises(PolicyError):
-        fail(fresh, PolicyError("wrong"))
-    assert list(fresh.parent.iterdir()) == [other]
+def test_directories_that_were_made_for_a_run_go_where_they_end_up_empty(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with empty_directories_removed(tmp_path / "mine/train/runs/now"):
+        (tmp_path / "mine/train/runs/now").mkdir(parents=True)
+    assert list((tmp_path / "mine").iterdir()) == []
+    with empty_directories_removed(tmp_path / "mine/train/runs/now"):
+        (tmp_path / "mine/train/other").mkdir(parents=True)
+    assert list((tmp_path / "mine/train").iterdir()) == [tmp_path / "mine/train/other"]
 
 
 def test_a_run_that_began_stays(fresh: Path) -> None:

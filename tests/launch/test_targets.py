@@ -73,5 +73,5 @@ def test_every_target_is_found_with_its_key() -> None:
 
 def test_a_package_is_allowed_by_its_whole_name_only() -> None:
     check_targets({"node": {"_target_": "fractions.Fraction"}}, allowed=["fractions"])
-    with pytest.raises(PolicyError, match="fractions.Fraction"):
+    with pytest.raises(PolicyError, match=r"fractions\.Fraction"):
         check_targets({"node": {"_target_": "fractions.Fraction"}}, allowed=["fraction"])
