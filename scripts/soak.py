@@ -67,6 +67,7 @@ class Setting:
             f"data.workers={self.workers}",
             "policy=[stop,straight_through,random_freeze]",
             "logger=csv",
+            "+logger.csv.flush_logs_every_n_steps=1",
             "callbacks=model_checkpoint",
             "callbacks.model_checkpoint.monitor=null",
             "callbacks.model_checkpoint.filename=newest",
