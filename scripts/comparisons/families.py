@@ -57,7 +57,6 @@ class Family:
 
 COSTS = (
     Column("step, CPU ms", "cost/step_cpu_milliseconds"),
-    Column("step, ms", "cost/step_milliseconds"),
     Column("peak optimizer state, kB", "cost/optimizer_bytes_peak", factor=1e-3, digits=0),
 )
 DENSITY = "policy.prune_and_grow.mask.density"
