@@ -1,5 +1,6 @@
 """Runs what is not done yet, each in a directory of its own."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ QUIET = (
     "extras.print_config=false",
     "extras.plan=false",
     "trainer.enable_progress_bar=false",
-    "callbacks.progress_bar=null",
+    "++callbacks.progress_bar=null",
 )
 LOG = "output.log"
 CONF = Path(__file__).parents[2] / "conf"
@@ -43,7 +44,10 @@ class Run:
         path = self.directory / RESULT
         if not path.is_file():
             return None
-        result = Result.load(path)
+        try:
+            result = Result.load(path)
+        except json.JSONDecodeError:  # it was broken off while it was written
+            return None
         return result if set(result.overrides) == set(self.overrides) else None
 
 

@@ -80,6 +80,13 @@ def test_a_run_with_other_settings_does_not_count(runs: list[Run], tmp_path: Pat
     assert again[1].result is None
 
 
+def test_a_result_that_was_broken_off_does_not_count(runs: list[Run]) -> None:
+    pretend(runs[1])
+    path = runs[1].directory / RESULT
+    path.write_text(path.read_text()[:40])
+    assert runs[1].result is None
+
+
 def test_means_and_spreads_are_those_worked_out_by_hand(finished: list[Run]) -> None:
     slow, fast = make_rows(FAMILY, finished)
     # Mean (1 + 2 + 4.5) / 3; deviations −1.5, −0.5, 2: (2.25 + 0.25 + 4) / 2 = 3.25.
@@ -159,7 +166,7 @@ def test_the_program_trains_what_is_missing_and_goes_on_where_it_stopped(
     family = Family("Digits", (Variant("plain", ("policy=none",)),), columns, ("val/accuracy", "accuracy"))
     monkeypatch.setitem(FAMILIES, "digits", family)
     arguments = ["digits", "logger=csv", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
-    arguments += ["--seeds", "3", "--out", str(tmp_path)]
+    arguments += ["callbacks=model_checkpoint", "--seeds", "3", "--out", str(tmp_path)]
     assert compare.main(arguments) == 0
     result = tmp_path / "plain/seed-3" / RESULT
     assert 0.0 <= Result.load(result).metrics["test/accuracy"] <= 1.0
