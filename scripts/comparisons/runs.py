@@ -18,7 +18,6 @@ QUIET = (
     "trainer.enable_progress_bar=false",
     "++callbacks.progress_bar=null",
 )
-LOG = "output.log"
 CONF = Path(__file__).parents[2] / "conf"
 
 
@@ -79,7 +78,9 @@ def train(run: Run) -> None:
     with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
         code = main(CONF, [*run.overrides, f"hydra.run.dir={quoted(str(run.directory))}"])
     if code:
-        raise PolicyError(f"{run.variant} with seed {run.seed} ended with code {code}; see {log}")
+        errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+        cause = errors[-1].removeprefix("error: ") if errors else f"ended with code {code}"
+        raise PolicyError(f"{run.variant} with seed {run.seed}: {cause} (see {log})")
 
 
 def finish(runs: Sequence[Run], begin: Callable[[Run], None], train: Callable[[Run], None] = train) -> None:

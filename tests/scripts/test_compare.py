@@ -175,13 +175,16 @@ def test_the_program_trains_what_is_missing_and_goes_on_where_it_stopped(
     assert result.stat().st_mtime_ns == written
 
 
-def test_a_run_that_fails_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_run_that_fails_says_why_and_names_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     family = Family("Wrong", (Variant("wrong", ("policy=nothing",)),), (), ("val/loss", "loss"))
     monkeypatch.setitem(FAMILIES, "wrong", family)
     assert compare.main(["wrong", "--seeds", "0", "--out", str(tmp_path)]) == 2
     message = " ".join(capsys.readouterr().err.split())
-    assert "wrong with seed 0 ended with code 2" in message
-    assert "nothing" in (tmp_path / "wrong/seed-0.log").read_text()
+    assert "wrong with seed 0: " in message
+    assert "no such policy" in message
+    assert "no such policy" in (tmp_path / "wrong/seed-0.log").read_text()
 
 
 def test_an_unknown_comparison_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
