@@ -18,6 +18,7 @@ from lightning.pytorch import (
     seed_everything,
 )
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -151,9 +152,7 @@ def build_trainer(
     ]
     plugins = {} if node.get("plugins") else {"plugins": [WholeCheckpointIO()]}
     loggers = list(build_all(settings.logger, "logger").values())
-    if "wandb" in sys.modules:
-        # Otherwise it reads how quiet it shall be only after its first warnings.
-        sys.modules["wandb"].setup()
+    _settle_wandb(loggers)
     return build(node, "trainer", callbacks=callbacks, logger=loggers or False, **plugins)
 
 
@@ -223,6 +222,14 @@ def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float |
     if name not in metrics:
         rank_zero_warn(f"optimized_metric: {name!r} was not logged; {nearest(name, metrics)}")
     return metrics.get(name)
+
+
+def _settle_wandb(loggers: list[Any]) -> None:
+    """Has W&B read how quiet it shall be before it gives its first warning."""
+    if any(isinstance(logger, WandbLogger) for logger in loggers):
+        import wandb
+
+        wandb.setup()
 
 
 @contextmanager
