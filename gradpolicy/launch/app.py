@@ -27,7 +27,14 @@ from gradpolicy.launch.compose import (
     hydra_at,
     jobs_of,
 )
-from gradpolicy.launch.errors import FAILED, WRONG_INPUT, WRONG_INPUT_ERRORS, explain, report_error
+from gradpolicy.launch.errors import (
+    FAILED,
+    TERMINATED,
+    WRONG_INPUT,
+    WRONG_INPUT_ERRORS,
+    explain,
+    report_error,
+)
 from gradpolicy.launch.ranks import is_first_rank
 from gradpolicy.launch.report import RESULT, Result
 from gradpolicy.launch.rundir import empty_directories_removed
@@ -68,6 +75,8 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
             report_error(error, show_traceback or "extras.traceback=true" in options.overrides)
         return WRONG_INPUT
     except SystemExit as leaving:
+        if leaving.code == TERMINATED and is_first_rank():
+            print("ended by SIGTERM; ckpt_path=last goes on from the last checkpoint", file=sys.stderr)
         return leaving.code if isinstance(leaving.code, int) else FAILED
 
 
