@@ -61,7 +61,12 @@ class GuidedLayer(nn.Module):
 
 def resnet() -> nn.Module:
     """A network of ResNet-18's shape: 17 ReLUs."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1), nn.BatchNorm2d(64), nn.ReLU()]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     before = 64
     for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
         layers += [Block(before, channels, stride), Block(channels, channels, 1)]
@@ -103,7 +108,7 @@ def flow_boundary() -> list[Row]:
     """Policies at module boundaries of the ResNet-18 shape."""
     torch.manual_seed(0)
     plain, batch = resnet(), torch.randn(32, 3, 32, 32)
-    policies = [gp.Scale(0.5, modules="4"), gp.Clip(norm=1.0, modules="7"), gp.Reverse(modules="13")]
+    policies = [gp.Scale(0.5, modules="5"), gp.Clip(norm=1.0, modules="8"), gp.Reverse(modules="14")]
     return [_against(plain, _installed(plain, policies), batch, "scale, clip and reverse", target=1.01)]
 
 
