@@ -8,6 +8,9 @@ from torch.testing._internal.common_optimizers import optim_db
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
 
+# Importing torch's own cases forbids every later test of the process to set a backend flag, as Trainer does.
+setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)  # noqa: B010
+
 
 def cases():
     for info in optim_db:
