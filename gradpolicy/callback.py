@@ -92,6 +92,7 @@ class GradientPolicies(Callback):
         # step that fp16 skipped, leaves it as it is.
         self._updates_seen = -1
         self._checked_phases: set[str] = set()
+        self._met_before: dict[str, int] = {}
 
     @property
     def flow_policies(self) -> dict[str, FlowPolicy]:
@@ -119,6 +120,9 @@ class GradientPolicies(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs flow policies for testing."""
         self._begin_evaluation(trainer, pl_module, "test")
+        self._met_before = {}
+        if self.installed is not None:
+            self.installed.measure_norms(self.log_policies)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs flow policies for prediction."""
@@ -126,6 +130,8 @@ class GradientPolicies(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves the model as it was found."""
+        if stage == "test":
+            self._log_test(trainer)
         self._remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -226,7 +232,7 @@ class GradientPolicies(Callback):
         if self.freezer is not None:
             self.freezer.observe(optimizer if optimizer in self._masked else None)
         if logs:
-            pl_module.log_dict({**self._flow_metrics(), **self._freeze_metrics(before)})
+            pl_module.log_dict({**self._flow_metrics("fit"), **self._freeze_metrics(before)})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -290,11 +296,14 @@ class GradientPolicies(Callback):
     def _logs_now(self, trainer: Trainer) -> bool:
         return bool(trainer.loggers) and (trainer.global_step + 1) % _log_interval(trainer) == 0
 
-    def _flow_metrics(self) -> dict[str, float | Tensor]:
+    def _flow_metrics(self, phase: str) -> dict[str, float | Tensor]:
+        """What the flow policies of a phase did since they were last told the time."""
         if self.installed is None:
             return {}
         metrics: dict[str, float | Tensor] = {}
         for row in self.installed.report().rows:
+            if phase not in self.policies[row.name].when.phases:
+                continue
             metrics[f"policy/{row.name}/operations"] = float(
                 row.operations_matched - self._met_before.get(row.name, 0)
             )
@@ -303,6 +312,14 @@ class GradientPolicies(Callback):
             metrics[f"policy/{name}/gradient_norm_before"] = before
             metrics[f"policy/{name}/gradient_norm_after"] = after
         return metrics
+
+    def _log_test(self, trainer: Trainer) -> None:
+        """Logs what policies of this phase did, after other callbacks made use of them at its end."""
+        metrics = self._flow_metrics("test") if self.log_policies else {}
+        if metrics:
+            numbers = {name: float(value) for name, value in metrics.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
 
     def _freeze_norms(self) -> dict[str, Tensor]:
         if self.freezer is None:

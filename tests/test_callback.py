@@ -263,3 +263,21 @@ def test_a_policy_for_the_test_phase_holds_there_and_not_in_training(two_layers,
     trainer.fit(two_layers, loader)
     trainer.test(two_layers, loader, verbose=False)
     assert seen == {"fit": False, "test": True}
+
+
+def test_what_a_policy_did_in_the_test_phase_is_logged_at_its_end(two_layers, loader, make_trainer, tmp_path):
+    class Attributes(Callback):
+        def on_test_end(self, trainer, pl_module):
+            with torch.inference_mode(False), torch.enable_grad():
+                images = torch.ones(2, 4, requires_grad=True)
+                pl_module.predict_step(images, 0).sum().backward()
+            pl_module.zero_grad()
+
+    guided = gp.Guided(when=gp.When(phases=["test"]))
+    callbacks = [gp.GradientPolicies({"guided": guided}), Attributes()]
+    trainer = make_trainer(logger=CSVLogger(tmp_path), callbacks=callbacks)
+    trainer.test(two_layers, loader, verbose=False)
+    with open(trainer.logger.experiment.metrics_file_path) as file:
+        (row,) = [row for row in csv.DictReader(file) if row.get("policy/guided/operations")]
+    assert float(row["policy/guided/operations"]) == 1
+    assert float(row["policy/guided/gradient_norm_before"]) >= float(row["policy/guided/gradient_norm_after"])
