@@ -9,13 +9,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from comparisons.families import FAMILIES, Family
 from comparisons.picture import draw
 from comparisons.runs import Run, finish, runs_of
 from comparisons.table import Row, make_rows, markdown, printed, write_csv
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from gradpolicy.errors import PolicyError, unknown
 
 TABLE = "table"
