@@ -37,6 +37,38 @@ def local_mask(mask: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(whole, sharded.device_mesh, placements, src_data_rank=None).to_local()
 
 
+def coarse_mask(mask: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
+    """The mask of a shape with ones, of which a mask of each entry came.
+
+    Args:
+        mask: bool, the parameter's shape; as sharded as the parameter, or plain.
+        parameter: what it belongs to; of a sharded one every process must take part.
+        shape: shape of the mask as it was set.
+    """
+    if is_sharded(mask) and _hidden_from_some(parameter, shape):
+        sharded: Any = mask
+        mask = sharded.full_tensor()
+    own = local_shard(mask)
+    for dim in range(len(shape)):
+        own = own.narrow(dim, 0, 1) if _is_one(shape, parameter, dim) and own.shape[dim] > 1 else own
+    return as_sharded(own, parameter, shape) if is_sharded(mask) else own
+
+
+def _hidden_from_some(parameter: Tensor, shape: Sequence[int]) -> bool:
+    """Whether a process without entries may need a value of a mask that only those of others tell."""
+    sharded: Any = parameter
+    split = [
+        (placement.dim, ranks)
+        for placement, ranks in zip(sharded.placements, sharded.device_mesh.shape, strict=True)
+        if placement.is_shard()
+    ]
+    ranks = prod(count for _, count in split)
+    # ceil(size / ranks) entries each: up to this size the last processes may be left with none.
+    return any(
+        _is_one(shape, parameter, dim) and parameter.shape[dim] <= ranks * (ranks - 1) for dim, _ in split
+    )
+
+
 def check_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
     """The mask with as many dimensions as the parameter.
 

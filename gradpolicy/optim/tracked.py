@@ -11,7 +11,15 @@ from torch import Tensor
 from gradpolicy.optim import adam, moves, native
 from gradpolicy.optim.cohorts import Cohorts, Slots
 from gradpolicy.optim.general import Keeper, empty_value, entry_state
-from gradpolicy.optim.layout import Layout, as_sharded, has_one_value, is_sharded, local_mask, local_shard
+from gradpolicy.optim.layout import (
+    Layout,
+    as_sharded,
+    coarse_mask,
+    has_one_value,
+    is_sharded,
+    local_mask,
+    local_shard,
+)
 from gradpolicy.optim.packed import Held
 
 FROZEN, PARTIAL, FULL = "frozen", "partial", "full"
@@ -350,8 +358,9 @@ class Tracked:
             lowest = torch.iinfo(slots.dtype).min
             codes = torch.where(flags.view(-1, block)[:, 0], numbers + lowest, numbers)
             self.cohorts = Cohorts.restored(codes, block, slots)
-            self.set_mask(self._cut(mask, shape))
-        self.mask_shape, self.restored_as = shape, self.frozen_state
+        # A process without entries too has its part of the mask.
+        self.set_mask(None if shape is None else coarse_mask(mask, self.parameter, shape))
+        self.restored_as = self.frozen_state
 
     def _coarsest(self, *vectors: Tensor) -> int:
         """The largest block of entries within which every vector has one value."""
@@ -362,15 +371,6 @@ class Tracked:
             if all(bool((row == row[:, :1]).all()) for row in rows):
                 return block
         return 1
-
-    def _cut(self, mask: Tensor, shape: tuple[int, ...] | None) -> Tensor | None:
-        """A mask of each entry as the coarse one that it came of."""
-        if shape is None:
-            return None
-        own = local_mask(mask, self.parameter)
-        for dim, size in enumerate(shape):
-            own = own.narrow(dim, 0, 1) if size == 1 and own.shape[dim] > 1 else own
-        return as_sharded(own, self.parameter, shape)
 
     def adopt_state(self) -> None:
         """Take the optimizer's state as it now stands, dense and of one age, under the present mask."""
