@@ -7,14 +7,14 @@ from pathlib import Path
 
 import compare
 import pytest
-from comparisons.families import FAMILIES, Column, Family, Variant
-from comparisons.picture import band, read_curve
-from comparisons.runs import CONF, Run, finish, runs_of
-from comparisons.table import Summary, make_rows, markdown, printed, write_csv
 from hydra import compose, initialize_config_dir
 from PIL import Image
 from rich.console import Console
 
+from comparisons.families import FAMILIES, Column, Family, Variant
+from comparisons.picture import band, read_curve
+from comparisons.runs import CONF, Run, finish, runs_of
+from comparisons.table import Summary, make_rows, markdown, printed, write_csv
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.compose import VERSION_BASE
 from gradpolicy.launch.report import RESULT, Result
