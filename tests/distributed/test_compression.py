@@ -3,12 +3,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from combinations import combinations
 from process_pool import ProcessPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy import PolicyError
 from gradpolicy.distributed.compression import ActiveEntries
+
+LEVELS = {
+    "entries": {"0": "entry", "3": "entry", "5": "entry"},
+    "rows": {"0": "row", "3": "row"},
+    "mixed": {"0": "tensor", "3": "entry", "5": "row"},
+    "tensors": {"0": "tensor", "3": "tensor", "5": "tensor"},
+    "none": {},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "views": {"gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb": 0.001},
+}
+FAST_AVERAGES = [*((levels, "as it is") for levels in LEVELS), ("mixed", "views"), ("mixed", "small buckets")]
 
 
 def network() -> nn.Sequential:
@@ -68,28 +83,20 @@ def averaged(levels: dict[str, str], density: float, options: dict[str, Any], dt
     return {**results, "share": sum(active) / sum(sizes)}
 
 
-@pytest.mark.parametrize(
-    "levels",
-    [
-        {"0": "entry", "3": "entry", "5": "entry"},
-        {"0": "row", "3": "row"},
-        {"0": "tensor", "3": "entry", "5": "row"},
-        {"0": "tensor", "3": "tensor", "5": "tensor"},
-        {},
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}])
+@pytest.mark.parametrize(("levels", "options"), combinations(FAST_AVERAGES, tuple(LEVELS), tuple(OPTIONS)))
 def test_active_gradients_are_averaged_and_frozen_ones_are_zero(
-    pair: ProcessPool, levels: dict[str, str], options: dict[str, Any]
+    pair: ProcessPool, levels: str, options: str
 ) -> None:
-    first, second = pair(averaged, levels, 0.2, options, None)
+    first, second = pair(averaged, LEVELS[levels], 0.2, OPTIONS[options], None)
     for hooked, masked, other in zip(first["hooked"], first["masked"], second["hooked"], strict=True):
         torch.testing.assert_close(hooked, masked)
         assert torch.equal(hooked == 0, masked == 0)
         assert torch.equal(hooked, other)
 
 
-@pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize(
+    "density", [0.0, 0.1, 0.9, *(pytest.param(d, marks=pytest.mark.slow) for d in (0.5, 0.99))]
+)
 def test_no_more_is_sent_than_is_active(pair: ProcessPool, density: float) -> None:
     for result in pair(averaged, {"0": "entry", "3": "row", "5": "entry"}, density, {}, None):
         assert result["traffic"].share <= result["share"] + 0.05
