@@ -55,7 +55,7 @@ class _Network(LightningModule):
 
 def _fit(callbacks: list[Callback]) -> Callable[[], None]:
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(640, 3, 16, 16), torch.randint(0, 10, (640,)))
+    data = TensorDataset(torch.randn(3200, 3, 16, 16), torch.randint(0, 10, (3200,)))
 
     def run() -> None:
         trainer = Trainer(
@@ -76,11 +76,12 @@ def callback_cost() -> list[Row]:
     """Training steps with the callback and no policy against Lightning without it."""
     return [
         paired_ratio(
-            "20 steps with GradientPolicies({}) / without",
+            "100 steps with GradientPolicies({}) / without",
             _fit([gp.GradientPolicies({})]),
             _fit([]),
             target=1.01,
-            rounds=21,
+            rounds=15,
+            warmup=1,
         )
     ]
 
