@@ -4,23 +4,20 @@ python scripts/draw_cards.py              all pictures, into docs/policies/pictu
 python scripts/draw_cards.py guided clip  only these
 """
 
-import argparse
-import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
 import gradpolicy as gp
+from drawing import draw
 from gradpolicy.rules.gradcheck import enumerate_categories
 
 FOLDER = Path(__file__).parents[1] / "docs" / "policies" / "pictures"
@@ -397,31 +394,9 @@ def freeze() -> Figure:
     return canvas
 
 
-def save(canvas: Figure, path: Path) -> None:
-    """Saves a picture with a palette, which keeps it small."""
-    raw = io.BytesIO()
-    canvas.savefig(raw, dpi=110, format="png")
-    with Image.open(raw) as image:
-        image.convert("RGB").quantize(colors=200).save(path, optimize=True)
-
-
 def main() -> None:
     """Draws the pictures that the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", help=f"which pictures; all unless told: {', '.join(PICTURES)}")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    chosen = parser.parse_args()
-    for name in chosen.names:
-        if name not in PICTURES:
-            parser.error(f"unknown picture {name!r}; {gp.errors.nearest(name, PICTURES)}")
-    chosen.folder.mkdir(parents=True, exist_ok=True)
-    mpl.rcParams["font.family"] = "DejaVu Sans"
-    for name in chosen.names or PICTURES:
-        path = chosen.folder / f"{name}.png"
-        save(PICTURES[name](), path)
-        print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
+    draw(PICTURES, FOLDER, __doc__)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ python scripts/draw_masks.py              all pictures, into docs/masks/pictures
 python scripts/draw_masks.py topk stable  only these
 """
 
-import argparse
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +11,10 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor, nn
 
 import gradpolicy as gp
+from drawing import draw
 from gradpolicy.freeze.layers import find_layers
 from gradpolicy.freeze.mask import as_tensor
 
@@ -186,27 +184,9 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 }
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Saves a picture with a palette, which keeps it small."""
-    raw = io.BytesIO()
-    figure.savefig(raw, dpi=110, format="png")
-    with Image.open(raw) as image:
-        image.convert("RGB").quantize(colors=128).save(path, optimize=True)
-
-
 def main() -> None:
     """Draws the pictures that the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", help=f"which pictures; all unless told: {', '.join(PICTURES)}")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    chosen = parser.parse_args()
-    chosen.folder.mkdir(parents=True, exist_ok=True)
-    for name in chosen.names or PICTURES:
-        if name not in PICTURES:
-            parser.error(f"no picture {name!r}; there are {', '.join(PICTURES)}")
-        save(PICTURES[name](), chosen.folder / f"{name}.png")
+    draw(PICTURES, FOLDER, __doc__)
 
 
 if __name__ == "__main__":
