@@ -14,10 +14,16 @@ from gradpolicy.freeze.schedule import Schedule, as_schedule, check_share, densi
 from gradpolicy.freeze.select import highest
 from gradpolicy.freeze.sharding import like, local, whole
 from gradpolicy.freeze.sparsity import DISTRIBUTIONS, densities
-from gradpolicy.freeze.window import GradientSource
+from gradpolicy.freeze.topology import DROPS, grown_entries, kept_entries, normal
+from gradpolicy.freeze.window import GradientSource, wide
 from gradpolicy.where import match_names
 
-GROWTHS = ("gradient", "random")
+RULES = {
+    "gradient": {"drop": "magnitude", "grow_init": "zero", "anneal": "cosine"},
+    "random": {"drop": "sign", "grow_init": "random", "anneal": "constant"},
+}
+"""What belongs to each way of growing: RigL's and SET's."""
+INITS = ("zero", "random")
 ANNEALS = ("cosine", "constant", "linear")
 
 
@@ -26,15 +32,25 @@ class PruneAndGrow(GradientSource):
 
     At first each weight tensor has a random mask of its density. At each change, of its ``n`` active entries
 
-    1. ``⌊n · f(t)⌋`` are dropped: those with the smallest ``|w|``;
-    2. as many are grown among all that are now inactive, those just dropped among them: with
-       ``grow="gradient"`` (RigL) those with the largest ``|Σ g|`` of the dense gradient over the ``window``
-       steps before, with ``grow="random"`` (SET) any.
+    1. a share ``f(t)`` is dropped, rounded down: those with the smallest ``|w|`` (``drop="magnitude"``), or
+       of the positive and of the negative ones each the share nearest to zero (``drop="sign"``);
+    2. as many are grown among all that are now inactive, those just dropped among them: those with the
+       largest ``|Σ g|`` of the dense gradient over the ``window`` steps before (``grow="gradient"``), or any
+       (``grow="random"``).
 
-    A grown entry starts at zero; one that was dropped and grown in the same change keeps its value. Entries
-    outside the mask are held at zero. ``f(t) = ½ α (1 + cos(π t / T))`` for ``anneal="cosine"``, with ``t``
-    counted from ``start`` and ``T`` = ``stop − start``. Use ``frozen_state="zero"`` or ``"drop"``: grown
-    entries then begin with empty moments.
+    Entries outside the mask are held at zero. What the two published rules say besides:
+
+    =========================  ================  =============================================
+    ``grow``                   RigL: gradient    SET: random
+    =========================  ================  =============================================
+    ``drop``                   magnitude         sign
+    ``grow_init``              zero              random
+    ``anneal`` of ``f(t)``     cosine            constant
+    dropped and grown at once  keeps its value   gets a new one
+    =========================  ================  =============================================
+
+    ``f(t) = ½ α (1 + cos(π t / T))`` for ``anneal="cosine"``, with ``t`` counted from ``start`` and ``T`` =
+    ``stop − start``. Use ``frozen_state="zero"`` or ``"drop"``: grown entries then begin with empty moments.
 
     Tensors with one dimension (biases, norms) stay dense.
 
@@ -42,12 +58,15 @@ class PruneAndGrow(GradientSource):
         density: The share of entries that is active; a number or a schedule of the count.
         grow: ``"gradient"`` (RigL) or ``"random"`` (SET).
         fraction: ``α``, the share that is exchanged at first.
-        anneal: How the share decreases: ``"cosine"``, ``"linear"`` or ``"constant"``; None: ``"cosine"``
-            where there is a ``stop``, ``"constant"`` where there is none.
+        drop: ``"magnitude"`` or ``"sign"``; None: what belongs to ``grow``.
+        grow_init: What grown entries begin with: ``"zero"``, or ``"random"``: a normal value with the
+            standard deviation that the tensor had at the beginning; None: what belongs to ``grow``.
+        anneal: How the share decreases: ``"cosine"``, ``"linear"`` or ``"constant"``; None: what belongs to
+            ``grow``, and ``"constant"`` where there is no ``stop``.
         distribution: ``"uniform"`` (the same density everywhere) or ``"erk"`` (Erdős–Rényi–kernel: small
             tensors are denser; the density of the whole is met).
         dense: Globs of parameters that stay dense, such as the first layer.
-        window: Over how many steps the gradients are summed.
+        window: Over how many steps (or epochs) the gradients are summed.
         every: After how many steps (or epochs) the topology changes.
         **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. ``stop`` ends the
             exchange; RigL puts it at 75 % of the training. Cosine and linear annealing need it.
@@ -73,6 +92,8 @@ class PruneAndGrow(GradientSource):
         *,
         grow: str = "gradient",
         fraction: float = 0.3,
+        drop: str | None = None,
+        grow_init: str | None = None,
         anneal: str | None = None,
         distribution: str = "uniform",
         dense: str | Iterable[str] | None = None,
@@ -81,9 +102,15 @@ class PruneAndGrow(GradientSource):
         **timetable: Any,
     ) -> None:
         super().__init__(window=window, every=every, **timetable)
-        self.anneal = anneal or ("constant" if self.stop is None else "cosine")
+        if grow not in RULES:
+            raise unknown("grow", str(grow), RULES, key="PruneAndGrow.grow")
+        rule = RULES[grow]
+        self.drop = drop or rule["drop"]
+        self.grow_init = grow_init or rule["grow_init"]
+        self.anneal = anneal or ("constant" if self.stop is None else rule["anneal"])
         for key, value, valid in (
-            ("grow", grow, GROWTHS),
+            ("drop", self.drop, DROPS),
+            ("grow_init", self.grow_init, INITS),
             ("anneal", self.anneal, ANNEALS),
             ("distribution", distribution, DISTRIBUTIONS),
         ):
@@ -96,6 +123,8 @@ class PruneAndGrow(GradientSource):
         self.fraction = check_share("PruneAndGrow.fraction", fraction)
         self.needs_gradients = grow == "gradient"
         self._active: dict[str, Tensor] = {}
+        self._deviations: dict[str, float] = {}
+        self._begun: dict[str, Tensor] = {}
 
     def prepare(self) -> None:
         """Draws the first masks."""
@@ -114,6 +143,11 @@ class PruneAndGrow(GradientSource):
             name: highest(self._random_scores(name, -1).reshape(shape), targets[name])
             for name, shape in shapes.items()
         }
+        self._begun = {}
+        self._deviations = {}
+        if self.grow_init == "random":
+            weights = {name: wide(whole(self.parameters[name].detach())) for name in shapes}
+            self._deviations = {name: float(w.double().std(correction=0)) for name, w in weights.items()}
         # At count 0 the first masks are the draw itself; a later start is the first exchange.
         self.decided = 0 if self.start == 0 else -1
 
@@ -143,14 +177,19 @@ class PruneAndGrow(GradientSource):
         return {name: self._active.get(name, True) for name in self.parameters}
 
     def apply(self) -> None:
-        """Puts entries outside the mask to zero."""
+        """Gives grown entries the values they begin with, and puts those outside the mask to zero."""
         for name, active in self._active.items():
             parameter = self.parameters[name].detach()
+            if name in self._begun:
+                values = local(like(self._begun[name].to(parameter.dtype), parameter))
+                local(parameter).copy_(torch.where(values != 0, values, local(parameter)))
             local(parameter).masked_fill_(local(like(~active, parameter)), 0.0)
+        self._begun = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The topology, and the gradients gathered so far."""
-        return {**super().state_dict(), "active": dict(self._active)}
+        """The topology, the gradients gathered so far, and how widely grown entries are spread."""
+        own = {"active": dict(self._active), "deviations": dict(self._deviations)}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up where :meth:`state_dict` left off."""
@@ -158,10 +197,11 @@ class PruneAndGrow(GradientSource):
         self._active = {
             name: active.to(self.parameters[name].device) for name, active in state["active"].items()
         }
+        self._deviations = {**self._deviations, **state.get("deviations", {})}
 
     def describe(self) -> dict[str, Any]:
         """Density, growth and share of exchange."""
-        shown = ("density", "grow", "fraction", "anneal", "distribution")
+        shown = ("density", "grow", "fraction", "drop", "grow_init", "anneal", "distribution")
         return {key: getattr(self, key) for key in shown}
 
     def _exchange(self, period: int) -> None:
@@ -170,36 +210,21 @@ class PruneAndGrow(GradientSource):
         for name, active in self._active.items():
             weight = whole(self.parameters[name].detach())
             if self.grow == "random":
-                growth = self._random_scores(name, period).reshape(weight.shape)
+                scores = self._random_scores(name, period).reshape(weight.shape)
             elif name in self.gathered.sums:
-                growth = whole(self.gathered.sums[name]).abs()
+                scores = whole(self.gathered.sums[name]).abs()
             else:
                 continue
-            self._active[name] = exchange(active, weight.abs(), growth, fraction, targets[name])
+            kept = kept_entries(active, weight, fraction, targets[name], self.drop)
+            grown = grown_entries(kept, scores, targets[name])
+            self._active[name] = kept | grown
+            if self.grow_init == "random":
+                # RigL's rule leaves what comes back at once its value, SET's gives it a new one.
+                new = grown if self.grow == "random" else grown & ~active
+                key = derive(self.seed, period, name, "prune_and_grow", "init")
+                self._begun[name] = normal(key, new, self._deviations[name])
 
     def _random_scores(self, name: str, period: int) -> Tensor:
         parameter = self.parameters[name]
         key = derive(self.seed, period, name, "prune_and_grow")
         return uniform(key, parameter.numel(), parameter.device).double()
-
-
-def exchange(active: Tensor, kept_by: Tensor, grown_by: Tensor, fraction: float, target: int) -> Tensor:
-    """Drops the active entries that score lowest, and grows inactive ones that score highest.
-
-    Args:
-        active: The mask so far.
-        kept_by: Scores of active entries; the lowest are dropped.
-        grown_by: Scores of inactive entries, those just dropped among them; the highest are grown.
-        fraction: The share of active entries to drop (rounded down).
-        target: How many entries are active afterwards.
-
-    Returns:
-        The new mask, with exactly ``target`` active entries.
-    """
-    count = min(int(active.sum()), target)
-    kept_count = count - int(count * fraction)
-    lowest = torch.full_like(kept_by, -math.inf)
-    kept = highest(torch.where(active, kept_by, lowest), kept_count) & active
-    lowest = torch.full_like(grown_by, -math.inf)
-    grown = highest(torch.where(kept, lowest, grown_by), target - kept_count)
-    return kept | grown

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.freeze.prune_and_grow import exchange
 
 
 def published_update(weight: np.ndarray, gradient: np.ndarray, mask: np.ndarray, fraction: float) -> tuple:
@@ -38,25 +37,6 @@ def sources(**changes) -> gp.masks.PruneAndGrow:
     return gp.masks.PruneAndGrow(**{**arguments, **changes})
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
-def test_one_exchange_is_that_of_the_published_code(seed: int, fraction: float) -> None:
-    torch.manual_seed(seed)
-    mask = torch.rand(6, 5) < 0.4
-    weight, gradient = torch.randn(6, 5) * mask, torch.randn(6, 5)
-    expected, _ = published_update(weight.numpy(), gradient.numpy(), mask.numpy(), fraction)
-    given = exchange(mask, weight.abs(), gradient.abs(), fraction, int(mask.sum()))
-    assert np.array_equal(given.numpy(), expected)
-
-
-def test_an_active_entry_of_weight_zero_stays_ahead_of_inactive_ones() -> None:
-    """Where rigl-torch errs: a grown entry that is still zero ties with all inactive ones there."""
-    mask = torch.tensor([False, False, True, True, True])
-    weight = torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0])
-    given = exchange(mask, weight, torch.tensor([5.0, 4.0, 0.0, 0.0, 0.0]), 0.0, 3)
-    assert torch.equal(given, mask)
-
-
 def test_rigl_takes_the_published_course_step_by_step(prepared) -> None:
     """Masks and weights over whole runs of scripted gradients, against the published update by hand."""
     weight = nn.Parameter(torch.randn(8, 6))
@@ -81,23 +61,85 @@ def test_rigl_takes_the_published_course_step_by_step(prepared) -> None:
             values = weight.detach().numpy().copy()
 
 
-def test_set_grows_at_random_and_the_same_on_every_rank(prepared) -> None:
-    weights = {"w": torch.randn(20, 20)}
-    ranks = [prepared(sources(grow="random"), {"w": weights["w"].clone()}) for _ in range(2)]
-    assert not ranks[0].needs_gradients
-    before = ranks[0].masks(0, 0)["w"]
-    for source in ranks:
+def nearest_to_zero(weights: np.ndarray, fraction: float) -> set[int]:
+    """What SET's prose removes: of the positive weights the smallest share, of the negative the largest."""
+    positive, negative = np.flatnonzero(weights > 0), np.flatnonzero(weights < 0)
+    smallest = positive[np.argsort(weights[positive])][: int(fraction * len(positive))]
+    largest = negative[np.argsort(-weights[negative])][: int(fraction * len(negative))]
+    return {*smallest.tolist(), *largest.tolist()}
+
+
+def test_set_takes_the_course_of_its_paper_step_by_step(prepared) -> None:
+    """Which weights leave, how many come and with what values, over whole runs of scripted updates."""
+    weight = nn.Parameter(torch.randn(30, 20) * 0.1)
+    deviation = weight.std(correction=0).item()
+    source = prepared(sources(grow="random", fraction=0.3, density=0.3), {"w": weight})
+    source.apply()
+    generator = torch.Generator().manual_seed(1)
+    mask, grown_values = source.masks(0, 0)["w"], []
+    for step in range(15):
+        before = weight.detach().clone().flatten()
+        given = source.masks(step, 0)["w"]
         source.apply()
-    after = [source.masks(3, 0)["w"] for source in ranks]
-    assert torch.equal(*after)
-    weight = ranks[0].parameters["w"].abs()
-    count = int(before.sum())
-    dropped = int(count * 0.5 * (1 + math.cos(math.pi * 3 / 12)) / 2)
-    kept = torch.topk(torch.where(before, weight, -1.0).flatten(), count - dropped).indices
-    assert after[0].flatten()[kept].all()
-    assert after[0].sum() == before.sum()
-    grown = after[0] & ~before
-    assert 0 < grown.sum() <= dropped
+        after = weight.detach().flatten()
+        if step % 3 == 0 and 0 < step < 12:
+            removed = nearest_to_zero(before.numpy(), 0.3)
+            kept = [i for i in mask.flatten().nonzero().flatten().tolist() if i not in removed]
+            assert torch.equal(after[kept], before[kept])
+            assert given.flatten()[kept].all()
+            assert int(given.sum()) == int(mask.sum()) == 180
+            fresh = given.flatten().clone()
+            fresh[kept] = False
+            assert (after[fresh] != before[fresh]).all()
+            grown_values.append(after[fresh])
+        else:
+            assert given is mask
+            assert torch.equal(after, before)
+        assert not after[~given.flatten()].any()
+        mask = given
+        with torch.no_grad():
+            weight -= 0.01 * torch.randn(30, 20, generator=generator) * given
+    values = torch.cat(grown_values)
+    assert values.mean().abs() < 4 * deviation / len(values) ** 0.5
+    assert values.std().item() == pytest.approx(deviation, rel=0.2)
+
+
+@pytest.mark.parametrize("grow", ["gradient", "random"])
+def test_random_beginnings_are_the_same_on_every_rank_and_after_resume(prepared, grow: str) -> None:
+    begun = torch.randn(20, 20)
+    arguments = {"grow": grow, "grow_init": "random", "anneal": "constant"}
+    ranks = [prepared(sources(**arguments), {"w": begun.clone()}) for _ in range(3)]
+    for source in ranks[:2]:
+        for step in range(7):
+            if source is ranks[1] and step == 5:
+                # A resumed run meets its source anew, when the weights are no longer those of the beginning.
+                saved = source.state_dict()
+                ranks[2].setup({"w": source.parameters["w"]}, seed=0)
+                source = ranks[2]
+                source.load_state_dict(saved)
+            source.masks(step, 0)
+            source.apply()
+            source.observe({"w": torch.randn(20, 20, generator=torch.Generator().manual_seed(step))})
+    assert torch.equal(ranks[0].masks(6, 0)["w"], ranks[2].masks(6, 0)["w"])
+    assert torch.equal(ranks[0].parameters["w"], ranks[2].parameters["w"])
+    assert not torch.equal(ranks[0].parameters["w"], begun * ranks[0].masks(6, 0)["w"])
+
+
+def test_each_way_of_growing_has_its_papers_defaults() -> None:
+    rigl, evolved = sources(), sources(grow="random")
+    assert (rigl.drop, rigl.grow_init, rigl.anneal) == ("magnitude", "zero", "cosine")
+    assert (evolved.drop, evolved.grow_init, evolved.anneal) == ("sign", "random", "constant")
+    assert not evolved.needs_gradients
+
+
+def test_set_may_grow_at_zero_as_its_keras_code_does(prepared) -> None:
+    source = prepared(sources(grow="random", grow_init="zero"), {"w": torch.randn(20, 20)})
+    before = source.masks(0, 0)["w"]
+    source.apply()
+    grown = source.masks(3, 0)["w"] & ~before
+    source.apply()
+    assert grown.any()
+    assert not source.parameters["w"][grown].any()
 
 
 def test_grown_entries_of_set_are_spread_evenly(prepared) -> None:
@@ -168,6 +210,17 @@ def test_erk_meets_the_density_of_the_whole(prepared) -> None:
     assert abs(active - 0.2 * (16 + 1200 + 576)) <= 3
     assert masks["a"].all()
     assert masks["c"].float().mean() < masks["a"].float().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_random_beginnings_have_the_parameters_dtype(prepared, dtype: torch.dtype) -> None:
+    weight = torch.randn(20, 20).to(dtype)
+    source = prepared(sources(grow="random"), {"w": weight})
+    source.apply()
+    mask = source.masks(3, 0)["w"]
+    source.apply()
+    assert weight.dtype == dtype
+    assert torch.equal(weight != 0, mask)
 
 
 def test_entries_outside_the_mask_are_zero_and_grown_ones_start_there(stack, tokens) -> None:
@@ -241,6 +294,8 @@ def test_a_resumed_run_is_the_run(stack, tokens, tmp_path, grow: str, cut: int) 
     [
         ({"grow": "gradients"}, "did you mean 'gradient'"),
         ({"distribution": "er"}, "did you mean 'erk'"),
+        ({"drop": "signs"}, r"PruneAndGrow\.drop.*did you mean 'sign'"),
+        ({"grow_init": "zeros"}, r"PruneAndGrow\.grow_init.*did you mean 'zero'"),
         ({"anneal": "cosine", "stop": None}, "needs the count that it ends at"),
         ({"fraction": 2}, r"PruneAndGrow\.fraction"),
         ({"density": 0.5, "every": 0}, "every"),
