@@ -45,3 +45,20 @@ def test_together_means_the_highest_of_all() -> None:
     marked = highest_together(scores, 3)
     assert marked["a"].tolist() == [[False, True], [False, True]]
     assert marked["b"].tolist() == [True, False]
+
+
+@given(
+    parts=st.lists(st.lists(st.integers(-2, 2).map(float), max_size=8), min_size=1, max_size=4),
+    kept=st.integers(0, 20),
+)
+@settings(max_examples=80, deadline=None)
+def test_of_equal_scores_the_first_tensors_come_first(parts: list[list[float]], kept: int) -> None:
+    scores = {str(place): torch.tensor(part) for place, part in enumerate(parts)}
+    together = torch.cat([marks.flatten() for marks in highest_together(scores, kept).values()])
+    assert torch.equal(together, highest(torch.cat(list(scores.values())), kept))
+
+
+def test_mixed_dtypes_are_compared_in_the_widest() -> None:
+    scores = {"a": torch.tensor([1.0, 1.0 + 2**-20]), "b": torch.tensor([1.0 + 2**-30], dtype=torch.float64)}
+    marked = highest_together(scores, 2)
+    assert [marked["a"].tolist(), marked["b"].tolist()] == [[False, True], [True]]
