@@ -84,7 +84,11 @@ FAMILIES = {
             *_sparse("set", "fashion_set"),
             *_sparse("static", "fashion_set", f"{FRACTION}=0.0"),
         ),
-        columns=(Column("test accuracy, %", "test/accuracy", factor=100.0, digits=2), *COSTS),
+        columns=(
+            Column("test accuracy, %", "test/accuracy", factor=100.0, digits=2),
+            Column("test loss, nats", "test/loss", digits=3),
+            *COSTS,
+        ),
         curve=("val/accuracy", "validation accuracy"),
     ),
     "shakespeare": Family(
