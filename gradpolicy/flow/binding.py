@@ -27,10 +27,21 @@ class Binding:
         rule: The rule; a callable among its parameters is a schedule.
         detaches: Whether the gradient is cut off rather than asked of the rule.
         when: When it holds.
+        is_reported: Whether anybody asks for what it has met. For blocks nobody does; then the compiler has
+            nothing to tell one from the next by, and need not compile anew for each.
     """
 
-    def __init__(self, name: str, rule: Rule, *, detaches: bool = False, when: When | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        rule: Rule,
+        *,
+        detaches: bool = False,
+        when: When | None = None,
+        is_reported: bool = True,
+    ) -> None:
         self.name = name
+        self.is_reported = is_reported
         self.when = when
         self.detaches = detaches
         self.active = True
@@ -50,7 +61,8 @@ class Binding:
     def count(self, place: str) -> None:
         """Counts one more place where the rule was put."""
         if torch.compiler.is_compiling():
-            count_traced(self.number, place)
+            if self.is_reported:
+                count_traced(self.number, place)
         else:
             self.matched[place] += 1
 
@@ -62,10 +74,10 @@ class Binding:
     def note_unseen(self, call: str, reason: str) -> None:
         """Keeps in mind, and says once, that a call could not be seen into."""
         if torch.compiler.is_compiling():
-            note_unseen_traced(self.number, call, reason)
+            note_unseen_traced(self.number, self.name, call, reason)
         elif call not in self.unseen:
             self.unseen[call] = reason
-            warnings.warn(f"policy {self.name!r} cannot see into {call}: {reason}", stacklevel=4)
+            _warn_of_unseen(self.name, call, reason)
 
     def update(self, phase: str, step: int, epoch: int) -> None:
         """Switches the rule on or off for a time, and sets its scheduled numbers."""
@@ -87,9 +99,8 @@ class Binding:
             self.rule.parameters["loss_scale"] = _number(float(scale))  # type: ignore[index]
 
     def _number_itself(self) -> None:
-        # A block that is made within compiled code counts nothing.
         self.number = -1
-        if not torch.compiler.is_compiling():
+        if self.is_reported:
             self.number = next(_NUMBERS)
             _BINDINGS[self.number] = self
 
@@ -117,11 +128,17 @@ def count_traced(number: int, place: str) -> None:
         binding.compiled = True
 
 
-def note_unseen_traced(number: int, call: str, reason: str) -> None:
-    """Notes while ``torch.compile`` traces that a call could not be seen into."""
+def note_unseen_traced(number: int, name: str, call: str, reason: str) -> None:
+    """Notes, and says, while ``torch.compile`` traces that a call could not be seen into."""
     binding = _BINDINGS.get(number)
+    if binding is None or call not in binding.unseen:
+        _warn_of_unseen(name, call, reason)
     if binding is not None:
-        binding.unseen.setdefault(call, reason)
+        binding.unseen[call] = reason
+
+
+def _warn_of_unseen(name: str, call: str, reason: str) -> None:
+    warnings.warn(f"policy {name!r} cannot see into {call}: {reason}", stacklevel=5)
 
 
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler: the functions run

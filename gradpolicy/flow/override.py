@@ -1,8 +1,9 @@
 """Operation override: a rule for every call of an operation within a block."""
 
-from collections.abc import Iterable, Mapping
-from contextlib import ContextDecorator
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,11 +20,13 @@ from gradpolicy.flow.operations import (
     resolve_operation,
 )
 from gradpolicy.flow.recomputation import checkpoints_above, has_graph, may_be_recomputed, refusal
+from gradpolicy.flow.traced import MADE, make_once, parts_of, whole
 from gradpolicy.flow.unseen import UnseenCall, unseen_calls
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names
 
 CallRule = OperationRule | UnseenCall
 Table = dict[Function, tuple[CallRule, ...]]
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 class OperationMode(TorchFunctionMode):
@@ -54,13 +57,47 @@ class OperationMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class BlockMode(OperationMode):
-    """The mode of a block: knows whether checkpoints began around it or within."""
+class Block(OperationMode):
+    """What :func:`gradient_override` gives: a context manager, and a decorator.
 
-    def __init__(self, table: Table) -> None:
-        super().__init__(table)
-        self.checkpoints = 0 if torch.compiler.is_compiling() else checkpoints_above()
-        self.has_graph = has_graph()
+    Each entry puts a mode of its own on the stack, so that one block may be entered again within itself and
+    on several threads. The compiler enters the block itself: it knows how to trace modes, and only these.
+    """
+
+    # How many checkpoints began around the entry, and whether a backward pass can come.
+    checkpoints = 0
+    has_graph = True
+
+    def __enter__(self) -> "Block":
+        entered = Block(self.table)
+        entered.checkpoints, entered.has_graph = checkpoints_above(), has_graph()
+        TorchFunctionMode.__enter__(entered)
+        return self
+
+    def __call__(self, function: AnyFunction) -> AnyFunction:
+        """Decorates a function, which then always runs in the block; a generator is in it while it runs.
+
+        Raises:
+            PolicyError: For a coroutine function, whose waiting would let others run in the block.
+        """
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            name = getattr(function, "__name__", repr(function))
+            raise PolicyError(
+                f"gradient_override cannot decorate {name!r}, a coroutine function: what runs while it waits "
+                "would be in the block too; enter the block within it, where it does not wait"
+            )
+
+        @functools.wraps(function)
+        def overridden(*args: Any, **kwargs: Any) -> Any:
+            with TracedBlock(self) if torch.compiler.is_compiling() else self:
+                return function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def overridden_generator(*args: Any, **kwargs: Any) -> Any:
+            return (yield from _stepwise(self, function(*args, **kwargs)))
+
+        generates = inspect.isgeneratorfunction(function)
+        return cast(AnyFunction, overridden_generator if generates else overridden)
 
     def check_recomputation(self, operation: str) -> None:
         """Refuses an operation that a checkpoint would run again outside of this block."""
@@ -68,11 +105,35 @@ class BlockMode(OperationMode):
             raise refusal(operation)
 
 
-class gradient_override(ContextDecorator):  # noqa: N801 - a context manager and decorator, named as one
+class TracedBlock:
+    """A block in compiled code; where that breaks within it, the compiler leaves all of it to eager mode."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+
+    def __enter__(self) -> "TracedBlock":
+        TorchFunctionMode.__enter__(self.block)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        TorchFunctionMode.__exit__(self.block, *exception)
+
+    def __call__(self, function: AnyFunction) -> AnyFunction:
+        """Decorates a function that is made in compiled code too."""
+
+        def overridden(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return cast(AnyFunction, overridden)
+
+
+def gradient_override(overrides: Mapping[str | Function, str | Rule | RuleFunction | Function]) -> Block:
     """Gives operations another gradient while a block or function runs; forward values stay as they are.
 
     It holds for operations *created* in the block, whatever their spelling, wherever backward runs. Blocks
-    nest: the inner one wins, and what it does not name falls to the outer.
+    nest: the inner one wins, and what it does not name falls to the outer. Under ``torch.compile`` a block
+    may stand around the compiled function, within it, or be the decorator of either.
 
     Args:
         overrides: For each operation (a name or a torch function, see
@@ -80,6 +141,9 @@ class gradient_override(ContextDecorator):  # noqa: N801 - a context manager and
             rule's name, a :class:`~gradpolicy.rules.Rule`, a function ``(grad, inputs, output)``, or another
             operation, whose derivative at the same inputs is used. A name that is both a rule and an
             operation (``"tanh"``) means the rule; ``torch.tanh`` means the operation.
+
+    Returns:
+        A context manager that is a decorator too.
 
     Raises:
         PolicyError: For an unknown operation or rule, or one operation named twice.
@@ -92,36 +156,49 @@ class gradient_override(ContextDecorator):  # noqa: N801 - a context manager and
         >>> x.grad
         tensor([1.9610, 1.1250])
     """
-
-    def __init__(self, overrides: Mapping[str | Function, str | Rule | RuleFunction | Function]) -> None:
-        if torch.compiler.is_compiling():
-            # Without fullgraph the compiler then leaves the block to eager mode, where it holds.
-            raise PolicyError(
-                "a gradient_override block cannot be made within compiled code: call the compiled function "
-                "within the block, or install policies on the model"
-            )
-        self._table = _table_of(overrides)
-        self._entered: list[OperationMode] = []
-
-    def __enter__(self) -> "gradient_override":
-        mode = BlockMode(self._table)
-        mode.__enter__()
-        self._entered.append(mode)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._entered.pop().__exit__(*exception)
-
-
-def _table_of(overrides: Mapping) -> Table:
     if not isinstance(overrides, Mapping):
         raise PolicyError(f"gradient_override takes a dict of operation: rule, got {overrides!r}")
+    return _traced_block(overrides) if torch.compiler.is_compiling() else Block(_table_of(overrides.items()))
+
+
+def _stepwise(block: Block, generator: Generator) -> Generator:
+    """Runs each step of a generator in a block; whoever takes what it gives is outside."""
+    resume = functools.partial(generator.send, None)
+    while True:
+        try:
+            with block:
+                item = resume()
+        except StopIteration as end:
+            return end.value
+        try:
+            resume = functools.partial(generator.send, (yield item))
+        except GeneratorExit:
+            with block:
+                generator.close()
+            raise
+        except BaseException as error:
+            resume = functools.partial(generator.throw, error)
+
+
+def _traced_block(overrides: Mapping) -> Block:
+    parts = tuple([(key, parts_of(value)) for key, value in overrides.items()])
+    name = make_once(_block_of_parts, parts)
+    if not hasattr(MADE, name):
+        raise PolicyError(name)
+    return cast(Block, TracedBlock(getattr(MADE, name)))
+
+
+def _block_of_parts(parts: tuple) -> Block:
+    return Block(_table_of([(key, whole(value)) for key, value in parts]))
+
+
+def _table_of(overrides: Iterable[tuple]) -> Table:
     pairs: list[tuple[Operation, Binding]] = []
-    for key, value in overrides.items():
+    for key, value in overrides:
         operation = resolve_operation(key)
         if any(operation.name == known.name for known, _ in pairs):
             raise PolicyError(f"gradient_override: operation {operation.name!r} is named twice")
-        pairs.append((operation, Binding(operation.name, as_rule(value))))
+        pairs.append((operation, Binding(operation.name, as_rule(value), is_reported=False)))
     rules: list[CallRule] = [OperationRule(operation, binding) for operation, binding in pairs]
     for operation, binding in pairs:
         rules += unseen_calls([operation], binding)
@@ -162,6 +239,7 @@ def as_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
     return rule
 
 
+@functools.cache
 def derivative_of(operation: Operation) -> Rule:
     """The rule that is another operation's own gradient at the same inputs."""
     return Rule(f"derivative of {operation.name}", OwnDerivative(operation), reads=("inputs",))

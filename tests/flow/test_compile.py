@@ -108,17 +108,134 @@ def test_compiled_code_within_a_block_and_again_without_it(batch, gradient):
         torch.testing.assert_close(found, plain)
 
 
-def test_a_block_made_within_compiled_code_holds_or_is_refused(batch, gradient):
-    def function(x):
-        with gp.gradient_override(OVERRIDES):
-            return function_of_many(x)
+def thrice(grad, inputs, output):
+    return 3.0 * grad
 
-    expected, _ = gradient(function, batch)
-    found, _ = gradient(torch.compile(function, backend="eager"), batch)
+
+@gp.gradient_override(OVERRIDES)
+def decorated(x):
+    return function_of_many(x)
+
+
+MADE_BEFORE = gp.gradient_override(OVERRIDES)
+
+
+def made_before(x):
+    with MADE_BEFORE:
+        return function_of_many(x)
+
+
+def made_within(x):
+    with gp.gradient_override({"round": thrice, torch.sign: torch.tanh, "relu": "guided_relu"}):
+        inside = function_of_many(x)
+    return inside + function_of_many(x)
+
+
+def made_with_a_rule(x):
+    with gp.gradient_override({"round": gp.get_rule("tanh", slope=2.0), "sign": lambda g, i, o: 5.0 * g}):
+        return function_of_many(x)
+
+
+def nested(x):
+    with gp.gradient_override({"round": "identity", "relu": "stop"}):
+        with gp.gradient_override({"relu": thrice}):
+            inner = function_of_many(x)
+        return inner + function_of_many(x)
+
+
+def decorated_within(x):
+    @gp.gradient_override({"round": "identity"})
+    def rounded(x):
+        return torch.round(x)
+
+    return rounded(x) + torch.round(x)
+
+
+@pytest.mark.parametrize("backend", SLOW_BACKENDS)
+@pytest.mark.parametrize(
+    "function", [decorated, made_before, made_within, made_with_a_rule, nested, decorated_within]
+)
+def test_a_block_within_compiled_code_holds_at_each_compilation(function, backend, batch, gradient):
+    weights = torch.randn_like(batch)
+    expected, _ = gradient(function, batch, weights)
+    for _ in range(2):
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        for _ in range(2):
+            found, _ = gradient(compiled, batch, weights)
+            torch.testing.assert_close(found, expected)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_block_round_compiled_code_uses_its_own_rule_and_compiles_once_for_each(batch, gradient):
+    compiled = torch.compile(function_of_many, backend="eager", fullgraph=True)
+    graphs = []
+    for factor in (2.0, 3.0, 2.0, 3.0):
+        for _ in range(3):
+            with gp.gradient_override({"round": gp.get_rule("scale", factor=factor), "sign": torch.tanh}):
+                expected, _ = gradient(function_of_many, batch)
+                found, _ = gradient(compiled, batch)
+            torch.testing.assert_close(found, expected)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[-1] - graphs[0] == 1
+
+
+def test_a_block_within_compiled_code_follows_what_its_rule_is_made_of(batch, gradient):
+    class Sharpened(nn.Module):
+        slope = 1.0
+        rule = "tanh"
+
+        def forward(self, x):
+            with gp.gradient_override({"round": gp.get_rule(self.rule, slope=self.slope)}):
+                return torch.round(x)
+
+    model = Sharpened()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for model.rule, model.slope in (("tanh", 1.0), ("tanh", 2.0), ("sigmoid", 2.0), ("sigmoid", 3.0)):
+        expected, _ = gradient(model, batch)
+        found, _ = gradient(compiled, batch)
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_block_within_code_that_breaks_is_left_to_eager_mode(batch, gradient):
+    def breaks(x):
+        with gp.gradient_override({"round": "identity"}):
+            first = torch.round(x)
+            torch._dynamo.graph_break()
+            second = torch.round(2 * x)
+        return first + second + torch.round(3 * x)
+
+    expected, _ = gradient(breaks, batch)
+    found, _ = gradient(torch.compile(breaks, backend="eager"), batch)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"roud": "identity"}, "'roud'; did you mean 'round'"),
+        ({"round": gp.get_rule("scale", factor=torch.tensor(2.0))}, "'factor' is no plain number"),
+    ],
+)
+def test_what_cannot_be_made_within_compiled_code_is_an_error_there_too(overrides, message, batch):
+    def wrong(x):
+        with gp.gradient_override(overrides):
+            return torch.round(x)
+
+    with pytest.raises(Exception, match="raise PolicyError"):
+        torch.compile(wrong, backend="eager", fullgraph=True)(batch)
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="cannot be made within compiled code"):
-        torch.compile(function, backend="eager", fullgraph=True)(batch)
+    if "roud" in overrides:
+        with pytest.raises(gp.PolicyError, match=message):
+            torch.compile(wrong, backend="eager")(batch)
+
+
+def test_a_call_that_cannot_be_seen_into_gives_a_warning_in_compiled_code_too(batch):
+    layer = nn.MultiheadAttention(4, 1)
+    with (
+        gp.gradient_override({"softmax": "identity"}),
+        pytest.warns(UserWarning, match="cannot see into .*softmax"),
+    ):
+        torch.compile(lambda x: layer(x, x, x)[0], backend="eager", fullgraph=True)(batch)
 
 
 def test_any_forward_within_compiled_code(batch, gradient):

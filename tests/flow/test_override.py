@@ -1,3 +1,6 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +46,58 @@ def test_it_decorates_a_function(gradient):
     for _ in range(2):
         found, _ = gradient(rounded, torch.randn(3))
         assert torch.equal(found, torch.full((3,), 7.0))
+
+
+def test_a_decorated_generator_is_in_the_block_while_it_runs_and_its_user_is_not(gradient):
+    @gp.gradient_override({"round": seven_times})
+    def rounded(x):
+        sent = yield torch.round(x)
+        assert sent == "more"
+        try:
+            yield torch.round(x)
+        except KeyError:
+            yield 2 * torch.round(x)
+        return "done"
+
+    x = torch.randn(3)
+    steps = []
+
+    def first_and_outside(x):
+        generator = rounded(x)
+        steps.append(generator)
+        return next(generator) + torch.round(x)
+
+    found, _ = gradient(first_and_outside, x)
+    assert torch.equal(found, torch.full((3,), 7.0))
+    generator = steps.pop()
+    assert generator.send("more").grad_fn is not None
+    assert generator.throw(KeyError).grad_fn is not None
+    with pytest.raises(StopIteration, match="done"):
+        next(generator)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_coroutine_function_cannot_be_decorated():
+    async def waits():
+        return None
+
+    with pytest.raises(gp.PolicyError, match="'waits', a coroutine"):
+        gp.gradient_override({"round": "identity"})(waits)
+
+
+def test_one_block_may_be_entered_within_itself_and_on_several_threads(gradient):
+    block = gp.gradient_override({"round": seven_times})
+    ready = threading.Barrier(2)
+
+    def rounded(x):
+        with block, block:
+            ready.wait(10)
+            result = torch.round(x)
+        return result + torch.round(x)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda _: gradient(rounded, torch.randn(3))[0], range(2)))
+    assert all(torch.equal(found, torch.full((3,), 7.0)) for found in results)
 
 
 def test_it_ends_with_an_exception(gradient):
