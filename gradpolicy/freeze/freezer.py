@@ -15,9 +15,12 @@ from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.freeze.bound import BoundPolicy, FreezePolicy, FreezeRow
 from gradpolicy.freeze.mask import Mask, intersect, same_mask
 from gradpolicy.freeze.sharding import local
+from gradpolicy.freeze.source import MaskSource
 from gradpolicy.freeze.toggling import GradientSwitch
 from gradpolicy.where import match_names, plain_name
 
+# Torch's optimizers whose update is not proportional to the learning rate.
+_NOT_PROPORTIONAL = ("ASGD", "Adafactor", "LBFGS", "Rprop")
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -113,6 +116,8 @@ class Freezer:
             if not parameters:
                 raise PolicyError(f"no optimizer holds what it matches: {', '.join(matched[:5])}")
             policy.mask.setup(parameters, seed=seed)
+            if policy.mask.learning_rate_scale(0, 0):
+                _check_rates(policy.mask, [self._owner[id(parameter)] for parameter in parameters.values()])
         except PolicyError as error:
             raise PolicyError(f"policy.{name}: {error}") from error
         return BoundPolicy(name, policy, policy.mask, parameters)
@@ -164,8 +169,9 @@ class Freezer:
     def finish_step(self) -> None:
         """Is called after an effective step: scales what it changed where a source sets learning rates."""
         for name, rate in self._rates.items():
-            parameter = local(self.parameters[name].detach())
-            torch.lerp(self._before[name], parameter, rate, out=parameter)
+            parameter, before = local(self.parameters[name].detach()), self._before[name]
+            # What was frozen keeps its bits, an infinite value or a negative zero too.
+            parameter.copy_(torch.where(parameter == before, before, torch.lerp(before, parameter, rate)))
         self._rates = {}
 
     def restore(self) -> None:
@@ -281,7 +287,7 @@ class Freezer:
                 gradient.mul_(scale)
 
     def _remember_weights(self, mine: Mapping[str, Tensor]) -> None:
-        """Keeps the weights whose coming update is to be scaled: every torch update is linear in its rate."""
+        """Keeps the weights whose coming update is to be scaled, as a change of its rate would scale it."""
         self._rates = {
             name: rate
             for name, rate in self._scales("learning_rate_scale").items()
@@ -320,6 +326,16 @@ def _for_optimizer(mask: Mask, parameter: Tensor) -> Any:
     if isinstance(mask, bool):
         return None if mask else torch.zeros((), dtype=torch.bool, device=parameter.device)
     return mask.to(parameter.device) if isinstance(mask, Tensor) else mask
+
+
+def _check_rates(source: MaskSource, optimizers: Iterable[MaskingOptimizer]) -> None:
+    """Refuses to scale learning rates where updates are not proportional to them."""
+    for name in sorted({type(getattr(each, "inner", each)).__name__ for each in optimizers}):
+        if name in _NOT_PROPORTIONAL:
+            raise PolicyError(
+                f"{type(source).__name__} gives layers learning rates of their own, and {name}'s updates are "
+                "not proportional to the rate; use another optimizer, such as SGD or AdamW"
+            )
 
 
 def _check_sources(bound: Sequence[BoundPolicy]) -> None:

@@ -21,8 +21,10 @@ class Progressive(MaskSource):
 
     ``αᵢ(t) = ½ · αᵢ(0) · (1 + cos(π t / tᵢ))``, ``αᵢ(0) = α / tᵢ`` with ``scale``, else ``α``,
 
-    where ``α`` is the optimizer's learning rate and ``t`` the share of the training that is over. ``1 / tᵢ``
-    makes every layer travel equally far. What lies after the numbered layers goes with the last of them.
+    where ``α`` is the optimizer's learning rate in that step and ``t`` the share of the training that is
+    over. In the paper ``α`` is constant; an LR scheduler's course, a warm-up say, is multiplied with the
+    annealing. ``1 / tᵢ`` makes every layer travel equally far. What lies after the numbered layers goes with
+    the last of them.
 
     Args:
         total: The length of the training, in steps (or epochs).
@@ -34,7 +36,8 @@ class Progressive(MaskSource):
         seed: Taken for the sake of a common signature; nothing here is random.
 
     Raises:
-        PolicyError: For an unknown curve or a share that is 0.
+        PolicyError: For an unknown curve or a share that is 0; with ``anneal``, under an optimizer whose
+            updates are not proportional to the learning rate (ASGD, Adafactor, LBFGS, Rprop).
 
     Source: Brock, Lim, Ritchie, Weston 2017, "FreezeOut", arXiv:1706.04983.
 

@@ -248,6 +248,13 @@ class HalfRate(MaskSource):
         return {name: 0.5 for name in self.parameters if name.startswith("head")}
 
 
+class ThirdRate(HalfRate):
+    """A third, where a product would turn −0 into 0."""
+
+    def learning_rate_scale(self, step: int, epoch: int) -> dict[str, float]:
+        return dict.fromkeys(self.parameters, 1 / 3)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -270,6 +277,58 @@ def test_a_scaled_rate_is_that_of_a_group_with_this_rate(stack, tokens, make) ->
         peer.step()
     for ours, theirs in zip(stack.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
+def proportional(optimizer: str) -> bool:
+    """Whether torch's second update doubles where the learning rate is doubled after the first."""
+    moved = []
+    for second_rate in (1.0, 2.0):
+        weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]], dtype=torch.float64))
+        made = getattr(torch.optim, optimizer)([weight], lr=1.0)
+        for rate, slope in ((1.0, 1.0), (second_rate, 0.7)):
+            before = weight.detach().clone()
+            weight.grad = torch.full_like(weight, slope) * torch.tensor([1.0, 2.0])
+            made.param_groups[0]["lr"] = rate
+            made.step(lambda: torch.zeros(()))
+            step = weight.detach() - before
+            # Where the weights stand must not count: only what one step adds to them.
+            weight.data.copy_(before)
+        moved.append(step)
+    return torch.allclose(moved[1], 2 * moved[0], rtol=1e-9, atol=0)
+
+
+def test_rates_are_scaled_where_updates_are_proportional_to_them(stack) -> None:
+    names = ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "NAdam", "RAdam"]
+    for name in [*names, "RMSprop", "Rprop", "SGD"]:
+        optimizer = gp.MaskedOptimizer(getattr(torch.optim, name)(stack.parameters(), lr=0.1))
+        # Within a step LBFGS takes several, each with a new gradient.
+        if name != "LBFGS" and proportional(name):
+            Freezer(stack, optimizer, {"half": gp.Freeze(HalfRate())})
+        else:
+            with pytest.raises(PolicyError, match=f"HalfRate .* {name}'s updates are not"):
+                Freezer(stack, optimizer, {"half": gp.Freeze(HalfRate())})
+
+
+def test_what_is_frozen_keeps_its_bits_also_where_rates_are_scaled(stack, tokens) -> None:
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.1))
+    active = torch.zeros(3, 4, dtype=torch.bool)
+    active[2] = True
+    policies = {
+        "rate": gp.Freeze(ThirdRate()),
+        "part": gp.Freeze({"head.weight": active}, params="head.weight"),
+    }
+    with torch.no_grad():
+        stack.head.weight[0], stack.head.weight[1, 0] = -0.0, float("inf")
+    first = stack.head.weight.detach().clone()
+    freezer = Freezer(stack, optimizer, policies)
+    freezer.begin_step(0)
+    stack.head.weight.grad = torch.ones(3, 4)
+    freezer.observe()
+    optimizer.step()
+    freezer.finish_step()
+    after = stack.head.weight.detach()
+    assert torch.equal(after[:2].view(torch.int32), first[:2].view(torch.int32))
+    assert (after[2] != first[2]).all()
 
 
 def test_a_skipped_step_changes_neither_masks_nor_the_outcome(stack, tokens) -> None:

@@ -60,8 +60,9 @@ def test_annealing_can_be_left_to_others(prepared) -> None:
     assert prepared(gp.masks.Progressive(100, anneal=False)).learning_rate_scale(10, 0) == {}
 
 
-def test_a_training_run_takes_the_published_steps() -> None:
-    """Against plain SGD with one group a layer, whose rates are set by hand at each iteration."""
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_training_run_takes_the_published_steps(scheduled: bool) -> None:
+    """Against plain SGD with one group a layer, whose rates are set by hand; a scheduler multiplies them."""
     total, rate = 12, 0.1
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).double()
     peer = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).double()
@@ -69,10 +70,13 @@ def test_a_training_run_takes_the_published_steps() -> None:
     x = torch.randn(8, 3, dtype=torch.float64)
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9))
     source = gp.masks.Progressive(total, first=0.5, curve="linear")
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 5, 1.0))
     freezer = gp.Freezer(model, optimizer, {"out": gp.Freeze(source)}, seed=0)
     _, rate_at = published(3, total, 0.5, 1, scale=True, rate=rate)
     groups = [{"params": list(layer.parameters())} for layer in peer]
     by_hand = torch.optim.SGD(groups, lr=rate, momentum=0.9)
+    if not scheduled:
+        optimizer.param_groups[0]["lr"] = rate
     for step in range(total):
         freezer.begin_step(step)
         optimizer.zero_grad()
@@ -80,10 +84,12 @@ def test_a_training_run_takes_the_published_steps() -> None:
         freezer.observe()
         optimizer.step()
         freezer.finish_step()
+        if scheduled:
+            warm_up.step()
         by_hand.zero_grad()
         peer(x).square().mean().backward()
         for place, group in enumerate(by_hand.param_groups):
-            group["lr"] = rate_at(place, step)
+            group["lr"] = rate_at(place, step) * (min((step + 1) / 5, 1.0) if scheduled else 1.0)
         by_hand.step()
     for ours, theirs in zip(model.parameters(), peer.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
