@@ -37,7 +37,7 @@ from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.insight.attribution import Attribution, find_convolution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
 from gradpolicy.launch.checkpoints import check_fits, find_checkpoint, read_checkpoint
-from gradpolicy.launch.errors import WRONG_INPUT, WRONG_INPUT_ERRORS, report_error
+from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.run import Subject, build_subject
 from gradpolicy.launch.targets import check_targets
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = read_options(arguments)
         directory = attribute(options)
-    except WRONG_INPUT_ERRORS as error:
+    except wrong_input_errors() as error:
         report_error(error, show_traceback="debug=true" in arguments)
         return WRONG_INPUT
     Console().print(f"Saved in {directory}", soft_wrap=True)

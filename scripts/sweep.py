@@ -24,7 +24,7 @@ from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.app import quoted
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
-from gradpolicy.launch.errors import WRONG_INPUT, WRONG_INPUT_ERRORS, report_error
+from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.pruning import PRUNED
 from gradpolicy.launch.report import RESULT, Result
 from gradpolicy.launch.sweep import summarize
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         search = prepare(options)
         run_trials(search, options.trials)
-    except WRONG_INPUT_ERRORS as error:
+    except wrong_input_errors() as error:
         report_error(error, show_traceback=False)
         return WRONG_INPUT
     except WrongTrialError:

@@ -31,9 +31,9 @@ from gradpolicy.launch.errors import (
     FAILED,
     TERMINATED,
     WRONG_INPUT,
-    WRONG_INPUT_ERRORS,
     explain,
     report_error,
+    wrong_input_errors,
 )
 from gradpolicy.launch.ranks import is_first_rank
 from gradpolicy.launch.report import RESULT, Result
@@ -70,14 +70,14 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
                 compose_job(source, options.overrides)
         _ask_hydra(config_dir, [*flags, *options.overrides])
         return 0
-    except WRONG_INPUT_ERRORS as error:
-        if is_first_rank():
-            report_error(error, show_traceback or "extras.traceback=true" in options.overrides)
-        return WRONG_INPUT
     except SystemExit as leaving:
         if leaving.code == TERMINATED and is_first_rank():
             print("ended by SIGTERM; ckpt_path=last goes on from the last checkpoint", file=sys.stderr)
         return leaving.code if isinstance(leaving.code, int) else FAILED
+    except wrong_input_errors() as error:
+        if is_first_rank():
+            report_error(error, show_traceback or "extras.traceback=true" in options.overrides)
+        return WRONG_INPUT
 
 
 def start(prepared: Hydra, source: Source, options: Namespace) -> int:

@@ -12,7 +12,6 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
 from gradpolicy.errors import PolicyError, nearest
@@ -21,14 +20,13 @@ WRONG_INPUT = 2
 FAILED = 1
 TERMINATED = 143
 
-# Whatever of these ends a run before it trains was caused by what the user gave.
-WRONG_INPUT_ERRORS = (
-    PolicyError,
-    HydraException,
-    OmegaConfBaseException,
-    yaml.YAMLError,
-    MisconfigurationException,
-)
+
+def wrong_input_errors() -> tuple[type[Exception], ...]:
+    """What was caused by what the user gave, whatever of these ends a run before it trains."""
+    # Loaded here: Lightning takes seconds, and `--help` has no need of it.
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    return PolicyError, HydraException, OmegaConfBaseException, yaml.YAMLError, MisconfigurationException
 
 
 def explain(error: BaseException) -> str:

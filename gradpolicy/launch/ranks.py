@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import open_dict, read_write
 
 # What a rank must not be told: it runs one job, in the directory of the first rank.
@@ -26,6 +25,9 @@ LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR",
 
 def is_first_rank() -> bool:
     """Whether this process is the one that prints, plans and writes."""
+    # Loaded here: Lightning takes seconds, and `--help` has no need of it.
+    from lightning.pytorch.utilities import rank_zero_only
+
     return rank_zero_only.rank == 0  # type: ignore[attr-defined]
 
 

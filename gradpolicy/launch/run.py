@@ -3,7 +3,7 @@
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from lightning.pytorch import (
     Trainer,
     seed_everything,
 )
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
@@ -146,7 +146,7 @@ def build_trainer(
         ExactResume(),
         RankWatch(),
         *([SaveOnPreemption()] if saves else []),
-        *build_all(settings.callbacks, "callbacks").values(),
+        *_switched_on(build_all(settings.callbacks, "callbacks").values(), node),
         GradientPolicies(subject.policies, seed=settings.seed),
         RunBegins(directory),
     ]
@@ -222,6 +222,13 @@ def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float |
     if name not in metrics:
         rank_zero_warn(f"optimized_metric: {name!r} was not logged; {nearest(name, metrics)}")
     return metrics.get(name)
+
+
+def _switched_on(callbacks: Iterable[Callback], trainer: Mapping[str, Any]) -> Iterator[Callback]:
+    """Leaves out what the trainer's own switches turn off; Lightning refuses to be told both."""
+    switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
+    off = tuple(kind for switch, kind in switches.items() if trainer.get(switch) is False)
+    return (callback for callback in callbacks if not isinstance(callback, off))
 
 
 def _settle_wandb(loggers: list[Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from gradpolicy.launch.errors import WRONG_INPUT_ERRORS
+from gradpolicy.launch.errors import wrong_input_errors
 from gradpolicy.launch.ranks import is_first_rank
 
 STAMP = "%Y-%m-%d_%H-%M-%S-%f"
@@ -83,7 +83,7 @@ def run_directory(path: Path) -> Iterator[RunDirectory]:
     directory = RunDirectory(path)
     try:
         yield directory
-    except WRONG_INPUT_ERRORS:
+    except wrong_input_errors():
         directory.remove_unless_begun()
         raise
 

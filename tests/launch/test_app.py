@@ -1,6 +1,8 @@
 """The command line: what a person may write, and what it leaves."""
 
 import csv
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import yaml
 
 from gradpolicy.launch.app import quoted
 
+CONF = Path(__file__).parents[2] / "conf"
 Train = Callable[..., object]
 
 
@@ -29,6 +32,23 @@ def test_a_run_leaves_config_checkpoints_metrics_and_pictures(train) -> None:
     assert config["tags"] == ["first", "try"]
     assert config["model"]["optimizer"] == config["optimizer"]
     assert "checkpoints/best.ckpt" in ended.out
+
+
+def test_the_trainers_switches_hold_for_callbacks_too(train) -> None:
+    ended = train(
+        "callbacks=default", "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false"
+    )
+    assert ended.code == 0
+    assert not any(ended.run.rglob("*.ckpt"))
+
+
+def test_help_does_not_wait_for_lightning() -> None:
+    asking = "import sys, train; train.start(); sys.exit(3 if 'lightning' in sys.modules else 0)"
+    asked = subprocess.run(
+        [sys.executable, "-c", asking, "--help"], cwd=CONF.parent, capture_output=True, text=True
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert "python train.py" in asked.stdout
 
 
 def test_the_config_the_plan_and_the_results_are_printed(train) -> None:
