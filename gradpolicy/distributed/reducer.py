@@ -8,9 +8,15 @@ frozen part as it does on one process, nothing is searched for, and nothing froz
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from gradpolicy.errors import PolicyError
+
+# What makes a reducer in torch 2.11 to 2.13.
+PRIVATE_METHODS = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
 
 
 def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
@@ -69,17 +75,25 @@ class ReducerKeeper:
 def rebuild_reducer(model: DistributedDataParallel) -> None:
     """Gives a wrapped model a new reducer for the parameters that ask for a gradient now.
 
-    The object stays the same, with its communication hooks. This is what unpickling a wrapped model does.
+    The object stays the same, with its communication hooks. Where this torch lacks the private methods that
+    make a reducer, the model takes the way of unpickling, which knows the default process group only.
 
     Raises:
+        PolicyError: If the reducer cannot be rebuilt in either way.
         RuntimeError: If no parameter asks for a gradient.
     """
-    parameters, expects_sparse = model._build_params_for_reducer()
-    if not parameters:
+    if not trained_parameters(model.module.parameters()):
         raise RuntimeError("no parameter of the model trains: there is nothing to reduce")
-    # The old reducer takes its hooks off the parameters when it dies: that must come first.
-    model.__dict__.pop("reducer", None)
-    model.__dict__.pop("logger", None)
+    if all(hasattr(model, name) for name in PRIVATE_METHODS):
+        _rebuild_by_parts(model)
+    else:
+        _rebuild_as_unpickled(model)
+
+
+def _rebuild_by_parts(model: DistributedDataParallel) -> None:
+    """Does what the constructor and unpickling do, with the process group that the model has."""
+    parameters, expects_sparse = model._build_params_for_reducer()
+    _drop_reducer(model)
     names = model._build_debug_param_to_name_mapping(parameters)
     model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
     if model.static_graph:
@@ -89,3 +103,28 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
     model._has_rebuilt_buckets = False
     for hook, state in model._comm_hooks:
         _register_comm_hook(model.reducer, state, hook)
+
+
+def _rebuild_as_unpickled(model: DistributedDataParallel) -> None:
+    """Uses what every torch must have: the protocol by which a wrapped model is pickled."""
+    hooks, model._comm_hooks = list(getattr(model, "_comm_hooks", ())), []
+    try:
+        state = model.__getstate__()
+    except RuntimeError as error:
+        raise PolicyError(
+            f"DistributedDataParallel: torch {torch.__version__} cannot rebuild the reducer of a process "
+            "group other than the default; keep requires_grad as it is and let MaskedOptimizer mask, "
+            "or use a torch from 2.11 to 2.13"
+        ) from error
+    _drop_reducer(model)
+    model.__setstate__(state)
+    model._static_graph_delay_allreduce_enqueued = False
+    model._has_rebuilt_buckets = False
+    for hook, hook_state in hooks:
+        model.register_comm_hook(hook_state, hook)
+
+
+def _drop_reducer(model: DistributedDataParallel) -> None:
+    """The old reducer takes its hooks off the parameters when it dies: that must come first."""
+    model.__dict__.pop("reducer", None)
+    model.__dict__.pop("logger", None)

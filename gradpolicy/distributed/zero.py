@@ -67,16 +67,32 @@ class MaskedZero(MaskedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a whole state; each rank keeps what it owns."""
-        super().load_state_dict(state_dict)
-        _, saved = checkpoint.split(state_dict)
+        own, saved = checkpoint.split(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        # What was saved without a record was never masked there; here every parameter has one.
+        records = {
+            index: self._record_of(parameters[index], _steps(entry)) for index, entry in own["state"].items()
+        }
+        records |= {int(index): record for index, record in saved.get("parameters", {}).items()}
+        super().load_state_dict({**own, checkpoint.KEY: {**saved, "parameters": records}})
         for tracked in self.local._tracked.values():
             tracked.adopt_state()
-        for index, record in saved.get("parameters", {}).items():
-            parameter = parameters[int(index)]
+        for index, record in records.items():
+            parameter = parameters[index]
             if self.owns(parameter):
                 tracked = self.local._tracked.get(parameter) or self.local._track(parameter)
                 checkpoint.restore(tracked, record, self._name(parameter))
+
+    def _record_of(self, parameter: Tensor, updates: int) -> dict[str, Any]:
+        """A parameter's mask as it is now, every entry as old as its tensor."""
+        tracked = self._tracked[parameter]
+        return {
+            "frozen_state": tracked.frozen_state,
+            "bias_correction": tracked.bias_correction,
+            "updates": updates,
+            "ages": {"active": [updates], "frozen": [updates]},
+            "mask": None if tracked.mask_shape is None else tracked.mask().clone(),
+        }
 
     def state_bytes(self) -> int:
         """Bytes held on this rank for the optimizer's state."""
@@ -85,6 +101,10 @@ class MaskedZero(MaskedOptimizer):
     def _step_and_restore(self, kept: list[Tracked], closure: Callable[[], Any] | None) -> Any:
         """The local optimizers leave frozen entries alone by themselves: nothing has to be put back."""
         return super()._step_and_restore([], closure)
+
+
+def _steps(state: dict[str, Any]) -> int:
+    return int(state.get("step", 0))
 
 
 def masked(optimizer: Optimizer) -> MaskedOptimizer:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from gradpolicy.distributed.sharded_checkpoint import is_sharded_checkpoint, read_as_one
+
 _PART = ".part"
 
 
@@ -15,7 +17,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
     """Writes each checkpoint beside its place, makes sure of it on the disk, then moves it there in one go.
 
     A run killed while it saves leaves the former checkpoint as it was. A disk that fills up while saving does
-    too, and the error says so. Remote paths (``s3://…``) are left to Lightning.
+    too, and the error says so. A directory that a sharding strategy wrote loads as if one process had written
+    it. Remote paths (``s3://…``) are left to Lightning.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -39,6 +42,17 @@ class WholeCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         write_whole(checkpoint, Path(path))
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Reads a checkpoint; the directory of a sharded one as if one process had written it."""
+        if "://" not in str(path) and is_sharded_checkpoint(Path(path)):
+            return read_as_one(Path(path))
+        return super().load_checkpoint(path, map_location, weights_only)
 
 
 def write_whole(content: Any, path: Path) -> None:

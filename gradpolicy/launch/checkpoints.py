@@ -10,6 +10,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from gradpolicy.distributed.sharded_checkpoint import (
+    find_whole,
+    is_sharded_checkpoint,
+    is_whole,
+    read_unsharded,
+    saved_shapes,
+)
 from gradpolicy.errors import PolicyError, nearest
 
 LAST = "last"
@@ -32,13 +39,13 @@ def find_checkpoint(ckpt_path: str | None, places: Iterable[Path]) -> Path | Non
     if ckpt_path == LAST:
         places = list(places)
         for place in places:
-            found = _newest_good(place.rglob(LAST_NAME) if place.is_dir() else ())
+            found = _newest_good(place, LAST_NAME)
             if found is not None:
                 return found
         raise PolicyError(f"ckpt_path=last: no good checkpoint below {', '.join(map(str, places))}")
     path = Path(ckpt_path).expanduser()
-    if path.is_dir() and not (path / ".metadata").exists():
-        found = _newest_good(path.rglob("*.ckpt"))
+    if path.is_dir() and not is_sharded_checkpoint(path):
+        found = _newest_good(path, "*.ckpt")
         if found is None:
             raise PolicyError(f"ckpt_path: no good checkpoint in the directory {path}")
         return found
@@ -50,14 +57,20 @@ def find_checkpoint(ckpt_path: str | None, places: Iterable[Path]) -> Path | Non
 def read_checkpoint(path: Path) -> Mapping[str, Any]:
     """Reads a checkpoint; its tensors stay in the file until they are used. No code in it is run.
 
+    Of a directory of shards only what is not sharded is read.
+
     Raises:
         PolicyError: If it is damaged, holds anything but tensors and plain values, or is no checkpoint of
             Lightning's.
     """
+    sharded = path.is_dir()
     try:
+        if sharded:
+            return read_unsharded(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        reason = _first_line(error) if zipfile.is_zipfile(path) else "it is no checkpoint, or it is truncated"
+        readable = sharded or zipfile.is_zipfile(path)
+        reason = _first_line(error) if readable else "it is no checkpoint, or it is truncated"
         raise PolicyError(f"ckpt_path: {path} cannot be read: {reason}") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise PolicyError(f"ckpt_path: {path} is truncated or damaged ({_first_line(error)})") from error
@@ -69,20 +82,17 @@ def read_checkpoint(path: Path) -> Mapping[str, Any]:
 def check_fits(path: Path, model: nn.Module) -> None:
     """Checks that a checkpoint is of this model: the same names, the same shapes.
 
-    A directory of shards is left to who wrote it.
-
     Raises:
         PolicyError: If it is damaged, or of another model.
     """
-    if path.is_dir():
-        return
-    saved: Mapping[str, Tensor] = read_checkpoint(path)["state_dict"]
-    wanted = model.state_dict()
+    content = read_checkpoint(path)
+    saved = saved_shapes(path) if path.is_dir() else _shapes(content["state_dict"])
+    wanted = _shapes(model.state_dict())
     lacking, surplus = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     reshaped = [
-        f"{name} is {_shape(saved[name])} there and {_shape(wanted[name])} here"
+        f"{name} is {saved[name]} there and {wanted[name]} here"
         for name in wanted
-        if name in saved and _shape(saved[name]) != _shape(wanted[name])
+        if name in saved and saved[name] != wanted[name]
     ]
     differences = [
         *([f"it lacks {_few(lacking)}"] if lacking else []),
@@ -93,9 +103,13 @@ def check_fits(path: Path, model: nn.Module) -> None:
         raise PolicyError(f"ckpt_path: {path} is of another model: {'; '.join(differences)}")
 
 
-def _newest_good(paths: Iterable[Path]) -> Path | None:
-    for path in sorted(paths, key=lambda found: found.stat().st_mtime, reverse=True):
+def _newest_good(place: Path, name: str) -> Path | None:
+    """The newest checkpoint below a place that can be read: a file, or a directory of shards."""
+    found = {*place.rglob(name), *find_whole(place, name)}
+    for path in sorted(found, key=lambda each: each.stat().st_mtime, reverse=True):
         try:
+            if path.is_dir() and not is_whole(path):
+                raise PolicyError(f"ckpt_path: {path} was not finished")
             read_checkpoint(path)
         except PolicyError as error:
             rank_zero_warn(f"passed over: {error}")
@@ -112,8 +126,8 @@ def _near(path: Path) -> str:
     return nearest(path.name, found, count=2) or "ckpt_path=last finds the newest"
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _few(names: list[str], most: int = 3) -> str:

@@ -1,6 +1,7 @@
 """FSDP2 for a LightningModule as it is."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from gradpolicy.distributed import sharded_checkpoint
 from gradpolicy.where import as_patterns, match_modules
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -23,6 +26,10 @@ class FullyShardStrategy(ModelParallelStrategy):
     Lightning's ModelParallelStrategy asks each module for a ``configure_model`` that shards it. Where a
     module has none, this strategy does it: every module that ``modules`` matches is gathered and freed as
     one, and what is left with the root.
+
+    Checkpoints are directories, written whole or not at all. Those of any number of ranks load, and files
+    that other strategies wrote; other strategies load these directories too, through
+    :class:`~gradpolicy.faults.checkpoints.WholeCheckpointIO`.
 
     Args:
         modules: Globs or classes of the modules to shard one by one, such as ``"model.layers.*"``; None: the
@@ -72,6 +79,46 @@ class FullyShardStrategy(ModelParallelStrategy):
             super().setup(trainer)
         finally:
             del module.configure_model
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Saves the shards of every rank into a directory that is there whole or not at all.
+
+        Raises:
+            OSError: On every rank, if any could not write.
+        """
+        if not self._save_distributed_checkpoint or "://" in str(filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        states = checkpoint.pop("optimizer_states", [])
+        sharded = {
+            "state_dict": checkpoint.pop("state_dict"),
+            **{f"optimizer_{number}": state for number, state in enumerate(states)},
+        }
+        sharded_checkpoint.save_whole(sharded, checkpoint, Path(self.broadcast(filepath)))
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a directory of any number of ranks, or the file of a strategy that does not shard."""
+        path = Path(self.broadcast(checkpoint_path))
+        if not path.is_file():
+            return super().load_checkpoint(path, weights_only)
+        module = self.lightning_module
+        assert module is not None
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        options = StateDictOptions(full_state_dict=True, strict=module.strict_loading)
+        set_model_state_dict(module, checkpoint.pop("state_dict"), options=options)
+        for optimizer, state in zip(self.optimizers, checkpoint.pop("optimizer_states", ()), strict=False):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            optimizer.load_state_dict(sharded_checkpoint.cut_as(state, parameters))
+        return checkpoint
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Deletes a checkpoint; what a kill leaves of it is never taken for a whole one."""
+        if self.is_global_zero:
+            sharded_checkpoint.remove_whole(Path(filepath))
 
 
 def shard_modules(

@@ -45,6 +45,12 @@ def as_zero(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     for fresh, group in zip(shared.param_groups, optimizer.param_groups, strict=True):
         group.update(fresh)
     shared.param_groups = optimizer.param_groups
+
+    def share_groups(loaded: Optimizer) -> None:
+        """Loading a state makes new groups."""
+        optimizer.param_groups = loaded.param_groups
+
+    shared.register_load_state_dict_post_hook(share_groups)
     # A scheduler asks whether the optimizer that it was made with has stepped; the other one does so for it.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return shared

@@ -16,10 +16,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch import Tensor, multiprocessing
+from torch.utils._pytree import tree_map_only
 
 # Seconds until a call is given up; a little earlier each process shows where it waits.
 _PATIENCE = 60.0
+# Seconds that the other ranks have to answer when one has failed.
+_PATIENCE_AFTER_FAILURE = 3.0
+# Imported once; every process of every pool is a fork of that one.
+_IMPORTED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "lightning.pytorch",
+    "gradpolicy.callback",
+]
+
+
+def here() -> torch.device:
+    """Where this process's tensors belong: its GPU on a rank of an nccl pool, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", dist.get_rank())
+    return torch.device("cpu")
 
 
 class ProcessPool:
@@ -38,7 +55,8 @@ class ProcessPool:
         return self
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         self.connections: list[Connection] = []
@@ -78,7 +96,7 @@ class ProcessPool:
             timeout: Seconds to wait for all ranks.
 
         Returns:
-            What it returned, by rank.
+            What it returned, by rank, with all tensors on the CPU.
 
         Raises:
             RemoteError: If it failed on any rank; says what each rank raised.
@@ -89,14 +107,15 @@ class ProcessPool:
             connection.send((function.__code__.co_filename, function.__name__, arguments))
         answers = self._answers(time.monotonic() + timeout)
         failures = {rank: error for rank, (_, error) in answers.items() if error is not None}
-        if failures or len(answers) < self.size:
+        if len(answers) < self.size or "the process died" in failures.values():
             # The ranks are no longer at the same point: the next call starts new ones.
             self._stop()
+        if failures or len(answers) < self.size:
             raise RemoteError(failures or dict.fromkeys(range(self.size), "no answer"))
         return [answers[rank][0] for rank in range(self.size)]
 
     def _answers(self, deadline: float) -> dict[int, Any]:
-        """What the ranks send back, until one has failed."""
+        """What the ranks send back; when one has failed, the others are not waited for long."""
         answers: dict[int, Any] = {}
         while len(answers) < self.size and time.monotonic() < deadline:
             silent = [c for rank, c in enumerate(self.connections) if rank not in answers]
@@ -107,7 +126,7 @@ class ProcessPool:
                 except (EOFError, ConnectionError):
                     answers[rank] = (None, "the process died")
             if any(error is not None for _, error in answers.values()):
-                break
+                deadline = min(deadline, time.monotonic() + _PATIENCE_AFTER_FAILURE)
         return answers
 
 
@@ -140,7 +159,8 @@ def _serve(rank: int, size: int, backend: str, store: str, connection: Connectio
             return
         faulthandler.dump_traceback_later(_PATIENCE - 5)
         try:
-            connection.send((getattr(_module(path), name)(*arguments), None))
+            answer = getattr(_module(path), name)(*arguments)
+            connection.send((tree_map_only(Tensor, Tensor.cpu, answer), None))
         except Exception:
             connection.send((None, traceback.format_exc()))
         finally:

@@ -8,21 +8,24 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from process_pool import here
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradpolicy as gp
+from gradpolicy.faults.checkpoints import WholeCheckpointIO
 from gradpolicy.policies import Policy
 from gradpolicy.strategies.fully_shard import FullyShardStrategy
 from gradpolicy.strategies.zero import ZeroStrategy
 from gradpolicy.where import plain_name
 
+# A run takes two epochs, of half the updates each.
 BATCH, UPDATES = 8, 8
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "one process": lambda: "auto",
-    "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
-    "zero1": lambda: ZeroStrategy(process_group_backend="gloo"),
+    "ddp": lambda: DDPStrategy(process_group_backend=dist.get_backend()),
+    "zero1": lambda: ZeroStrategy(process_group_backend=dist.get_backend()),
     "fsdp2": FullyShardStrategy,
 }
 
@@ -105,7 +108,7 @@ class Watch(Callback):
 def data(ranks: int) -> DataLoader:
     """Batches of which all ranks together hold what one process would."""
     generator = torch.Generator().manual_seed(4)
-    samples = TensorDataset(torch.randn(64, 10, generator=generator), torch.randn(64, 3, generator=generator))
+    samples = TensorDataset(torch.randn(32, 10, generator=generator), torch.randn(32, 3, generator=generator))
     rank = dist.get_rank() if ranks > 1 else 0
     sampler: DistributedSampler = DistributedSampler(samples, ranks, rank, shuffle=False)
     return DataLoader(samples, batch_size=BATCH // ranks, sampler=sampler)
@@ -119,10 +122,12 @@ def fit(
     settings: dict[str, Any] | None = None,
     callback: dict[str, Any] | None = None,
     prepare: Callable[[LightningModule], None] | None = None,
+    resume_from: str | None = None,
+    save_to: str | None = None,
 ) -> dict[str, Any]:
     """Trains and tells: weights, masks and ages by name, the losses, what the reducer did."""
     warnings.simplefilter("ignore")
-    ranks = 1 if strategy == "one process" else 2
+    ranks = 1 if strategy == "one process" else dist.get_world_size()
     settings = dict(settings or {})
     more = settings.pop("callbacks", [])
     module, watch = Network(), Watch()
@@ -132,20 +137,21 @@ def fit(
         policies(kind, frozen_state), seed=5, **{"agreement_every": 1, **(callback or {})}
     )
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if here().type == "cuda" else "cpu",
         devices=ranks,
         strategy=STRATEGIES[strategy](),
         precision=precision,  # type: ignore[arg-type]
-        max_steps=UPDATES,
-        max_epochs=-1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*more, guard, watch],
-        **{"gradient_clip_val": 0.05, **settings},
+        plugins=[WholeCheckpointIO()],
+        **{"max_epochs": 2, "gradient_clip_val": 0.05, **settings},
     )
-    trainer.fit(module, data(ranks))
+    trainer.fit(module, data(ranks), ckpt_path=resume_from, weights_only=True)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
     return {
         "weights": {plain_name(name): whole(value.detach()) for name, value in module.named_parameters()},
         **masks_and_ages(module, watch.optimizer),

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from process_pool import ProcessPool, RemoteError
+from process_pool import ProcessPool, RemoteError, here
 
 from gradpolicy import PolicyError
 from gradpolicy.distributed.agreement import check_agreement, checksum
@@ -47,9 +47,9 @@ def differing(fault: str) -> str | None:
     """Checks three entries, one of which may differ on rank 1; gives the message."""
     rank = dist.get_rank()
     held = {
-        "mask of a.weight": torch.ones(40, 3, dtype=torch.bool),
+        "mask of a.weight": torch.ones(40, 3, dtype=torch.bool, device=here()),
         "mask of b.weight": RandomMask(0, 40, "b.weight", 0.5),
-        "a.weight": torch.arange(120.0),
+        "a.weight": torch.arange(120.0, device=here()),
     }
     if rank == 1 and fault == "tensor":
         held["mask of a.weight"][17, 1] = False

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from combinations import combinations
-from process_pool import ProcessPool
+from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +31,7 @@ def network() -> nn.Sequential:
     layers = nn.Sequential(
         nn.Conv2d(2, 12, 3), nn.ReLU(), nn.Flatten(), nn.Linear(192, 30), nn.Tanh(), nn.Linear(30, 4)
     )
-    return layers.to(memory_format=torch.channels_last)
+    return layers.to(here(), memory_format=torch.channels_last)
 
 
 def masks_of(model: nn.Module, levels: dict[str, str], density: float) -> dict[Tensor, Tensor]:
@@ -45,8 +45,8 @@ def masks_of(model: nn.Module, levels: dict[str, str], density: float) -> dict[T
             "tensor": (1,) * parameter.dim(),
         }.get(level)
         if shape is not None:
-            drawn = torch.rand(shape, generator=generator)
-            masks[parameter] = drawn < density if level != "tensor" else torch.zeros(shape, dtype=torch.bool)
+            threshold = density if level != "tensor" else 0.0
+            masks[parameter] = (torch.rand(shape, generator=generator) < threshold).to(here())
     return masks
 
 
@@ -65,13 +65,15 @@ def averaged(levels: dict[str, str], density: float, options: dict[str, Any], dt
         for step in range(3):
             inputs = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
             model.zero_grad()
-            model(inputs).square().sum().backward()
+            model(inputs.to(here())).square().sum().backward()
         gradients = [parameter.grad.clone() for parameter in plain.parameters()]
         if hooked:
             results["traffic"] = communication.traffic
         else:
             gradients = [
-                torch.where(masks.get(parameter, torch.ones((), dtype=torch.bool)), gradient, 0.0)
+                torch.where(
+                    masks.get(parameter, torch.ones((), dtype=torch.bool, device=here())), gradient, 0.0
+                )
                 for parameter, gradient in zip(plain.parameters(), gradients, strict=True)
             ]
         results["hooked" if hooked else "masked"] = gradients
@@ -125,8 +127,8 @@ def accumulated() -> bool:
             communication.register(model)
             communication.set_masks(masks)
         with model.no_sync():
-            model(torch.full((1, 2, 6, 6), rank + 1.0)).sum().backward()
-        model(torch.full((1, 2, 6, 6), rank + 3.0)).sum().backward()
+            model(torch.full((1, 2, 6, 6), rank + 1.0, device=here())).sum().backward()
+        model(torch.full((1, 2, 6, 6), rank + 3.0, device=here())).sum().backward()
         weight = plain[3].weight
         found.append(torch.where(masks[weight], weight.grad, 0.0))
     return torch.allclose(*found)

@@ -1,7 +1,6 @@
 """FSDP2: masks lie as their parameters do, and a run on two ranks equals one on one process."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from combinations import combinations
-from process_pool import ProcessPool
+from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -50,11 +49,11 @@ Facts = dict[str, list[Tensor]]
 def network() -> nn.Sequential:
     torch.manual_seed(3)
     # Five rows on two or four ranks do not divide evenly.
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).to(here())
 
 
 def shard(model: nn.Sequential) -> nn.Sequential:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -66,7 +65,7 @@ def mask_at(level: str, name: str, shape: torch.Size, step: int) -> Any:
     if level == "recipe":
         return RandomMask(seed=0, step=step // 3, name=name, density=0.5)
     coarse = {"tensor": (), "row": (shape[0], *(1,) * (len(shape) - 1)), "entry": tuple(shape)}[level]
-    return torch.rand(coarse, generator=generator) < 0.6
+    return (torch.rand(coarse, generator=generator) < 0.6).to(here())
 
 
 def train(model: nn.Module, optimizer: MaskedOptimizer, level: str, steps: range) -> None:
@@ -78,7 +77,7 @@ def train(model: nn.Module, optimizer: MaskedOptimizer, level: str, steps: range
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         optimizer.zero_grad()
-        model(inputs[rank::ranks]).square().mean().backward()
+        model(inputs[rank::ranks].to(here())).square().mean().backward()
         optimizer.mask_gradients()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -200,26 +199,15 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_two_and_on_one(
         assert agree(found, wanted)
 
 
-@pytest.fixture(scope="module")
-def others() -> Iterator[dict[int, ProcessPool]]:
-    with ProcessPool(1, "gloo") as one, ProcessPool(4, "gloo") as four:
-        yield {1: one, 4: four}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("frozen_state", FROZEN_STATES)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_four_and_the_reverse(
-    pair: ProcessPool,
-    others: dict[int, ProcessPool],
-    tmp_path: Path,
-    level: str,
-    frozen_state: str,
-    ranks: int,
+    pools: dict[int, ProcessPool], tmp_path: Path, level: str, frozen_state: str, ranks: int
 ) -> None:
     wanted = expected(level, frozen_state)
-    for saving, loading in ((pair, others[ranks]), (others[ranks], pair)):
+    for saving, loading in ((pools[2], pools[ranks]), (pools[ranks], pools[2])):
         folder = str(tmp_path / f"of_{saving.size}")
         saving(save_after_half, level, frozen_state, folder)
         for found in loading(load_and_finish, level, frozen_state, folder):

@@ -4,11 +4,13 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from process_pool import ProcessPool
+from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpolicy.distributed.reducer import ReducerKeeper, rebuild_reducer
+from gradpolicy import PolicyError
+from gradpolicy.distributed import reducer
+from gradpolicy.distributed.reducer import PRIVATE_METHODS, ReducerKeeper, rebuild_reducer
 
 STEPS = 8
 # Which layers are frozen at which step: from the start, all but the head, a hole in the middle, nothing.
@@ -17,14 +19,13 @@ FROZEN = [("0",), ("0", "2"), ("0", "2"), ("2",), (), ("4",), ("0", "2"), ()]
 
 def network() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(here())
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(STEPS)
-    ]
+    drawn = (torch.randn(8, 6 + 2, generator=generator).to(here()) for _ in range(STEPS))
+    return [(both[:, :6], both[:, 6:]) for both in drawn]
 
 
 def train(model: nn.Module, keeper: ReducerKeeper | None, rank: int, ranks: int) -> dict[str, Tensor]:
@@ -41,8 +42,9 @@ def train(model: nn.Module, keeper: ReducerKeeper | None, rank: int, ranks: int)
     return {name: value.detach().clone() for name, value in plain.state_dict().items()}
 
 
-def train_on_this_rank(options: dict[str, bool]) -> tuple[dict[str, Tensor], int]:
+def train_on_this_rank(options: dict[str, bool], methods: tuple[str, ...]) -> tuple[dict[str, Tensor], int]:
     plain = network()
+    reducer.PRIVATE_METHODS = methods
     plain[0].requires_grad_(False)
     model = DistributedDataParallel(plain, **options)
     keeper = ReducerKeeper(model)
@@ -51,11 +53,16 @@ def train_on_this_rank(options: dict[str, bool]) -> tuple[dict[str, Tensor], int
 
 
 @pytest.mark.parametrize(
+    "methods", [PRIVATE_METHODS, ("what this torch does not have",)], ids=["own", "lacking"]
+)
+@pytest.mark.parametrize(
     "options",
     [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
 )
-def test_anything_may_freeze_and_thaw_at_any_time(pair: ProcessPool, options: dict[str, bool]) -> None:
-    (first, rebuilds), (second, _) = pair(train_on_this_rank, options)
+def test_anything_may_freeze_and_thaw_at_any_time(
+    pair: ProcessPool, options: dict[str, bool], methods: tuple[str, ...]
+) -> None:
+    (first, rebuilds), (second, _) = pair(train_on_this_rank, options, methods)
     alone = train(network(), None, 0, 1)
     for name, weight in alone.items():
         assert torch.equal(first[name], second[name]), name
@@ -66,11 +73,11 @@ def test_anything_may_freeze_and_thaw_at_any_time(pair: ProcessPool, options: di
 def old_reducer_is_gone() -> bool:
     model = DistributedDataParallel(network())
     hooked = weakref.ref(model.reducer) if hasattr(type(model.reducer), "__weakref__") else None
-    model(torch.ones(1, 6)).sum().backward()
+    model(torch.ones(1, 6, device=here())).sum().backward()
     rebuild_reducer(model)
     gc.collect()
     model.zero_grad()
-    model(torch.full((1, 6), dist.get_rank() + 1.0)).sum().backward()
+    model(torch.full((1, 6), dist.get_rank() + 1.0, device=here())).sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     for gradient in gradients:
         dist.broadcast(gradient, src=0)
@@ -85,7 +92,7 @@ def test_a_rebuilt_reducer_takes_the_place_of_the_old_one(pair: ProcessPool) -> 
     assert pair(old_reducer_is_gone) == [True, True]
 
 
-def counted_with_hook() -> int:
+def counted_with_hook(methods: tuple[str, ...]) -> int:
     """How many buckets a communication hook sees after the reducer was rebuilt."""
     seen = []
 
@@ -94,19 +101,25 @@ def counted_with_hook() -> int:
         work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
+    reducer.PRIVATE_METHODS = methods
     model = DistributedDataParallel(network())
     model.register_comm_hook(seen, count)
     keeper = ReducerKeeper(model)
     model.module[0].requires_grad_(False)
     model.module[2].requires_grad_(False)
     keeper.refresh()
-    model(torch.ones(2, 6)).sum().backward()
+    model(torch.ones(2, 6, device=here())).sum().backward()
     return sum(seen)
 
 
-def test_communication_hooks_stay_and_see_only_what_trains(pair: ProcessPool) -> None:
+@pytest.mark.parametrize(
+    "methods", [PRIVATE_METHODS, ("what this torch does not have",)], ids=["own", "lacking"]
+)
+def test_communication_hooks_stay_and_see_only_what_trains(
+    pair: ProcessPool, methods: tuple[str, ...]
+) -> None:
     head = sum(parameter.numel() for parameter in network()[4].parameters())
-    assert pair(counted_with_hook) == [head, head]
+    assert pair(counted_with_hook, methods) == [head, head]
 
 
 def wholly_frozen() -> str:
@@ -122,3 +135,15 @@ def wholly_frozen() -> str:
 
 def test_a_model_without_anything_to_train_is_refused(pair: ProcessPool) -> None:
     assert all("nothing to reduce" in message for message in pair(wholly_frozen))
+
+
+def with_a_group_of_its_own() -> str:
+    reducer.PRIVATE_METHODS = ("what this torch does not have",)
+    model = DistributedDataParallel(network(), process_group=dist.new_group([0, 1]))
+    with pytest.raises(PolicyError) as refused:
+        rebuild_reducer(model)
+    return str(refused.value)
+
+
+def test_where_it_cannot_be_rebuilt_the_message_says_what_to_do(pair: ProcessPool) -> None:
+    assert all("keep requires_grad as it is" in message for message in pair(with_a_group_of_its_own))

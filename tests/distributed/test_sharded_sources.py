@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from process_pool import ProcessPool
+from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,9 +25,9 @@ SOURCES = {
 def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Tensor]:
     """Trains with a source and gives the whole weights; optionally with all state saved and loaded once."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]).double()
+    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]).double().to(here())
     if sharded:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(here().type, (dist.get_world_size(),))
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -38,7 +38,7 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
         return gp.Freezer(model, optimizer, {"policy": policy}, seed=3)
 
     freezer = engine()
-    x = torch.randn(6, 5, dtype=torch.float64)
+    x = torch.randn(6, 5, dtype=torch.float64).to(here())
     for step in range(STEPS):
         if step == resumed_at:
             state = freezer.state_dict()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from process_pool import ProcessPool
+from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -17,7 +17,7 @@ STEPS = 9
 
 def network() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(here())
 
 
 def set_masks(optimizer: MaskedOptimizer, model: nn.Module, step: int, frozen_state: str) -> None:
@@ -27,7 +27,7 @@ def set_masks(optimizer: MaskedOptimizer, model: nn.Module, step: int, frozen_st
     generator = torch.Generator().manual_seed(step)
     shapes = [(), (), (8, 1), (), (2, 8), (2,)]
     for parameter, shape in zip(model.parameters(), shapes, strict=True):
-        mask = torch.rand(shape, generator=generator) < 0.5
+        mask = (torch.rand(shape, generator=generator) < 0.5).to(here())
         optimizer.set_mask(parameter, mask, frozen_state=frozen_state)
 
 
@@ -36,7 +36,7 @@ def train(model: nn.Module, optimizer: MaskedOptimizer, frozen_state: str, steps
         set_masks(optimizer, model, step, frozen_state)
         inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 + step))
         optimizer.zero_grad()
-        model(inputs).square().mean().backward()
+        model(inputs.to(here())).square().mean().backward()
         optimizer.mask_gradients()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -82,24 +82,31 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(buffer, weights_only=True)
 
 
+def trained_alone(frozen_state: str, saved_at: int = 0) -> dict[str, Any]:
+    """What one process knows after training without ZeRO, and its checkpoint on the way."""
+    model = network()
+    optimizer = masked(adam(model))
+    train(model, optimizer, frozen_state, range(saved_at))
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    train(model, optimizer, frozen_state, range(saved_at, STEPS))
+    known, held = facts(model, optimizer), optimizer.state_bytes()
+    return {"facts": known, "bytes": held, "saved": saved, "weights": weights}
+
+
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 @pytest.mark.parametrize("resume_at", [None, 4])
 def test_it_equals_one_process_bit_for_bit(
     pair: ProcessPool, frozen_state: str, resume_at: int | None
 ) -> None:
-    model = network()
-    optimizer = masked(adam(model))
-    train(model, optimizer, frozen_state, range(STEPS))
+    alone = pair(trained_alone, frozen_state)[0]["facts"]
     for known, _, copies in pair(trained, frozen_state, resume_at):
-        assert all(torch.equal(*both) for both in zip(known, facts(model, optimizer), strict=True))
+        assert all(torch.equal(*both) for both in zip(known, alone, strict=True))
         assert copies == 0, "no second copy of the state"
 
 
 def test_state_is_shared_out(pair: ProcessPool) -> None:
-    model = network()
-    optimizer = masked(adam(model))
-    train(model, optimizer, "keep", range(STEPS))
-    shares = [used / optimizer.state_bytes() for _, used, _ in pair(trained, "keep", None)]
+    whole = pair(trained_alone, "keep")[0]["bytes"]
+    shares = [used / whole for _, used, _ in pair(trained, "keep", None)]
     assert max(shares) < 0.75
 
 
@@ -113,13 +120,9 @@ def saved_on_one_loads_on_two(state: dict[str, Any], weights: dict[str, Tensor])
 
 
 def test_a_checkpoint_of_one_process_goes_on_under_zero(pair: ProcessPool) -> None:
-    model = network()
-    optimizer = masked(adam(model))
-    train(model, optimizer, "zero", range(4))
-    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    train(model, optimizer, "zero", range(4, STEPS))
-    for known in pair(saved_on_one_loads_on_two, saved, weights):
-        assert all(torch.equal(*both) for both in zip(known, facts(model, optimizer), strict=True))
+    alone = pair(trained_alone, "zero", 4)[0]
+    for known in pair(saved_on_one_loads_on_two, alone["saved"], alone["weights"]):
+        assert all(torch.equal(*both) for both in zip(known, alone["facts"], strict=True))
 
 
 def overlapping() -> str:

@@ -1,0 +1,242 @@
+"""Checkpoints to which every rank gives its shards: directories that are there whole or not at all.
+
+What ``torch.distributed.checkpoint.save`` writes goes into a folder beside its place. When all ranks are
+done, a marker is put in and the folder takes its place by a rename. A run killed at any moment leaves a whole
+checkpoint: the former one, or the new one, perhaps still under the name of the folder beside.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from gradpolicy.freeze.sharding import like
+
+# Written last; a directory without it was not finished.
+MARKER = "whole"
+# What is not sharded, under the name by which Lightning knows it.
+UNSHARDED = "meta.pt"
+_METADATA = ".metadata"
+_BEING_WRITTEN, _FORMER = "parts", "former"
+
+
+def save_whole(sharded: dict[str, Any], unsharded: Any, path: Path) -> None:
+    """Saves so that the path holds what it held before, or all of the new content. Every rank calls this.
+
+    Args:
+        sharded: Tensors, DTensors and plain values, for ``torch.distributed.checkpoint``.
+        unsharded: What the first rank saves with ``torch.save``.
+        path: The directory that is made, the same on every rank.
+
+    Raises:
+        OSError: On every rank, if any could not write, with its number and the checkpoint that is left.
+    """
+    parts = _beside(path, _BEING_WRITTEN)
+    _together(lambda: _make_room(parts), path, first_rank_only=True)
+    _together(lambda: save_shards(sharded, storage_writer=FileSystemWriter(parts)), path)
+    _together(lambda: _finish(parts, unsharded, path), path, first_rank_only=True)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a directory is a checkpoint that :func:`save_whole` has finished."""
+    return (path / MARKER).is_file() and (path / _METADATA).is_file()
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether this is a directory of ``torch.distributed.checkpoint``, whoever wrote it."""
+    return (path / _METADATA).is_file()
+
+
+def find_whole(place: Path, name: str) -> Iterator[Path]:
+    """Finds whole checkpoints below a place, also those that a kill kept from taking theirs.
+
+    Args:
+        place: A directory.
+        name: Glob on the name of the checkpoint.
+    """
+    for pattern in (name, *(_beside(Path(name), suffix).name for suffix in (_BEING_WRITTEN, _FORMER))):
+        yield from (path for path in place.rglob(pattern) if is_whole(path))
+
+
+def remove_whole(path: Path) -> None:
+    """Deletes a checkpoint; what a kill leaves of it is never taken for a whole one."""
+    if path.is_dir():
+        (path / MARKER).unlink(missing_ok=True)
+    _discard(path)
+
+
+def saved_shapes(path: Path, part: str = "state_dict") -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that a directory holds below a key, by the rest of their name."""
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix(f"{part}."): tuple(entry.size)
+        for name, entry in saved.items()
+        if name.startswith(f"{part}.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_unsharded(path: Path) -> dict[str, Any]:
+    """What the first rank saved beside the shards. No code in it is run."""
+    return torch.load(path / UNSHARDED, map_location="cpu", weights_only=True)
+
+
+def read_as_one(path: Path) -> dict[str, Any]:
+    """Reads a directory as the checkpoint that one process would have written, without process group.
+
+    Optimizer states, saved by parameter name as ``optimizer_0``, ``optimizer_1`` ..., become the list
+    ``optimizer_states``, by parameter number.
+
+    Args:
+        path: A directory of Lightning's; it must fit into this process's memory.
+    """
+    content: dict[str, Any] = {}
+    reader = FileSystemReader(path)
+    _load_state_dict(content, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    numbers = sorted(int(key.removeprefix("optimizer_")) for key in content if key.startswith("optimizer_"))
+    states = [by_number(content.pop(f"optimizer_{number}")) for number in numbers]
+    return {**read_unsharded(path), **content, "optimizer_states": states}
+
+
+def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state_dict with parameters by number, as torch's own, instead of by name.
+
+    Example:
+        >>> by_number({"state": {"b": {"step": 1}}, "param_groups": [{"params": ["a", "b"], "lr": 0.1}]})
+        {'state': {1: {'step': 1}}, 'param_groups': [{'params': [0, 1], 'lr': 0.1}]}
+    """
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    number = {name: index for index, name in enumerate(names)}
+    groups = [
+        {**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]
+    ]
+    return {
+        "state": {number[name]: entry for name, entry in state.get("state", {}).items()},
+        "param_groups": groups,
+    }
+
+
+def cut_as(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+    """An unsharded optimizer's state_dict, by number, for parameters of which each rank holds a part.
+
+    Args:
+        state: The whole state, on every rank.
+        parameters: The parameters in the order of the optimizer's groups; DTensors or plain.
+
+    Returns:
+        The state with every tensor that has its parameter's shape cut as the parameter is.
+    """
+
+    def cut(value: Any, parameter: Tensor) -> Any:
+        matches = isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+        return like(value, parameter) if matches else value
+
+    entries = {
+        number: {key: cut(value, parameters[number]) for key, value in entry.items()}
+        for number, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def _finish(parts: Path, unsharded: Any, path: Path) -> None:
+    with (parts / UNSHARDED).open("wb") as file:
+        torch.save(unsharded, file)
+        file.flush()
+        os.fsync(file.fileno())
+    (parts / MARKER).touch()
+    _sync_folder(parts)
+    take_place(parts, path)
+
+
+def take_place(parts: Path, path: Path) -> None:
+    """Moves a finished folder to its place.
+
+    Directories cannot be swapped in one go on every file system: a kill between the two renames leaves both
+    checkpoints whole beside the place, where :func:`find_whole` finds them.
+    """
+    former = _beside(path, _FORMER)
+    if path.exists():
+        _discard(former)
+        os.rename(path, former)
+    os.rename(parts, path)
+    _sync_folder(path.parent)
+    remove_whole(former)
+
+
+def _make_room(parts: Path) -> None:
+    remove_whole(parts)
+    parts.mkdir(parents=True)
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{suffix}")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _together(action: Callable[[], Any], path: Path, *, first_rank_only: bool = False) -> None:
+    """Does something on every rank, waits for all, and raises on all if it failed on any."""
+    failure: BaseException | None = None
+    try:
+        if not first_rank_only or not dist.is_initialized() or dist.get_rank() == 0:
+            action()
+    except (OSError, RuntimeError, CheckpointException) as error:
+        failure = error
+    reasons = _of_every_rank({} if failure is None else _reasons(failure))
+    failed = {rank: reason for told in reasons for rank, reason in told.items()}
+    if failed:
+        rank, (number, text) = min(failed.items())
+        left = (
+            f"{path.name} of before is whole: make room and resume from it (ckpt_path=last)"
+            if is_whole(path)
+            else f"there is no former {path.name}"
+        )
+        raise OSError(number, f"could not save {path}: rank {rank}: {text}; {left}") from failure
+
+
+def _of_every_rank(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _reasons(error: BaseException) -> dict[int, tuple[int, str]]:
+    """What failed on which rank: the error number of the operating system, where there is one, and a text."""
+    if isinstance(error, CheckpointException):
+        return {rank: _reason(failure) for rank, (failure, _) in error.failures.items()}
+    return {dist.get_rank() if dist.is_initialized() else 0: _reason(error)}
+
+
+def _reason(error: BaseException) -> tuple[int, str]:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, OSError) and cause.errno is not None:
+        return cause.errno, os.strerror(cause.errno)
+    return errno.EIO, (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,190 @@
+"""Directories of shards: there whole or not at all, and readable by every strategy."""
+
+import errno
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_pool import ProcessPool, RemoteError, here
+from runs import fit
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from gradpolicy.distributed import sharded_checkpoint
+from gradpolicy.distributed.sharded_checkpoint import (
+    by_number,
+    find_whole,
+    is_whole,
+    read_as_one,
+    read_unsharded,
+    remove_whole,
+    save_whole,
+    saved_shapes,
+)
+from gradpolicy.launch.checkpoints import find_checkpoint
+
+
+def content(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
+    weight = distribute_tensor(torch.full((5, 3), float(number), device=here()), mesh, [Shard(0)])
+    return {"state_dict": {"weight": weight}}, {"global_step": number}
+
+
+def save(folder: str, number: int, fault: str = "") -> str:
+    """Saves as Lightning's checkpoint of a step; a fault plants a kill or a full disk."""
+    if fault == "killed while shards are written":
+        die_instead_of(sharded_checkpoint, "save_shards", at_call=1)
+    if fault == "killed between the two renames":
+        die_instead_of(os, "rename", at_call=2)
+    full_disk = fault == "full disk" and dist.get_rank() == 1
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if full_disk:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        save_whole(*content(number), Path(folder))
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return ""
+
+
+def die_instead_of(holder: Any, name: str, at_call: int) -> None:
+    """Kills rank 0 with SIGKILL where it calls a function for the n-th time."""
+    original, calls = getattr(holder, name), []
+
+    def deadly(*positional: Any, **named: Any) -> Any:
+        calls.append(name)
+        if len(calls) == at_call and dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*positional, **named)
+
+    setattr(holder, name, deadly)
+
+
+def test_what_is_saved_comes_back_in_one_process(pair: ProcessPool, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "last.ckpt"
+    pair(save, str(path), 3)
+    assert is_whole(path)
+    assert os.listdir(path.parent) == ["last.ckpt"]
+    assert read_unsharded(path) == {"global_step": 3}
+    assert saved_shapes(path) == {"weight": (5, 3)}
+    assert torch.equal(read_as_one(path)["state_dict"]["weight"], torch.full((5, 3), 3.0))
+
+
+def test_a_checkpoint_takes_the_place_of_the_former(pair: ProcessPool, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    for number in (1, 2):
+        pair(save, str(path), number)
+    assert read_unsharded(path) == {"global_step": 2}
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kept"), [("killed while shards are written", 1), ("killed between the two renames", 2)]
+)
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(
+    pair: ProcessPool, tmp_path: Path, fault: str, kept: int
+) -> None:
+    path = tmp_path / "last.ckpt"
+    pair(save, str(path), 1)
+    with pytest.raises(RemoteError, match="the process died"):
+        pair(save, str(path), 2, fault)
+    found = find_checkpoint("last", [tmp_path])
+    assert found is not None
+    assert read_unsharded(found) == {"global_step": kept}
+    pair(save, str(path), 3)
+    assert os.listdir(tmp_path) == ["last.ckpt"], "the next save clears the rest away"
+    assert read_unsharded(path) == {"global_step": 3}
+
+
+def test_a_full_disk_on_one_rank_is_told_by_all_and_keeps_the_former(
+    pair: ProcessPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.ckpt"
+    pair(save, str(path), 1)
+    for message in pair(save, str(path), 2, "full disk"):
+        assert message.startswith(f"[Errno {errno.EFBIG}] could not save {path}: rank 1: File too large; ")
+        assert "last.ckpt of before is whole: make room and resume from it" in message
+    assert read_unsharded(path) == {"global_step": 1}
+
+
+def test_last_passes_over_what_was_not_finished(pair: ProcessPool, tmp_path: Path) -> None:
+    old, new = tmp_path / "old/last.ckpt", tmp_path / "new/last.ckpt"
+    pair(save, str(old), 1)
+    pair(save, str(new), 2)
+    (new / "whole").unlink()
+    with pytest.warns(UserWarning, match=r"new/last\.ckpt was not finished"):
+        assert find_checkpoint("last", [tmp_path]) == old
+    assert list(find_whole(tmp_path, "last*.ckpt")) == [old]
+    remove_whole(old)
+    assert not old.exists()
+
+
+def test_the_state_of_an_optimizer_goes_from_names_to_numbers() -> None:
+    named = {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["a"]}, {"params": ["b"], "lr": 0.1}]}
+    assert by_number(named) == {
+        "state": {1: {"step": 1}},
+        "param_groups": [{"params": [0]}, {"params": [1], "lr": 0.1}],
+    }
+
+
+# ---- from each strategy to each
+
+
+def half(strategy: str, kind: str, frozen_state: str, path: str) -> None:
+    fit(strategy, kind, frozen_state, settings={"max_epochs": 1}, save_to=path)
+
+
+def rest(strategy: str, kind: str, frozen_state: str, path: str) -> dict[str, Any]:
+    return fit(strategy, kind, frozen_state, resume_from=path)
+
+
+SINGLE = "one process"
+CASES = [
+    *((first, second, "entries", "zero") for first, second in (("fsdp2", SINGLE), (SINGLE, "fsdp2"))),
+    *(
+        pytest.param(first, second, kind, frozen_state, marks=pytest.mark.slow)
+        for first, second in (
+            ("fsdp2", "fsdp2"),
+            ("fsdp2", SINGLE),
+            (SINGLE, "fsdp2"),
+            ("fsdp2", "ddp"),
+            ("ddp", "fsdp2"),
+            ("fsdp2", "zero1"),
+            ("zero1", "fsdp2"),
+            ("zero1", SINGLE),
+            (SINGLE, "ddp"),
+            (SINGLE, "zero1"),
+            ("zero1", "zero1"),
+        )
+        for kind in ("rows", "entries", "layers")
+        for frozen_state in ("keep", "zero", "drop")
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "kind", "frozen_state"), CASES)
+def test_a_run_goes_on_under_another_strategy(
+    pair: ProcessPool, tmp_path: Path, first: str, second: str, kind: str, frozen_state: str
+) -> None:
+    path, undisturbed = str(tmp_path / "a.ckpt"), fit(SINGLE, kind, frozen_state)
+    if first == SINGLE:
+        half(first, kind, frozen_state, path)
+    else:
+        pair(half, first, kind, frozen_state, path)
+    ended = (
+        rest(second, kind, frozen_state, path)
+        if second == SINGLE
+        else pair(rest, second, kind, frozen_state, path)[0]
+    )
+    for what in ("masks", "ages"):
+        assert all(torch.equal(ended[what][name], value) for name, value in undisturbed[what].items()), what
+    for name, weight in undisturbed["weights"].items():
+        torch.testing.assert_close(ended["weights"][name], weight, rtol=2e-4, atol=2e-5)
