@@ -22,7 +22,7 @@ from gradpolicy.optim.cohorts import CHUNK
 if TYPE_CHECKING:
     from gradpolicy.optim.packed import Held
 
-Dense = Callable[["Job", Tensor], None]
+Dense = Callable[["Job"], None]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST = "max_exp_avg_sq"
 
@@ -74,8 +74,7 @@ class Job:
         moments: first, second, and AMSGrad's maximum if asked for: all entries, or those in `held`.
         codes: cohort codes of all blocks, or of those in `held`; active ones are negative.
         block: entries that one code governs.
-        step_sizes: lr / (1 - b1^t) of each active slot.
-        roots: sqrt(1 - b2^t) of each active slot.
+        ages: updates so far of each active slot.
         settings: the group's numbers.
         held: which blocks the moments and codes are of; None: all.
         slots: highest slot of any code, frozen ones too, plus one.
@@ -86,11 +85,15 @@ class Job:
     moments: list[Tensor]
     codes: Tensor
     block: int
-    step_sizes: tuple[float, ...]
-    roots: tuple[float, ...]
+    ages: tuple[int, ...]
     settings: Settings
     held: Held | None = None
     slots: int = 1
+
+    @property
+    def corrections(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """For each active slot lr / (1 - b1^t) and sqrt(1 - b2^t) at this update."""
+        return self.settings.corrections(self.ages)
 
 
 def adam_entries(
@@ -132,21 +135,20 @@ def adam_entries(
     return parameter - step_size * (first / denominator), moments
 
 
-def run(job: Job, dense: Dense | None = None) -> None:
+def run(job: Job, dense: Dense) -> None:
     """Carry out a job with torch operations, a cacheful of entries at a time.
 
     Args:
         job: what to do.
-        dense: does entries that all have their own code and moments; by default `dense`.
+        dense: does entries that all have their own code and moments.
     """
-    tables = _tables(job)
     if job.block > 1:
-        _run_rows(job, tables)
+        _run_rows(job, tables(job))
     elif job.held is not None:
         for positions, place in job.held.chunks():
-            _gathered(job, job.parameter, job.gradient, positions, place, tables)
+            _gathered(job, job.parameter, job.gradient, positions, place, tables(job))
     else:
-        (dense or dense_in_chunks)(job, tables)
+        dense(job)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -154,10 +156,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _tables(job: Job) -> Tensor:
+def tables(job: Job) -> Tensor:
     """The corrections as a (2, slots) tensor."""
     dtype, device = compute_dtype(job.parameter.dtype), job.parameter.device
-    return torch.tensor([job.step_sizes, job.roots], dtype=dtype, device=device)
+    return torch.tensor(job.corrections, dtype=dtype, device=device)
 
 
 def _look_up(codes: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,14 +168,6 @@ def _look_up(codes: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         return tables[0], tables[1]
     slots = (codes & torch.iinfo(codes.dtype).max).int().clamp_(max=tables.shape[1] - 1)
     return tables[0].index_select(0, slots), tables[1].index_select(0, slots)
-
-
-def dense_in_chunks(job: Job, tables: Tensor) -> None:
-    """Entries that all have their own code and moments."""
-    vectors = [job.parameter, job.gradient, *job.moments]
-    for start in range(0, job.parameter.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        dense([vector[part] for vector in vectors], job.codes[part], tables, job.settings)
 
 
 def dense(vectors: list[Tensor], codes: Tensor, tables: Tensor, settings: Settings) -> None:

@@ -27,9 +27,10 @@ def _function() -> Callable[[list[Tensor], Tensor, Tensor, adam.Settings], None]
 _failed = False
 
 
-def dense(job: adam.Job, tables: Tensor) -> None:
-    """`adam.dense_in_chunks`, compiled; plain where compiling fails, which is said once."""
+def dense(job: adam.Job) -> None:
+    """The update of all active entries, compiled; plain where compiling fails, which is said once."""
     global _failed
+    tables = adam.tables(job)
     gradient = job.gradient if job.settings.scale == 1 else job.gradient / job.settings.scale
     vectors, settings = [job.parameter, gradient, *job.moments], replace(job.settings, scale=1.0)
     if not _failed:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import adam, cohorts, compiled, native
+from gradpolicy.optim import adam, chunked, cohorts, compiled, native
 from gradpolicy.optim.cohorts import CHUNK
 
 
@@ -18,9 +18,14 @@ def update(jobs: Sequence[adam.Job]) -> None:
         if native.takes(job):
             quick.append(job)
         else:
-            adam.run(job, compiled.dense if compiled.wanted(job) else None)
+            adam.run(job, _dense(job))
     if quick:
         native.run(quick)
+
+
+def _dense(job: adam.Job) -> adam.Dense:
+    """What updates a tensor with a code and moments for every entry."""
+    return compiled.dense if compiled.wanted(job) else chunked.dense
 
 
 def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor:

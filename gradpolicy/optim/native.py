@@ -84,7 +84,7 @@ def _record(job: Job, alive: list[Any]) -> _Job:
     """A job as the kernel reads it; what is made for it is put in `alive`."""
     settings, held, moments = job.settings, job.held, job.moments
     double = job.parameter.dtype is torch.float64
-    slots, table = _table(job.step_sizes, job.roots, job.slots, double)
+    slots, table = _table(*job.corrections, job.slots, double)
     rows, size = None, job.parameter.numel()
     if job.block > 1:
         rows = (job.codes < 0).nonzero().view(-1) if held is None else held.rows

@@ -419,7 +419,7 @@ class Tracked:
             moments,
             self.cohorts.codes,
             self.cohorts.block,
-            *settings.corrections(ages),
+            ages,
             settings,
             self.held,
             slots.most,

@@ -183,7 +183,8 @@ def test_kernel_and_plain_torch_agree(monkeypatch, changes, dtype):
             parameter.grad = torch.randn_like(parameter)
             optimizer.step()
         ends.append(parameter.detach())
-    torch.testing.assert_close(*ends, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-6)
+    rtol, atol = (0.03, 0.02) if dtype is torch.bfloat16 else (1e-5, 1e-6)
+    torch.testing.assert_close(*ends, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("form", ["channels_last", "transposed", "strided", "complex", "scalar", "empty"])
