@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.freeze.mask import Mask, active_entries, check_mask, same_mask
+from gradpolicy.freeze.recipe import RandomMask
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.when import When
 
@@ -96,7 +97,7 @@ class BoundPolicy:
                     f"{nearest(name, self.parameters)}"
                 )
         return {
-            name: check_mask(name, given.get(name, True), parameter.shape)
+            name: _as_flag(check_mask(name, given.get(name, True), parameter.shape))
             for name, parameter in self.parameters.items()
         }
 
@@ -110,3 +111,10 @@ class BoundPolicy:
                 active_entries(masks[name], parameter.shape) for name, parameter in self.parameters.items()
             )
         return self.counted
+
+
+def _as_flag(mask: Mask) -> Mask:
+    """One flag for the whole tensor as a bool, which can be compared and spares the backward pass."""
+    if isinstance(mask, RandomMask) and mask.level == "tensor":
+        return bool(mask.materialize(()))
+    return bool(mask) if isinstance(mask, Tensor) and mask.numel() == 1 else mask

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 
@@ -109,56 +108,9 @@ def mask_change() -> list[Row]:
     return rows
 
 
-def by_hand() -> Callable[[], None]:
-    """What people write: clone, mask the gradient, step, put back, mask the moments."""
-    parameter, active = weight(), torch.rand(ROWS, COLUMNS) < 0.1
-    optimizer = torch.optim.AdamW([parameter])
-    optimizer.step()
-
-    @torch.no_grad()
-    def step() -> None:
-        assert parameter.grad is not None
-        before = parameter.clone()
-        parameter.grad.mul_(active)
-        optimizer.step()
-        parameter.copy_(torch.where(active, parameter, before))
-        for key in ("exp_avg", "exp_avg_sq"):
-            optimizer.state[parameter][key].mul_(active)
-
-    return step
-
-
-def sparse_adam() -> Callable[[], object]:
-    """SparseAdam with a tenth of the rows in the gradient: rows that a batch names, no decay."""
-    parameter = nn.Parameter(torch.randn(ROWS, COLUMNS))
-    chosen = torch.randperm(ROWS)[: ROWS // 10].sort().values
-    values = torch.randn(len(chosen), COLUMNS)
-    parameter.grad = torch.sparse_coo_tensor(chosen.unsqueeze(0), values, parameter.shape).coalesce()
-    optimizer = torch.optim.SparseAdam([parameter])
-    optimizer.step()
-    return optimizer.step
-
-
-def optimizers() -> list[Row]:
-    """This package beside what else there is, with a tenth active."""
-    baseline, entries = fused(), (ROWS, COLUMNS)
-    plain, spam = torch.optim.AdamW([weight()]), pytorch_optimizer.SPAM([weight()])
-    steps: dict[str, Callable[[], object]] = {
-        "MaskedOptimizer, 10% of entries, keep": masked(entries, 0.1, 4).step,
-        "MaskedOptimizer, 10% of entries, drop": masked(entries, 0.1, 4, frozen_state="drop").step,
-        "MaskedOptimizer, 10% of rows": masked((ROWS, 1), 0.1).step,
-        "the hand-written way": by_hand(),
-        "plain AdamW (foreach off, not fused)": plain.step,
-        "SPAM of pytorch_optimizer": spam.step,
-        "torch.optim.SparseAdam, 10% of rows": sparse_adam(),
-    }
-    return [paired_ratio(name, step, baseline) for name, step in steps.items()]
-
-
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "masked_step": masked_step,
     "masked_rows": masked_rows,
     "drop_memory": drop_memory,
     "mask_change": mask_change,
-    "optimizers": optimizers,
 }

@@ -169,6 +169,25 @@ def test_requires_grad_is_off_only_where_nobody_wants_the_gradient(stack) -> Non
     ]
 
 
+def test_a_flag_for_the_tensor_spares_the_backward_pass_in_whatever_form_it_comes(stack) -> None:
+    """A drawn flag is the same as the recipe's; a tensor of one entry stands for the whole."""
+    drawn = gp.masks.Random(0.5, level="tensor")
+    freezer = Freezer(stack, masked(stack), {"drawn": gp.Freeze(drawn, params=["blocks.*", "head.*"])})
+    frozen = set()
+    for step in range(4):
+        freezer.begin_step(step)
+        for name, recipe in drawn.masks(step, 0).items():
+            mask = freezer.mask_of(name)
+            assert mask is bool(recipe.materialize(()))
+            assert stack.get_parameter(name).requires_grad is mask
+            frozen |= set() if mask else {name}
+    assert len(frozen) > 5
+    freezer.restore()
+    flag = {"head.weight": torch.zeros(1, 1, dtype=torch.bool)}
+    Freezer(stack, masked(stack), {"flag": gp.Freeze(flag, params="head.weight")}).begin_step(0)
+    assert not stack.head.weight.requires_grad
+
+
 def test_requires_grad_is_left_as_it_was_found(stack) -> None:
     stack.head.bias.requires_grad_(False)
     freezer = Freezer(stack, masked(stack), {"layers": gp.Freeze(gp.masks.Layerwise(active=1, every=1))})

@@ -1,0 +1,88 @@
+"""Masked updates beside what else people use for them, each against torch's fused AdamW taken in turn."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.measure import Row, paired_ratio
+from benchmarks.optimizer import COLUMNS, ROWS, fused, masked, weight
+from gradpolicy.errors import PolicyError
+
+Step = Callable[[], object]
+
+
+def by_hand() -> Step:
+    """What people write: clone, mask the gradient, step, put back, mask the moments."""
+    parameter, active = weight(), torch.rand(ROWS, COLUMNS) < 0.1
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()
+
+    @torch.no_grad()
+    def step() -> None:
+        assert parameter.grad is not None
+        before = parameter.clone()
+        parameter.grad = torch.where(active, parameter.grad, 0.0)
+        optimizer.step()
+        parameter.copy_(torch.where(active, parameter, before))
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = optimizer.state[parameter][key]
+            moment.copy_(torch.where(active, moment, 0.0))
+
+    return step
+
+
+def plain() -> Step:
+    """AdamW as torch makes it unless told otherwise: on a CPU an operation after the other."""
+    return torch.optim.AdamW([weight()]).step
+
+
+def spam() -> Step:
+    """SPAM: AdamW that clips spikes and empties its moments now and then; entries are not frozen.
+
+    Raises:
+        PolicyError: If pytorch_optimizer is not installed.
+    """
+    try:
+        import pytorch_optimizer
+    except ImportError as error:
+        raise PolicyError("SPAM needs pytorch_optimizer: pip install 'gradpolicy[test]'") from error
+    return pytorch_optimizer.SPAM([weight()]).step
+
+
+def sparse_adam() -> Step:
+    """SparseAdam with a tenth of the rows in the gradient, as an embedding's batch names them; no decay."""
+    parameter = nn.Parameter(torch.randn(ROWS, COLUMNS))
+    chosen = torch.randperm(ROWS)[: ROWS // 10].sort().values
+    values = torch.randn(len(chosen), COLUMNS)
+    parameter.grad = torch.sparse_coo_tensor(chosen.unsqueeze(0), values, parameter.shape).coalesce()
+    return torch.optim.SparseAdam([parameter]).step
+
+
+def ours(shape: tuple[int, int], **options: str) -> Callable[[], Step]:
+    """A tenth of the entries or rows, after four changes of the masks."""
+    return lambda: masked(shape, 0.1, 4, **options).step
+
+
+def optimizers() -> list[Row]:
+    """This package beside what else there is, with a tenth of 21 M entries active."""
+    baseline, entries, rows = fused(), (ROWS, COLUMNS), (ROWS, 1)
+    steps: dict[str, Callable[[], Step]] = {
+        "gradpolicy, 10% of entries, keep": ours(entries),
+        "gradpolicy, 10% of entries, zero": ours(entries, frozen_state="zero"),
+        "gradpolicy, 10% of entries, drop": ours(entries, frozen_state="drop"),
+        "gradpolicy, 10% of entries, zero, correction by tensor": ours(
+            entries, frozen_state="zero", bias_correction="tensor"
+        ),
+        "gradpolicy, 10% of rows, keep": ours(rows),
+        "gradpolicy, 10% of rows, drop": ours(rows, frozen_state="drop"),
+        "the hand-written way, 10% of entries": by_hand,
+        "plain AdamW, nothing frozen": plain,
+        "SPAM of pytorch_optimizer, nothing frozen": spam,
+        "torch.optim.SparseAdam, 10% of rows": sparse_adam,
+    }
+    # Made one after the other: together they would hold gigabytes.
+    return [paired_ratio(name, make(), baseline, rounds=7, warmup=2) for name, make in steps.items()]
+
+
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"optimizers": optimizers}
