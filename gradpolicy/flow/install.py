@@ -16,7 +16,7 @@ from gradpolicy.flow.known import calls_of, known_below
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.override import CallRule
 from gradpolicy.flow.owner import Owner
-from gradpolicy.flow.parameters import ParameterHook
+from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.places import find_places
 from gradpolicy.flow.report import Report, ReportRow
 from gradpolicy.flow.unseen import note_script_modules, unseen_calls
@@ -92,7 +92,7 @@ class Installed:
         self.owner = Owner()
         self._scopes: dict[tuple[str, ...], Scope] = {}
         self._wraps: list[WrappedForward] = []
-        self._hooks: list[ParameterHook] = []
+        self._parameter_rules: list[ParameterRules] = []
         try:
             self._put_on(entry_points)
         except BaseException:
@@ -108,8 +108,8 @@ class Installed:
     def remove(self) -> None:
         """Takes everything off in reverse; the model is then as it was found. Again does nothing."""
         self.owner.installed = False
-        while self._hooks:
-            self._hooks.pop().take_off()
+        while self._parameter_rules:
+            self._parameter_rules.pop().take_off()
         while self._wraps:
             self._wraps.pop().take_off()
 
@@ -192,23 +192,27 @@ class Installed:
             self._wrap(plain_name(raw_name), module, entry_points)
         for name, places in self._places.items():
             note_script_modules(scripts, places.within, self.bindings[name])
-        for hook in self._hooks:
-            hook.put_on()
+        for rules in self._parameter_rules:
+            rules.put_on()
+        # The model itself looks at all of them: modules use one another's parameters.
+        for wrap in self._wraps:
+            if wrap.module is self.model:
+                wrap.parameter_rules = tuple(self._parameter_rules)
 
     def _wrap(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
         scope = self._scope(module)
         entering = leaving = None
         if id(module) in self._at_boundaries:
             entering, leaving = (self._boundary(name, module, side) for side in BOUNDARIES)
-        hooks = self._parameter_hooks(module) if self._parameter_ids else []
+        parameter_rules = self._rules_on_parameters(module) if self._parameter_ids else []
         calls = calls_of(module)
         if scope is not None and calls is not None and not any(call in scope.table for call in calls):
             scope.seen.update(calls)
             scope = None
         # The model itself is wrapped in any case: it watches over what its parts note.
-        if name and scope is None and entering is None and leaving is None and not hooks:
+        if name and scope is None and entering is None and leaving is None and not parameter_rules:
             return
-        self._hooks += hooks
+        self._parameter_rules += parameter_rules
         for method in entry_points.get(name, ("forward",)):
             wrap = None if entering or leaving else _wrapped_relu(module, self.owner, scope)
             wrap = wrap or WrappedForward(
@@ -218,7 +222,7 @@ class Installed:
                 scope=scope,
                 entering=entering,
                 leaving=leaving,
-                hooks=hooks,
+                parameter_rules=parameter_rules,
                 below=known_below(module) if scope is not None else (),
             )
             wrap.put_on()
@@ -239,16 +243,16 @@ class Installed:
             self._scopes[names] = Scope(self.owner, rules)
         return self._scopes[names]
 
-    def _parameter_hooks(self, module: nn.Module) -> list[ParameterHook]:
-        """The hooks on the parameters that a module holds; a shared one is hooked once, with its first."""
+    def _rules_on_parameters(self, module: nn.Module) -> list[ParameterRules]:
+        """The rules on the parameters that a module holds; a shared one's come with its first module."""
         found = []
         for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            for name in self._parameter_ids.pop(id(parameter), ()):
-                places = self._places[name]
-                full_name = next(key for key, value in places.parameters.items() if value is parameter)
-                found.append(ParameterHook(full_name, attribute, parameter, self.bindings[name]))
+            names = self._parameter_ids.pop(id(parameter), ())
+            if names:
+                matched = self._places[names[0]].parameters
+                full_name = next(key for key, value in matched.items() if value is parameter)
+                bindings = [self.bindings[name] for name in names]
+                found.append(ParameterRules(full_name, module, attribute, bindings))
         return found
 
     def _boundary(self, name: str, module: nn.Module, side: str) -> Boundary | None:

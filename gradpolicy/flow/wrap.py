@@ -14,7 +14,7 @@ from gradpolicy.flow.known import have_hooks
 from gradpolicy.flow.operations import Function
 from gradpolicy.flow.override import CallRule, OperationMode, Table, make_table
 from gradpolicy.flow.owner import Owner
-from gradpolicy.flow.parameters import ParameterHook
+from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.recomputation import checkpoints_above, has_graph, refusal
 
 
@@ -71,7 +71,7 @@ class WrappedForward:
         scope: The operation rules that hold within.
         entering: The rules at the module's input.
         leaving: The rules at its output.
-        hooks: The rules on its parameters.
+        parameter_rules: The rules on its parameters; those on all parameters, where it is the whole model.
         below: The modules that it runs, where nothing but known modules runs: no mode is needed then.
     """
 
@@ -84,7 +84,7 @@ class WrappedForward:
         scope: Scope | None = None,
         entering: Boundary | None = None,
         leaving: Boundary | None = None,
-        hooks: Sequence[ParameterHook] = (),
+        parameter_rules: Sequence[ParameterRules] = (),
         below: Sequence[nn.Module] = (),
     ) -> None:
         self.module = module
@@ -93,7 +93,7 @@ class WrappedForward:
         self.scope = scope
         self.entering = entering
         self.leaving = leaving
-        self.hooks = tuple(hooks)
+        self.parameter_rules = tuple(parameter_rules)
         self.below = tuple(below)
         # What stood in the module's own __dict__ before: another tool's wrapper, or nothing.
         self.inner: Callable | None = module.__dict__.get(method)
@@ -107,10 +107,13 @@ class WrappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward."""
+        if self.parameter_rules:
+            return run_with_rules(self.parameter_rules, self._run_and_watch, args, kwargs)
+        return self._run_and_watch(args, kwargs)
+
+    def _run_and_watch(self, args: tuple, kwargs: dict) -> Any:
         if in_transform():
             return self._run(args, kwargs)
-        for hook in self.hooks:
-            hook.check(self.module)
         owner = self.owner
         if not torch.is_grad_enabled():
             owner.note_checkpoint()

@@ -14,6 +14,9 @@ POLICIES = {
     "guide": gp.Guided(),
     "slow": gp.Scale(0.5, modules="*first"),
     "cut": gp.Stop("zero", modules="*last"),
+    "turned": gp.Reverse(0.5, params="*last.weight"),
+    "bound": gp.Clip(norm=0.01, params=["*first.weight", "*stem.weight"]),
+    "still": gp.Stop("zero", params="*first.bias"),
 }
 
 
@@ -37,12 +40,15 @@ def batch_of(rank):
 
 
 def expected(world):
-    """The mean of the ranks' gradients, in one process."""
+    """The mean of the ranks' gradients, in one process: each rank's rules act before the mean is taken."""
     model = make_model()
+    total = dict.fromkeys((name for name, _ in model.named_parameters()), 0.0)
     with gp.install(model, POLICIES):
         for rank in range(world):
-            (model(batch_of(rank)).square().mean() / world).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+            model.zero_grad(set_to_none=True)
+            model(batch_of(rank)).square().mean().backward()
+            total = {name: total[name] + p.grad / world for name, p in model.named_parameters()}
+    return total
 
 
 def run(rank, world, port, kind, result):
@@ -61,7 +67,7 @@ def run(rank, world, port, kind, result):
         fully_shard(model.first)
         fully_shard(model)
     if installed is None:
-        gp.install(wrapped, POLICIES)
+        installed = gp.install(wrapped, POLICIES)
     for _ in range(2):
         wrapped.zero_grad(set_to_none=True)
         wrapped(batch_of(rank)).square().mean().backward()
@@ -71,4 +77,6 @@ def run(rank, world, port, kind, result):
     }
     if rank == 0:
         torch.save(gradients, result)
+    installed.remove()
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in wrapped.parameters())
     dist.destroy_process_group()

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.fsdp import fully_shard
+
+import gradpolicy as gp
 
 sys.path.insert(0, str(Path(__file__).parent))
 import distributed_steps
@@ -30,22 +34,52 @@ def test_the_gradients_are_the_mean_over_the_ranks(kind, tmp_path):
         torch.testing.assert_close(found[name], gradient)
 
 
-def test_a_parameter_sharded_after_its_policy_was_installed_is_refused(tmp_path):
+@pytest.fixture
+def one_process(tmp_path):
     """One process is enough to shard."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    import gradpolicy as gp
-
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = distributed_steps.make_model()
-        with gp.install(model, [gp.Scale(2.0, params="first.weight")]):
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded_first", [False, True])
+def test_rules_act_on_the_whole_gradient_of_a_sharded_parameter(one_process, sharded_first):
+    expected = distributed_steps.expected(1)
+    model = distributed_steps.make_model()
+    tables = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()]
+    if sharded_first:
+        fully_shard(model.first)
+        fully_shard(model)
+    with gp.install(model, distributed_steps.POLICIES):
+        if not sharded_first:
+            fully_shard(model.first)
             fully_shard(model)
-            with pytest.raises(gp.PolicyError, match="sharded"):
-                model(distributed_steps.batch_of(0))
-        fully_shard(model := distributed_steps.make_model())
-        with pytest.raises(gp.PolicyError, match="sharded"):
-            gp.install(model, [gp.Scale(2.0, params="first.weight")])
-    finally:
-        dist.destroy_process_group()
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            model(distributed_steps.batch_of(0)).square().mean().backward()
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+    assert [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()] == tables
+
+
+@pytest.mark.parametrize("sharded_first", [False, True])
+def test_a_sharded_parameter_used_past_its_module_is_refused_not_plain(one_process, sharded_first):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.embed.unshard()
+            return torch.nn.functional.linear(self.head(x), self.embed.weight)
+
+    model = Tied()
+    install = lambda: gp.install(model, [gp.Scale(2.0, params="embed.weight")])  # noqa: E731
+    installed = None if sharded_first else install()
+    fully_shard(model.embed)
+    fully_shard(model)
+    installed = installed or install()
+    loss = model(distributed_steps.batch_of(0)).sum()
+    with pytest.raises(gp.PolicyError, match=r"'embed.weight' is sharded and was used while"):
+        loss.backward()
+    installed.remove()

@@ -33,11 +33,66 @@ def test_a_copy_keeps_the_rule_on_its_own_parameters(net, batch, duplicate, para
     assert net.head.bias._backward_hooks is None
 
 
-def test_a_parameter_that_was_replaced_later_is_refused(net, batch):
+def test_a_parameter_that_was_replaced_later_gets_the_rule_too(net, batch, parameter_gradients):
+    plain = parameter_gradients(net, batch)
     with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
-        net.head.weight = torch.nn.Parameter(torch.randn(2, 4))
-        with pytest.raises(gp.PolicyError, match=r"head.weight.*replaced or sharded"):
+        net.head.weight = torch.nn.Parameter(net.head.weight.detach().clone())
+        found = parameter_gradients(net, batch)
+    torch.testing.assert_close(found["head.weight"], 2 * plain["head.weight"])
+    assert net.head.weight._backward_hooks is None
+
+
+def test_a_parameter_that_is_gone_is_refused(net, batch):
+    with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
+        torch.nn.utils.parametrizations.weight_norm(net.head)
+        with pytest.raises(gp.PolicyError, match=r"'head.weight' is gone"):
             net(batch)
+
+
+def test_a_frozen_parameter_gets_the_rule_once_it_trains(net, batch, parameter_gradients, snapshot):
+    plain = parameter_gradients(net, batch)["head.weight"]
+    net.zero_grad(set_to_none=True)
+    net.head.weight.requires_grad_(False)
+    before = snapshot(net)
+    with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
+        assert parameter_gradients(net, batch)["head.weight"] is None
+        net.head.weight.requires_grad_(True)
+        torch.testing.assert_close(parameter_gradients(net, batch)["head.weight"], 2 * plain)
+        net.zero_grad(set_to_none=True)
+        net.head.weight.requires_grad_(False)
+    assert snapshot(net) == before
+
+
+@pytest.mark.parametrize("policy", [gp.Scale(2.0, params="head.*"), gp.Clip(norm=0.1, params="head.*")])
+def test_parameters_that_a_functional_call_puts_in_get_the_rule(policy, net, batch, parameter_gradients):
+    plain_head = net.head.weight
+
+    def loss(parameters, x):
+        return torch.func.functional_call(net, parameters, (x,)).square().sum()
+
+    parameters = {name: p.detach().clone() for name, p in net.named_parameters()}
+    with gp.install(net, [policy]):
+        expected = parameter_gradients(net, batch)["head.weight"]
+        by_sample = torch.stack([parameter_gradients(net, row[None])["head.weight"] for row in batch])
+        found = torch.func.grad(loss)(parameters, batch)
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, batch[:, None])
+        leaf = parameters["head.weight"].requires_grad_()
+        by_autograd = torch.autograd.grad(loss(parameters, batch), leaf)[0]
+    torch.testing.assert_close(found["head.weight"], expected)
+    torch.testing.assert_close(by_autograd, expected)
+    torch.testing.assert_close(each["head.weight"], by_sample)
+    assert net.head.weight is plain_head
+
+
+def test_compiled_code_refuses_another_parameter_than_that_with_the_hook(net, batch, parameter_gradients):
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
+        expected = parameter_gradients(net, batch)
+        found = parameter_gradients(net, batch, call=compiled)
+        torch.testing.assert_close(found["head.weight"], expected["head.weight"])
+        net.head.weight = torch.nn.Parameter(net.head.weight.detach().clone())
+        with pytest.raises(Exception, match=r"another tensor for parameter 'head.weight'"):
+            compiled(batch)
 
 
 def test_a_stop_gives_exact_zeros(net, batch, parameter_gradients):
