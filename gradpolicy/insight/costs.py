@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.freeze.sharding import local
 from gradpolicy.optim import MaskedOptimizer
 
 
@@ -84,4 +85,5 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     if isinstance(optimizer, MaskedOptimizer):
         return optimizer.state_bytes()
     values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+    own = [local(value) for value in values if isinstance(value, Tensor)]
+    return sum(value.numel() * value.element_size() for value in own)

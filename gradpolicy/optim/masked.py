@@ -15,7 +15,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.optim import adam, checkpoint, moves
 from gradpolicy.optim.general import entry_state
-from gradpolicy.optim.layout import check_mask, is_sharded
+from gradpolicy.optim.layout import check_mask, is_sharded, local_shard
 from gradpolicy.optim.tracked import FROZEN, FULL, Tracked
 
 FROZEN_STATES = ("keep", "zero", "drop")
@@ -202,8 +202,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return self._effective_steps
 
     def state_bytes(self) -> int:
-        """Bytes held for the optimizer's state: moments, steps, and what the masks and ages need."""
-        tensors = [t for state in self.state.values() for t in state.values() if isinstance(t, Tensor)]
+        """Bytes held on this process for the optimizer's state: moments, steps, masks and ages."""
+        values = [value for state in self.state.values() for value in state.values()]
+        tensors = [local_shard(value) for value in values if isinstance(value, Tensor)]
         tensors += [tracked.cohorts.codes for tracked in self._tracked.values()]
         indices = [tracked.held.bytes for tracked in self._tracked.values() if tracked.held is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + sum(indices)

@@ -1,0 +1,146 @@
+"""The formulas for memory and traffic against what is counted on 2 and 4 ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_pool import ProcessPool, here
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradpolicy import PolicyError
+from gradpolicy.distributed.compression import ActiveEntries
+from gradpolicy.distributed.traffic import STRATEGIES, CountedTraffic, expected, ring
+from gradpolicy.distributed.zero import masked
+from gradpolicy.strategies.fully_shard import shard_modules
+
+WIDTH, DEPTH = 32, 8
+ENTRIES = DEPTH * WIDTH * WIDTH
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))).to(here())
+
+
+def quarter(parameter: Tensor) -> Tensor:
+    """A mask in which every fourth entry of a row trains."""
+    return (torch.arange(WIDTH) % 4 == 0).expand(WIDTH, WIDTH).to(here())
+
+
+def counted(strategy: str, frozen_state: str) -> dict[str, Any]:
+    """What a rank holds after a step and hands to collectives within it."""
+    model = network()
+    if strategy == "fsdp2":
+        shard_modules(model, init_device_mesh(here().type, (dist.get_world_size(),)))
+        wrapped: nn.Module = model
+    else:
+        wrapped = DistributedDataParallel(model)
+    if strategy == "zero1":
+        optimizer = masked(ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW))
+    else:
+        optimizer = masked(torch.optim.AdamW(model.parameters()))
+    if frozen_state != "none":
+        for parameter in model.parameters():
+            optimizer.set_mask(parameter, quarter(parameter), frozen_state=frozen_state)
+    if strategy == "ddp active":
+        communication = ActiveEntries()
+        communication.register(wrapped)
+        communication.set_masks({parameter: quarter(parameter) for parameter in model.parameters()})
+    # In its second step DistributedDataParallel settles the order of its buckets.
+    for _ in range(3):
+        optimizer.zero_grad()
+        with CountedTraffic() as traffic:
+            wrapped(torch.ones(2, WIDTH, device=here())).sum().backward()
+            optimizer.mask_gradients()
+            optimizer.step()
+    state = optimizer.local.state if strategy == "zero1" else optimizer.state
+    moments = [entry[key] for entry in state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return {
+        "weights": held(list(model.parameters())),
+        "gradients": held([parameter.grad for parameter in model.parameters()]),
+        "moments": held(moments),
+        "state": optimizer.state_bytes(),
+        "payload": dict(traffic.payload),
+    }
+
+
+def held(tensors: list[Tensor]) -> int:
+    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in own)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_holds_and_sends_what_the_formula_says(
+    pools: dict[int, ProcessPool], strategy: str, ranks: int
+) -> None:
+    formula = expected(strategy, ENTRIES, ranks, active=0.25 if strategy == "ddp active" else 1.0)
+    for rank in pools[ranks](counted, strategy, "keep" if strategy == "ddp active" else "none"):
+        assert rank["payload"] == formula.payload
+        assert (rank["weights"], rank["gradients"]) == (formula.weights, formula.gradients)
+        assert rank["moments"] == formula.moments
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp2"])
+def test_dropped_moments_take_no_memory_on_any_rank(
+    pools: dict[int, ProcessPool], strategy: str, ranks: int
+) -> None:
+    formula = expected(strategy, ENTRIES, ranks, active=0.25, drops=True)
+    for rank in pools[ranks](counted, strategy, "drop"):
+        assert rank["moments"] == formula.moments
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_mask_of_entries_takes_a_byte_an_entry_of_the_shard(
+    pools: dict[int, ProcessPool], ranks: int
+) -> None:
+    for rank in pools[ranks](counted, "fsdp2", "keep"):
+        steps = 4 * DEPTH
+        assert rank["state"] - rank["moments"] - steps == ENTRIES / ranks
+
+
+def counted_with_a_frozen_half() -> dict[str, int]:
+    """FSDP2 with the first half of the layers frozen as whole tensors."""
+    model = network()
+    shard_modules(model, init_device_mesh(here().type, (dist.get_world_size(),)))
+    model[: DEPTH // 2].requires_grad_(False)
+    with CountedTraffic() as traffic:
+        model(torch.ones(2, WIDTH, device=here())).sum().backward()
+    return dict(traffic.payload)
+
+
+def test_frozen_layers_at_the_bottom_are_gathered_once_and_not_reduced(pair: ProcessPool) -> None:
+    whole = 4 * ENTRIES
+    prefetched = whole / DEPTH
+    for payload in pair(counted_with_a_frozen_half):
+        assert payload == {"all_gather": 1.5 * whole + prefetched, "reduce_scatter": 0.5 * whole}
+
+
+@pytest.mark.parametrize(
+    ("collective", "sent"),
+    [("all_reduce", 12.0), ("all_gather", 6.0), ("reduce_scatter", 6.0), ("broadcast", 8.0)],
+)
+def test_what_a_ring_sends(collective: str, sent: float) -> None:
+    assert ring(collective, 8.0, 4) == sent
+
+
+@pytest.mark.parametrize(
+    ("ranks", "held_gigabytes", "sent_gigabytes"), [(8, 140.0, 735.0), (64, 17.5, 826.9), (512, 2.2, 838.4)]
+)
+def test_seventy_billion_parameters_under_fsdp2(
+    ranks: int, held_gigabytes: float, sent_gigabytes: float
+) -> None:
+    cost = expected("fsdp2", 70e9, ranks)
+    assert cost.held / 1e9 == pytest.approx(held_gigabytes, rel=0.01)
+    assert cost.wire(ranks) / 1e9 == pytest.approx(sent_gigabytes, rel=0.001)
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest() -> None:
+    with pytest.raises(PolicyError, match="did you mean 'fsdp2'"):
+        expected("fsdp", 1, 2)
