@@ -5,8 +5,9 @@
 
 A run of ``train.py`` is left alone once. Then the same run is killed (SIGKILL, all its processes at once) at
 moments drawn at random, and started again each time with ``ckpt_path=last``. In the end both must hold the
-same bits (weights, moments, masks, ages, schedulers, random states, loop counters) and the same logged
-values. A run that comes to its end before it was killed often enough is compared, and the next one begins.
+same bits (weights, moments, masks, ages, schedulers, random states, loop counters), and their newest
+``metrics.csv`` must be the same row for row. A run that comes to its end before it was killed often enough is
+compared, and the next one begins.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from gradpolicy.launch.app import main as train
 
 ROOT = Path(__file__).resolve().parents[1]
 # Differs from run to run without meaning: places, and what a callback remembers of them.
-VOLATILE = ("ModelCheckpoint", "dirpath", "best_model_path", "last_model_path", "kth_best_model_path")
+VOLATILE = ("ModelCheckpoint", ".path")
 
 
 @dataclass(frozen=True)
@@ -147,23 +149,25 @@ def differences(first: Any, second: Any, place: str = "") -> list[str]:
 def _run(command: Sequence[str], ranks: int, kill_after: float | None) -> bool:
     """Runs ``train.py`` in forks, perhaps kills them; says whether it came to its end."""
     port = _free_port()
-    children = [_fork(command, rank, ranks, port) for rank in range(ranks)]
-    deadline = None if kill_after is None else time.monotonic() + kill_after
-    codes: dict[int, int] = {}
-    while len(codes) < ranks:
-        for child in children:
-            if child not in codes:
-                found, status = os.waitpid(child, os.WNOHANG)
-                codes |= {child: os.waitstatus_to_exitcode(status)} if found else {}
-        if deadline is not None and time.monotonic() > deadline:
+    with tempfile.TemporaryFile("w+") as told:
+        children = [_fork(command, rank, ranks, port, told.fileno()) for rank in range(ranks)]
+        deadline = None if kill_after is None else time.monotonic() + kill_after
+        codes: dict[int, int] = {}
+        while len(codes) < ranks:
             for child in children:
                 if child not in codes:
-                    os.killpg(child, signal.SIGKILL)
-            deadline = None
-        time.sleep(0.01)
-    failed = [code for code in codes.values() if code not in (0, -signal.SIGKILL)]
-    if failed:
-        raise PolicyError(f"the run failed with exit codes {failed}: {' '.join(command)}")
+                    found, status = os.waitpid(child, os.WNOHANG)
+                    codes |= {child: os.waitstatus_to_exitcode(status)} if found else {}
+            if deadline is not None and time.monotonic() > deadline:
+                for child in children:
+                    if child not in codes:
+                        os.killpg(child, signal.SIGKILL)
+                deadline = None
+            time.sleep(0.01)
+        failed = [code for code in codes.values() if code not in (0, -signal.SIGKILL)]
+        if failed:
+            told.seek(0)
+            raise PolicyError(f"{' '.join(command)}\nfailed with exit codes {failed}:\n{told.read()}")
     return all(code == 0 for code in codes.values())
 
 
@@ -172,8 +176,11 @@ def _finish(command: Sequence[str], ranks: int) -> None:
         raise PolicyError("the run was killed by somebody else")
 
 
-def _fork(command: Sequence[str], rank: int, ranks: int, port: int) -> int:
-    """Starts a rank in a process group of its own, so that its loader processes die with it."""
+def _fork(command: Sequence[str], rank: int, ranks: int, port: int, told: int) -> int:
+    """Starts a rank in a process group of its own, so that its loader processes die with it.
+
+    What it says on stderr goes to the file ``told``.
+    """
     child = os.fork()
     if child:
         return child
@@ -188,6 +195,7 @@ def _fork(command: Sequence[str], rank: int, ranks: int, port: int) -> int:
             "MASTER_PORT": str(port),
         }
     code = 1
+    os.dup2(told, 2)
     try:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         sys.argv = [str(ROOT / "train.py"), *command]
@@ -215,23 +223,15 @@ def _end(folder: Path) -> dict[str, Any]:
 
 
 def _log_differences(first: Path, second: Path) -> list[str]:
-    """Where the runs logged different values; what a killed run logged twice counts once, the last time."""
-    here, there = _logged(first), _logged(second)
-    return [
-        f"logged {name} at step {step}: {here.get((step, name))} became {there.get((step, name))}"
-        for step, name in sorted({*here, *there})
-        if here.get((step, name)) != there.get((step, name))
-    ]
+    """Where the newest ``metrics.csv`` of the runs differ."""
+    pairs = zip_longest(_logged(first), _logged(second))
+    return [f"metrics.csv, row {row}: {a} became {b}" for row, (a, b) in enumerate(pairs, 1) if a != b]
 
 
-def _logged(folder: Path) -> dict[tuple[int, str], str]:
-    values: dict[tuple[int, str], str] = {}
-    for path in sorted(folder.rglob("metrics*.csv"), key=lambda path: path.stat().st_mtime):
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                step = int(row.pop("step"))
-                values |= {(step, name): value for name, value in row.items() if value}
-    return values
+def _logged(folder: Path) -> list[dict[str, str]]:
+    newest = max(folder.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime)
+    with newest.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def _shown(tensor: Tensor) -> str:

@@ -1,16 +1,27 @@
-"""Makes a resumed run go on as the undisturbed one would have: random states, and gradients half gathered."""
+"""Makes a resumed run go on as the undisturbed one would have."""
 
 import random
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gradpolicy.tasks.interrupted import let_in, moment, take_up
+from gradpolicy.tasks.logged import (
+    averages,
+    carry_rows_over,
+    log_row,
+    put_averages_back,
+    row_to_come,
+    written_rows,
+)
 from gradpolicy.where import plain_name
 
 
@@ -19,51 +30,107 @@ class ExactResume(Callback):
 
     - the global random states (Python, NumPy, torch, the CUDA device) of every rank, put back when training
       goes on;
-    - within an accumulation window, the gradients gathered so far, of every rank.
+    - within an accumulation window, the gradients gathered so far, of every rank;
+    - the place of every rank's data loader, where it has one;
+    - what came next when the checkpoint was saved: see :mod:`gradpolicy.tasks.interrupted`;
+    - what the loggers were about to get, and averages: see :mod:`gradpolicy.tasks.logged`;
+    - whether early stopping had ended the run.
 
-    With a data module of :mod:`gradpolicy.tasks` and an optimizer that restores its state, a run that was
-    ended at any moment and resumed from its last checkpoint ends with the same bits as one left alone.
-    Everything saved loads with ``weights_only=True``.
+    With a data module of :mod:`gradpolicy.tasks`, or any loader that knows its place, and an optimizer that
+    restores its state, a run that was ended at any moment and resumed from its last checkpoint ends with the
+    same bits as one left alone. Everything saved loads with ``weights_only=True``.
     """
 
     KEY = "gradpolicy_exact_resume"
 
     def __init__(self) -> None:
         self._restored: list[dict[str, Any]] = []
+        self._loops: dict[str, Any] = {}
+        self._max_steps = -1
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Adds the state of every rank; Lightning calls this on all of them."""
-        state: dict[str, Any] = {"random": random_states(pl_module.device)}
-        if trainer.state.fn is TrainerFn.FITTING and trainer.fit_loop.epoch_loop._should_accumulate():
+        now = moment(trainer)
+        state = {
+            "random": random_states(pl_module.device),
+            "moment": now,
+            "should_stop": trainer.should_stop,
+            "seen": move_data_to_device(dict(trainer.callback_metrics), "cpu"),
+            "row": row_to_come(trainer, now),
+            "written": written_rows(trainer),
+            "averages": averages(trainer, pl_module, now),
+            "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
+        }
+        if trainer.fit_loop.epoch_loop._should_accumulate():
             state["gradients"] = _gradients(pl_module)
         checkpoint[self.KEY] = _of_every_rank(state, trainer.world_size)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keeps the state until training starts."""
-        if trainer.state.fn is TrainerFn.FITTING:
-            self._restored = checkpoint.get(self.KEY, [])
+        """Keeps the state until training starts. Lightning has one rank's loaders: it gets this rank's."""
+        if trainer.state.fn is not TrainerFn.FITTING:
+            return
+        self._restored = checkpoint.get(self.KEY, [])
+        self._loops = checkpoint["loops"]["fit_loop"]
+        if len(self._restored) == trainer.world_size:
+            loaders = self._restored[trainer.global_rank].get("loaders")
+            if loaders is not None:
+                self._loops["state_dict"]["combined_loader"] = loaders
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets a run in that has taken its last step but not ended its epoch."""
+        self._max_steps = trainer.max_steps
+        if self._restored:
+            let_in(trainer, self._restored[0]["moment"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts this rank's state back: the last thing before the first batch."""
         saved, self._restored = self._restored, []
         if not saved:
             return
-        if len(saved) != trainer.world_size:
+        same_ranks = len(saved) == trainer.world_size
+        state = saved[trainer.global_rank if same_ranks else 0]
+        carry_rows_over(trainer, state["written"])
+        _stop_again(trainer, state)
+        trainer._logger_connector._callback_metrics.update(
+            move_data_to_device(state["seen"], pl_module.device)
+        )
+        if same_ranks:
+            self._restore_rank(trainer, pl_module, state)
+        else:
             rank_zero_warn(
                 f"the checkpoint is of {len(saved)} process(es), resumed by {trainer.world_size}: random"
                 " states start anew, the run will not equal the undisturbed one bit for bit"
             )
-            return
-        state = saved[trainer.global_rank]
+        take_up(
+            trainer, state["moment"], self._loops, self._max_steps, lambda: log_row(trainer, state["row"])
+        )
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Completes the log of a run that had nothing left to train."""
+        saved, self._restored = self._restored, []
+        if saved:
+            carry_rows_over(trainer, saved[0]["written"])
+            log_row(trainer, saved[0]["row"])
+
+    def _restore_rank(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
         set_random_states(state["random"], pl_module.device)
+        put_averages_back(trainer, pl_module, state["averages"])
         for name, parameter in pl_module.named_parameters():
             gradient = state.get("gradients", {}).get(plain_name(name))
             if gradient is not None:
-                parameter.grad = gradient.to(parameter.device)
+                parameter.grad = _like(parameter, gradient.to(parameter.device))
+
+
+def _stop_again(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Has a run that early stopping had ended end; not if it is more patient now."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    stoppers = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
+    if state["should_stop"] and any(callback.wait_count >= callback.patience for callback in stoppers):
+        trainer.should_stop = True
 
 
 def random_states(device: torch.device | None = None) -> dict[str, Any]:
@@ -98,19 +165,30 @@ def set_random_states(states: dict[str, Any], device: torch.device | None = None
 
 
 def _gradients(pl_module: LightningModule) -> dict[str, Tensor]:
-    """What this rank has gathered in an unfinished accumulation window."""
+    """What this rank has gathered in an unfinished accumulation window; of sharded gradients its part."""
     gathered = {
         plain_name(name): parameter.grad
         for name, parameter in pl_module.named_parameters()
         if parameter.grad is not None
     }
-    if any(isinstance(gradient, DTensor) for gradient in gathered.values()):
-        rank_zero_warn(
-            "this checkpoint lies within an accumulation window, whose sharded gradients are not saved: a run"
-            " resumed from it will not equal the undisturbed one; save after a whole window"
-        )
-        return {}
-    return {name: gradient.detach().cpu() for name, gradient in gathered.items()}
+    return {
+        name: (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach().cpu()
+        for name, gradient in gathered.items()
+    }
+
+
+def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """This rank's part of a gradient, sharded as its parameter is."""
+    if not isinstance(parameter, DTensor):
+        return gradient
+    return DTensor.from_local(
+        gradient,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _of_every_rank(state: dict[str, Any], ranks: int) -> list[dict[str, Any]]:

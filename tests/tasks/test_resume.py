@@ -1,5 +1,6 @@
 """A run resumed from any of its checkpoints ends with the bits of the run left alone."""
 
+import csv
 import random
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torchmetrics import MeanMetric
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.loading import DataModule, TensorRows
@@ -19,27 +24,37 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 
 
 class NoisyRegression(LightningModule):
-    """Draws from every global random state, so that each of them matters."""
+    """Draws from every global random state and logs in every way, so that each of them matters."""
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: str = "step") -> None:
         super().__init__()
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.mean = MeanMetric()
+        self.schedule = schedule
 
     def on_fit_start(self) -> None:
         torch.manual_seed(self.global_rank)
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         noise = random.random() + np.random.rand() + torch.rand(())
-        return (self.net(batch[0])[:, 0] - batch[1] - noise).square().mean()
+        loss = (self.net(batch[0])[:, 0] - batch[1] - noise).square().mean()
+        self.log("train/loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.mean(loss.detach())
+        self.log("train/mean", self.mean, on_step=False, on_epoch=True)
+        return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        self.log("loss", (self.net(batch[0])[:, 0] - batch[1]).square().mean())
+        loss = (self.net(batch[0])[:, 0] - batch[1]).square().mean()
+        self.log("loss", loss + random.random(), sync_dist=True)
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        if self.schedule == "plateau":
+            scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
+        scheduler = {"scheduler": StepLR(optimizer, 1, 0.9), "interval": self.schedule}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
 class Numbers(DataModule):
@@ -51,26 +66,25 @@ class Numbers(DataModule):
         self.validation_set = TensorRows(values[22:], values[22:].sum(dim=1))
 
 
-class SaveEverywhere(Callback):
+class SaveEverywhere(Checkpoint):
     """Writes a checkpoint wherever a run may end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.batch = 0
 
     def save(self, trainer: Trainer, moment: str) -> None:
         if not trainer.sanity_checking:
-            trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}_{self.batch}_{moment}.ckpt")
+            batch = trainer.fit_loop.epoch_loop.batch_idx
+            trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}_{batch}_{moment}.ckpt")
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *batch: Any) -> None:
-        self.batch = batch[-1]
-        self.save(trainer, "batch")
+        self.save(trainer, "0_batch")
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.save(trainer, "validation")
+        self.save(trainer, "1_validation")
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.save(trainer, "epoch")
+        self.save(trainer, "2_epoch")
 
 
 class Seen(Callback):
@@ -90,57 +104,95 @@ def fit(
     folder: Path,
     resume_from: Path | None = None,
     exact: bool = True,
-    save: bool = False,
     data: DataModule | None = None,
+    schedule: str = "step",
+    stopping: bool = False,
     **settings: Any,
-) -> tuple[Trainer, list[list[float]]]:
-    """Trains for three epochs; gives the trainer and what it saw."""
+) -> list[list[float]]:
+    """Trains for three epochs, saving everywhere; gives what it saw."""
     random.seed(3 if resume_from is None else 4)
     np.random.seed(3 if resume_from is None else 4)
     seen = Seen()
-    callbacks: list[Callback] = [seen] + [ExactResume()] * exact
-    if resume_from is None or save:
-        callbacks.append(SaveEverywhere(folder))
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    callbacks: list[Callback] = [seen, *[ExactResume()] * exact, SaveEverywhere(folder)]
+    if stopping:
+        callbacks.append(EarlyStopping("loss", patience=1, min_delta=100))
+    quiet = ("enable_progress_bar", "enable_model_summary")
     settings = {**dict.fromkeys(quiet, False), "max_epochs": 3, "accelerator": "cpu", **settings}
-    trainer = Trainer(callbacks=callbacks, **settings)
-    data = data or Numbers(batch_size=4, seed=5)
-    trainer.fit(NoisyRegression(), data, ckpt_path=resume_from, weights_only=True if resume_from else None)
-    return trainer, seen.events
+    trainer = Trainer(
+        callbacks=callbacks, logger=CSVLogger(folder, name="log"), log_every_n_steps=1, **settings
+    )
+    trainer.fit(
+        NoisyRegression(schedule),
+        data or Numbers(batch_size=4, seed=5),
+        ckpt_path=resume_from,
+        weights_only=True if resume_from else None,
+    )
+    return seen.events
 
 
-def final_state(trainer: Trainer) -> list[Tensor]:
-    """Weights, moments, learning rates and counters."""
-    moments = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
-    rates = [torch.tensor(group["lr"]) for group in trainer.optimizers[0].param_groups]
-    counters = torch.tensor([trainer.global_step, trainer.current_epoch])
-    return [*trainer.lightning_module.state_dict().values(), *moments, *rates, counters]
+def content(checkpoint: Path) -> list[tuple[str, Any]]:
+    """Everything that is in a checkpoint, but for the place of the log."""
+    leaves, _ = tree_flatten_with_path(torch.load(checkpoint, weights_only=True))
+    plain = tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.tolist()), leaves)
+    return [(keystr(place), leaf) for place, leaf in plain if not keystr(place).endswith("['path']")]
+
+
+def log(folder: Path) -> list[dict[str, str]]:
+    """The rows of a run's log."""
+    with (folder / "log" / "version_0" / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def departures(folder: Path, checkpoints: str = "*", **settings: Any) -> tuple[list[str], int]:
-    """The checkpoints from which a resumed run departs from the undisturbed one, and how many were tried."""
-    trainer, events = fit(folder, **settings)
-    state = final_state(trainer)
-    tried = sorted(folder.glob(f"{checkpoints}.ckpt"))
+    """The checkpoints from which a resumed run departs from the undisturbed one, and how many were tried.
+
+    The batches that it sees, every later checkpoint and the log must be the same.
+    """
+    whole = folder / "whole"
+    events = fit(whole, **settings)
+    saved = sorted(whole.glob("*.ckpt"))
+    tried = sorted(whole.glob(f"{checkpoints}.ckpt"))
 
     def same(checkpoint: Path) -> bool:
-        resumed, rest = fit(folder, checkpoint, **settings)
-        equal = all(torch.equal(*pair) for pair in zip(final_state(resumed), state, strict=True))
-        return equal and rest == events[len(events) - len(rest) :]
+        resumed = folder / checkpoint.stem
+        rest = fit(resumed, checkpoint, **settings)
+        later = [path.name for path in saved if path > checkpoint]
+        return (
+            rest in (events[len(events) - len(rest) :], [])
+            and sorted(path.name for path in resumed.glob("*.ckpt")) == later
+            and all(content(resumed / name) == content(whole / name) for name in later)
+            and log(resumed) == log(whole)
+        )
 
     return [checkpoint.stem for checkpoint in tried if not same(checkpoint)], len(tried)
 
 
-def test_resuming_from_any_moment_gives_the_same_bits(tmp_path: Path) -> None:
-    assert departures(tmp_path) == ([], 3 * (5 + 2))
+def test_resuming_from_any_moment_gives_the_same_bits_and_the_same_log(tmp_path: Path) -> None:
+    assert departures(tmp_path, "1_*") == ([], 5 + 2)
 
 
-def test_resuming_within_an_accumulation_window_gives_the_same_bits(tmp_path: Path) -> None:
-    assert departures(tmp_path, accumulate_grad_batches=2) == ([], 3 * (5 + 2))
+def test_resuming_inside_an_epoch_keeps_windows_validation_and_schedulers(tmp_path: Path) -> None:
+    settings = {"accumulate_grad_batches": 2, "val_check_interval": 2, "schedule": "plateau"}
+    assert departures(tmp_path, "1_*", **settings) == ([], 5 + 2 + 1)
 
 
-def test_resuming_with_validation_inside_the_epoch_gives_the_same_bits(tmp_path: Path) -> None:
-    assert departures(tmp_path, val_check_interval=2) == ([], 3 * (5 + 2 + 1))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "checkpoints"),
+    [
+        ({}, 21),
+        ({"schedule": "epoch"}, 21),
+        ({"schedule": "plateau"}, 21),
+        ({"check_val_every_n_epoch": 2}, 15 + 3 + 1),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 3}, 15 + 3 + 5),
+        ({"limit_val_batches": 0}, 15 + 3),
+        ({"limit_train_batches": 3}, 9 + 6),
+        ({"max_epochs": -1, "max_steps": 12}, 12 + 2 + 3),
+        ({"reload_dataloaders_every_n_epochs": 1}, 21),
+    ],
+)
+def test_whatever_the_loops_are_told(tmp_path: Path, settings: dict[str, Any], checkpoints: int) -> None:
+    assert departures(tmp_path, **settings) == ([], checkpoints)
 
 
 def test_resuming_with_loader_workers_gives_the_same_bits(tmp_path: Path) -> None:
@@ -148,24 +200,27 @@ def test_resuming_with_loader_workers_gives_the_same_bits(tmp_path: Path) -> Non
     assert departures(tmp_path, "1_[14]_*", data=data) == ([], 4)
 
 
+def test_a_run_that_early_stopping_ended_stays_ended(tmp_path: Path) -> None:
+    assert departures(tmp_path, "1_4_*", stopping=True) == ([], 3)
+
+
 def test_without_the_callback_a_resumed_run_departs(tmp_path: Path) -> None:
-    assert len(departures(tmp_path, "1_*_batch", exact=False)[0]) == 5
+    assert len(departures(tmp_path, "1_[03]_0_batch", exact=False)[0]) == 2
 
 
 def test_resuming_on_two_processes_gives_the_same_bits(tmp_path: Path) -> None:
-    def run(folder: str, resume_from: Path | None = None) -> dict[str, Any]:
-        (tmp_path / folder).mkdir()
-        settings = {"strategy": "ddp_fork", "devices": 2, "accumulate_grad_batches": 2}
-        fit(tmp_path / folder, resume_from, data=Numbers(batch_size=2, seed=5), save=True, **settings)
-        return torch.load(tmp_path / folder / "2_4_epoch.ckpt", weights_only=True)
+    settings = {"strategy": "ddp_fork", "devices": 2, "accumulate_grad_batches": 2}
+
+    def run(folder: str, resume_from: Path | None = None) -> list[Any]:
+        fit(tmp_path / folder, resume_from, data=Numbers(batch_size=2, seed=5), **settings)
+        return [content(tmp_path / folder / "2_4_2_epoch.ckpt"), log(tmp_path / folder)]
 
     whole = run("whole")
-    within_a_window = run("resumed", tmp_path / "whole" / "1_2_batch.ckpt")
-    leaves = zip(tree_leaves(within_a_window), tree_leaves(whole), strict=True)
-    assert all(bool(torch.as_tensor(ours == theirs).all()) for ours, theirs in leaves)
+    assert run("within_a_window", tmp_path / "whole" / "1_2_0_batch.ckpt") == whole
+    assert run("end_of_an_epoch", tmp_path / "whole" / "1_4_0_batch.ckpt") == whole
 
 
 def test_resuming_inside_an_epoch_with_another_batch_size_is_refused(tmp_path: Path) -> None:
     fit(tmp_path)
     with pytest.raises(PolicyError, match="batch_size=4, here it is 2"):
-        fit(tmp_path, tmp_path / "1_2_batch.ckpt", data=Numbers(batch_size=2, seed=5))
+        fit(tmp_path, tmp_path / "1_2_0_batch.ckpt", data=Numbers(batch_size=2, seed=5))
