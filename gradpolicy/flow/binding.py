@@ -49,6 +49,8 @@ class Binding:
         self.rule = with_numbers(rule)
         self.meter = NormMeter()
         self.matched: Counter[str] = Counter()
+        # Those of nn.ReLU by themselves: a look-up in the table would count in what runs at every layer.
+        self.relus = 0
         self.without_gradient: set[str] = set()
         self.compiled = False
         self.unseen: dict[str, str] = {}
@@ -65,6 +67,10 @@ class Binding:
                 count_traced(self.number, place)
         else:
             self.matched[place] += 1
+
+    def counts(self) -> dict[str, int]:
+        """How often the rule was put so far, by operation or place."""
+        return dict(self.matched + Counter(relu=self.relus))
 
     def meet(self, operation: str) -> None:
         """Notes an operation that ran where no gradient is asked for, so that there was nothing to do."""

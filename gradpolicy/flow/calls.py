@@ -39,6 +39,8 @@ class OperationRule:
         self.binding = binding
         self.functions = operation.functions
         self.spellings = operation.spellings
+        self.decides = operation.decides
+        self.makes_one_hot = operation.name == "argmax_one_hot"
         self.filters = binding.rule.gradient_filter is not None and not binding.detaches
         self.rule = binding.at(f"operation {operation.name!r}", sums_broadcast=True)
         # Behind a ReLU, whose derivative is 0 or 1, the positive part may as well be taken in place.
@@ -53,7 +55,7 @@ class OperationRule:
         """Whether the rule is for this call, and holds now."""
         if not self.binding.active:
             return False
-        decides = self.operation.decides
+        decides = self.decides
         return decides is None or decides(function, args, kwargs)
 
     def keeps_what_plain_keeps(self) -> bool:
@@ -62,7 +64,7 @@ class OperationRule:
 
     def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Does the call; its gradient is the rule's."""
-        if self.operation.name == "argmax_one_hot":
+        if self.makes_one_hot:
             return self._argmax_one_hot(function, args, kwargs)
         spelling = self.spellings[function]
         if self.filters and args and may_hook(args[0]) and not spelling.is_in_place(args, kwargs):
@@ -179,17 +181,20 @@ def positive_part_behind(rule: BackwardRule) -> Hook:
     meter = rule.meter
     assert meter is not None
 
-    def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple) -> tuple[Tensor, ...] | None:
+    def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple) -> None:
         grad = grad_inputs[0]
         if grad is None:
-            return None
-        if meter.on and grad_outputs[0] is not None:
-            meter.measure(grad_outputs[0], [torch.relu(grad_outputs[0])])
-        if type(grad) is Tensor and not grad.requires_grad and _modes() == 0:
+            return
+        if meter.on or _modes():
+            carefully(grad, grad_outputs[0])
+        else:
             grad.relu_()
-            return None
+
+    def carefully(grad: Tensor, grad_output: Tensor | None) -> None:
         with torch._C.DisableTorchFunction():
-            return (torch.relu(grad),)
+            if grad_output is not None:
+                meter.measure(grad_output, [torch.relu(grad_output)])
+            grad.relu_()
 
     return hook
 

@@ -12,15 +12,16 @@ from gradpolicy.flow.binding import Binding
 from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.calls import OperationRule
 from gradpolicy.flow.contradictions import check_boundaries, check_operations, check_parameters
-from gradpolicy.flow.known import calls_of, known_below
+from gradpolicy.flow.known import calls_of
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.override import CallRule
 from gradpolicy.flow.owner import Owner
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.places import find_places
 from gradpolicy.flow.report import Report, ReportRow
+from gradpolicy.flow.shortcuts import WrappedReLU, WrappedSequence
 from gradpolicy.flow.unseen import note_script_modules, unseen_calls
-from gradpolicy.flow.wrap import Scope, WrappedForward, WrappedReLU
+from gradpolicy.flow.wrap import Scope, WrappedForward
 from gradpolicy.policies import BOUNDARIES, FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.where import plain_name
 
@@ -161,6 +162,7 @@ class Installed:
 
     def _row(self, name: str) -> ReportRow:
         policy, places, binding = self.policies[name], self._places[name], self.bindings[name]
+        counts = binding.counts()
         scopes = [scope for names, scope in self._scopes.items() if name in names]
         met = {name_of(function) for scope in scopes for function in scope.seen}
         return ReportRow(
@@ -170,10 +172,10 @@ class Installed:
             active=binding.active,
             modules=tuple(places.matched),
             operations=tuple(operation.name for operation in places.operations),
-            operations_met=frozenset(met | set(binding.matched) | binding.without_gradient)
+            operations_met=frozenset(met | set(counts) | binding.without_gradient)
             if policy.ops
             else frozenset(),
-            matched=dict(binding.matched),
+            matched=counts,
             parameters=tuple(places.parameters),
             unseen=dict(binding.unseen),
             compiled=binding.compiled,
@@ -215,7 +217,10 @@ class Installed:
         self._parameter_rules += parameter_rules
         for method in entry_points.get(name, ("forward",)):
             wrap = None if entering or leaving else _wrapped_relu(module, self.owner, scope)
-            wrap = wrap or WrappedForward(
+            kind = (
+                WrappedSequence if type(module) is nn.Sequential and method == "forward" else WrappedForward
+            )
+            wrap = wrap or kind(
                 module,
                 method,
                 self.owner,
@@ -223,7 +228,6 @@ class Installed:
                 entering=entering,
                 leaving=leaving,
                 parameter_rules=parameter_rules,
-                below=known_below(module) if scope is not None else (),
             )
             wrap.put_on()
             self._wraps.append(wrap)

@@ -24,6 +24,8 @@ from gradpolicy.flow.traced import MADE, make_once, parts_of, whole
 from gradpolicy.flow.unseen import UnseenCall, unseen_calls
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names
 
+_is_compiling = torch.compiler.is_compiling
+
 CallRule = OperationRule | UnseenCall
 Table = dict[Function, tuple[CallRule, ...]]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -35,25 +37,29 @@ class OperationMode(TorchFunctionMode):
     def __init__(self, table: Table) -> None:
         super().__init__()
         self.table = table
+        # The functions that ran without a rule for them.
+        self.seen: set[Function] = set()
 
     def check_recomputation(self, operation: str) -> None:
         """Refuses an operation that a checkpoint would run again outside of this mode."""
-
-    def missed(self, function: Function) -> None:
-        """Is told of a function that no rule was for."""
 
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Does the call, with the first rule that is for it and holds now."""
+        rules = self.table.get(func)
+        if rules is None:
+            if not _is_compiling():
+                self.seen.add(func)
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        for operation_rule in self.table.get(func, ()):
-            if operation_rule.covers(func, args, kwargs):
-                if may_be_recomputed() and not operation_rule.keeps_what_plain_keeps():
-                    self.check_recomputation(operation_rule.name)
-                return operation_rule.call(func, args, kwargs)
-        if not torch.compiler.is_compiling():
-            self.missed(func)
+        for rule in rules:
+            if rule.covers(func, args, kwargs):
+                if not rule.keeps_what_plain_keeps() and may_be_recomputed():
+                    self.check_recomputation(rule.name)
+                return rule.call(func, args, kwargs)
+        if not _is_compiling():
+            self.seen.add(func)
         return func(*args, **kwargs)
 
 

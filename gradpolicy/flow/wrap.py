@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 from gradpolicy.flow.boundary import Boundary, take_over_writes
-from gradpolicy.flow.calls import OperationRule, may_hook
 from gradpolicy.flow.functions import in_transform
-from gradpolicy.flow.known import have_hooks
 from gradpolicy.flow.operations import Function
 from gradpolicy.flow.override import CallRule, OperationMode, Table, make_table
 from gradpolicy.flow.owner import Owner
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.recomputation import checkpoints_above, has_graph, refusal
+
+# By these names, since each look-up of torch._C._… counts in what runs at every layer.
+_modes = torch._C._len_torch_function_stack
+_mode_at = torch._C._get_function_stack_at
 
 
 class Scope:
@@ -45,17 +47,19 @@ class ScopeMode(OperationMode):
 
     def __init__(self, scope: Scope) -> None:
         super().__init__(scope.table)
-        self.scope = scope
+        self.move(scope)
         self.has_graph = has_graph()
+
+    def move(self, scope: Scope) -> None:
+        """Lets the rules of a scope hold from now on."""
+        self.scope = scope
+        self.table = scope.table
+        self.seen = scope.seen
 
     def check_recomputation(self, operation: str) -> None:
         """Refuses an operation that a checkpoint would run again outside of the wrapped forward."""
         if self.has_graph and checkpoints_above(entered_by=_FORWARD):
             raise refusal(operation)
-
-    def missed(self, function: Function) -> None:
-        """Remembers a function without a rule."""
-        self.scope.seen.add(function)
 
 
 class WrappedForward:
@@ -72,7 +76,6 @@ class WrappedForward:
         entering: The rules at the module's input.
         leaving: The rules at its output.
         parameter_rules: The rules on its parameters; those on all parameters, where it is the whole model.
-        below: The modules that it runs, where nothing but known modules runs: no mode is needed then.
     """
 
     def __init__(
@@ -85,7 +88,6 @@ class WrappedForward:
         entering: Boundary | None = None,
         leaving: Boundary | None = None,
         parameter_rules: Sequence[ParameterRules] = (),
-        below: Sequence[nn.Module] = (),
     ) -> None:
         self.module = module
         self.method = method
@@ -94,7 +96,6 @@ class WrappedForward:
         self.entering = entering
         self.leaving = leaving
         self.parameter_rules = tuple(parameter_rules)
-        self.below = tuple(below)
         # What stood in the module's own __dict__ before: another tool's wrapper, or nothing.
         self.inner: Callable | None = module.__dict__.get(method)
 
@@ -147,12 +148,16 @@ class WrappedForward:
                 return
             outer = outer.inner
         # Another tool wrapped this one and keeps it: all that can be done is to let everything through.
-        self.scope = self.entering = self.leaving = None
+        self.let_through()
         warnings.warn(
             f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
             "they are off, but what replaced it still runs through them",
             stacklevel=2,
         )
+
+    def let_through(self) -> None:
+        """Has no effect from now on."""
+        self.scope = self.entering = self.leaving = None
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         entering, leaving = self.entering, self.leaving
@@ -173,20 +178,18 @@ class WrappedForward:
         scope = self.scope
         if scope is None:
             return self._forward(args, kwargs)
-        mode = _mode_of(scope.owner)
+        mode = mode_of(scope.owner)
         if mode is None:
-            if self.below and not in_transform() and not have_hooks(self.below):
-                return self._forward(args, kwargs)
             with ScopeMode(scope):
                 return self._forward(args, kwargs)
         outer = mode.scope
         if outer is scope:
             return self._forward(args, kwargs)
-        _move(mode, scope)
+        mode.move(scope)
         try:
             return self._forward(args, kwargs)
         finally:
-            _move(mode, outer)
+            mode.move(outer)
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         if self.inner is not None:
@@ -194,46 +197,13 @@ class WrappedForward:
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
 
-class WrappedReLU(WrappedForward):
-    """The shortest way for the layer that policies meet most: no mode, one hook.
-
-    Args:
-        module: A ``nn.ReLU``.
-        owner: The installation.
-        scope: The operation rules that hold within.
-        rule: The one among them that is for ReLUs.
-    """
-
-    def __init__(self, module: nn.Module, owner: Owner, scope: Scope, rule: OperationRule) -> None:
-        super().__init__(module, "forward", owner, scope=scope)
-        self.rule = rule
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """Runs the ReLU."""
-        rule = self.rule
-        binding = rule.binding
-        if self.inner is not None or self.module.inplace or not may_hook(input):
-            return super().__call__(input)
-        result = torch.relu(input)
-        if binding.active:
-            node: Any = result.grad_fn
-            (node.register_hook if rule.rectifies else node.register_prehook)(rule.hook)
-            binding.matched["relu"] += 1
-        return result
-
-
-def _mode_of(owner: Owner) -> ScopeMode | None:
+def mode_of(owner: Owner) -> ScopeMode | None:
     """The mode of an installation on this thread's stack, if it is there."""
-    for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
-        mode = torch._C._get_function_stack_at(place)
+    for place in range(_modes() - 1, -1, -1):
+        mode = _mode_at(place)
         if isinstance(mode, ScopeMode) and mode.scope.owner is owner:
             return mode
     return None
-
-
-def _move(mode: ScopeMode, scope: Scope) -> None:
-    mode.scope = scope
-    mode.table = scope.table
 
 
 _FORWARD = WrappedForward._forward.__code__
