@@ -47,7 +47,7 @@ def table(name: str, rows: list[dict[str, Any]]) -> Table:
     """Lays the rows out, the ratio beside its target."""
     drawn = Table(title=f"{name} (ratio to a baseline taken in turn)", title_justify="left")
     drawn.add_column("what", overflow="fold")
-    for heading in ("ratio", "quartiles", "target", "unit", "ms", "baseline ms"):
+    for heading in ("ratio", "95 %", "quartiles", "target", "unit", "ms", "baseline ms"):
         drawn.add_column(heading, justify="right")
     for row in rows:
         target = row.get("target")
@@ -55,13 +55,18 @@ def table(name: str, rows: list[dict[str, Any]]) -> Table:
         drawn.add_row(
             str(row["what"]),
             f"[{colour}]{row['ratio']:.3f}[/]" if colour else f"{row['ratio']:.3f}",
-            f"{row['low']:.3f}–{row['high']:.3f}" if "low" in row else "",
+            _span(row, "at_least", "at_most"),
+            _span(row, "low", "high"),
             "" if target is None else f"≤ {target:g}",
             str(row.get("unit", "")),
             f"{row['milliseconds']:.2f}" if "milliseconds" in row else "",
             f"{row['baseline_milliseconds']:.2f}" if "baseline_milliseconds" in row else "",
         )
     return drawn
+
+
+def _span(row: dict[str, Any], low: str, high: str) -> str:
+    return f"{row[low]:.3f}–{row[high]:.3f}" if low in row else ""
 
 
 def parse(arguments: list[str], valid: list[str]) -> argparse.Namespace:

@@ -4,6 +4,7 @@ import copy
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradpolicy as gp
-from benchmarks.measure import Row, paired_ratio
+from benchmarks.measure import Row, one_thread, paired_ratio
 
 Step = Callable[[], Any]
 
@@ -79,37 +80,110 @@ def tiny() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(24) for layer in (nn.Linear(8, 8), nn.ReLU())))
 
 
+class Loop(nn.Module):
+    """The same layers in a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(tiny())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs the layers one by one."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ByFunction(nn.Module):
+    """The same with the ReLU as a function, where captum and zennit give the plain gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs the layers one by one."""
+        for layer in self.layers:
+            x = nn.functional.relu(layer(x))
+        return x
+
+
 def flow_resnet() -> list[Row]:
     """Guided ReLUs on the ResNet-18 shape, batch 32 of 32 × 32 pixels: eager, compiled, and the peers."""
-    torch.manual_seed(0)
-    plain, batch = resnet(), torch.randn(32, 3, 32, 32)
-    rows = [
-        _against(plain, _installed(plain, [gp.Guided()]), batch, "guided, eager", target=1.03),
-        _against(plain, _by_hand(plain), batch, "guided by a Python Function, eager"),
-        *_peers(plain, batch),
-    ]
-    compiled = torch.compile(copy.deepcopy(plain))
-    guided = torch.compile(_installed(plain, [gp.Guided()]))
-    return [*rows, _against(compiled, guided, batch, "guided, torch.compile", target=1.02)]
+    return [*flow_resnet_eager(), *flow_resnet_peers(), *flow_resnet_compiled()]
+
+
+def flow_resnet_eager() -> list[Row]:
+    """The training step in eager mode."""
+    plain, batch = _resnet_and_batch()
+    guided = _installed(plain, [gp.Guided()])
+    with one_thread():
+        return [
+            _against(plain, guided, batch, "guided, eager", target=1.03, rounds=40),
+            _against(plain, _by_hand(plain), batch, "guided by a Python Function, eager", rounds=20),
+        ]
+
+
+def flow_resnet_compiled() -> list[Row]:
+    """The training step under ``torch.compile``, against the compiled plain step."""
+    plain, batch = _resnet_and_batch()
+    compiled = torch.compile(copy.deepcopy(plain), fullgraph=True)
+    guided = torch.compile(_installed(plain, [gp.Guided()]), fullgraph=True)
+    with one_thread():
+        return [_against(compiled, guided, batch, "guided, torch.compile", target=1.02, rounds=40)]
+
+
+def flow_resnet_peers() -> list[Row]:
+    """The gradient of the input, which is what captum and zennit give."""
+    plain, batch = _resnet_and_batch()
+    with one_thread():
+        return _input_gradients(plain, batch, rounds=16)
 
 
 def flow_tiny() -> list[Row]:
     """Guided ReLUs between 24 tiny layers."""
     torch.manual_seed(0)
     plain, batch = tiny(), torch.randn(4, 8)
-    guided = _installed(plain, [gp.Guided()])
-    return [
-        _against(plain, guided, batch, "24 tiny layers, guided", target=1.30, rounds=41, repeats=20),
-        _against(plain, _by_hand(plain), batch, "24 tiny layers, Python Function", rounds=41, repeats=20),
-    ]
+    loop, by_function = Loop(), ByFunction()
+    cases = (
+        (plain, _installed(plain, [gp.Guided()]), "guided", 1.30),
+        (plain, _by_hand(plain), "a Python Function", None),
+        (loop, _installed(loop, [gp.Guided()]), "guided, in a forward of its own", None),
+        (by_function, _installed(by_function, [gp.Guided()]), "guided, F.relu in a forward of its own", None),
+    )
+    with one_thread():
+        rows = [
+            _against(
+                baseline, candidate, batch, f"24 tiny layers: {what}", target=target, rounds=100, repeats=10
+            )
+            for baseline, candidate, what, target in cases
+        ]
+        return [*rows, *_input_gradients(plain, batch, rounds=60, repeats=10)]
 
 
 def flow_boundary() -> list[Row]:
-    """Policies at module boundaries of the ResNet-18 shape."""
-    torch.manual_seed(0)
-    plain, batch = resnet(), torch.randn(32, 3, 32, 32)
-    policies = [gp.Scale(0.5, modules="5"), gp.Clip(norm=1.0, modules="8"), gp.Reverse(modules="14")]
-    return [_against(plain, _installed(plain, policies), batch, "scale, clip and reverse", target=1.01)]
+    """Policies at module boundaries of the ResNet-18 shape: each alone, and three together."""
+    plain, batch = _resnet_and_batch()
+    policies = {
+        "scale": gp.Scale(0.5, modules="5"),
+        "clip": gp.Clip(norm=1.0, modules="8"),
+        "reverse": gp.Reverse(modules="14"),
+    }
+    with one_thread():
+        return [
+            _against(
+                plain,
+                _installed(plain, [policies[name] for name in names]),
+                batch,
+                what,
+                target=1.01,
+                rounds=40,
+            )
+            for what, names in (
+                ("scale, clip and reverse", [*policies]),
+                *((name, [name]) for name in policies),
+            )
+        ]
 
 
 def flow_install() -> list[Row]:
@@ -177,35 +251,51 @@ def _by_hand(model: nn.Module) -> nn.Module:
     return duplicate
 
 
-def _peers(plain: nn.Module, batch: Tensor) -> list[Row]:
-    """Captum's and zennit's guided backpropagation, which give the gradient of the input, where installed."""
-    rows = []
+def _resnet_and_batch() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return resnet(), torch.randn(32, 3, 32, 32)
+
+
+def _input_gradients(plain: nn.Module, batch: Tensor, *, rounds: int, repeats: int = 1) -> list[Row]:
+    """Guided backpropagation to the input: ours, and captum's and zennit's where they are installed."""
     inputs = batch.clone().requires_grad_()
 
-    def gradient(model: nn.Module) -> Step:
-        return lambda: torch.autograd.grad(model(inputs).sum(), inputs)
+    def repeated(step: Step) -> Step:
+        return lambda: [step() for _ in range(repeats)]
 
-    ours = gradient(_installed(plain, [gp.Guided()]))
-    rows.append(paired_ratio("input gradient: guided", ours, gradient(plain), rounds=5, warmup=1))
+    def gradient(model: nn.Module) -> Step:
+        return repeated(lambda: torch.autograd.grad(model(inputs)[:, 0].sum(), inputs))
+
+    steps = {"gradpolicy": gradient(_installed(plain, [gp.Guided()]))}
+    if captum := _captum(plain):
+        steps["captum"] = repeated(lambda: captum.attribute(inputs, target=0))
+    if zennit := _zennit(plain):
+        steps["zennit"] = gradient(zennit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [
+            paired_ratio(f"input gradient, guided: {name}", step, gradient(plain), rounds=rounds)
+            for name, step in steps.items()
+        ]
+
+
+def _captum(plain: nn.Module) -> Any:
     try:
         from captum.attr import GuidedBackprop
     except ImportError:
-        pass
-    else:
-        captum = GuidedBackprop(copy.deepcopy(plain))
-        theirs = lambda: captum.attribute(inputs, target=0)  # noqa: E731 - a step like the others
-        rows.append(paired_ratio("input gradient: captum", theirs, gradient(plain), rounds=5, warmup=1))
+        return None
+    return GuidedBackprop(copy.deepcopy(plain))
+
+
+def _zennit(plain: nn.Module) -> nn.Module | None:
+    _stub_torchvision()
     try:
-        _stub_torchvision()
-        from zennit.composites import GuidedBackprop as GuidedComposite
+        from zennit.composites import GuidedBackprop
     except ImportError:
-        return rows
+        return None
     registered = copy.deepcopy(plain)
-    GuidedComposite().register(registered)
-    return [
-        *rows,
-        paired_ratio("input gradient: zennit", gradient(registered), gradient(plain), rounds=5, warmup=1),
-    ]
+    GuidedBackprop().register(registered)
+    return registered
 
 
 def _stub_torchvision() -> None:
@@ -228,6 +318,9 @@ def _stub_torchvision() -> None:
 
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "flow_resnet": flow_resnet,
+    "flow_resnet_eager": flow_resnet_eager,
+    "flow_resnet_peers": flow_resnet_peers,
+    "flow_resnet_compiled": flow_resnet_compiled,
     "flow_tiny": flow_tiny,
     "flow_boundary": flow_boundary,
     "flow_install": flow_install,

@@ -1,9 +1,18 @@
-"""Ratios against a baseline taken in turn, so that a machine's changing speed touches both alike."""
+"""Ratios against a baseline taken in turn, so that a machine's changing speed touches both alike.
 
+A round takes candidate, baseline, baseline, candidate: what rises or falls steadily cancels in its
+ratio. Over the rounds the median counts, with its quartiles and a bootstrapped 95 % interval.
+"""
+
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import bootstrap
 
 Row = dict[str, Any]
 
@@ -11,28 +20,27 @@ Row = dict[str, Any]
 def paired_times(
     candidate: Callable[[], Any], baseline: Callable[[], Any], *, rounds: int = 15, warmup: int = 3
 ) -> list[tuple[float, float]]:
-    """Times two callables in turn, the order swapped each round.
+    """Times two callables in turn.
 
     Args:
         candidate: What is measured; it must wait for its device itself.
         baseline: What it is measured against.
-        rounds: How many pairs are timed.
-        warmup: How many pairs run untimed before.
+        rounds: How often each is timed at least; two make a round.
+        warmup: How often both run untimed before.
 
     Returns:
-        Pairs of seconds, (candidate, baseline).
+        For each round the mean seconds, (candidate, baseline).
     """
     for _ in range(warmup):
         candidate()
         baseline()
-    pairs = []
-    for number in range(rounds):
-        if number % 2:
-            against, taken = _seconds(baseline), _seconds(candidate)
-        else:
-            taken, against = _seconds(candidate), _seconds(baseline)
-        pairs.append((taken, against))
-    return pairs
+    times = []
+    for _ in range((rounds + 1) // 2):
+        taken, against = _seconds(candidate), _seconds(baseline)
+        against += _seconds(baseline)
+        taken += _seconds(candidate)
+        times.append((taken / 2, against / 2))
+    return times
 
 
 def paired_ratio(
@@ -47,20 +55,22 @@ def paired_ratio(
 ) -> Row:
     """Measures how long a candidate takes against a baseline, as a row of a benchmark's table.
 
-    The ratio is the median over the pairs; ``low`` and ``high`` are its quartiles.
+    The ratio is the median over the rounds; ``low`` and ``high`` are its quartiles, ``at_least`` and
+    ``at_most`` the ends of its 95 % interval.
 
     Args:
         what: What is measured, in words.
         candidate: What is measured.
         baseline: What it is measured against.
         target: The most that the ratio should be.
-        rounds: How many pairs are timed.
-        warmup: How many pairs run untimed before.
+        rounds: How often each is timed at least.
+        warmup: How often both run untimed before.
         **more: Further entries of the row.
     """
-    pairs = paired_times(candidate, baseline, rounds=rounds, warmup=warmup)
-    ratios = [taken / against for taken, against in pairs]
+    times = paired_times(candidate, baseline, rounds=rounds, warmup=warmup)
+    ratios = [taken / against for taken, against in times]
     low, middle, high = statistics.quantiles(ratios, n=4)
+    at_least, at_most = interval_of_median(ratios)
     return {
         "what": what,
         "ratio": middle,
@@ -68,10 +78,35 @@ def paired_ratio(
         "unit": "time",
         "low": low,
         "high": high,
-        "milliseconds": 1e3 * statistics.median(taken for taken, _ in pairs),
-        "baseline_milliseconds": 1e3 * statistics.median(against for _, against in pairs),
+        "at_least": at_least,
+        "at_most": at_most,
+        "milliseconds": 1e3 * statistics.median(taken for taken, _ in times),
+        "baseline_milliseconds": 1e3 * statistics.median(against for _, against in times),
         **more,
     }
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of a median, by resampling.
+
+    Example:
+        >>> interval_of_median([1.0] * 19 + [9.0])
+        (1.0, 1.0)
+    """
+    found = bootstrap((values,), np.median, method="percentile", rng=np.random.default_rng(0))
+    low, high = found.confidence_interval
+    return float(low), float(high)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch compute on one thread within: what little a step costs more is not lost in their meeting."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _seconds(function: Callable[[], Any]) -> float:
