@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.flow.binding import Binding
+from gradpolicy.flow.forward_mode import forward_mode_at_work
 from gradpolicy.flow.functions import BackwardRule, filter_gradient, in_transform, replace_gradient
 from gradpolicy.flow.operations import Function, Operation
 from gradpolicy.rules.rectifiers import positive_part
@@ -158,6 +159,7 @@ def may_hook(tensor: Any) -> bool:
         and _modes() == 0
         and _grad_enabled()
         and not _in_functorch()
+        and not forward_mode_at_work()
         and isinstance(tensor, Tensor)
         and tensor.requires_grad
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.flow.forward_mode import RefusesForwardMode, forward_mode_at_work
 from gradpolicy.flow.norms import NormMeter
 from gradpolicy.flow.trees import rebuilt_sequence
 from gradpolicy.rules.registry import Rule
@@ -163,6 +164,12 @@ class EagerReplaceGradient(Function):
     backward = ReplaceGradient.backward
 
 
+class ForwardModeReplaceGradient(RefusesForwardMode, ReplaceGradient):
+    """The same while forward-mode derivatives are taken; the compiler knows no Function with ``jvp``."""
+
+    generate_vmap_rule = True
+
+
 class FilterGradient(Function):
     """Passes a tensor on, and its gradient through a rule's gradient filter."""
 
@@ -196,9 +203,17 @@ class EagerFilterGradient(Function):
     backward = FilterGradient.backward
 
 
+class ForwardModeFilterGradient(RefusesForwardMode, FilterGradient):
+    """The same while forward-mode derivatives are taken."""
+
+    generate_vmap_rule = True
+
+
 def in_transform() -> bool:
-    """Whether autograd's nodes are out of reach: under torch.compile or torch.func."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    """Whether autograd's nodes are out of reach: under torch.compile, torch.func or forward mode."""
+    return (
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_mode_at_work()
+    )
 
 
 def replace_gradient(backward_rule: BackwardRule, values: Any, inputs: Sequence[Tensor]) -> Any:
@@ -209,7 +224,9 @@ def replace_gradient(backward_rule: BackwardRule, values: Any, inputs: Sequence[
         values: A tensor, or a tuple of tensors and others; computed without a graph.
         inputs: What they were computed from.
     """
-    function = ReplaceGradient if in_transform() else EagerReplaceGradient
+    function: type[Function] = EagerReplaceGradient
+    if in_transform():
+        function = ForwardModeReplaceGradient if _refuses_forward_mode(backward_rule) else ReplaceGradient
     if isinstance(values, Tensor):
         return function.apply(backward_rule, 1, values, *inputs)
     places = [number for number, value in enumerate(values) if _is_differentiable(value)]
@@ -225,9 +242,24 @@ def replace_gradient(backward_rule: BackwardRule, values: Any, inputs: Sequence[
 def filter_gradient(backward_rule: BackwardRule, values: Any) -> Any:
     """Puts a rule's gradient filter behind a tensor, or behind every floating-point tensor of a tuple."""
     if isinstance(values, Tensor):
-        function = FilterGradient if in_transform() else EagerFilterGradient
+        function: type[Function] = EagerFilterGradient
+        if in_transform():
+            function = ForwardModeFilterGradient if _refuses_forward_mode(backward_rule) else FilterGradient
         return function.apply(backward_rule, values) if _is_differentiable(values) else values
     return _rebuilt(values, [filter_gradient(backward_rule, value) for value in values])
+
+
+def _refuses_forward_mode(backward_rule: BackwardRule) -> bool:
+    if not torch.compiler.is_compiling():
+        return forward_mode_at_work()
+    if torch._C._are_functorch_transforms_active():
+        # The compiler would drop the rule, or fail without a word about it.
+        raise PolicyError(
+            f"rule {backward_rule.rule.name!r} at {backward_rule.place} cannot be compiled under a "
+            "transform of torch.func: the compiler does not take autograd Functions through them. Leave this "
+            "part to eager mode (torch.compiler.disable), or compile without fullgraph"
+        )
+    return False
 
 
 def _rebuilt(like: Any, items: list) -> Any:

@@ -193,6 +193,17 @@ def test_func_grad_through_a_boundary():
     torch.testing.assert_close(each[0], -2 * plain)
 
 
+def test_forward_mode_through_a_boundary_is_refused_and_a_cut_is_zero():
+    model, x = PassOn(), torch.randn(3)
+    with (
+        gp.install(model, [gp.Scale(2.0, modules=PassOn)]),
+        pytest.raises(gp.PolicyError, match="'scale' at input of module '' has no forward-mode derivative"),
+    ):
+        torch.func.jvp(model, (x,), (x,))
+    with gp.install(model, [gp.Stop(modules=PassOn)]):
+        assert torch.equal(torch.func.jvp(model, (x,), (x,))[1], torch.zeros(3))
+
+
 def test_transformers_like_outputs_that_are_dicts_and_dataclasses(gradient):
     transformers = pytest.importorskip("transformers.modeling_outputs")
 

@@ -247,6 +247,20 @@ def test_any_forward_within_compiled_code(batch, gradient):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
+@pytest.mark.parametrize("rule", ["guided_relu", "redirected_relu"])
+def test_a_transform_of_torch_func_in_compiled_code_is_refused_or_left_to_eager_mode(rule, transform, batch):
+    def loss(x):
+        with gp.gradient_override({"relu": rule}):
+            return (F.relu(x) * torch.sin(x)).sum()
+
+    with pytest.raises(Exception, match="cannot be compiled under a transform"):
+        torch.compile(transform(loss), backend="eager", fullgraph=True)(batch)
+    in_eager_mode = torch.compiler.disable(transform(loss))
+    compiled = torch.compile(lambda x: in_eager_mode(2 * x) + 1, backend="eager")
+    torch.testing.assert_close(compiled(batch), transform(loss)(2 * batch) + 1)
+
+
 @pytest.mark.slow
 def test_inductor_with_changing_shapes(parameter_gradients, same):
     model = Small()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 
 import gradpolicy as gp
 
@@ -308,6 +309,35 @@ def test_func_grad_and_vmap_give_the_same_as_autograd(gradient):
         expected, _ = gradient(lambda x: F.relu(x) + torch.round(x) + torch.sign(x), x, weights.expand(6, 3))
         torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), expected)
         torch.testing.assert_close(torch.func.grad(lambda x: torch.func.vmap(loss)(x).sum())(x), expected)
+
+
+@pytest.mark.parametrize("rule", ["guided_relu", seven_times, "stop"])
+def test_forward_mode_derivatives_are_refused_and_reverse_mode_gives_the_same(rule):
+    x = torch.tensor([0.5, -2.0], dtype=torch.float64)
+
+    def loss(x):
+        return (F.relu(x) ** 3).sum()
+
+    def by_dual_numbers(x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(F.relu(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+    forward_modes = [
+        lambda: torch.func.jvp(F.relu, (x,), (torch.ones_like(x),)),
+        lambda: torch.func.jacfwd(F.relu)(x),
+        lambda: torch.func.hessian(loss)(x),
+        lambda: by_dual_numbers(x),
+        lambda: by_dual_numbers(x.clone().requires_grad_()),
+    ]
+    with gp.gradient_override({"relu": rule}):
+        for forward_mode in forward_modes:
+            with pytest.raises(gp.PolicyError, match="at operation 'relu' has no forward-mode derivative"):
+                forward_mode()
+        torch.testing.assert_close(
+            torch.func.jacrev(torch.func.jacrev(loss))(x), torch.autograd.functional.hessian(loss, x)
+        )
+        # Where no derivative passes the rule there is nothing to refuse.
+        assert torch.func.jvp(lambda y: y * F.relu(x), (x,), (torch.ones_like(x),))[1][0] == 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
