@@ -25,6 +25,6 @@ class RefusesForwardMode:
         rule = ctx.backward_rule
         raise PolicyError(
             f"rule {rule.rule.name!r} at {rule.place} has no forward-mode derivative: it says what becomes "
-            "of a gradient that flows back. Use reverse mode: torch.func.jacrev for jacfwd, jacrev(jacrev(f)) "
-            "for hessian(f), torch.autograd.grad for jvp; or switch the policy off meanwhile"
+            "of a gradient that flows back. Use reverse mode: torch.func.jacrev for jacfwd, "
+            "jacrev(jacrev(f)) for hessian(f), torch.autograd.grad for jvp; or switch the policy off meanwhile"
         )
