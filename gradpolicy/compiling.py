@@ -13,6 +13,8 @@ from pathlib import Path
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")
+# Torch has loaded this library already, so that its threads are used and none are added. Not every compiler has it.
+THREAD_FLAGS = ("-fopenmp",)
 # Set to 0, nothing is compiled.
 SWITCH = "GRADPOLICY_NATIVE"
 
@@ -32,7 +34,7 @@ def compiled(source: Path, fallback: str) -> ctypes.CDLL | None:
         reason = "no C compiler was found"
     else:
         try:
-            return ctypes.CDLL(str(_build(source, compiler)))
+            return ctypes.CDLL(str(_build_somehow(source, compiler)))
         except (OSError, subprocess.SubprocessError) as error:
             output = getattr(error, "stderr", None) or str(error)
             reason = f"{compiler} failed: {output.strip()[:300]}"
@@ -40,20 +42,28 @@ def compiled(source: Path, fallback: str) -> ctypes.CDLL | None:
     return None
 
 
-def _build(source: Path, compiler: str) -> Path:
+def _build_somehow(source: Path, compiler: str) -> Path:
+    """With threads where the compiler can, else without."""
+    try:
+        return _build(source, compiler, (*FLAGS, *THREAD_FLAGS))
+    except subprocess.CalledProcessError:
+        return _build(source, compiler, FLAGS)
+
+
+def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
     """Compiles, or finds what was compiled before.
 
     Raises:
         OSError, subprocess.SubprocessError: If there is no compiler, or it fails.
     """
     texts = [path.read_text() for path in sorted(source.parent.glob("*.c"))]
-    parts = [*texts, source.name, compiler, *FLAGS, platform.machine(), _processor()]
+    parts = [*texts, source.name, compiler, *flags, platform.machine(), _processor()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     library = _cache_folder() / f"{source.stem}-{digest}.so"
     if not library.exists():
         # Under a name of its own until it is whole: other processes may be looking for it.
         fresh = library.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, str(source), "-o", str(fresh), *LINK_FLAGS]
+        command = [compiler, *flags, str(source), "-o", str(fresh), *LINK_FLAGS]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         os.replace(fresh, library)
     return library

@@ -1,10 +1,7 @@
 /* Masked Adam and the moves that masks need, for a CPU. native.py compiles it and mirrors `job`.
  * Frozen entries are written back with the bits that were read, or not at all. */
 #include <math.h>
-#include <pthread.h>
-#include <sched.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -12,7 +9,7 @@
 
 #define GRAIN 32768 /* entries a thread takes at once; the same as in packed.py */
 #define TILE 256
-#define PARTS_PER_THREAD 4 /* fewer are not worth a thread */
+#define PARTS_PER_THREAD 2 /* fewer are not worth a thread */
 
 typedef struct {
     void *parameter;
@@ -65,68 +62,17 @@ static inline uint64_t word_at(const uint8_t *bits, int64_t base, int64_t size)
     return eight_at(bits + base / 8, (size - base + 7) / 8);
 }
 
-/* Corrections of byte codes, up to 16 slots with permutes of registers; 0 where the processor has none. `sizes` and
- * `inverses` have room for TILE. The table is of pairs and has at least 16, see native.py. */
 #ifdef __AVX2__
-static inline __m256 permuted(const __m256 *eighths, int count, __m256i slots)
-{
-    const __m256 by_bit3 = _mm256_castsi256_ps(_mm256_slli_epi32(slots, 28));
-    __m256 low = _mm256_permutevar8x32_ps(eighths[0], slots);
-    if (count == 1) return low;
-    return _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(eighths[1], slots), by_bit3);
-}
-
-/* Two pairs side by side. */
-static inline __m128 two_pairs(const float *table, uint64_t codes)
-{
-    const __m128 low = _mm_loadl_pi(_mm_setzero_ps(), (const __m64 *)(table + 2 * (codes & 0xff)));
-    return _mm_loadh_pi(low, (const __m64 *)(table + 2 * (codes >> 8 & 0xff)));
-}
-
-/* More slots than registers hold: a load a pair. */
-static void load_pairs(const float *table, const uint8_t *codes, float *sizes, float *inverses)
-{
-    uint64_t eight;
-    memcpy(&eight, codes, 8);
-    eight &= 0x7f7f7f7f7f7f7f7full;
-    const __m256 outer = _mm256_set_m128(two_pairs(table, eight >> 32), two_pairs(table, eight));
-    const __m256 inner = _mm256_set_m128(two_pairs(table, eight >> 48), two_pairs(table, eight >> 16));
-    _mm256_storeu_ps(sizes, _mm256_shuffle_ps(outer, inner, 0x88));
-    _mm256_storeu_ps(inverses, _mm256_shuffle_ps(outer, inner, 0xdd));
-}
-
-static int vector_look_up(const job *j, int64_t at, int64_t n, float *sizes, float *inverses)
-{
-    const float *table = (const float *)j->corrections;
-    const int count = j->slots <= 8 ? 1 : 2;
-    __m256 size_parts[2] = {0}, inverse_parts[2] = {0};
-    float both[2][16];
-    uint8_t last[8] = {0};
-    for (int64_t i = 0; j->slots > 16 && i < n; i += 8) {
-        const uint8_t *codes = (const uint8_t *)j->codes + at + i;
-        if (n - i < 8) codes = (const uint8_t *)memcpy(last, codes, n - i);
-        load_pairs(table, codes, sizes + i, inverses + i);
-    }
-    if (j->slots > 16) return 1;
-    for (int i = 0; i < 8 * count; i++) both[0][i] = table[2 * i], both[1][i] = table[2 * i + 1];
-    for (int i = 0; i < count; i++) {
-        size_parts[i] = _mm256_loadu_ps(both[0] + 8 * i);
-        inverse_parts[i] = _mm256_loadu_ps(both[1] + 8 * i);
-    }
-    for (int64_t i = 0; i < n; i += 8) {
-        const uint8_t *codes = (const uint8_t *)j->codes + at + i;
-        if (n - i < 8) codes = (const uint8_t *)memcpy(last, codes, n - i);
-        const __m256i slots = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes));
-        _mm256_storeu_ps(sizes + i, permuted(size_parts, count, slots));
-        _mm256_storeu_ps(inverses + i, permuted(inverse_parts, count, slots));
-    }
-    return 1;
-}
+#include "kernel_avx2.c"
 #else
-static int vector_look_up(const job *j, int64_t at, int64_t n, float *sizes, float *inverses)
+static int64_t vector_dense(const job *j, int64_t start, int64_t stop) { return (void)j, (void)stop, start; }
+static int64_t vector_gathered(const job *j, float *parameter, const float *gradient, int64_t own_at, int64_t count)
 {
-    (void)j, (void)at, (void)n, (void)sizes, (void)inverses;
-    return 0;
+    return (void)j, (void)parameter, (void)gradient, (void)own_at, (void)count, 0;
+}
+static int64_t vector_run(const job *j, int64_t at, int64_t own_at, float size, float inverse, int64_t count)
+{
+    return (void)j, (void)at, (void)own_at, (void)size, (void)inverse, (void)count, 0;
 }
 #endif
 
@@ -148,6 +94,7 @@ static inline uint16_t to_bfloat(float value) /* to nearest, ties to even */
 
 #define REAL float
 #define STORAGE float
+#define VECTORS 1
 #define LOAD(x) (x)
 #define STORE(x) (x)
 #define ROOT sqrtf
@@ -156,6 +103,7 @@ static inline uint16_t to_bfloat(float value) /* to nearest, ties to even */
 
 #define REAL double
 #define STORAGE double
+#define VECTORS 0
 #define LOAD(x) (x)
 #define STORE(x) (x)
 #define ROOT sqrt
@@ -164,58 +112,23 @@ static inline uint16_t to_bfloat(float value) /* to nearest, ties to even */
 
 #define REAL float
 #define STORAGE uint16_t
+#define VECTORS 0
 #define LOAD(x) from_bfloat(x)
 #define STORE(x) to_bfloat(x)
 #define ROOT sqrtf
 #define NAME(x) x##_bfloat
 #include "kernel_adam.c"
 
-/* --- threads: each takes the next part until none is left. The caller waits for parts, not for threads: one that
- * the system starts late finds nothing to do, and the last to leave frees what they share. */
+/* --- threads: OpenMP's, which are torch's own; where the compiler has none, the caller does it all. */
 
 typedef void (*part_function)(const void *context, int64_t part);
-typedef struct { part_function run; const void *context; int64_t parts, next, done, members; } crew;
-
-static void leave(crew *c)
-{
-    if (__atomic_sub_fetch(&c->members, 1, __ATOMIC_ACQ_REL) == 0) free(c);
-}
-
-static void take_parts(crew *c)
-{
-    for (;;) {
-        const int64_t part = __atomic_fetch_add(&c->next, 1, __ATOMIC_ACQ_REL);
-        if (part >= c->parts) return;
-        c->run(c->context, part);
-        __atomic_fetch_add(&c->done, 1, __ATOMIC_RELEASE);
-    }
-}
-
-static void *help(void *argument)
-{
-    take_parts((crew *)argument);
-    leave((crew *)argument);
-    return NULL;
-}
 
 static void in_parallel(part_function run, const void *context, int64_t parts, int threads)
 {
     const int64_t wanted = parts / PARTS_PER_THREAD < threads ? parts / PARTS_PER_THREAD : threads;
-    crew *c = wanted > 1 ? (crew *)malloc(sizeof(crew)) : NULL;
-    if (!c) {
-        for (int64_t part = 0; part < parts; part++) run(context, part);
-        return;
-    }
-    *c = (crew){run, context, parts, 0, 0, 1};
-    for (int64_t i = 1; i < wanted; i++) {
-        pthread_t helper;
-        __atomic_add_fetch(&c->members, 1, __ATOMIC_ACQ_REL);
-        if (pthread_create(&helper, NULL, help, c) == 0) pthread_detach(helper);
-        else leave(c);
-    }
-    take_parts(c);
-    while (__atomic_load_n(&c->done, __ATOMIC_ACQUIRE) < parts) sched_yield();
-    leave(c);
+    (void)wanted;
+#pragma omp parallel for schedule(dynamic) num_threads((int)wanted) if (wanted > 1)
+    for (int64_t part = 0; part < parts; part++) run(context, part);
 }
 
 typedef struct { const job *jobs; int64_t count; const int64_t *first_parts; } schedule;
@@ -368,23 +281,27 @@ typedef struct {
     const void *old;
     void *result;
     int64_t size;
-    int32_t bytes;
+    int32_t bytes, newcomer;
 } repacking;
 
-/* `rank` counts the old entries before `base`. */
+static inline int64_t ranked(uint64_t word, int bit) { return __builtin_popcountll(word & ((1ull << bit) - 1)); }
+
+/* Newcomers first, everywhere; then what stays, at its new place. `rank` and `at` count the old and the new
+ * entries before `base`. */
 #define REPACK(TYPE) do { \
     const TYPE *from = (const TYPE *)r->old; TYPE *to = (TYPE *)r->result; \
+    const int64_t end = r->new_bits ? r->new_offsets[part + 1] : stop; \
+    for (int64_t i = at; i < end; i++) to[i] = (TYPE)r->newcomer; \
     for (int64_t base = start; base < stop; base += 64) { \
         const uint64_t had = r->old_bits ? word_at(r->old_bits, base, r->size) : ~0ull; \
         uint64_t wanted = r->new_bits ? word_at(r->new_bits, base, r->size) : ~0ull; \
         if (stop - base < 64) wanted &= (1ull << (stop - base)) - 1; \
-        for (; wanted; wanted &= wanted - 1) { \
-            const int bit = __builtin_ctzll(wanted); \
-            const int64_t before = r->old_bits ? __builtin_popcountll(had & ((1ull << bit) - 1)) : bit; \
-            const int64_t has = had >> bit & 1; \
-            to[at++] = from[has ? rank + before : 0] & (TYPE)-has; \
+        for (uint64_t stays = had & wanted; stays; stays &= stays - 1) { \
+            const int bit = __builtin_ctzll(stays); \
+            to[at + ranked(wanted, bit)] = from[rank + ranked(had, bit)]; \
         } \
-        rank += r->old_bits ? __builtin_popcountll(had) : 64; \
+        rank += __builtin_popcountll(had); \
+        at += __builtin_popcountll(wanted); \
     } } while (0)
 
 static void repack_part(const void *context, int64_t part)
@@ -398,10 +315,11 @@ static void repack_part(const void *context, int64_t part)
     else REPACK(uint64_t);
 }
 
-/* Moves values from the entries held before to those held now, 0 for newcomers; NULL bits: all are held. */
+/* Moves values from the entries held before to those held now; newcomers get a whole number. NULL bits: all are held. */
 void gradpolicy_repack(const uint8_t *old_bits, const int64_t *old_offsets, const uint8_t *new_bits,
-                       const int64_t *new_offsets, const void *old, void *result, int64_t size, int32_t bytes, int threads)
+                       const int64_t *new_offsets, const void *old, void *result, int64_t size, int32_t bytes,
+                       int newcomer, int threads)
 {
-    const repacking r = {old_bits, new_bits, old_offsets, new_offsets, old, result, size, bytes};
+    const repacking r = {old_bits, new_bits, old_offsets, new_offsets, old, result, size, bytes, newcomer};
     in_parallel(repack_part, &r, (size + GRAIN - 1) / GRAIN, threads);
 }

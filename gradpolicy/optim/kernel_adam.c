@@ -1,5 +1,6 @@
 /* Adam for entries by their own age, for one floating type. kernel.c includes this once a type, with
- * REAL: what to compute in; STORAGE: what memory holds; LOAD, STORE: between the two; NAME: adds a suffix. */
+ * REAL: what to compute in; STORAGE: what memory holds; LOAD, STORE: between the two; VECTORS: whether
+ * kernel_avx2.c knows the type; NAME: adds a suffix. */
 
 typedef struct { REAL size, inverse; } NAME(correction);
 
@@ -66,8 +67,6 @@ static __attribute__((noinline, optimize("no-tree-vectorize"))) void NAME(load)(
 static void NAME(look_up)(const job *j, int64_t at, int64_t n, REAL *restrict sizes, REAL *restrict inverses)
 {
     NAME(correction) own[TILE];
-    if (sizeof(REAL) == 4 && j->code_bytes == 1 &&
-        vector_look_up(j, at, n, (float *)sizes, (float *)inverses)) return;
     NAME(load)(j, at, n, own);
     for (int64_t i = 0; i < n; i++) {
         sizes[i] = own[i].size;
@@ -81,7 +80,7 @@ static void NAME(dense)(const job *j, int64_t start, int64_t stop)
     const NAME(correction) one = *(const NAME(correction) *)j->corrections;
     REAL sizes[TILE], inverses[TILE];
     int8_t buffer[TILE];
-    for (int64_t at = start; at < stop; at += TILE) {
+    for (int64_t at = VECTORS ? vector_dense(j, start, stop) : start; at < stop; at += TILE) {
         const int64_t n = stop - at < TILE ? stop - at : TILE;
         const int8_t *sign = signs(j, at, n, buffer);
         if (!any_active(sign, n)) continue;
@@ -100,9 +99,11 @@ static void NAME(rows)(const job *j, int64_t start, int64_t stop)
         int64_t n = j->block - inside;
         if (n > stop - start) n = stop - start;
         const int64_t where = j->rows[row], own = j->packed ? row : where;
-        const int64_t slot = j->slots == 1 ? 0 : slot_at(j, own);
-        NAME(some)(j, where * j->block + inside, own * j->block + inside, (STORAGE *)j->parameter,
-                   (const STORAGE *)j->gradient, NULL, NULL, NULL, ((const NAME(correction) *)j->corrections)[slot], n);
+        const NAME(correction) one = ((const NAME(correction) *)j->corrections)[j->slots == 1 ? 0 : slot_at(j, own)];
+        const int64_t at = where * j->block + inside, own_at = own * j->block + inside;
+        const int64_t done = VECTORS ? vector_run(j, at, own_at, (float)one.size, (float)one.inverse, n) : 0;
+        NAME(some)(j, at + done, own_at + done, (STORAGE *)j->parameter, (const STORAGE *)j->gradient, NULL, NULL, NULL,
+                   one, n - done);
         start += n;
     }
 }
@@ -126,8 +127,9 @@ static void NAME(packed)(const job *j, int64_t start, int64_t stop)
             parameter[i] = p[start + place[i]];
             gradient[i] = g[start + place[i]];
         }
-        if (many) NAME(look_up)(j, at, n, sizes, inverses);
-        NAME(some)(j, 0, at, parameter, gradient, NULL, many ? sizes : NULL, many ? inverses : NULL, one, n);
+        const int64_t done = VECTORS ? vector_gathered(j, (float *)parameter, (const float *)gradient, at, n) : 0;
+        if (many) NAME(look_up)(j, at + done, n - done, sizes, inverses);
+        NAME(some)(j, done, at + done, parameter, gradient, NULL, many ? sizes : NULL, many ? inverses : NULL, one, n - done);
         for (int64_t i = 0; i < n; i++) p[start + place[i]] = parameter[i];
         at += n;
         n = 0;
@@ -146,4 +148,5 @@ static void NAME(part)(const job *j, int64_t start, int64_t stop)
 #undef LOAD
 #undef STORE
 #undef ROOT
+#undef VECTORS
 #undef NAME

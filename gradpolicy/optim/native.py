@@ -185,6 +185,7 @@ def repack(
     values: Tensor,
     result: Tensor,
     size: int,
+    newcomer: int = 0,
 ) -> bool:
     """Move values between sets of held entries; False where the kernel cannot do it.
 
@@ -192,13 +193,14 @@ def repack(
         old: bits and offsets of the entries in `values`; None: all.
         new: bits and offsets of the entries in `result`; None: all.
         values: what is held now.
-        result: filled; 0 for entries that `values` lacks.
+        result: filled.
         size: entries of the whole tensor.
+        newcomer: for entries that `values` lacks; 0 where these are no codes.
     """
     kernel = library() if _on_cpu(values, result) and values.element_size() in (1, 2, 4, 8) else None
     if kernel is None:
         return False
     tensors = [*(old or (None, None)), *(new or (None, None)), values, result]
-    sizes = (ctypes.c_int64(size), values.element_size(), torch.get_num_threads())
+    sizes = (ctypes.c_int64(size), values.element_size(), newcomer, torch.get_num_threads())
     kernel.gradpolicy_repack(*(_pointer(tensor) for tensor in tensors), *sizes)
     return True

@@ -109,13 +109,14 @@ class Held:
             torch.index_select(values, 0, positions, out=packed[place])
         return packed
 
-    def move(self, packed: Tensor, other: Held) -> Tensor:
-        """What is held here as `other` holds it, 0 for newcomers."""
+    def move(self, packed: Tensor, other: Held, newcomer: int = 0) -> Tensor:
+        """What is held here as `other` holds it, with `newcomer` for those not held here."""
         if self.rows is None and other.rows is None:
             result = torch.empty(other.count, dtype=packed.dtype, device=packed.device)
-            if native.repack(self._index, other._index, packed, result, self.size):
+            if native.repack(self._index, other._index, packed, result, self.size, newcomer):
                 return result
-        return other.pack(self.unpack(packed))
+        moved = other.pack(self.unpack(packed))
+        return moved if not newcomer else moved.masked_fill_(other.pack(self.flags()).logical_not_(), newcomer)
 
     def unpack(self, packed: Tensor, block: int | None = None) -> Tensor:
         """The whole tensor again, 0 where nothing is held."""

@@ -230,8 +230,7 @@ class Tracked:
         if code is None:
             return False
         self.held = held = Held(flags, block)
-        codes = old.move(self.cohorts.codes, held)
-        self.cohorts.codes = codes.masked_fill_(codes == 0, code)
+        self.cohorts.codes = old.move(self.cohorts.codes, held, code)
         self.cohorts.paused = [0]
         for key, value in self.state.items():
             if key != "step":

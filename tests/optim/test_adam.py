@@ -187,6 +187,20 @@ def test_kernel_and_plain_torch_agree(monkeypatch, changes, dtype):
     torch.testing.assert_close(*ends, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+@pytest.mark.parametrize("changes", [1, 7, 12, 40])
+def test_an_entrys_place_decides_nothing(machinery, frozen_state, changes):
+    """Vectors, their remainders and the slots of cohorts give the same bits for the same history."""
+    kinds = torch.arange(203) % 5
+    parameter = torch.nn.Parameter(torch.randn(5)[kinds])
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], lr=0.1), frozen_state=frozen_state)
+    for change in range(changes):
+        optimizer.set_mask(parameter, (torch.rand(5) < 0.6)[kinds] if change else kinds < 3)
+        parameter.grad = torch.randn(5)[kinds]
+        optimizer.step()
+    assert all(parameter[kinds == kind].unique().numel() == 1 for kind in range(5))
+
+
 @pytest.mark.parametrize("form", ["channels_last", "transposed", "strided", "complex", "scalar", "empty"])
 def test_any_memory_format(machinery, form):
     made = {
