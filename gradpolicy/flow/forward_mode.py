@@ -26,5 +26,5 @@ class RefusesForwardMode:
         raise PolicyError(
             f"rule {rule.rule.name!r} at {rule.place} has no forward-mode derivative: it says what becomes "
             "of a gradient that flows back. Use reverse mode: torch.func.jacrev for jacfwd, "
-            "jacrev(jacrev(f)) for hessian(f), torch.autograd.grad for jvp; or switch the policy off meanwhile"
+            "jacrev(jacrev(f)) for hessian(f), torch.autograd.grad for jvp; or switch the policy off"
         )
