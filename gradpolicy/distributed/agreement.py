@@ -84,7 +84,8 @@ def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
         raise PolicyError(f"the ranks part ways{when}: they hold the same things in another order")
     seen = [other.get(differing[0]) for other in everyone]
     usual = max(seen, key=seen.count)
-    ranks = [str(rank) for rank, value in enumerate(seen) if value != usual]
+    members = dist.get_process_group_ranks(group)
+    ranks = [str(members[place]) for place, value in enumerate(seen) if value != usual]
     raise PolicyError(
         f"the ranks part ways{when}: {differing[0]} differs on rank {', '.join(ranks)} from the others "
         f"({len(differing)} of {len(names)} checked differ)"

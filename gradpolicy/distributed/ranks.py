@@ -1,19 +1,22 @@
 """What freeze policies ask of many processes, step by step, for any training loop."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gradpolicy.distributed.agreement import check_agreement
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.reducer import ReducerKeeper
 from gradpolicy.errors import PolicyError
 from gradpolicy.freeze import Freezer
+from gradpolicy.freeze.sharding import local
 from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.tracked import Tracked
 
 
 class Ranks:
@@ -87,34 +90,78 @@ class Ranks:
         if self.communication is not None:
             self.communication.set_masks(self._masks(set(wanted)))
         if self.agreement_every is not None and step % self.agreement_every == 0:
-            check_agreement(self.holdings(), moment=f"before update {step + 1}")
+            self._check_agreement(f"before update {step + 1}")
+
+    def _check_agreement(self, moment: str) -> None:
+        check_agreement(self.holdings(), moment=moment)
+        for group, held in self.replicas().items():
+            check_agreement(held, group=group, moment=moment)
 
     def holdings(self) -> dict[str, Any]:
-        """What must be the same on every rank, by name: masks, then ages, then weights.
+        """What must be the same on every rank, by name.
 
-        Of what is sharded only the masks of the whole, since no two ranks hold the same part.
+        Masks, ages, the count of updates, learning rates, what mask sources remember, then weights. Of
+        sharded parameters the masks of the whole only: no two ranks hold the same part.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return {}
         masks: dict[str, Any] = {}
         ages: dict[str, Any] = {}
-        names = {id(parameter): name for name, parameter in self.named.items()}
-        for optimizer in self.optimizers:
-            for parameter, tracked in optimizer._tracked.items():
-                name = names.get(id(parameter), "a parameter without a name")
-                if not isinstance(parameter, DTensor):
-                    masks[f"the mask of {name!r}"] = tracked.cohorts.codes
-                    ages[f"the ages of {name!r}"] = tracked.cohorts.slots
+        for name, tracked in self._tracked():
+            if not isinstance(tracked.parameter, DTensor):
+                masks[f"the mask of {name!r}"] = tracked.cohorts.codes
+                ages[f"the ages of {name!r}"] = tracked.cohorts.slots
         for name in self.freezer.parameters if self.freezer is not None else ():
             if isinstance(self.named[name], DTensor):
                 masks[f"the mask of {name!r}"] = self.freezer.mask_of(name)  # type: ignore[union-attr]
-        steps = {"the count of updates": [optimizer.effective_steps for optimizer in self.optimizers]}
         weights = {
             f"the weights {name!r}": parameter
             for name, parameter in self.named.items()
             if not isinstance(parameter, DTensor)
         }
-        return {**masks, **ages, **steps, **weights}
+        return {**masks, **ages, **self._schedules(), **weights}
+
+    def replicas(self) -> dict[Any, dict[str, Any]]:
+        """What ranks that hold the same part of sharded parameters have in common, by their process group.
+
+        There is none under plain FSDP2; under hybrid sharding each part lies on several ranks.
+        """
+        common: dict[Any, dict[str, Any]] = {}
+        for name, tracked in self._tracked():
+            for group in _replica_groups(tracked.parameter):
+                held = common.setdefault(group, {})
+                held[f"the mask of {name!r}"] = tracked.cohorts.codes
+                held[f"the ages of {name!r}"] = tracked.cohorts.slots
+        for name, parameter in self.named.items():
+            for group in _replica_groups(parameter):
+                common.setdefault(group, {})[f"the weights {name!r}"] = local(parameter)
+        return common
+
+    def _tracked(self) -> Iterator[tuple[str, Tracked]]:
+        names = {id(parameter): name for name, parameter in self.named.items()}
+        for optimizer in self.optimizers:
+            for parameter, tracked in optimizer._tracked.items():
+                yield names.get(id(parameter), "a parameter without a name"), tracked
+
+    def _schedules(self) -> dict[str, Any]:
+        """What changes with time and is not sharded."""
+        rates = [
+            [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            for optimizer in self.optimizers
+        ]
+        schedules: dict[str, Any] = {
+            "the count of updates": [optimizer.effective_steps for optimizer in self.optimizers],
+            "the learning rates": rates,
+        }
+        # Of sharded parameters this would have to be gathered; the masks that come of it are checked.
+        sharded = any(isinstance(parameter, DTensor) for parameter in self.named.values())
+        if self.freezer is None or sharded:
+            return schedules
+        for name, remembered in self.freezer.state_dict()["sources"].items():
+            leaves, _ = tree_flatten_with_path(remembered)
+            for path, value in leaves:
+                schedules[f"what policy {name!r} remembers as {keystr(path)}"] = value
+        return schedules
 
     def _masks(self, wanted: set[str]) -> dict[Tensor, Any]:
         if self.freezer is None:
@@ -124,3 +171,15 @@ class Ranks:
             for name, parameter in self.freezer.parameters.items()
             if name not in wanted
         }
+
+
+def _replica_groups(parameter: Tensor) -> list[Any]:
+    """The groups of ranks that hold the same part of a sharded parameter."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh
+    return [
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(parameter.placements)
+        if placement.is_replicate() and mesh.size(dimension) > 1
+    ]

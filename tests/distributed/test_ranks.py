@@ -6,11 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from process_pool import ProcessPool
+from process_pool import ProcessPool, here
 from runs import UPDATES, fit
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 
 import gradpolicy as gp
 from gradpolicy.distributed.compression import ActiveEntries
+from gradpolicy.distributed.ranks import Ranks
 
 FAULT_AT, EVERY = 2, 4
 
@@ -27,8 +32,12 @@ class Fault(Callback):
         if trainer.global_step != FAULT_AT or dist.get_rank() != 1:
             return
         weight = pl_module.layers[1][0].weight
-        if self.kind == "mask":
-            optimizer = trainer.strategy.optimizers[0]
+        optimizer = trainer.strategy.optimizers[0]
+        if self.kind == "rate":
+            optimizer.param_groups[0]["lr"] *= 1.01
+        elif self.kind == "age":
+            optimizer._tracked[weight].cohorts.clock += 1
+        elif self.kind == "mask":
             mask = optimizer.get_mask(weight).clone()
             mask[0, 0] = ~mask[0, 0]
             optimizer.set_mask(weight, mask)
@@ -36,23 +45,66 @@ class Fault(Callback):
             weight.data[3, 3] += 1e-6
 
 
-def with_fault(kind: str, every: int | None) -> str:
+def with_fault(kind: str, every: int | None, strategy: str = "ddp") -> str:
     try:
-        fit("ddp", "entries", settings={"callbacks": [Fault(kind)]}, callback={"agreement_every": every})
+        fit(strategy, "entries", settings={"callbacks": [Fault(kind)]}, callback={"agreement_every": every})
     except gp.PolicyError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("mask", "the mask of 'layers.1.0.weight'"), ("weight", "the weights 'layers")]
+    ("strategy", "kind", "named"),
+    [
+        ("ddp", "mask", "the mask of 'layers.1.0.weight'"),
+        ("ddp", "age", "the ages of 'layers.1.0.weight'"),
+        ("ddp", "weight", "the weights 'layers.1.0.weight'"),
+        ("ddp", "rate", "the learning rates"),
+        ("zero1", "mask", "the mask of 'layers.1.0.weight'"),
+        ("fsdp2", "rate", "the learning rates"),
+    ],
 )
 def test_a_rank_that_parts_ways_stops_the_run_within_n_updates(
-    pair: ProcessPool, kind: str, named: str
+    pair: ProcessPool, strategy: str, kind: str, named: str
 ) -> None:
-    for message in pair(with_fault, kind, EVERY):
-        assert f"before update {EVERY + 1}: {named}" in message
-        assert "differs on rank 1" in message
+    for message in pair(with_fault, kind, EVERY, strategy):
+        assert f"before update {EVERY + 1}: {named} differs on rank 1" in message
+
+
+def hybrid_with_fault(kind: str) -> str:
+    """Two copies of the model, each sharded over two ranks; something changes on rank 3 alone."""
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("copies", "shards"))
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6).to(here())
+    fully_shard(model, mesh=mesh)
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
+    optimizer.set_mask(model.weight, torch.arange(36, device=here()).view(6, 6) % 3 > 0)
+    ranks = Ranks(model, dict(model.named_parameters()), None, [optimizer], agreement_every=1)
+    ranks.begin_step(0)
+    model(torch.ones(1, 6, device=here())).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 3:
+        if kind == "weight":
+            model.weight.to_local().data[0, 0] += 1e-6
+        elif kind == "mask":
+            optimizer._tracked[model.weight].cohorts.codes[0] ^= -128
+    try:
+        ranks.begin_step(1)
+    except gp.PolicyError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("weight", "the weights 'weight'"), ("mask", "the mask of 'weight'"), ("nothing", "")],
+)
+def test_copies_of_a_shard_are_compared(pools: dict[int, ProcessPool], kind: str, named: str) -> None:
+    messages = pools[4](hybrid_with_fault, kind)
+    assert messages[0] == messages[2] == ""
+    for message in (messages[1], messages[3]):
+        assert named in message
+        assert ("differs on rank 3" in message) == (kind != "nothing")
 
 
 def test_without_a_check_nothing_is_compared(pair: ProcessPool) -> None:
@@ -68,6 +120,36 @@ def test_the_reducer_is_rebuilt_only_when_what_trains_changes(pair: ProcessPool)
 def test_unused_parameters_are_searched_for_while_a_cut_holds_only(pair: ProcessPool) -> None:
     assert pair(fit, "ddp", "cut off")[0]["searched"] == [False] * 2 + [True] * 3 + [False] * 3
     assert not any(pair(fit, "ddp", "layers")[0]["searched"])
+
+
+class CountBackward(Callback):
+    """Counts the floating-point operations of each backward pass."""
+
+    def __init__(self) -> None:
+        self.operations: list[int] = []
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.counter.__exit__(None, None, None)
+        self.operations.append(self.counter.get_total_flops())
+
+
+def backward_work(strategy: str, kind: str) -> list[int]:
+    counted = CountBackward()
+    fit(strategy, kind, settings={"callbacks": [counted]})
+    return counted.operations
+
+
+@pytest.mark.parametrize("kind", ["layers", "from the start"])
+def test_frozen_layers_save_their_backward_work_as_on_one_process(pair: ProcessPool, kind: str) -> None:
+    alone, everything = backward_work("one process", kind), backward_work("one process", "none")
+    assert min(alone) < 0.6 * min(everything), "layers at the bottom are frozen at some time"
+    for rank in pair(backward_work, "ddp", kind):
+        shares = [2 * own / whole for own, whole in zip(rank, alone, strict=True)]
+        assert all(0.9 <= share <= 1.1 for share in shares), "each of two ranks has half of the batch"
 
 
 def frozen_by_hand(strategy: str) -> dict[str, Any]:

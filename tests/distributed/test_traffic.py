@@ -117,9 +117,10 @@ def counted_with_a_frozen_half() -> dict[str, int]:
 
 def test_frozen_layers_at_the_bottom_are_gathered_once_and_not_reduced(pair: ProcessPool) -> None:
     whole = 4 * ENTRIES
-    prefetched = whole / DEPTH
+    one_layer_ahead = whole / DEPTH
     for payload in pair(counted_with_a_frozen_half):
-        assert payload == {"all_gather": 1.5 * whole + prefetched, "reduce_scatter": 0.5 * whole}
+        assert 0 <= payload["all_gather"] - 1.5 * whole <= one_layer_ahead
+        assert payload["reduce_scatter"] == 0.5 * whole
 
 
 @pytest.mark.parametrize(
