@@ -118,7 +118,7 @@ class PruneAndGrow(GradientSource):
                 raise unknown(key, str(value), valid, key=f"PruneAndGrow.{key}")
         if self.anneal != "constant" and self.stop is None:
             raise PolicyError(f"PruneAndGrow.stop: anneal={anneal!r} needs the count that it ends at")
-        self.density = as_schedule(density)
+        self.density = as_schedule("PruneAndGrow.density", density)
         self.grow, self.distribution, self.dense = grow, distribution, dense
         self.fraction = check_share("PruneAndGrow.fraction", fraction)
         self.needs_gradients = grow == "gradient"

@@ -48,7 +48,7 @@ class Random(MaskSource):
         super().__init__(**timetable)
         if level not in LEVELS:
             raise unknown("level", str(level), LEVELS, key="Random.level")
-        self.density = as_schedule(density)
+        self.density = as_schedule("Random.density", density)
         self.level = level
         self.rescale = rescale
 

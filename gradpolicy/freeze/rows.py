@@ -11,16 +11,17 @@ from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.freeze.source import MaskSource
 
-Indices = int | str | slice | Iterable[int]
+Indices = int | str | slice | Tensor | Iterable[int | str | slice]
 
 
 class Rows(MaskSource):
     """Only the given rows of each parameter train.
 
     Args:
-        rows: What trains: numbers (negative ones count from the end), a slice as Python writes it
-            (``"50257:"``, ``"2:10:2"``), or a whole index with commas (``"3, 0, 5:"`` or ``"..., :2"``); the
-            dimensions that it leaves out train in full.
+        rows: What trains: a number (negative ones count from the end), a slice as Python writes it
+            (``"50257:"``, ``"2:10:2"``), a list of either, a tensor of numbers or flags, or a whole index
+            (``"3, 0, 5:"`` or ``"..., :2"``, or as a tuple with a slice in it); the dimensions that an index
+            leaves out train in full.
         dim: The dimension that the rows are of (for an index with commas it has no meaning).
         size: How many neighbouring rows one number stands for: with ``size=head_width`` the numbers are
             attention heads.
@@ -39,12 +40,11 @@ class Rows(MaskSource):
 
     def __init__(self, rows: Indices, *, dim: int = 0, size: int = 1, seed: int | None = None) -> None:
         super().__init__(every=None, seed=seed)
-        self.rows = rows if isinstance(rows, int | str | slice) else list(rows)
+        self.rows, self._index = _read(rows)
         self.size = check_whole("Rows.size", size, least=1)
         self.dim = dim
-        self._index = _read_index(rows) if isinstance(rows, str) and "," in rows else None
         if self._index is not None and (dim != 0 or size != 1):
-            raise PolicyError(f"Rows: an index with commas ({rows!r}) goes with neither dim nor size")
+            raise PolicyError(f"Rows: an index ({rows!r}) goes with neither dim nor size")
         self._masks: dict[str, Mask] = {}
 
     def prepare(self) -> None:
@@ -58,7 +58,7 @@ class Rows(MaskSource):
 
     def describe(self) -> dict[str, Any]:
         """The rows."""
-        return {"rows": self.rows, "dim": self.dim, "size": self.size}
+        return {"rows": _shown(self.rows), "dim": self.dim, "size": self.size}
 
     def _by_rows(self, name: str, parameter: Tensor) -> Tensor:
         """``(n, 1, …)`` for rows of the first dimension, the full shape otherwise."""
@@ -85,28 +85,62 @@ class Rows(MaskSource):
         except (IndexError, ValueError) as error:
             shape = tuple(parameter.shape)
             raise PolicyError(
-                f"Rows: {self.rows!r} does not fit {name!r} of shape {shape}: {error}"
+                f"Rows: {_shown(self.rows)} does not fit {name!r} of shape {shape}: {error}"
             ) from error
+        if not mask.any():
+            raise PolicyError(
+                f"Rows: {_shown(self.rows)} leaves nothing of {name!r} of shape {tuple(parameter.shape)}"
+            )
         return mask
 
 
-def _numbers(name: str, rows: "int | str | slice | list[int]", length: int) -> list[int]:
+def _read(rows: Indices) -> tuple[list[Any], tuple | None]:
+    """The rows as a list of numbers and slices; or, where they are one, the index."""
+    if isinstance(rows, str):
+        parts = [_read_part(part) for part in rows.strip().removeprefix("[").removesuffix("]").split(",")]
+        return (parts, tuple(parts)) if len(parts) > 1 or ... in parts else (parts, None)
+    if isinstance(rows, tuple) and any(isinstance(part, slice) or part is ... for part in rows):
+        return list(rows), rows
+    if isinstance(rows, Tensor):
+        rows = rows.nonzero().flatten().tolist() if rows.dtype == torch.bool else rows.flatten().tolist()
+    if isinstance(rows, int | slice):
+        rows = [rows]
+    if not isinstance(rows, Iterable):
+        raise PolicyError(f"Rows: must be numbers, a slice or an index, got {rows!r}")
+    listed = [_read_part(part) if isinstance(part, str) else part for part in rows]
+    if not listed:
+        raise PolicyError("Rows: no row is given")
+    return listed, None
+
+
+def _numbers(name: str, rows: list[Any], length: int) -> list[int]:
     """The rows as numbers from 0."""
-    chosen = _read_part(rows) if isinstance(rows, str) else rows
-    if isinstance(chosen, slice):
-        numbers = list(range(length))[chosen]
-        if not numbers:
-            raise PolicyError(f"Rows: {rows!r} leaves none of the {length} rows of {name!r}")
-        return numbers
-    numbers = [chosen] if isinstance(chosen, int) else list(chosen)
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int) or not -length <= number < length:
-            raise PolicyError(f"Rows: {name!r} has no row {number!r}; it has {length}")
-    return [number % length for number in numbers]
+    numbers: list[int] = []
+    for part in rows:
+        if isinstance(part, slice):
+            within = list(range(length))[part]
+            if not within:
+                raise PolicyError(f"Rows: {_shown([part])} leaves none of the {length} rows of {name!r}")
+            numbers += within
+        elif isinstance(part, bool) or not isinstance(part, int) or not -length <= part < length:
+            raise PolicyError(f"Rows: {name!r} has no row {part!r}; it has {length}")
+        else:
+            numbers.append(part % length)
+    return numbers
 
 
-def _read_index(text: str) -> tuple:
-    return tuple(_read_part(part) for part in text.strip().removeprefix("[").removesuffix("]").split(","))
+def _shown(rows: list[Any]) -> str:
+    """Numbers and slices as Python writes them between brackets."""
+    parts = [
+        _written(part) if isinstance(part, slice) else "..." if part is ... else str(part) for part in rows
+    ]
+    return f"[{', '.join(parts)}]"
+
+
+def _written(part: slice) -> str:
+    """A slice as Python writes it between brackets."""
+    bounds = (part.start, part.stop) if part.step is None else (part.start, part.stop, part.step)
+    return ":".join("" if bound is None else str(bound) for bound in bounds)
 
 
 def _read_part(text: str) -> Any:
@@ -118,7 +152,7 @@ def _read_part(text: str) -> Any:
         if ":" not in text:
             return int(text)
         bounds = [int(part) if part.strip() else None for part in text.split(":")]
-        if len(bounds) > 3:
+        if len(bounds) > 3 or bounds[2:] == [0]:
             raise ValueError(text)
         return slice(*bounds)
     except ValueError as error:

@@ -24,10 +24,11 @@ class Constant:
 
     Args:
         value: A share between 0 and 1.
+        key: What to call it in the message of an error.
     """
 
-    def __init__(self, value: float) -> None:
-        self.value = check_share("density", value)
+    def __init__(self, value: float, *, key: str = "Constant.value") -> None:
+        self.value = check_share(key, value)
 
     def __call__(self, count: int) -> float:
         """The value."""
@@ -100,15 +101,19 @@ class Cubic(Ramp):
         return (1.0 - passed) ** 3
 
 
-def as_schedule(value: float | Schedule) -> Schedule:
+def as_schedule(key: str, value: float | Schedule) -> Schedule:
     """Takes a schedule as it is, and a number as a constant one.
+
+    Args:
+        key: What the value is called in the message of an error.
+        value: A function of the count, or a share.
 
     Raises:
         PolicyError: If it is neither a share between 0 and 1 nor a function of the count.
     """
     if callable(value):
         return value
-    return Constant(value)
+    return Constant(value, key=key)
 
 
 def density_at(schedule: Schedule, count: int) -> float:

@@ -1,11 +1,12 @@
 """What every mask source has: a timetable, a seed, the parameters it masks."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.errors import PolicyError, nearest, unknown
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.when import UNITS
@@ -27,9 +28,10 @@ class MaskSource:
         start: The count at which masks may change for the first time.
         stop: The count from which they no longer change; None for never.
         seed: The source's own seed; None takes the run's.
+        **wrong: What no class of the source takes.
 
     Raises:
-        PolicyError: For an unknown unit or an impossible timetable.
+        PolicyError: For an unknown argument or unit, or an impossible timetable.
 
     Example:
         >>> class EvenSteps(MaskSource):
@@ -50,14 +52,19 @@ class MaskSource:
         start: int = 0,
         stop: int | None = None,
         seed: int | None = None,
+        **wrong: Any,
     ) -> None:
         kind = type(self).__name__
+        for name in wrong:
+            raise PolicyError(f"{kind}: takes no argument {name!r}; {nearest(name, _arguments(type(self)))}")
         if unit not in UNITS:
             raise unknown("unit", str(unit), UNITS, key=f"{kind}.unit")
         self.every = None if every is None else check_whole(f"{kind}.every", every, least=1)
         self.unit = unit
         self.start = check_whole(f"{kind}.start", start, least=0)
         self.stop = None if stop is None else check_whole(f"{kind}.stop", stop, least=self.start + 1)
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise PolicyError(f"{kind}.seed: must be a whole number, got {seed!r}")
         self.own_seed = seed
         self.seed = 0 if seed is None else seed
         self.parameters: dict[str, Tensor] = {}
@@ -160,3 +167,16 @@ class MaskSource:
     def describe(self) -> dict[str, Any]:
         """The source's own arguments, as a report or plot shows them."""
         return {}
+
+
+def _arguments(kind: type) -> list[str]:
+    """The names of the arguments that a source and its base classes take."""
+    constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        parameter.name
+        for constructor in constructors
+        if constructor is not object.__init__
+        for parameter in inspect.signature(constructor).parameters.values()
+        if parameter.kind in named and parameter.name != "self"
+    ]

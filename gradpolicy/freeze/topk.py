@@ -93,7 +93,7 @@ class TopK(GradientSource):
             raise PolicyError(
                 "TopK.start: by='change' needs steps in which the weights change; give start above 0"
             )
-        self.density = as_schedule(density)
+        self.density = as_schedule("TopK.density", density)
         self.by, self.scope, self.level = by, scope, level
         self.before, self.rewind = before, rewind
         self.needs_gradients = by not in ("weight", "change")

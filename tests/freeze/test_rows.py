@@ -27,6 +27,10 @@ def rows_of(source, parameters=None) -> list[bool]:
         ("1:6:2", [0, 1, 0, 1, 0, 1]),
         (":-4", [1, 1, 0, 0, 0, 0]),
         (range(3), [1, 1, 1, 0, 0, 0]),
+        ("[4:]", [0, 0, 0, 0, 1, 1]),
+        (["4:", 0], [1, 0, 0, 0, 1, 1]),
+        (torch.tensor([1, 3]), [0, 1, 0, 1, 0, 0]),
+        (torch.tensor([False, True, False, True, False, False]), [0, 1, 0, 1, 0, 0]),
     ],
 )
 def test_rows_by_number_and_slice(rows, expected: list[int]) -> None:
@@ -47,6 +51,7 @@ def test_an_index_with_commas_means_that_part_of_the_tensor(prepared) -> None:
         ("[1, 2, 3:]", (1, 2, slice(3, None))),
         ("0, :", (0,)),
         ("..., :2", (..., slice(2))),
+        ((1, 2, slice(3, None)), (1, 2, slice(3, None))),
     ):
         expected = torch.zeros(2, 3, 5, dtype=torch.bool)
         expected[part] = True
@@ -70,7 +75,12 @@ def test_only_these_rows_move(stack, tokens) -> None:
     ("arguments", "message"),
     [
         ({"rows": [6]}, "has no row 6; it has 6"),
-        ({"rows": "7:"}, "leaves none of the 6 rows"),
+        ({"rows": "7:"}, r"\[7:\] leaves none of the 6 rows"),
+        ({"rows": "::0"}, "'::0' is no number"),
+        ({"rows": "1, 9:"}, r"\[1, 9:\] leaves nothing of 'w'"),
+        ({"rows": []}, "no row is given"),
+        ({"rows": 0.5}, "must be numbers, a slice or an index, got 0.5"),
+        ({"rows": None}, "must be numbers, a slice or an index"),
         ({"rows": "a:b"}, "'a:b' is no number"),
         ({"rows": [0.5]}, "has no row 0.5"),
         ({"rows": [0], "dim": 2}, "has no dimension 2"),

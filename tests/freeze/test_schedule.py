@@ -31,18 +31,18 @@ def test_a_ramp_holds_its_ends_exactly() -> None:
 
 
 def test_a_number_is_a_constant_schedule() -> None:
-    assert [as_schedule(0.25)(count) for count in (0, 1000)] == [0.25, 0.25]
+    assert [as_schedule("Random.density", 0.25)(count) for count in (0, 1000)] == [0.25, 0.25]
 
 
 def test_any_function_of_the_count_is_a_schedule() -> None:
-    assert density_at(as_schedule(lambda count: 1 / (1 + count)), 3) == 0.25
-    assert density_at(as_schedule(gp.schedules.Linear(1.0, 0.0, steps=4)), 1) == 0.75
+    assert density_at(as_schedule("Random.density", lambda count: 1 / (1 + count)), 3) == 0.25
+    assert density_at(as_schedule("Random.density", gp.schedules.Linear(1.0, 0.0, steps=4)), 1) == 0.75
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, "much", True, math.nan])
 def test_what_is_no_share_is_an_error(value: object) -> None:
     with pytest.raises(PolicyError, match="between 0 and 1"):
-        as_schedule(value)
+        as_schedule("Random.density", value)
 
 
 def test_a_schedule_that_leaves_the_shares_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.freeze.source import MaskSource
 
@@ -52,11 +53,18 @@ def test_its_own_seed_goes_before_the_runs(prepared) -> None:
         ({"every": 2.5}, "every"),
         ({"start": -1}, "start"),
         ({"start": 5, "stop": 5}, "stop"),
+        ({"seed": "3"}, "seed"),
     ],
 )
 def test_an_impossible_timetable_is_an_error(arguments: dict, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         MaskSource(**arguments)
+
+
+def test_an_argument_that_no_source_takes_is_an_error_with_the_nearest_names() -> None:
+    for wrong, near in (("dnsity", "density"), ("evry", "every")):
+        with pytest.raises(PolicyError, match=f"Random: takes no argument {wrong!r}.*did you mean {near!r}"):
+            gp.masks.Random(**{wrong: 1})
 
 
 def test_a_source_without_parameters_is_an_error() -> None:
