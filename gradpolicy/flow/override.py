@@ -24,7 +24,7 @@ from gradpolicy.flow.traced import MADE, make_once, parts_of, whole
 from gradpolicy.flow.unseen import UnseenCall, unseen_calls
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names
 
-_is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling
 
 CallRule = OperationRule | UnseenCall
 Table = dict[Function, tuple[CallRule, ...]]
@@ -49,7 +49,7 @@ class OperationMode(TorchFunctionMode):
         """Does the call, with the first rule that is for it and holds now."""
         rules = self.table.get(func)
         if rules is None:
-            if not _is_compiling():
+            if not _is_traced():
                 self.seen.add(func)
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
@@ -58,7 +58,7 @@ class OperationMode(TorchFunctionMode):
                 if not rule.keeps_what_plain_keeps() and may_be_recomputed():
                     self.check_recomputation(rule.name)
                 return rule.call(func, args, kwargs)
-        if not _is_compiling():
+        if not _is_traced():
             self.seen.add(func)
         return func(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from gradpolicy.flow.calls import OperationRule
 from gradpolicy.flow.functions import in_transform
 from gradpolicy.flow.known import calls_of
 from gradpolicy.flow.owner import Owner
-from gradpolicy.flow.wrap import Scope, ScopeMode, WrappedForward
+from gradpolicy.flow.wrap import Scope, ScopeMode, WrappedForward, mode_of
 
 # By these names, since each look-up of torch._C._… counts in what runs at every layer.
 _relu = torch.relu
@@ -50,12 +50,14 @@ class WrappedReLU(WrappedForward):
         """Runs the ReLU."""
         if _is_compiling() or _in_functorch() or forward_ad._current_level >= 0:
             return super().__call__(input)
-        if not _modes():
+        depth = _modes()
+        if depth == 0:
             return self.rectified(input)
-        if not _is_alone(self.owner):
+        mode = _mode_at(0)
+        if depth > 1 or type(mode) is not ScopeMode or mode.owner is not self.owner:
             return super().__call__(input)
         # The installation's own mode would only find the same rule.
-        mode = _pop_mode()
+        _pop_mode()
         try:
             return self.rectified(input)
         finally:
@@ -111,7 +113,7 @@ class WrappedSequence(WrappedForward):
             return super()._run_in_scope(args, kwargs)
         if not _modes():
             return self._parts.run(*args)
-        if not _is_alone(self.owner):
+        if mode_of(self.owner) is None or _modes() > 1:
             return super()._run_in_scope(args, kwargs)
         mode = _pop_mode()
         try:
@@ -172,11 +174,3 @@ def _needs_no_mode(part: nn.Module, scope: Scope) -> bool:
 def _shortest(part: nn.Module) -> Callable[[Any], Any]:
     forward = part.__dict__.get("forward")
     return forward.rectified if isinstance(forward, WrappedReLU) else part
-
-
-def _is_alone(owner: Owner) -> bool:
-    """Whether an installation's mode is the only one on this thread's stack."""
-    if _modes() != 1:
-        return False
-    mode = _mode_at(0)
-    return isinstance(mode, ScopeMode) and mode.scope.owner is owner

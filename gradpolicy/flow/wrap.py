@@ -47,6 +47,7 @@ class ScopeMode(OperationMode):
 
     def __init__(self, scope: Scope) -> None:
         super().__init__(scope.table)
+        self.owner = scope.owner
         self.move(scope)
         self.has_graph = has_graph()
 
@@ -201,7 +202,7 @@ def mode_of(owner: Owner) -> ScopeMode | None:
     """The mode of an installation on this thread's stack, if it is there."""
     for place in range(_modes() - 1, -1, -1):
         mode = _mode_at(place)
-        if isinstance(mode, ScopeMode) and mode.scope.owner is owner:
+        if isinstance(mode, ScopeMode) and mode.owner is owner:
             return mode
     return None
 
