@@ -47,22 +47,30 @@ def table(name: str, rows: list[dict[str, Any]]) -> Table:
     """Lays the rows out, the ratio beside its target."""
     drawn = Table(title=f"{name} (ratio to a baseline taken in turn)", title_justify="left")
     drawn.add_column("what", overflow="fold")
-    for heading in ("ratio", "95 %", "quartiles", "target", "unit", "ms", "baseline ms"):
+    for heading in ("ratio", "95 %", "quartiles", "fastest", "target", "unit", "ms", "baseline ms"):
         drawn.add_column(heading, justify="right")
     for row in rows:
         target = row.get("target")
-        colour = "" if target is None else "green" if row["ratio"] <= target else "red"
+        colour = "" if target is None else _colour(row, target)
         drawn.add_row(
             str(row["what"]),
             f"[{colour}]{row['ratio']:.3f}[/]" if colour else f"{row['ratio']:.3f}",
             _span(row, "at_least", "at_most"),
             _span(row, "low", "high"),
+            f"{row['fastest']:.3f}" if "fastest" in row else "",
             "" if target is None else f"≤ {target:g}",
             str(row.get("unit", "")),
             f"{row['milliseconds']:.2f}" if "milliseconds" in row else "",
             f"{row['baseline_milliseconds']:.2f}" if "baseline_milliseconds" in row else "",
         )
     return drawn
+
+
+def _colour(row: dict[str, Any], target: float) -> str:
+    """Green within the target, red beyond it, yellow where the measurement cannot tell."""
+    if row.get("at_least", row["ratio"]) <= target < row.get("at_most", row["ratio"]):
+        return "yellow"
+    return "green" if row["ratio"] <= target else "red"
 
 
 def _span(row: dict[str, Any], low: str, high: str) -> str:
@@ -87,7 +95,7 @@ def parse(arguments: list[str], valid: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Runs the benchmarks that were named, or lists them."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     found = discover()
     try:
         parsed = parse(arguments, sorted(found))

@@ -85,7 +85,7 @@ class Loop(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(tiny())
+        self.layers = nn.ModuleList(tiny().children())
 
     def forward(self, x: Tensor) -> Tensor:
         """Runs the layers one by one."""
