@@ -1,5 +1,7 @@
 """Random masks: recipes that change by the timetable."""
 
+import copy
+
 import pytest
 import torch
 
@@ -41,6 +43,30 @@ def test_rescaling_keeps_the_expected_gradient(prepared) -> None:
     gradient = torch.ones(200_000)
     mask = RandomMask(0, 0, "w", 0.25).materialize((200_000,))
     assert (torch.where(mask, gradient, 0) * 4.0).mean().item() == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("level", ["entry", "row", "tensor"])
+def test_sgd_takes_the_steps_of_child_tuning_f(stack, tokens, level: str) -> None:
+    """Its published code: the gradient times a drawn mask, divided by p, then the optimizer as ever."""
+    peer = copy.deepcopy(stack)
+    source = gp.masks.Random(0.5, level=level, rescale=True)
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
+    freezer = gp.Freezer(stack, optimizer, {"child": gp.Freeze(source)}, seed=5)
+    by_hand = torch.optim.SGD(peer.parameters(), lr=0.1)
+    for step in range(6):
+        freezer.begin_step(step)
+        for model, steps in ((stack, optimizer), (peer, by_hand)):
+            steps.zero_grad()
+            model(tokens).square().mean().backward()
+        freezer.observe()
+        for name, parameter in peer.named_parameters():
+            drawn = source.masks(step, 0)[name].materialize(parameter.shape)
+            parameter.grad *= drawn.float() / 0.5
+        optimizer.step()
+        by_hand.step()
+        freezer.finish_step()
+    for ours, theirs in zip(stack.parameters(), peer.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(
