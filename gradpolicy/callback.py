@@ -139,7 +139,7 @@ class GradientPolicies(Callback):
         self._remove()
 
     def _install_flow(self, pl_module: LightningModule) -> None:
-        if self.installed is None:
+        if self.installed is None and self.flow_policies:
             self.installed = install(pl_module, self.flow_policies, entry_points={"": STEP_METHODS})
 
     def _install_freeze(self, trainer: Trainer, pl_module: LightningModule) -> None:

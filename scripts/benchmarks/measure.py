@@ -18,8 +18,20 @@ from scipy.stats import bootstrap
 Row = dict[str, Any]
 
 
+def wall_seconds(function: Callable[[], Any]) -> float:
+    """How long a call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
 def paired_times(
-    candidate: Callable[[], Any], baseline: Callable[[], Any], *, rounds: int = 15, warmup: int = 3
+    candidate: Callable[[], Any],
+    baseline: Callable[[], Any],
+    *,
+    rounds: int = 15,
+    warmup: int = 3,
+    seconds: Callable[[Callable[[], Any]], float] = wall_seconds,
 ) -> tuple[list[float], list[float]]:
     """Times two callables in turn.
 
@@ -28,6 +40,7 @@ def paired_times(
         baseline: What it is measured against.
         rounds: How often each is timed at least; two make a round.
         warmup: How often both run untimed before.
+        seconds: Runs one of them and says how long it took.
 
     Returns:
         Seconds of the candidate and of the baseline, each two a round.
@@ -37,9 +50,9 @@ def paired_times(
         baseline()
     taken, against = [], []
     for _ in range((rounds + 1) // 2):
-        taken.append(_seconds(candidate))
-        against += [_seconds(baseline), _seconds(baseline)]
-        taken.append(_seconds(candidate))
+        taken.append(seconds(candidate))
+        against += [seconds(baseline), seconds(baseline)]
+        taken.append(seconds(candidate))
     return taken, against
 
 
@@ -51,6 +64,7 @@ def paired_ratio(
     target: float | None = None,
     rounds: int = 15,
     warmup: int = 3,
+    seconds: Callable[[Callable[[], Any]], float] = wall_seconds,
     **more: Any,
 ) -> Row:
     """Measures how long a candidate takes against a baseline, as a row of a benchmark's table.
@@ -65,9 +79,10 @@ def paired_ratio(
         target: The most that the ratio should be.
         rounds: How often each is timed at least.
         warmup: How often both run untimed before.
+        seconds: Runs one of them and says how long it took.
         **more: Further entries of the row.
     """
-    taken, against = paired_times(candidate, baseline, rounds=rounds, warmup=warmup)
+    taken, against = paired_times(candidate, baseline, rounds=rounds, warmup=warmup, seconds=seconds)
     ratios = [sum(taken[i : i + 2]) / sum(against[i : i + 2]) for i in range(0, len(taken), 2)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     at_least, at_most = interval_of_median(ratios)
@@ -108,12 +123,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _seconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def _fastest(times: Sequence[float]) -> float:
