@@ -12,15 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradpolicy.optim.cohorts import CHUNK
-
-if TYPE_CHECKING:
-    from gradpolicy.optim.packed import Held
+from gradpolicy.optim.packed import Held
 
 Dense = Callable[["Job"], None]
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -91,6 +91,17 @@ static void NAME(dense)(const job *j, int64_t start, int64_t stop)
     }
 }
 
+/* The beginning of the next active row, which no hardware foresees. */
+static inline void NAME(announce)(const job *j, int64_t start)
+{
+    if (start >= j->size) return;
+    const int64_t row = start / j->block, at = j->rows[row] * j->block, own_at = (j->packed ? row : j->rows[row]) * j->block;
+    const void *streams[] = {(STORAGE *)j->parameter + at, (const STORAGE *)j->gradient + at,
+                             (STORAGE *)j->first + own_at, (STORAGE *)j->second + own_at};
+    for (int i = 0; i < 4; i++)
+        for (int line = 0; line < 4; line++) __builtin_prefetch((const char *)streams[i] + 64 * line);
+}
+
 /* Entries start..stop-1, counted over the active rows alone. */
 static void NAME(rows)(const job *j, int64_t start, int64_t stop)
 {
@@ -98,6 +109,7 @@ static void NAME(rows)(const job *j, int64_t start, int64_t stop)
         const int64_t row = start / j->block, inside = start % j->block;
         int64_t n = j->block - inside;
         if (n > stop - start) n = stop - start;
+        NAME(announce)(j, start + n);
         const int64_t where = j->rows[row], own = j->packed ? row : where;
         const NAME(correction) one = ((const NAME(correction) *)j->corrections)[j->slots == 1 ? 0 : slot_at(j, own)];
         const int64_t at = where * j->block + inside, own_at = own * j->block + inside;

@@ -303,7 +303,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         gradients = {t: t.parameter.grad for t in exact if t.parameter.grad is not None}
         hidden = [*gradients, *(t for t in self._tracked.values() if t.kind is FROZEN)]
         stepped = [
-            t for t in self._tracked.values() if t not in hidden and (t.parameter.grad is not None or closure)
+            t
+            for t in self._tracked.values()
+            if t not in gradients and t.kind is not FROZEN and (t.parameter.grad is not None or closure)
         ]
         kept = [t for t in stepped if t.keeper is not None]
         with self._hiding(hidden), self._scaling():

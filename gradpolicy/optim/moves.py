@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import adam, chunked, cohorts, compiled, native
+from gradpolicy.optim import adam, chunked, cohorts, compiled, native, native_adam
 from gradpolicy.optim.cohorts import CHUNK
 
 
@@ -15,12 +15,12 @@ def update(jobs: Sequence[adam.Job]) -> None:
     """Carry out exact updates."""
     quick: list[adam.Job] = []
     for job in jobs:
-        if native.takes(job):
+        if native_adam.takes(job):
             quick.append(job)
         else:
             adam.run(job, _dense(job))
     if quick:
-        native.run(quick)
+        native_adam.run(quick)
 
 
 def _dense(job: adam.Job) -> adam.Dense:

@@ -116,7 +116,9 @@ class Held:
             if native.repack(self._index, other._index, packed, result, self.size, newcomer):
                 return result
         moved = other.pack(self.unpack(packed))
-        return moved if not newcomer else moved.masked_fill_(other.pack(self.flags()).logical_not_(), newcomer)
+        return (
+            moved if not newcomer else moved.masked_fill_(other.pack(self.flags()).logical_not_(), newcomer)
+        )
 
     def unpack(self, packed: Tensor, block: int | None = None) -> Tensor:
         """The whole tensor again, 0 where nothing is held."""
