@@ -45,7 +45,7 @@ def save_whole(sharded: dict[str, Any], unsharded: Any, path: Path) -> None:
     """
     parts = _beside(path, _BEING_WRITTEN)
     _together(lambda: _make_room(parts), path, first_rank_only=True)
-    _together(lambda: save_shards(sharded, storage_writer=FileSystemWriter(parts)), path)
+    _together(lambda: save_shards(sharded, storage_writer=FileSystemWriter(parts, overwrite=True)), path)
     _together(lambda: _finish(parts, unsharded, path), path, first_rank_only=True)
 
 

@@ -35,6 +35,7 @@ from gradpolicy.launch.errors import (
     report_error,
     wrong_input_errors,
 )
+from gradpolicy.launch.launchers import check_launcher
 from gradpolicy.launch.ranks import is_first_rank
 from gradpolicy.launch.report import RESULT, Result
 from gradpolicy.launch.rundir import empty_directories_removed
@@ -84,6 +85,7 @@ def start(prepared: Hydra, source: Source, options: Namespace) -> int:
     """Checks everything that the command line asks for, then runs the job, or the sweep's jobs."""
     config = compose_job(source, fixed_overrides(options.overrides))
     if options.multirun or config.hydra.mode == RunMode.MULTIRUN:
+        check_launcher(config)
         for overrides in jobs_of(config, options.overrides):
             check_job(compose_job(source, overrides))
         run_sweep(prepared, source, config, options.overrides)

@@ -1,8 +1,11 @@
 """Many processes on one machine: what agreement costs, what active entries save, how a checkpoint fares."""
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,18 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import Row, paired_ratio
+from benchmarks.slow_link import DelayedLink, own_network
 from gradpolicy.distributed.agreement import check_agreement
 from gradpolicy.distributed.compression import ActiveEntries
+from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.reducer import ReducerKeeper
+from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.faults.checkpoints import write_whole
 from gradpolicy.freeze.recipe import RandomMask
+from gradpolicy.optim import MaskedOptimizer
 
 SHARES = (1.0, 0.5, 0.1, 0.01)
-# Bytes a second of the link that is simulated by waiting for each all-reduce: 1 Gbit/s.
-LINK = 125e6
 AGREEMENT_EVERY = 100
 
 
@@ -31,8 +40,22 @@ def agreement() -> list[Row]:
 
 
 def traffic() -> list[Row]:
-    """Bytes and time of a step over a link of 1 Gbit/s, by the share of entries that train."""
-    return _on_two_ranks(_traffic)
+    """Bytes and time of a step over a link of 1 Gbit/s, by the share of entries that train.
+
+    The ranks run in a network of their own with a rate limit; where that is not permitted, each all-reduce
+    waits as long as its bytes would take.
+    """
+    network = own_network()
+    if network is None:
+        return _on_two_ranks(_traffic_over_delays)
+    program = [*network, sys.executable, "-m", "benchmarks.distributed", "_traffic"]
+    scripts = str(Path(__file__).parents[1])
+    path = os.pathsep.join([scripts, str(Path(scripts).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        program, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=True
+    )
+    rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
+    return rows
 
 
 def frozen_backward() -> list[Row]:
@@ -41,17 +64,65 @@ def frozen_backward() -> list[Row]:
 
 
 def checkpoints() -> list[Row]:
-    """Writing a checkpoint whole, with fsync, against ``torch.save``."""
-    content = {"weights": torch.randn(10_000_000)}
+    """Size and time of checkpoints against those of plain AdamW by ``torch.save``."""
+    return [*_files(), *_on_two_ranks(_directories)]
+
+
+def _files() -> list[Row]:
+    plain = _trained(None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.ckpt"
-        row = paired_ratio(
-            "checkpoint of 40 MB: whole or not at all / torch.save",
-            lambda: write_whole(content, path),
-            lambda: torch.save(content, path),
+        torch.save(plain, path)
+        plain_bytes = path.stat().st_size
+        time = paired_ratio(
+            f"{plain_bytes / 1e6:.0f} MB: whole or not at all / torch.save",
+            lambda: write_whole(plain, path),
+            lambda: torch.save(plain, path),
             rounds=7,
-            megabytes=path.stat().st_size / 1e6 if path.exists() else 40.0,
         )
+        rows = [time]
+        for name, recipe in {"entry masks": False, "recipes of masks": True}.items():
+            write_whole(_trained(recipe), path)
+            what = f"{name}, 10 % active: bytes / those of plain AdamW"
+            rows.append({"what": what, "ratio": path.stat().st_size / plain_bytes, "unit": "bytes"})
+    return rows
+
+
+def _trained(recipe: bool | None) -> dict[str, Any]:
+    """The checkpoint after a step; under entry masks drawn here, or as recipes; None: without any."""
+    model = _network()
+    inner = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = inner if recipe is None else MaskedOptimizer(inner)
+    if isinstance(optimizer, MaskedOptimizer):
+        for name, parameter in model.named_parameters():
+            drawn = RandomMask(0, 0, name, 0.1)
+            shape = parameter.shape
+            optimizer.set_mask(parameter, drawn if recipe else drawn.materialize(shape, parameter.device))
+    _stepper(model, optimizer, torch.randn(64, 512))()
+    return {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+
+
+def _directories() -> list[Row]:
+    """A directory of two ranks, whole or not at all, against torch's own way of writing it."""
+    mesh = init_device_mesh("cpu", (2,))
+    content = {"weight": distribute_tensor(torch.randn(2_500_000, 4), mesh, [Shard(0)])}
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / "a.ckpt"
+
+    def plainly() -> None:
+        save_shards(content, storage_writer=FileSystemWriter(path.with_name("plain"), overwrite=True))
+        dist.barrier()
+
+    row = paired_ratio(
+        "40 MB on two ranks (FSDP2): whole or not at all / torch.distributed.checkpoint",
+        lambda: save_whole(dict(content), {}, path),
+        plainly,
+        rounds=7,
+    )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
     return [row]
 
 
@@ -72,28 +143,17 @@ def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) 
 def _agreement() -> list[Row]:
     plain = _network()
     model = DistributedDataParallel(plain)
-    step = _stepper(model, torch.optim.AdamW(plain.parameters(), fused=True), torch.randn(64, 512))
-    held: dict[str, Any] = dict(plain.named_parameters())
-    check = paired_ratio("a check / a step", lambda: check_agreement(held), step, rounds=15)
+    optimizer = MaskedOptimizer(torch.optim.AdamW(plain.parameters(), fused=True))
+    for name, parameter in plain.named_parameters():
+        optimizer.set_mask(parameter, RandomMask(0, 0, name, 0.5).materialize(parameter.shape))
+    ranks = Ranks(model, dict(plain.named_parameters()), None, [optimizer])
+    step = _stepper(model, optimizer, torch.randn(64, 512))
+    check = paired_ratio(
+        "a check of masks, ages, weights / a step", lambda: check_agreement(ranks.holdings()), step, rounds=15
+    )
     share = {key: check[key] / AGREEMENT_EVERY for key in ("ratio", "low", "high")}
     amortized = {"what": f"checks every {AGREEMENT_EVERY} steps, share of a step", "target": 0.005}
     return [check, {**amortized, **share, "unit": "time"}]
-
-
-class _SlowLink:
-    """Makes each all-reduce take as long as its bytes would on a slow link."""
-
-    def __enter__(self) -> None:
-        self.original = dist.all_reduce
-
-        def slowed(tensor: Tensor, *positional: Any, **named: Any) -> Any:
-            time.sleep(tensor.numel() * tensor.element_size() / LINK)
-            return self.original(tensor, *positional, **named)
-
-        dist.all_reduce = slowed
-
-    def __exit__(self, *error: object) -> None:
-        dist.all_reduce = self.original
 
 
 def _traffic() -> list[Row]:
@@ -102,22 +162,20 @@ def _traffic() -> list[Row]:
         baseline = _hooked(1.0, None)[0]
         for share in SHARES:
             candidate, communication = _hooked(share, dtype)
-            with _SlowLink():
-                row = paired_ratio(
-                    f"{share:.0%} active{', bf16' if dtype else ''}: step / all entries in fp32",
-                    candidate,
-                    baseline,
-                    rounds=5,
-                    warmup=1,
-                )
-            rows.append({**row, "bytes_share": communication.traffic.share})
-            wire = {
-                "what": f"{share:.0%} active{', bf16' if dtype else ''}: bytes / all bytes",
-                "unit": "bytes",
-            }
+            name = f"{share:.0%} active{', bf16' if dtype else ''}"
+            step = paired_ratio(
+                f"{name}: step over 1 Gbit/s / all entries in fp32", candidate, baseline, rounds=11
+            )
             limit = (share + 0.05) / (2 if dtype else 1)
-            rows.append({**wire, "ratio": communication.traffic.share, "target": limit})
+            sent = communication.traffic.share
+            counted = {"what": f"{name}: bytes / all bytes", "unit": "bytes", "ratio": sent, "target": limit}
+            rows += [{**step, "bytes_share": sent}, counted]
     return rows
+
+
+def _traffic_over_delays() -> list[Row]:
+    with DelayedLink():
+        return _traffic()
 
 
 def _hooked(share: float, dtype: str | None) -> tuple[Callable[[], None], ActiveEntries]:
@@ -145,7 +203,9 @@ def _frozen_backward() -> list[Row]:
             steps.append(_stepper(model, torch.optim.SGD(trained, lr=0.0), torch.randn(256, 512)))
         what = f"6 of 8 layers frozen / none, {'DDP on two ranks' if wrap else 'one process'}"
         rows.append(paired_ratio(what, *steps, rounds=15))
-    return rows
+    alone, together = (row["ratio"] for row in rows)
+    saved = {"what": "what DDP needs of a step / what one process needs", "target": 1.1, "unit": "ratio"}
+    return [*rows, {**saved, "ratio": together / alone}]
 
 
 def _on_two_ranks(work: Callable[[], list[Row]]) -> list[Row]:
@@ -174,9 +234,12 @@ def _rank(rank: int, store: str, work: Callable[[], list[Row]], answers: Any) ->
     dist.destroy_process_group()
 
 
-BENCHMARKS = {
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "agreement": agreement,
     "traffic": traffic,
     "frozen_backward": frozen_backward,
     "checkpoints": checkpoints,
 }
+
+if __name__ == "__main__":
+    print(json.dumps(_on_two_ranks(globals()[sys.argv[1]])))

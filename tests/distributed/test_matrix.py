@@ -1,6 +1,7 @@
 """Strategy × policy × precision × frozen_state: two ranks equal one process with the joined batch."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ TOLERANCES = {"32-true": {"rtol": 2e-4, "atol": 2e-5}, "bf16-mixed": {"rtol": 0.
 FREEZING = ["layers", "tensors", "rows", "entries", "from the start", "all kinds"]
 FLOWING = ["none", "stop", "cut off", "straight through"]
 STRATEGIES = ["ddp", "zero1", "fsdp2"]
+FROZEN_STATES, PRECISIONS = ["keep", "zero", "drop"], list(TOLERANCES)
 FAST_FLOWING = [
-    *(("ddp", kind) for kind in FLOWING),
-    ("zero1", "stop"),
-    ("fsdp2", "cut off"),
-    ("fsdp2", "straight through"),
+    *(("ddp", kind, "32-true") for kind in FLOWING),
+    ("zero1", "stop", "32-true"),
+    ("fsdp2", "cut off", "32-true"),
+    ("fsdp2", "straight through", "32-true"),
 ]
+PAGE = Path(__file__).parents[2] / "docs/many-processes.md"
 
 
 @functools.cache
@@ -48,15 +51,33 @@ def test_two_ranks_equal_one_process(pair: ProcessPool, strategy: str, kind: str
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", FREEZING)
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("frozen_state", FROZEN_STATES)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_whole_matrix_of_freezing(
     pair: ProcessPool, strategy: str, kind: str, frozen_state: str, precision: str
 ) -> None:
     check(pair, strategy, kind, frozen_state, precision)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), combinations(FAST_FLOWING, STRATEGIES, FLOWING))
-def test_flow_policies_hold_on_every_strategy(pair: ProcessPool, strategy: str, kind: str) -> None:
-    check(pair, strategy, kind, "keep", "32-true")
-    assert len(alone(kind, "keep", "32-true")["losses"]) == UPDATES
+@pytest.mark.parametrize(
+    ("strategy", "kind", "precision"), combinations(FAST_FLOWING, STRATEGIES, FLOWING, PRECISIONS)
+)
+def test_flow_policies_hold_on_every_strategy(
+    pair: ProcessPool, strategy: str, kind: str, precision: str
+) -> None:
+    check(pair, strategy, kind, "keep", precision)
+    assert len(alone(kind, "keep", precision)["losses"]) == UPDATES
+
+
+def test_the_table_in_the_docs_is_this_matrix() -> None:
+    lines = PAGE.read_text().splitlines()
+    start = next(
+        number for number, line in enumerate(lines) if line.startswith("| compared with one process")
+    )
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[start:]]
+    heading, body = rows[0], {row[0]: row[1:] for row in rows[2 : rows.index([""])]}
+    assert heading[1:] == [f"`{strategy}`" for strategy in STRATEGIES]
+    freezing = f"{', '.join(PRECISIONS)}; {', '.join(FROZEN_STATES)}"
+    told = {kind: [freezing] * len(STRATEGIES) for kind in FREEZING}
+    told |= {kind: [", ".join(PRECISIONS)] * len(STRATEGIES) for kind in FLOWING}
+    assert body == told

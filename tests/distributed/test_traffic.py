@@ -87,7 +87,7 @@ def test_a_rank_holds_and_sends_what_the_formula_says(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp2"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropped_moments_take_no_memory_on_any_rank(
     pools: dict[int, ProcessPool], strategy: str, ranks: int
 ) -> None:
