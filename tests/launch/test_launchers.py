@@ -92,4 +92,4 @@ def test_the_slurm_trainer_takes_ranks_and_nodes_from_the_job(monkeypatch: pytes
     assert environment.auto_requeue is False
     assert (trainer.num_nodes, trainer.world_size) == (3, 6)
     assert (trainer.global_rank, trainer.local_rank, trainer.node_rank) == (5, 1, 2)
-    assert trainer.strategy.launcher is None, "srun has started the processes"
+    assert environment.creates_processes_externally, "srun has started them: none is launched"
