@@ -20,6 +20,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -200,6 +201,8 @@ def _fork(command: Sequence[str], rank: int, ranks: int, port: int, told: int) -
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         sys.argv = [str(ROOT / "train.py"), *command]
         code = train(ROOT / "conf", command)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 

@@ -1,14 +1,16 @@
 """Where a NaN or an infinity first appeared: which module, and which policies act there."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gradpolicy.callback import GradientPolicies
 from gradpolicy.errors import PolicyError
@@ -74,8 +76,10 @@ class StopOnNonFinite(Callback):
         if not self.gradients or getattr(trainer.precision_plugin, "scaler", None) is not None:
             return
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-        if gradients and not torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
+        if not all_finite([_local(gradient) for gradient in gradients]):
             finding = first_nonfinite_gradient(pl_module, self._run, _policies(trainer))
+            if trainer.world_size > 1 and not any(isinstance(gradient, DTensor) for gradient in gradients):
+                finding = _first_of_all_ranks(finding)
             raise PolicyError(f"{_place(trainer)}: a gradient is not finite; {finding}")
 
     def on_train_batch_end(
@@ -88,6 +92,20 @@ class StopOnNonFinite(Callback):
         with _unlogged(pl_module):
             result = pl_module.training_step(*(self._batch or ()))  # type: ignore[operator]
         return result["loss"] if isinstance(result, Mapping) else result
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no entry of any tensor is infinite or NaN.
+
+    One pass without copies: a norm is not finite if an entry is not. Where the norm of finite entries
+    overflows, the entries decide.
+    """
+    if not tensors:
+        return True
+    norms = torch._foreach_norm([tensor.detach() for tensor in tensors])
+    if bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all()):
+        return True
+    return _finite(list(tensors))
 
 
 def first_nonfinite_value(
@@ -246,6 +264,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _finite(value: Any) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value) if tensor.is_floating_point())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first_of_all_ranks(finding: Finding) -> Finding:
+    """What the first rank found that found something: ranks share gradients, not batches."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, finding)
+    return next((each for each in found if each.module), finding)
 
 
 def _place(trainer: Trainer) -> str:

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -74,7 +75,8 @@ class SaveOnPreemption(Checkpoint):
             return
         path = _place_of_last(trainer)
         trainer.save_checkpoint(path)
-        rank_zero_info(f"{signal.Signals(received).name}: saved {path}; go on with ckpt_path=last")
+        if trainer.is_global_zero:
+            print(f"{signal.Signals(received).name}: saved {path}", file=sys.stderr, flush=True)
         if self.requeue and trainer.is_global_zero:
             requeue_slurm_job()
         # Lightning kills the job at once where a rank that it launched ends with an error.

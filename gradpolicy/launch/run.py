@@ -19,6 +19,8 @@ from lightning.pytorch import (
 )
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -26,6 +28,7 @@ from rich.console import Console
 from gradpolicy.callback import GradientPolicies
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.faults.checkpoints import WholeCheckpointIO
+from gradpolicy.faults.nonfinite import StopOnNonFinite
 from gradpolicy.faults.preemption import SaveOnPreemption
 from gradpolicy.faults.rank_watch import RankWatch
 from gradpolicy.insight.plan import make_plan, training_loss
@@ -142,18 +145,36 @@ def build_trainer(
     """Makes the trainer, with the callbacks that every run has whatever the config says."""
     node = dict(container["trainer"])
     saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
+    chosen = list(_switched_on(build_all(settings.callbacks, "callbacks").values(), node))
+    # What is not finite where nothing trains does no harm: these look at what the policies have left.
+    guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
     callbacks = [
         ExactResume(),
         RankWatch(),
         *([SaveOnPreemption()] if saves else []),
-        *_switched_on(build_all(settings.callbacks, "callbacks").values(), node),
+        *(callback for callback in chosen if callback not in guards),
         GradientPolicies(subject.policies, seed=settings.seed),
+        *guards,
         RunBegins(directory),
     ]
-    plugins = {} if node.get("plugins") else {"plugins": [WholeCheckpointIO()]}
+    plugins = build_plugins(node.pop("plugins", None))
     loggers = list(build_all(settings.logger, "logger").values())
     _settle_wandb(loggers)
-    return build(node, "trainer", callbacks=callbacks, logger=loggers or False, **plugins)
+    return build(node, "trainer", callbacks=callbacks, logger=loggers or False, plugins=plugins)
+
+
+def build_plugins(nodes: Any) -> list[Any]:
+    """Makes the trainer's plugins, with whole checkpoints among them unless the config has its own way."""
+    nodes = [] if nodes is None else nodes if isinstance(nodes, list) else [nodes]
+    plugins = [
+        build(node, f"trainer.plugins[{place}]") if isinstance(node, Mapping) else node
+        for place, node in enumerate(nodes)
+    ]
+    writers = [plugin for plugin in plugins if isinstance(plugin, CheckpointIO)]
+    for writer in writers:
+        if isinstance(writer, _WrappingCheckpointIO) and writer.checkpoint_io is None:
+            writer.checkpoint_io = WholeCheckpointIO()
+    return plugins if writers else [*plugins, WholeCheckpointIO()]
 
 
 def train_and_test(

@@ -7,7 +7,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import gradpolicy as gp
-from gradpolicy.faults.nonfinite import StopOnNonFinite, first_nonfinite_gradient, first_nonfinite_value
+from gradpolicy.faults.nonfinite import (
+    StopOnNonFinite,
+    all_finite,
+    first_nonfinite_gradient,
+    first_nonfinite_value,
+)
 
 
 class Root(nn.Module):
@@ -80,5 +85,24 @@ def test_a_sound_run_is_left_alone(
     two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
 ) -> None:
     trainer = make_trainer(callbacks=[StopOnNonFinite()])
+    trainer.fit(two_layers, loader)
+    assert trainer.global_step == 4
+
+
+def test_a_norm_that_overflows_over_finite_entries_stops_nothing() -> None:
+    assert all_finite([torch.full((4,), 3e38), torch.zeros(2)])
+    assert not all_finite([torch.zeros(2), torch.tensor([1.0, torch.nan])])
+    assert not all_finite([torch.tensor([-torch.inf], dtype=torch.bfloat16)])
+    assert all_finite([])
+
+
+def test_what_is_not_finite_where_nothing_trains_is_left_alone(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    policies = {
+        "spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu"),
+        "frozen": gp.Freeze(gp.masks.Fixed(mask=False), params="trunk.*"),
+    }
+    trainer = make_trainer(callbacks=[gp.GradientPolicies(policies), StopOnNonFinite()])
     trainer.fit(two_layers, loader)
     assert trainer.global_step == 4

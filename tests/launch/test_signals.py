@@ -33,11 +33,15 @@ def test_outside_of_training_it_unwinds_and_exits_with_143() -> None:
     assert signal.getsignal(signal.SIGTERM) is former
 
 
-def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path, train) -> None:
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
+def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(
+    tmp_path: Path, train, trainer: str
+) -> None:
     endless = [line for line in QUICK if "max_epochs" not in line and "limit_train" not in line]
     process = subprocess.Popen(
         [
             *(sys.executable, str(ROOT / "train.py"), f"paths.log_dir={tmp_path}", *endless),
+            f"trainer={trainer}",
             "trainer.max_epochs=1000",
             "trainer.log_every_n_steps=1",
         ],
@@ -54,10 +58,13 @@ def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(tmp_path: 
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
     (run,) = tmp_path.glob("train/runs/*")
-    step = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["global_step"]
+    last = run / "checkpoints/last.ckpt"
+    assert f"SIGTERM: saved {last}" in err
+    step = torch.load(last, weights_only=True)["global_step"]
     assert step > 0
     resumed = train(
-        f"ckpt_path={run}",
+        f"ckpt_path={last}",
+        f"trainer={trainer}",
         f"trainer.max_steps={step + 2}",
         "trainer.max_epochs=-1",
         "trainer.limit_train_batches=null",
