@@ -14,8 +14,9 @@ from gradpolicy.flow.norms import NormMeter
 from gradpolicy.rules.registry import Rule, keyword_names
 from gradpolicy.when import When
 
-# Under torch.compile counts are taken while tracing, through the number of the binding: see count_traced.
-_BINDINGS: "weakref.WeakValueDictionary[int, Binding]" = weakref.WeakValueDictionary()
+# Under torch.compile counts are taken while tracing, through the key of the binding: see count_traced. It is
+# a string, since the compiler takes a whole number that changes for a symbol.
+_BINDINGS: "weakref.WeakValueDictionary[str, Binding]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
@@ -54,17 +55,17 @@ class Binding:
         self.without_gradient: set[str] = set()
         self.compiled = False
         self.unseen: dict[str, str] = {}
-        self._number_itself()
+        self._take_key()
 
     def at(self, place: str, *, sums_broadcast: bool = False) -> BackwardRule:
         """The rule at a place."""
-        return BackwardRule(self.rule, place, sums_broadcast, self.meter)
+        return BackwardRule(self.rule, place, sums_broadcast, self.meter, tuple(self.schedules))
 
     def count(self, place: str) -> None:
         """Counts one more place where the rule was put."""
         if torch.compiler.is_compiling():
             if self.is_reported:
-                count_traced(self.number, place)
+                count_traced(self.key, place)
         else:
             self.matched[place] += 1
 
@@ -80,7 +81,7 @@ class Binding:
     def note_unseen(self, call: str, reason: str) -> None:
         """Keeps in mind, and says once, that a call could not be seen into."""
         if torch.compiler.is_compiling():
-            note_unseen_traced(self.number, self.name, call, reason)
+            note_unseen_traced(self.key, self.name, call, reason)
         elif call not in self.unseen:
             self.unseen[call] = reason
             _warn_of_unseen(self.name, call, reason)
@@ -104,15 +105,15 @@ class Binding:
         elif isinstance(scale, Tensor) or scale != 1.0:
             self.rule.parameters["loss_scale"] = _number(float(scale))  # type: ignore[index]
 
-    def _number_itself(self) -> None:
-        self.number = -1
+    def _take_key(self) -> None:
+        self.key = ""
         if self.is_reported:
-            self.number = next(_NUMBERS)
-            _BINDINGS[self.number] = self
+            self.key = f"binding {next(_NUMBERS)}"
+            _BINDINGS[self.key] = self
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self._number_itself()
+        self._take_key()
 
 
 def with_numbers(rule: Rule) -> Rule:
@@ -126,17 +127,17 @@ def with_numbers(rule: Rule) -> Rule:
     return rule.with_parameters(**{key: _number(schedule(0)) for key, schedule in schedules.items()})
 
 
-def count_traced(number: int, place: str) -> None:
+def count_traced(key: str, place: str) -> None:
     """Counts while ``torch.compile`` traces; the compiled code holds nothing of it."""
-    binding = _BINDINGS.get(number)
+    binding = _BINDINGS.get(key)
     if binding is not None:
         binding.matched[place] += 1
         binding.compiled = True
 
 
-def note_unseen_traced(number: int, name: str, call: str, reason: str) -> None:
+def note_unseen_traced(key: str, name: str, call: str, reason: str) -> None:
     """Notes, and says, while ``torch.compile`` traces that a call could not be seen into."""
-    binding = _BINDINGS.get(number)
+    binding = _BINDINGS.get(key)
     if binding is None or call not in binding.unseen:
         _warn_of_unseen(name, call, reason)
     if binding is not None:

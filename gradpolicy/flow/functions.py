@@ -27,12 +27,23 @@ class BackwardRule:
         place: Where it acts, for messages: ``"operation 'relu'"``.
         sums_broadcast: Whether a gradient in the output's shape is summed to an input that was broadcast.
         meter: Measures the gradient's norm before and after, where asked to.
+        scheduled: Which of the rule's numbers a schedule sets.
     """
 
     rule: Rule
     place: str
     sums_broadcast: bool = False
     meter: NormMeter | None = None
+    scheduled: tuple[str, ...] = ()
+
+    def as_now(self) -> "BackwardRule":
+        """The rule with its scheduled numbers as they are now, whatever they are when backward comes."""
+        if not self.scheduled:
+            return self
+        rule = self.rule
+        now = {key: rule.parameters[key].clone() for key in self.scheduled}
+        kept = Rule(rule.name, rule.function, {**rule.parameters, **now}, rule.gradient_filter, rule.reads)
+        return BackwardRule(kept, self.place, self.sums_broadcast, self.meter)
 
     def gradients(self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]) -> list:
         """The rule's gradients, one an input, checked and in each input's dtype."""
@@ -224,6 +235,7 @@ def replace_gradient(backward_rule: BackwardRule, values: Any, inputs: Sequence[
         values: A tensor, or a tuple of tensors and others; computed without a graph.
         inputs: What they were computed from.
     """
+    backward_rule = backward_rule.as_now()
     function: type[Function] = EagerReplaceGradient
     if in_transform():
         function = ForwardModeReplaceGradient if _refuses_forward_mode(backward_rule) else ReplaceGradient
@@ -245,7 +257,7 @@ def filter_gradient(backward_rule: BackwardRule, values: Any) -> Any:
         function: type[Function] = EagerFilterGradient
         if in_transform():
             function = ForwardModeFilterGradient if _refuses_forward_mode(backward_rule) else FilterGradient
-        return function.apply(backward_rule, values) if _is_differentiable(values) else values
+        return function.apply(backward_rule.as_now(), values) if _is_differentiable(values) else values
     return _rebuilt(values, [filter_gradient(backward_rule, value) for value in values])
 
 

@@ -90,7 +90,7 @@ class Installed:
         for name, places in self._places.items():
             for parameter in places.parameters.values():
                 self._parameter_ids.setdefault(id(parameter), []).append(name)
-        self.owner = Owner()
+        self.owner = Owner(self.bindings.values())
         self._scopes: dict[tuple[str, ...], Scope] = {}
         self._wraps: list[WrappedForward] = []
         self._parameter_rules: list[ParameterRules] = []
@@ -194,6 +194,7 @@ class Installed:
             self._wrap(plain_name(raw_name), module, entry_points)
         for name, places in self._places.items():
             note_script_modules(scripts, places.within, self.bindings[name])
+        self.owner.acts_on_parameters = bool(self._parameter_rules)
         for rules in self._parameter_rules:
             rules.put_on()
         # The model itself looks at all of them: modules use one another's parameters.

@@ -13,7 +13,7 @@ from gradpolicy.flow.operations import Function
 from gradpolicy.flow.override import CallRule, OperationMode, Table, make_table
 from gradpolicy.flow.owner import Owner
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
-from gradpolicy.flow.recomputation import checkpoints_above, has_graph, refusal
+from gradpolicy.flow.recomputation import checkpoints_above, has_graph, may_be_recomputed, refusal
 
 # By these names, since each look-up of torch._C._… counts in what runs at every layer.
 _modes = torch._C._len_torch_function_stack
@@ -121,8 +121,10 @@ class WrappedForward:
             owner.note_checkpoint()
             return self._run(args, kwargs)
         if owner.builds_graph:
+            if may_be_recomputed():
+                owner.note_other_checkpoint()
             return self._run(args, kwargs)
-        owner.builds_graph = True
+        owner.begin()
         result = None
         try:
             result = self._run(args, kwargs)

@@ -148,6 +148,20 @@ def test_a_schedule_sets_the_factor_at_each_step(factor, gradient):
             torch.testing.assert_close(found, torch.full((3,), -0.1 * step))
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_backward_uses_the_scheduled_number_of_its_forward(backend):
+    model, x = PassOn(), torch.ones(3, requires_grad=True)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    with gp.install(model, [gp.Scale(lambda step: 1.0 + step, modules=PassOn)]) as installed:
+        results = []
+        for step in range(3):
+            installed.update(step=step)
+            results.append(run(x))
+    for step, result in enumerate(results):
+        (found,) = torch.autograd.grad(result.sum(), x)
+        assert torch.equal(found, torch.full((3,), 1.0 + step))
+
+
 def test_a_module_that_writes_to_its_input_gives_later_readers_the_new_gradient(gradient):
     class Residual(nn.Module):
         def __init__(self):

@@ -88,6 +88,18 @@ def test_a_schedule_does_not_recompile(batch, parameter_gradients):
         assert counter["unique_graphs"] == graphs
 
 
+def test_installing_again_on_a_compiled_model(batch, parameter_gradients, same):
+    model = Small()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for factor in (0.5, 2.0, 3.0):
+        policies = [gp.Scale(factor, modules="head"), gp.Guided()]
+        with gp.install(model, policies) as installed, gp.install(twin, policies):
+            found = parameter_gradients(model, batch, call=compiled)
+            assert same(found, parameter_gradients(twin, batch), 1e-5)
+            assert [row.operations_matched for row in installed.report().rows] == [1, 2]
+
+
 def function_of_many(x):
     return torch.round(x) + F.relu(-x) + torch.sign(x)
 

@@ -111,8 +111,56 @@ def test_without_a_graph_nothing_is_refused(batch):
         assert not model(batch).requires_grad
 
 
-def test_removing_policies_before_a_reentrant_backward_is_refused(batch):
-    with gp.install(of_kind(True), [gp.Guided()]) as installed:
+CHANGES = {
+    "removed": lambda installed: installed.remove(),
+    "switched": lambda installed: installed.set_active("rounding", False),
+    "schedules": lambda installed: installed.update(step=7),
+}
+CHANGING = {
+    "rounding": gp.StraightThrough("tanh", parameters={"slope": lambda step: 1.0 + step}),
+    "guide": gp.Guided(),
+}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_policies_before_a_recomputing_backward_is_refused(change, reentrant, batch):
+    with gp.install(of_kind(reentrant), CHANGING) as installed:
         result = installed.model(batch)
-    with pytest.raises(gp.PolicyError, match="removed between forward and backward"):
+        CHANGES[change](installed)
+        with pytest.raises(gp.PolicyError, match=f"{change}.* between forward and backward"):
+            result.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_policies_put_on_before_a_recomputing_backward_are_refused(reentrant, batch):
+    result = (model := of_kind(reentrant))(batch).sum()
+    with (
+        gp.install(model, CHANGING),
+        pytest.raises(gp.PolicyError, match="put on between forward and backward"),
+    ):
+        result.backward()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_makes_no_difference_without_checkpoints_or_where_nothing_is_read(
+    change, batch, parameter_gradients, same
+):
+    policies = CHANGING if change != "switched" else {"rounding": gp.StraightThrough(), "guide": gp.Guided()}
+    kind = of_kind(None if policies is CHANGING else False)
+    with gp.install(kind, policies) as installed:
+        expected = parameter_gradients(installed.model, batch)
+
+        def run(x):
+            result = installed.model(x)
+            CHANGES[change](installed)
+            return result
+
+        assert same(parameter_gradients(installed.model, batch, call=run), expected)
+
+
+def test_removing_rules_on_parameters_before_backward_is_refused(net, batch):
+    with gp.install(net, [gp.Scale(2.0, params="head.bias")]):
+        result = net(batch)
+    with pytest.raises(gp.PolicyError, match=r"removed between forward and backward.*params="):
         result.sum().backward()
