@@ -170,12 +170,14 @@ class Spelling:
         writes: Whether it always writes its result into its first argument.
         inplace_at: The position of its argument ``inplace``, if it has one.
         second_first: Whether it is a method of what the operation takes second (``a.where(condition, b)``).
+        samples: Whether it draws bits: what it is called on only gives the shape where a probability is given.
     """
 
     name: str
     writes: bool
     inplace_at: int | None
     second_first: bool
+    samples: bool = False
 
     def is_in_place(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call writes its result into its first argument."""
@@ -187,6 +189,8 @@ class Spelling:
 
     def inputs(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call in the operation's own order, also those within lists."""
+        if self.samples and (len(args) > 1 or "p" in kwargs or self.writes):
+            args, kwargs = args[1:2], {key: kwargs[key] for key in kwargs if key == "p"}
         if self.second_first:
             args = (*args[1:2], args[0], *args[2:])
         if "condition" in kwargs:
@@ -203,7 +207,7 @@ class Spelling:
 
 def spelling_of(function: Function) -> Spelling:
     """Describes a function by its name and signature."""
-    name = getattr(function, "__name__", "")
+    name = getattr(function, "__name__", "").partition(".")[0]
     operator = name.startswith("__")
     in_place_operator = operator and name.startswith("__i") and name.removeprefix("__i") in _OPERATOR_STEMS
     return Spelling(
@@ -211,6 +215,7 @@ def spelling_of(function: Function) -> Spelling:
         writes=in_place_operator or (name.endswith("_") and not operator),
         inplace_at=_place_of_inplace(function),
         second_first=function is Tensor.where,
+        samples=name.strip("_") == "bernoulli",
     )
 
 
@@ -243,6 +248,7 @@ def _spellings(name: str) -> frozenset[Function]:
     for stem in _SYNONYMS.get(name, (name,)):
         for place in _NAMESPACES:
             found.update(f for form in (stem, f"{stem}_") if (f := _function(place, form)))
+        found.update(*map(_aten_functions, (stem, f"{stem}_")))
         forms = (stem, f"{stem}_", *(f"__{prefix}{stem}__" for prefix in ("", "r", "i")))
         found.update(f for form in forms if (f := _function(Tensor, form)))
     return frozenset(found)
@@ -260,6 +266,14 @@ def _function(place: Any, name: str) -> Function | None:
     except TypeError:
         return None
     return found
+
+
+def _aten_functions(name: str) -> list[Function]:
+    """The forms of ``torch.ops.aten.name``, as exported graphs call them; none that writes into an ``out``."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return []
+    return [packet, *(getattr(packet, form) for form in packet.overloads() if "out" not in form)]
 
 
 _OBJECT_METHODS = frozenset(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
@@ -281,7 +295,7 @@ def _reverse(function: Function) -> str | None:
     for name in _SHARING:
         if function in _spellings(name):
             return name
-    stem = getattr(function, "__name__", "").removeprefix("special_").removeprefix("linalg_")
+    stem = getattr(function, "__name__", "").partition(".")[0].removeprefix("special_").removeprefix("linalg_")
     stem = stem.removeprefix("fft_")
     for candidate in (stem, stem.strip("_"), stem.strip("_")[1:]):
         canonical = _ALSO_CALLED.get(candidate, candidate)

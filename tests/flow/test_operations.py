@@ -1,4 +1,5 @@
 import inspect
+import operator
 import pickle
 
 import pytest
@@ -53,6 +54,11 @@ SPELLINGS = {
         nn.ReLU(),
         in_place("relu_"),
         functional_in_place(F.relu),
+        lambda x: torch.relu_(x * 1),
+        lambda x: F.relu_(x * 1),
+        nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)),
+        torch.ops.aten.relu,
+        torch.ops.aten.relu.default,
     ],
     "relu6": [F.relu6, nn.ReLU6(), lambda x: F.hardtanh(x, 0.0, 6.0), functional_in_place(F.relu6)],
     "leaky_relu": [
@@ -78,6 +84,10 @@ SPELLINGS = {
         lambda x: x.clamp_min(0),
         lambda x: torch.clamp(x, min=torch.zeros(4)),
         in_place("clamp_", -1, 1),
+        lambda x: torch.clamp_max(x, 1),
+        lambda x: torch.clip(x, max=1),
+        in_place("clip_", -1, 1),
+        in_place("clamp_min_", 0),
     ],
     "floor": [torch.floor, torch.Tensor.floor, in_place("floor_")],
     "ceil": [torch.ceil, torch.Tensor.ceil, in_place("ceil_")],
@@ -97,14 +107,31 @@ SPELLINGS = {
         lambda x: torch.div(x, 2, rounding_mode="floor"),
         lambda x: x.floor_divide(2),
         floor_divide_in_place,
+        lambda x: x.div(2, rounding_mode="floor"),
+        lambda x: operator.floordiv(x, 2),
+        lambda x: 3 // x,
+        lambda x: x.__rfloordiv__(3),
+        in_place("floor_divide_", 2),
+        in_place("div_", 2, rounding_mode="floor"),
     ],
     "where": [
         lambda x: torch.where(x.detach() > 0, x, torch.zeros(4)),
         lambda x: x.where(x.detach() > 0, torch.zeros(4)),
         lambda x: torch.where(input=x, other=torch.zeros(4), condition=x.detach() > 0),
     ],
-    "max_pool": [lambda x: F.max_pool1d(x[None], 1)[0], lambda x: nn.MaxPool1d(1)(x[None])[0]],
-    "bernoulli": [lambda x: torch.bernoulli(torch.sigmoid(x)), lambda x: torch.sigmoid(x).bernoulli()],
+    "max_pool": [
+        lambda x: F.max_pool1d(x[None], 1)[0],
+        lambda x: nn.MaxPool1d(1)(x[None])[0],
+        lambda x: torch.max_pool2d(x.view(1, 2, 2), 1).view(4),
+        lambda x: F.max_pool3d(x.view(1, 1, 2, 2), 1).view(4),
+        lambda x: nn.MaxPool2d(1, return_indices=True)(x.view(1, 2, 2))[0].view(4),
+    ],
+    "bernoulli": [
+        lambda x: torch.bernoulli(torch.sigmoid(x)),
+        lambda x: torch.sigmoid(x).bernoulli(),
+        lambda x: torch.empty(4).bernoulli_(torch.sigmoid(x)),
+        lambda x: torch.empty(4).bernoulli_(p=torch.sigmoid(x)),
+    ],
     "gt": [lambda x: x > 0, lambda x: torch.gt(x, 0), lambda x: x.gt(0)],
 }
 
@@ -120,6 +147,12 @@ def test_every_spelling_is_the_same_operation(name, gradient):
         inner = torch.sigmoid(X) * (1 - torch.sigmoid(X)) if name == "bernoulli" else 1.0
         assert torch.equal(value, plain.to(value.dtype)), f"{name} {number}: the forward value changed"
         torch.testing.assert_close(found, torch.full((4,), 10.0) * inner, msg=f"{name} {number}")
+
+
+def test_bits_of_a_fixed_probability_are_no_function_of_what_they_replace(gradient):
+    with gp.gradient_override({"bernoulli": ten_times}):
+        found, _ = gradient(lambda x: x + (x * 1).bernoulli_(0.5), X)
+    assert torch.equal(found, torch.ones(4))
 
 
 @pytest.mark.parametrize("name", ["argmax-to-one-hot", "argmax", "argmax_one_hot", torch.argmax])
