@@ -108,18 +108,25 @@ def _steps(state: dict[str, Any]) -> int:
 
 
 def masked(optimizer: Optimizer) -> MaskedOptimizer:
-    """Wraps an optimizer in the MaskedOptimizer that is right for it.
+    """Wraps an optimizer unless it is wrapped already.
 
     Raises:
         PolicyError: For an optimizer that works on parameters other than the model's, as DeepSpeed's do.
     """
-    if isinstance(optimizer, MaskedOptimizer):
-        return optimizer
+    return optimizer if isinstance(optimizer, MaskedOptimizer) else MaskedOptimizer(optimizer)
+
+
+def kind_for(optimizer: Optimizer) -> type[MaskedOptimizer]:
+    """The kind of MaskedOptimizer that is right for an optimizer of many processes.
+
+    Raises:
+        PolicyError: For DeepSpeed's.
+    """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return MaskedZero(optimizer)
+        return MaskedZero
     if type(optimizer).__module__.startswith("deepspeed"):
         raise deepspeed_refused(type(optimizer).__name__)
-    return MaskedOptimizer(optimizer)
+    return MaskedOptimizer
 
 
 def deepspeed_refused(what: str) -> PolicyError:

@@ -42,7 +42,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
             does when moments are zeroed by hand; the count rests while the whole tensor is frozen.
 
     Raises:
-        PolicyError: `inner` is no optimizer, or is wrapped already; an option does not exist.
+        PolicyError: `inner` is no optimizer, or is wrapped already, or is DeepSpeed's; an option does not
+            exist.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -53,6 +54,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
         >>> weight.detach()[1]
         tensor([1., 1.])
     """
+
+    def __new__(cls, inner: Any = None, *settings: Any, **named: Any) -> MaskedOptimizer:
+        """Makes the kind that is right for optimizers that share their state out over processes."""
+        home = type(inner).__module__
+        if cls is MaskedOptimizer and home.startswith(("torch.distributed.optim", "deepspeed")):
+            from gradpolicy.distributed.zero import kind_for
+
+            return super().__new__(kind_for(inner))
+        return super().__new__(cls)
 
     def __init__(
         self, inner: torch.optim.Optimizer, frozen_state: str = "keep", bias_correction: str = "entry"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from gradpolicy import MaskedOptimizer, PolicyError
-from gradpolicy.distributed.zero import MaskedZero, masked
+from gradpolicy.distributed.zero import masked
 
 STEPS = 9
 
@@ -125,12 +125,21 @@ def test_a_checkpoint_of_one_process_goes_on_under_zero(pair: ProcessPool) -> No
         assert all(torch.equal(*both) for both in zip(known, alone["facts"], strict=True))
 
 
+def wrapped_kinds() -> list[str]:
+    model = network()
+    return [type(MaskedOptimizer(made)).__name__ for made in (zero(model), adam(model))]
+
+
+def test_masked_optimizer_is_of_the_right_kind_by_itself(pair: ProcessPool) -> None:
+    assert pair(wrapped_kinds) == [["MaskedZero", "MaskedOptimizer"]] * 2
+
+
 def overlapping() -> str:
     optimizer = ZeroRedundancyOptimizer(
         network().parameters(), torch.optim.AdamW, lr=0.1, overlap_with_ddp=True
     )
     with pytest.raises(PolicyError) as refused:
-        MaskedZero(optimizer)
+        MaskedOptimizer(optimizer)
     return str(refused.value)
 
 
