@@ -26,18 +26,18 @@ def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, d
         The mask of what stays.
     """
     size = weight.abs()
-    active = _largest(size, active, min(int(active.sum()), target))
+    active = _largest(size, active, min(_count(active), target))
     groups = [active] if drop == "magnitude" else [active & (weight < 0), active & ~(weight < 0)]
     kept = torch.zeros_like(active)
     for group in groups:
-        count = int(group.sum())
+        count = _count(group)
         kept |= _largest(size, group, count - int(count * fraction))
     return kept
 
 
 def grown_entries(kept: Tensor, scores: Tensor, target: int) -> Tensor:
     """The entries with the highest scores among all that are not kept, until ``target`` are active."""
-    return _largest(scores, ~kept, target - int(kept.sum()))
+    return _largest(scores, ~kept, target - _count(kept))
 
 
 def normal(key: int, grown: Tensor, deviation: float) -> Tensor:
@@ -62,4 +62,12 @@ def normal(key: int, grown: Tensor, deviation: float) -> Tensor:
 
 def _largest(scores: Tensor, among: Tensor, count: int) -> Tensor:
     """Marks the highest scores among some entries; of equal ones the first."""
-    return highest(torch.where(among, scores, -math.inf), count) & among
+    if count >= _count(among):
+        return among
+    marks = torch.zeros_like(among)
+    marks[among] = highest(scores[among], count)
+    return marks
+
+
+def _count(marks: Tensor) -> int:
+    return int(torch.count_nonzero(marks))

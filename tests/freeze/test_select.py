@@ -62,3 +62,17 @@ def test_mixed_dtypes_are_compared_in_the_widest() -> None:
     scores = {"a": torch.tensor([1.0, 1.0 + 2**-20]), "b": torch.tensor([1.0 + 2**-30], dtype=torch.float64)}
     marked = highest_together(scores, 2)
     assert [marked["a"].tolist(), marked["b"].tolist()] == [[False, True], [True]]
+
+
+@pytest.mark.parametrize("kept", [1, 400, 501, 9_000, 9_600, 9_999])
+def test_values_that_are_very_common_are_found_too(kept: int) -> None:
+    """Most scores are equal: the zero gradients of rare tokens, the weights outside a topology."""
+    generator = torch.Generator().manual_seed(kept)
+    scores = torch.zeros(10_000)
+    places = torch.randperm(10_000, generator=generator)
+    scores[places[:500]] = torch.rand(500, generator=generator)
+    scores[places[500:1_000]] = -math.inf
+    order = torch.sort(scores, descending=True, stable=True).indices
+    expected = torch.zeros(10_000, dtype=torch.bool)
+    expected[order[:kept]] = True
+    assert torch.equal(highest(scores, kept), expected)
