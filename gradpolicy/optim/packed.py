@@ -86,16 +86,20 @@ class Held:
     def chunks(self) -> Iterator[tuple[Tensor, slice]]:
         """For each GRAIN of entries: the positions of those held, and their place in packed memory."""
         start = 0
-        for first, flags in self._flag_chunks():
-            positions = flags.nonzero().view(-1).add_(first)
+        for part, flags in self.flag_parts():
+            positions = flags.nonzero().view(-1).add_(part.start)
             yield positions, slice(start, start + positions.numel())
             start += positions.numel()
 
-    def _flag_chunks(self) -> Iterator[tuple[int, Tensor]]:
+    def flag_parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """One flag an entry, GRAIN entries at a time (`block` 1)."""
         assert self.bits is not None
         for first in range(0, self.size, GRAIN):
             count = min(GRAIN, self.size - first)
-            yield first, _unpack_bits(self.bits[first // 8 : (first + count + 7) // 8], count)
+            yield (
+                slice(first, first + count),
+                _unpack_bits(self.bits[first // 8 : (first + count + 7) // 8], count),
+            )
 
     def pack(self, values: Tensor, block: int | None = None) -> Tensor:
         """The held part of `values`, which has `block` (by default this index's) entries a block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim import adam, moves, native
-from gradpolicy.optim.cohorts import Cohorts, Slots
+from gradpolicy.optim.cohorts import CHUNK, Cohorts, Slots
 from gradpolicy.optim.general import Keeper, empty_value, entry_state
 from gradpolicy.optim.layout import (
     Layout,
@@ -63,7 +64,7 @@ class Tracked:
         self.active_entries = self.layout.size
         self.keeper: Keeper | None = None
         self.empty_part: Tensor | None = None
-        self.restored_as: str | None = None
+        self.applied_as: str | None = None
         self.views: dict[str, tuple[Tensor, Tensor]] = {}
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.updates = _steps(inner.state.get(parameter, {}))
@@ -90,9 +91,9 @@ class Tracked:
             self.empty_part = local_mask(mask, self.parameter)
             return
         flags, block = self._take_flags(mask)
-        as_saved, self.restored_as = self.restored_as, None
-        if as_saved == self.frozen_state and self._is_in_force(flags, block):
+        if self.applied_as == self.frozen_state and self._is_in_force(flags, block):
             return
+        self.applied_as = self.frozen_state
         old = self.held
         self.views.clear()
         if self._repack(flags, block):
@@ -103,13 +104,28 @@ class Tracked:
         self._ready_keeper()
 
     def _is_in_force(self, flags: Tensor, block: int) -> bool:
-        """Whether these flags change nothing: then ages keep the very form in which they were saved."""
-        active = self.cohorts.active() if self.held is None else self.held.flags()
-        own = self.cohorts.block
-        if block < own:
-            return False
-        wanted = flags.expand_as(active) if flags.numel() == 1 else flags.repeat_interleave(block // own)
-        return torch.equal(active, wanted)
+        """Whether these flags change nothing: then no cohort is made, and a resumed run makes none either."""
+        own, whole = self.cohorts.block, self.held is None and self.cohorts.uniform
+        if whole or flags.numel() == 1:
+            return whole and flags.numel() == 1 and bool(flags) == bool(self.cohorts.codes < 0)
+        if block == own == 1:
+            return all(torch.equal(flags[part], active) for part, active in self._active_parts())
+        active, finest = self._active(), min(block, own)
+        return torch.equal(flags.repeat_interleave(block // finest), active.repeat_interleave(own // finest))
+
+    def _active_parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Flags of single entries a stretch at a time: masks that differ mostly do so in the first one."""
+        if self.held is not None:
+            yield from self.held.flag_parts()
+            return
+        codes = self.cohorts.codes
+        for start in range(0, codes.numel(), CHUNK):
+            part = slice(start, start + CHUNK)
+            yield part, codes[part] < 0
+
+    def _active(self) -> Tensor:
+        """One flag a block."""
+        return self.cohorts.active() if self.held is None else self.held.flags()
 
     def _take_flags(self, mask: Tensor) -> tuple[Tensor, int]:
         """One flag a block, a single one where all agree."""
@@ -329,12 +345,16 @@ class Tracked:
             flags = flags.repeat_interleave(block // fine)
         codes = torch.where(flags, values + torch.iinfo(values.dtype).min, values)
         self.cohorts = Cohorts.restored(codes, self.layout.size // codes.numel(), slots)
+        self._hold_what_was_restored()
+
+    def _hold_what_was_restored(self) -> None:
+        """Bring the loaded, dense state in the form that the masks ask for."""
         if self.kind is PARTIAL and self.exact and self.frozen_state == "drop":
             self._pack()
         elif self.kind is FROZEN and self.frozen_state == "drop":
             self._empty_whole()
         self._ready_keeper()
-        self.restored_as = self.frozen_state
+        self.applied_as = self.frozen_state
 
     def restore_parts(self, mask: Tensor, ages: Tensor, shape: tuple[int, ...] | None, updates: int) -> None:
         """Take flags and ages of each entry, of which this process keeps its part.
@@ -346,7 +366,12 @@ class Tracked:
             updates: the tensor's own step count.
         """
         self.held, self.updates = None, updates
-        if self.layout.size:
+        coarse = None if shape is None else coarse_mask(mask, self.parameter, shape)
+        if not self.layout.size:
+            # A process without entries too has its part of the mask.
+            self.set_mask(coarse)
+        else:
+            self.mask_shape = shape
             flags, _ = self.layout.blocks_of(mask, self.parameter)
             values, numbers = torch.unique(
                 self.layout.blocks_of(ages, self.parameter)[0], return_inverse=True
@@ -357,9 +382,8 @@ class Tracked:
             lowest = torch.iinfo(slots.dtype).min
             codes = torch.where(flags.view(-1, block)[:, 0], numbers + lowest, numbers)
             self.cohorts = Cohorts.restored(codes, block, slots)
-        # A process without entries too has its part of the mask.
-        self.set_mask(None if shape is None else coarse_mask(mask, self.parameter, shape))
-        self.restored_as = self.frozen_state
+            self._take_flags(mask)
+            self._hold_what_was_restored()
 
     def _coarsest(self, *vectors: Tensor) -> int:
         """The largest block of entries within which every vector has one value."""
@@ -376,6 +400,7 @@ class Tracked:
         mask = None if self.mask_shape is None else self.mask()
         self.held, self.updates = None, _steps(self.state)
         self.cohorts = Cohorts(self.layout.size, self.updates, local_shard(self.parameter).device)
+        self.applied_as = None
         self.set_mask(mask)
 
     def restore_state(self) -> None:
