@@ -55,7 +55,10 @@ def sparse_adam() -> Step:
     parameter = nn.Parameter(torch.randn(ROWS, COLUMNS))
     chosen = torch.randperm(ROWS)[: ROWS // 10].sort().values
     values = torch.randn(len(chosen), COLUMNS)
-    parameter.grad = torch.sparse_coo_tensor(chosen.unsqueeze(0), values, parameter.shape).coalesce()
+    indices = chosen.unsqueeze(0)
+    parameter.grad = torch.sparse_coo_tensor(
+        indices, values, parameter.shape, check_invariants=True, is_coalesced=True
+    )
     return torch.optim.SparseAdam([parameter]).step
 
 
