@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from benchmarks.measure import Row, one_thread, paired_ratio
+from gradpolicy.policies import FlowPolicy
 
 Step = Callable[[], Any]
 
@@ -119,7 +120,7 @@ def flow_resnet_eager() -> list[Row]:
     guided = _installed(plain, [gp.Guided()])
     with one_thread():
         return [
-            _against(plain, guided, batch, "guided, eager", target=1.03, rounds=40),
+            _against(plain, guided, batch, "guided, eager", target=1.03, rounds=120),
             _against(plain, _by_hand(plain), batch, "guided by a Python Function, eager", rounds=20),
         ]
 
@@ -162,28 +163,24 @@ def flow_tiny() -> list[Row]:
 
 
 def flow_boundary() -> list[Row]:
-    """Policies at module boundaries of the ResNet-18 shape: each alone, and three together."""
+    """Policies at module boundaries of the ResNet-18 shape: three together, and each alone."""
     plain, batch = _resnet_and_batch()
-    policies = {
-        "scale": gp.Scale(0.5, modules="5"),
-        "clip": gp.Clip(norm=1.0, modules="8"),
-        "reverse": gp.Reverse(modules="14"),
-    }
+    rounds = {"scale, clip and reverse": 120, "scale": 20, "clip": 20, "reverse": 20}
     with one_thread():
         return [
-            _against(
-                plain,
-                _installed(plain, [policies[name] for name in names]),
-                batch,
-                what,
-                target=1.01,
-                rounds=40,
-            )
-            for what, names in (
-                ("scale, clip and reverse", [*policies]),
-                *((name, [name]) for name in policies),
-            )
+            _against(plain, _installed(plain, _boundaries(what)), batch, what, target=1.01, rounds=count)
+            for what, count in rounds.items()
         ]
+
+
+def flow_boundary_compiled() -> list[Row]:
+    """The same three under ``torch.compile``, against the compiled plain step."""
+    plain, batch = _resnet_and_batch()
+    what = "scale, clip and reverse"
+    compiled = torch.compile(copy.deepcopy(plain), fullgraph=True)
+    candidate = torch.compile(_installed(plain, _boundaries(what)), fullgraph=True)
+    with one_thread():
+        return [_against(compiled, candidate, batch, f"{what}, torch.compile", rounds=60)]
 
 
 def flow_install() -> list[Row]:
@@ -249,6 +246,15 @@ def _by_hand(model: nn.Module) -> nn.Module:
             if isinstance(child, nn.ReLU):
                 setattr(module, name, GuidedLayer())
     return duplicate
+
+
+def _boundaries(named: str) -> list[FlowPolicy]:
+    policies = {
+        "scale": gp.Scale(0.5, modules="5"),
+        "clip": gp.Clip(norm=1.0, modules="8"),
+        "reverse": gp.Reverse(modules="14"),
+    }
+    return [policy for name, policy in policies.items() if name in named]
 
 
 def _resnet_and_batch() -> tuple[nn.Module, Tensor]:
@@ -323,5 +329,6 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "flow_resnet_compiled": flow_resnet_compiled,
     "flow_tiny": flow_tiny,
     "flow_boundary": flow_boundary,
+    "flow_boundary_compiled": flow_boundary_compiled,
     "flow_install": flow_install,
 }
