@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.errors import PolicyError, nearest, unknown
 
 Function = Callable[..., Any]
 Decision = Callable[[Function, tuple, Mapping[str, Any]], bool]
@@ -86,6 +86,23 @@ _ALSO_CALLED = {
     "floordiv": "floor_divide",
 }
 
+_SIGNS = {
+    "+": "add",
+    "-": "sub",
+    "*": "mul",
+    "/": "div",
+    "//": "floor_divide",
+    "@": "matmul",
+    "**": "pow",
+    "%": "remainder",
+    "==": "eq",
+    "!=": "ne",
+    "<": "lt",
+    "<=": "le",
+    ">": "gt",
+    ">=": "ge",
+}
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -143,13 +160,34 @@ def resolve_operation(specification: str | Function) -> Operation:
     """
     if isinstance(specification, str):
         return _operation_named(_canonical(specification), specification)
-    if not callable(specification) or isinstance(specification, type):
-        raise PolicyError(f"an operation is a name or a torch function, got {specification!r}")
-    name = _named_after(specification)
+    # An operation of torch.library is met as the overload that it calls.
+    specification = getattr(specification, "_opoverload", specification)
+    name = _named_after(specification) if callable(specification) else None
     if name is not None:
         return _operation_named(name, name)
-    name = getattr(specification, "__name__", repr(specification))
-    return Operation(name, (specification,), specification, {specification: spelling_of(specification)})
+    if not _arrives_at_modes(specification):
+        raise PolicyError(
+            f"an operation is a name or a torch function, got {specification!r}; a call of that never "
+            f"arrives where rules are put; {_nearest_operation(specification)}"
+        )
+    packet: Any = getattr(specification, "overloadpacket", specification)
+    functions = _with_overloads(packet) if hasattr(packet, "overloads") else [packet]
+    name = getattr(packet, "__name__", repr(packet))
+    return Operation(name, tuple(functions), specification, {f: spelling_of(f) for f in functions})
+
+
+def _arrives_at_modes(specification: Any) -> bool:
+    """Whether calls of what is no function of torch are seen all the same."""
+    if isinstance(specification, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return True
+    code = getattr(inspect.unwrap(specification) if callable(specification) else None, "__code__", None)
+    return code is not None and "handle_torch_function" in code.co_names
+
+
+def _nearest_operation(specification: object) -> str:
+    kind = specification if isinstance(specification, type) else type(specification)
+    name = getattr(specification, "__name__", kind.__name__)
+    return nearest(name, {*operation_names(), *_torch_names()})
 
 
 # Under torch.compile it runs while tracing, and its result is a constant.
@@ -170,7 +208,7 @@ class Spelling:
         writes: Whether it always writes its result into its first argument.
         inplace_at: The position of its argument ``inplace``, if it has one.
         second_first: Whether it is a method of what the operation takes second (``a.where(condition, b)``).
-        samples: Whether it draws bits: what it is called on only gives the shape where a probability is given.
+        samples: Whether it draws bits: where a probability is given, what it is called on is no input.
     """
 
     name: str
@@ -224,6 +262,8 @@ _OPERATOR_STEMS = frozenset(f"{stem}__" for stem in _OPERATORS.split(" "))
 
 
 def _canonical(name: str) -> str:
+    if name in _SIGNS:
+        return _SIGNS[name]
     stem = name.replace("-", "_").rpartition(".")[2]
     if len(stem) > 1 and stem.endswith("_") and not stem.endswith("__"):
         stem = stem[:-1]
@@ -269,10 +309,13 @@ def _function(place: Any, name: str) -> Function | None:
 
 
 def _aten_functions(name: str) -> list[Function]:
-    """The forms of ``torch.ops.aten.name``, as exported graphs call them; none that writes into an ``out``."""
+    """The forms of ``torch.ops.aten.name``, as exported graphs call them."""
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return []
+    return [] if packet is None else _with_overloads(packet)
+
+
+def _with_overloads(packet: Any) -> list[Function]:
+    """An operation of ``torch.ops`` in all its forms, but those that write to an ``out``."""
     return [packet, *(getattr(packet, form) for form in packet.overloads() if "out" not in form)]
 
 
@@ -295,8 +338,8 @@ def _reverse(function: Function) -> str | None:
     for name in _SHARING:
         if function in _spellings(name):
             return name
-    stem = getattr(function, "__name__", "").partition(".")[0].removeprefix("special_").removeprefix("linalg_")
-    stem = stem.removeprefix("fft_")
+    stem = getattr(function, "__name__", "").partition(".")[0]
+    stem = stem.removeprefix("special_").removeprefix("linalg_").removeprefix("fft_")
     for candidate in (stem, stem.strip("_"), stem.strip("_")[1:]):
         canonical = _ALSO_CALLED.get(candidate, candidate)
         if candidate and function in _spellings(canonical):

@@ -1,4 +1,5 @@
 import inspect
+import math
 import operator
 import pickle
 
@@ -56,7 +57,7 @@ SPELLINGS = {
         functional_in_place(F.relu),
         lambda x: torch.relu_(x * 1),
         lambda x: F.relu_(x * 1),
-        nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)),
+        nn.Sequential(nn.Identity(), nn.ReLU()),
         torch.ops.aten.relu,
         torch.ops.aten.relu.default,
     ],
@@ -202,6 +203,39 @@ def test_an_operation_is_known_by_each_of_its_functions_and_can_be_pickled():
         assert pickle.loads(pickle.dumps(operation)) == operation
     assert resolve_operation(torch.Tensor.__floordiv__).name == "floor_divide"
     assert resolve_operation(torch.special.expit) == resolve_operation("sigmoid")
+
+
+@pytest.mark.parametrize(("operator", "call"), [("//", lambda x: x // 2), (">", lambda x: x > 0)])
+def test_an_operator_s_sign_is_a_name_too(operator, call, gradient):
+    with gp.gradient_override({operator: ten_times}):
+        found, _ = gradient(call, X)
+    assert torch.equal(found, torch.full((4,), 10.0))
+
+
+def test_an_operation_of_a_library_of_one_s_own(gradient):
+    @torch.library.custom_op("tests_flow::halved", mutates_args=())
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    for key in (halved, torch.ops.tests_flow.halved, torch.ops.tests_flow.halved.default):
+        with gp.gradient_override({key: "identity"}):
+            found, _ = gradient(halved, X)
+        assert torch.equal(found, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (nn.ReLU, "'relu'"),
+        (nn.ReLU(), "'relu'"),
+        (math.floor, "'floor'"),
+        (lambda x: x + 1, "never arrives"),
+        (3, "name or a torch function"),
+    ],
+)
+def test_what_would_never_be_met_is_refused(wrong, hint):
+    with pytest.raises(gp.PolicyError, match=hint):
+        gp.gradient_override({wrong: "identity"})
 
 
 @pytest.mark.parametrize(
