@@ -13,7 +13,7 @@ from pathlib import Path
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")
-# Torch has loaded this library already, so that its threads are used and none are added. Not every compiler has it.
+# Torch has loaded OpenMP already: its threads are used, none are added. Not every compiler has it.
 THREAD_FLAGS = ("-fopenmp",)
 # Set to 0, nothing is compiled.
 SWITCH = "GRADPOLICY_NATIVE"
