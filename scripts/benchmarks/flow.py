@@ -131,7 +131,7 @@ def flow_resnet_compiled() -> list[Row]:
     compiled = torch.compile(copy.deepcopy(plain), fullgraph=True)
     guided = torch.compile(_installed(plain, [gp.Guided()]), fullgraph=True)
     with one_thread():
-        return [_against(compiled, guided, batch, "guided, torch.compile", target=1.02, rounds=40)]
+        return [_against(compiled, guided, batch, "guided, torch.compile", target=1.02, rounds=80)]
 
 
 def flow_resnet_peers() -> list[Row]:
@@ -159,7 +159,7 @@ def flow_tiny() -> list[Row]:
             )
             for baseline, candidate, what, target in cases
         ]
-        return [*rows, *_input_gradients(plain, batch, rounds=60, repeats=10)]
+        return [*rows, *_input_gradients(plain, batch, rounds=24, repeats=10)]
 
 
 def flow_boundary() -> list[Row]:
