@@ -87,6 +87,12 @@ def saved_shapes(path: Path, part: str = "state_dict") -> dict[str, tuple[int, .
     }
 
 
+def holds(path: Path, key: str) -> bool:
+    """Whether a directory holds anything below a key, such as ``"optimizer_0.state"``."""
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    return any(name.startswith(f"{key}.") for name in saved)
+
+
 def read_unsharded(path: Path) -> dict[str, Any]:
     """What the first rank saved beside the shards. No code in it is run."""
     return torch.load(path / UNSHARDED, map_location="cpu", weights_only=True)

@@ -9,7 +9,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -104,7 +111,7 @@ class FullyShardStrategy(ModelParallelStrategy):
         """Loads a directory of any number of ranks, or the file of a strategy that does not shard."""
         path = Path(self.broadcast(checkpoint_path))
         if not path.is_file():
-            return super().load_checkpoint(path, weights_only)
+            return self._load_directory(path, weights_only)
         module = self.lightning_module
         assert module is not None
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
@@ -114,6 +121,23 @@ class FullyShardStrategy(ModelParallelStrategy):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             optimizer.load_state_dict(sharded_checkpoint.cut_as(state, parameters))
         return checkpoint
+
+    def _load_directory(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """Loads optimizers one by one: one that had not stepped yet left no state, and stays as it is."""
+        model, every = self.model, self.optimizers
+        assert model is not None
+        try:
+            self.optimizers = []
+            rest = super().load_checkpoint(path, weights_only)
+        finally:
+            self.optimizers = every
+        for number, optimizer in enumerate(every):
+            if sharded_checkpoint.holds(path, f"optimizer_{number}.state"):
+                key, options = f"optimizer_{number}", StateDictOptions(cpu_offload=True)
+                state = {key: get_optimizer_state_dict(model, optimizer)}
+                load_shards(state, storage_reader=FileSystemReader(path))
+                set_optimizer_state_dict(model, optimizer, optim_state_dict=state[key], options=options)
+        return rest
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Deletes a checkpoint; what a kill leaves of it is never taken for a whole one."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from process_pool import ProcessPool, RemoteError, here
 from runs import fit
 from torch.distributed.device_mesh import init_device_mesh
@@ -188,3 +189,27 @@ def test_a_run_goes_on_under_another_strategy(
         assert all(torch.equal(ended[what][name], value) for name, value in undisturbed[what].items()), what
     for name, weight in undisturbed["weights"].items():
         torch.testing.assert_close(ended["weights"][name], weight, rtol=2e-4, atol=2e-5)
+
+
+class SaveInTheFirstWindow(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == 0 and batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def resumed_before_the_first_update(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    windows = {"accumulate_grad_batches": 2}
+    whole = fit("fsdp2", "rows", settings={**windows, "callbacks": [SaveInTheFirstWindow(path)]})
+    return whole, fit("fsdp2", "rows", resume_from=path, settings=windows)
+
+
+def test_a_checkpoint_of_before_the_first_update_loads(pair: ProcessPool, tmp_path: Path) -> None:
+    """Gradients wait then, so torch leaves the optimizer's state out."""
+    for whole, resumed in pair(resumed_before_the_first_update, str(tmp_path / "a.ckpt")):
+        for what in ("masks", "ages"):
+            assert all(torch.equal(resumed[what][name], value) for name, value in whole[what].items())
