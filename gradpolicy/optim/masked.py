@@ -317,11 +317,20 @@ class MaskedOptimizer(torch.optim.Optimizer):
             for t in self._tracked.values()
             if t not in gradients and t.kind is not FROZEN and (t.parameter.grad is not None or closure)
         ]
+        elsewhere = [
+            t
+            for t in self._tracked.values()
+            if t.kind is FROZEN and not t.rests and t.parameter.grad is not None
+        ]
+        for tracked in stepped:
+            tracked.complete_state()
         kept = [t for t in stepped if t.keeper is not None]
         with self._hiding(hidden), self._scaling():
             result = self._step_and_restore(kept, closure)
         for tracked in stepped:
             tracked.count_update()
+        for tracked in elsewhere:
+            tracked.count_update_elsewhere()
         if gradients:
             self._update_exactly(gradients)
         self._effective_steps += 1

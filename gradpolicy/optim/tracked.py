@@ -40,6 +40,7 @@ class Tracked:
         mask_shape: shape of the mask as it was set; None after a mask of None.
         recipe: what made the mask, where that can be written down in a few numbers.
         kind: whether none, some or all entries are active.
+        rests: whether no entry of the whole tensor is active, on any process.
         updates: the tensor's own step count.
     """
 
@@ -60,7 +61,7 @@ class Tracked:
         self.mask_shape: tuple[int, ...] | None = None
         self.recipe: Any = None
         self.held: Held | None = None
-        self.kind = FULL
+        self.kind, self.rests = FULL, False
         self.active_entries = self.layout.size
         self.keeper: Keeper | None = None
         self.empty_part: Tensor | None = None
@@ -87,8 +88,11 @@ class Tracked:
         self.mask_shape = None if mask is None else tuple(mask.shape)
         if mask is None:
             mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool)
+        if is_sharded(self.parameter):
+            self.rests = self._rests_under(mask)
         if not self.layout.size:
             self.empty_part = local_mask(mask, self.parameter)
+            self.kind = FROZEN if self.rests else FULL
             return
         flags, block = self._take_flags(mask)
         if self.applied_as == self.frozen_state and self._is_in_force(flags, block):
@@ -133,7 +137,16 @@ class Tracked:
         count = native.count(flags)
         self.active_entries = count * block
         self.kind = FULL if count == flags.numel() else PARTIAL if count else FROZEN
+        if not is_sharded(self.parameter):
+            self.rests = self.kind is FROZEN
         return (flags, block) if self.kind is PARTIAL else (flags[:1], self.layout.size)
+
+    def _rests_under(self, mask: Tensor) -> bool:
+        """Whether a mask freezes the whole tensor; of a sharded mask every process must ask."""
+        if is_sharded(mask):
+            sharded: Any = mask.int().sum()
+            return not int(sharded.full_tensor())
+        return native.count(mask.reshape(-1)) == 0
 
     def _ready_keeper(self) -> None:
         if self.exact or self.kind is not PARTIAL:
@@ -196,7 +209,8 @@ class Tracked:
             on_device = group["capturable"] or group["fused"]
             double = torch.get_default_dtype() == torch.float64 and not group["fused"]
             dtype = torch.float64 if double else torch.float32
-            state["step"] = torch.zeros((), dtype=dtype, device=self.parameter.device if on_device else "cpu")
+            device = self.parameter.device if on_device else "cpu"
+            state["step"] = torch.tensor(float(self.updates), dtype=dtype, device=device)
         return state | {key: self._new_moment(dense) for key in self.moment_keys(group) if key not in present}
 
     def moment_keys(self, group: dict[str, Any]) -> list[str]:
@@ -372,6 +386,7 @@ class Tracked:
             self.set_mask(coarse)
         else:
             self.mask_shape = shape
+            self.rests = coarse is not None and self._rests_under(coarse)
             flags, _ = self.layout.blocks_of(mask, self.parameter)
             values, numbers = torch.unique(
                 self.layout.blocks_of(ages, self.parameter)[0], return_inverse=True
@@ -423,6 +438,17 @@ class Tracked:
         if self.kind is not FULL:
             return False
         return not self.exact or self.bias_correction == "tensor" or self.cohorts.uniform
+
+    def complete_state(self) -> None:
+        """Make moments again that were dropped, where the wrapped optimizer would not."""
+        if self.exact and self.updates and adam.MOMENTS[0] not in self.state:
+            self.begin(self._group())
+
+    def count_update_elsewhere(self) -> None:
+        """Note that other processes have updated their parts of the tensor."""
+        self.updates += 1
+        if isinstance(self.state.get("step"), Tensor):
+            self.state["step"] += 1
 
     def count_update(self) -> None:
         """Note that an update took place."""
