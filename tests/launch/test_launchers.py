@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hydra.utils import instantiate
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_only
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.compose import Source, compose_job, hydra_at
@@ -82,6 +83,8 @@ def test_the_slurm_trainer_takes_ranks_and_nodes_from_the_job(monkeypatch: pytes
     }
     for name, value in job.items():
         monkeypatch.setenv(name, value)
+    # A trainer sets it to its own rank, for the whole process.
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
     with hydra_at(Source(CONF)):
         node = compose_job(
             Source(CONF), ["trainer=slurm", "trainer.accelerator=cpu", "trainer.devices=2"]
