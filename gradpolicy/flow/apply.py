@@ -50,6 +50,8 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
         (tensor([0., 1.]), tensor([1., 1.]))
     """
     name = getattr(forward, "__name__", type(forward).__name__)
+    if not callable(forward):
+        raise PolicyError(f"apply: the forward must be a function, got {forward!r}")
     backward_rule = BackwardRule(with_numbers(as_rule(rule)), f"forward {name!r}")
     inputs = tensors_in((args, kwargs))
     with torch.no_grad():

@@ -10,7 +10,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradpolicy.flow.binding import Binding
 from gradpolicy.flow.functions import BackwardRule, filter_gradient, in_transform, replace_gradient
-from gradpolicy.flow.trees import map_tensors
+from gradpolicy.flow.trees import kinds_that_hide_tensors, map_tensors
 
 
 class Boundary:
@@ -26,6 +26,7 @@ class Boundary:
         self.bindings = tuple(bindings)
         # The rule put on last is the first that the gradient meets.
         self.rules = tuple((binding, binding.at(place)) for binding in reversed(self.bindings))
+        self._has_looked = False
 
     def pass_through(self, tree: Any, crossed: list | None = None) -> Any:
         """Gives tensors on, with the rules in their gradient's way.
@@ -36,7 +37,23 @@ class Boundary:
         """
         if not torch.is_grad_enabled() or not any(binding.active for binding in self.bindings):
             return tree
-        return map_tensors(lambda tensor: self._crossing(tensor, crossed), tree, _can_have_gradient)
+        result = map_tensors(lambda tensor: self._crossing(tensor, crossed), tree, _can_have_gradient)
+        if torch.compiler.is_compiling():
+            return result
+        if result is tree or not self._has_looked:
+            self._has_looked = True
+            self._note_hidden(tree)
+        return result
+
+    def _note_hidden(self, tree: Any) -> None:
+        """Says which objects hold tensors that pass with the plain gradient."""
+        for kind in kinds_that_hide_tensors(tree):
+            for binding in self.bindings:
+                binding.note_unseen(
+                    f"{kind} at {self.place}",
+                    "tensors are found in tuples, lists, dicts and dataclasses; those in it pass with the "
+                    "plain gradient",
+                )
 
     def _crossing(self, tensor: Tensor, crossed: list | None) -> Tensor:
         result = tensor

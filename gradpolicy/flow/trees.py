@@ -2,8 +2,9 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Set
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +41,17 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [tensor for child in _children(tree) for tensor in tensors_in(child)]
 
 
+def kinds_that_hide_tensors(tree: Any) -> set[str]:
+    """Names the classes of objects within that hold tensors with a gradient, but are none of these."""
+    children = _children(tree)
+    if isinstance(tree, Tensor) or children:
+        return set().union(*(kinds_that_hide_tensors(child) for child in children))
+    held = list(tree) if isinstance(tree, Set | deque) else list(getattr(tree, "__dict__", {}).values())
+    if any(isinstance(value, Tensor) and value.requires_grad for value in held):
+        return {type(tree).__name__}
+    return set()
+
+
 def rebuilt_sequence(like: Any, items: list) -> Any:
     """A tuple or list of the kind of another one, also torch's own and named ones."""
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
@@ -73,9 +85,13 @@ def _rebuilt(tree: Any, children: list) -> Any:
 
 
 def _rebuilt_mapping(tree: Mapping, items: dict) -> Any:
-    rebuilt: Any = copy.copy(tree)
-    for key, value in items.items():
-        rebuilt[key] = value
+    try:
+        rebuilt: Any = copy.copy(tree)
+        for key, value in items.items():
+            rebuilt[key] = value
+    except TypeError:
+        # One that cannot be written to, such as a types.MappingProxyType.
+        return cast(Any, type(tree))(items)
     return rebuilt
 
 

@@ -1,5 +1,6 @@
 import dataclasses
-from collections import namedtuple
+from collections import deque, namedtuple
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ CONTAINERS = {
     "dict": (lambda x: {"x": x, "n": 2}, lambda tree: tree["x"]),
     "nested": (lambda x: {"x": [(x,)]}, lambda tree: tree["x"][0][0]),
     "named tuple": (lambda x: Pair(x, 3), lambda tree: tree.left),
+    "read-only dict": (lambda x: MappingProxyType({"x": x}), lambda tree: tree["x"]),
     "dataclass": (Frozen, lambda tree: tree.left),
 }
 
@@ -186,6 +188,16 @@ def test_what_is_no_gradient_s_business_is_passed_on_as_it_is():
     given = {"labels": torch.tensor([1, 2]), "cache": [torch.ones(2)], "mode": "train"}
     with gp.install(model, [gp.Scale(2.0, modules=PassOn)]):
         assert model(given) is given
+
+
+@pytest.mark.parametrize("holder", [lambda x: SimpleNamespace(x=x), lambda x: {"deep": (deque([x]), 1)}])
+def test_tensors_in_other_objects_are_reported_not_silently_plain(holder):
+    model = PassOn()
+    with gp.install(model, {"double": gp.Scale(2.0, modules=PassOn)}) as installed:
+        with pytest.warns(UserWarning, match="'double' cannot see into (SimpleNamespace|deque) at input of"):
+            model(holder(torch.ones(2, requires_grad=True)))
+        assert installed.report().rows[0].unseen
+        model(holder(torch.ones(2, requires_grad=True)))
 
 
 def test_double_backward_through_a_boundary():
