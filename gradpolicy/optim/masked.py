@@ -158,7 +158,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
             bias_correction: overrides the optimizer's for this parameter, from now on.
 
         Raises:
-            PolicyError: the parameter is not the optimizer's; the mask is not bool or does not fit.
+            PolicyError: the parameter is not the optimizer's; the mask is not bool or does not fit; the
+                optimizer was made with differentiable=True.
         """
         name = self._name(parameter)
         recipe = mask if hasattr(mask, "materialize") else None
@@ -167,6 +168,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         if mask is not None:
             mask = check_mask(mask, parameter, name)
         tracked = self._tracked.get(parameter) or self._track(parameter)
+        if mask is not None and tracked.differentiable:
+            raise PolicyError(f"{name}: an optimizer with differentiable=True cannot freeze entries")
         if frozen_state is not None:
             tracked.frozen_state = _choice("frozen_state", frozen_state, FROZEN_STATES)
         if bias_correction is not None:
@@ -225,8 +228,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     def _new_tracked(self, parameter: Tensor) -> Tracked:
         group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-        exact = self._exact and not group.get("differentiable", False)
-        return Tracked(parameter, self.inner, exact, self.frozen_state, self.bias_correction)
+        tracked = Tracked(parameter, self.inner, self._exact, self.frozen_state, self.bias_correction)
+        tracked.differentiable = bool(group.get("differentiable", False))
+        return tracked
 
     def _name(self, parameter: Any) -> str:
         """What to call a parameter in messages.
@@ -461,10 +465,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(own)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         records = saved.get("parameters", {})
-        for tracked in list(self._tracked.values()):
-            tracked.adopt_state()
-        for index, record in records.items():
-            parameter = parameters[int(index)]
+        saved_ones = {parameters[int(index)]: record for index, record in records.items()}
+        for parameter, tracked in self._tracked.items():
+            # Present masks must not touch state that comes with masks of its own.
+            if parameter not in saved_ones:
+                tracked.adopt_state()
+        for parameter, record in saved_ones.items():
             tracked = self._tracked.get(parameter) or self._track(parameter)
             checkpoint.restore(tracked, record, self._name(parameter))
         self._effective_steps = int(saved.get("effective_steps", self._effective_steps))

@@ -40,6 +40,7 @@ class Tracked:
         mask_shape: shape of the mask as it was set; None after a mask of None.
         recipe: what made the mask, where that can be written down in a few numbers.
         kind: whether none, some or all entries are active.
+        differentiable: whether the optimizer's step is part of a graph.
         rests: whether no entry of the whole tensor is active, on any process.
         updates: the tensor's own step count.
     """
@@ -62,6 +63,7 @@ class Tracked:
         self.recipe: Any = None
         self.held: Held | None = None
         self.kind, self.rests = FULL, False
+        self.differentiable = False
         self.active_entries = self.layout.size
         self.keeper: Keeper | None = None
         self.empty_part: Tensor | None = None
@@ -344,6 +346,7 @@ class Tracked:
         """
         self.mask_shape = None if mask is None else tuple(mask.shape)
         self.held, self.updates = None, updates
+        self.views.clear()
         if not self.layout.size:
             return
         whole = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool)

@@ -120,6 +120,36 @@ def test_with_and_without_the_wrapper_all_active_is_bit_for_bit():
         assert_same(ends[0], model)
 
 
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_loading_over_other_masks_is_as_loading_into_a_new_optimizer(frozen_state, channels_last):
+    shape, ends = (4, 3, 2, 2), []
+    start = torch.randn(shape)
+    if channels_last:
+        start = start.to(memory_format=torch.channels_last)
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1), frozen_state=frozen_state)
+    for _ in range(4):
+        optimizer.set_mask(weight, torch.rand(shape) < 0.5)
+        weight.grad = torch.randn(shape)
+        optimizer.step()
+    saved, gradient = copy.deepcopy(optimizer.state_dict()), torch.randn(shape)
+    for other_masks in (False, True):
+        twin = torch.nn.Parameter(weight.detach().clone())
+        other = MaskedOptimizer(torch.optim.AdamW([twin], lr=0.1), frozen_state=frozen_state)
+        if other_masks:
+            other.set_mask(twin, torch.rand(shape) < 0.5)
+            twin.grad = torch.randn(shape)
+            other.step()
+            twin.data.copy_(weight.detach())
+        other.load_state_dict(copy.deepcopy(saved))
+        other.set_mask(twin, None)
+        twin.grad = gradient.clone()
+        other.step()
+        ends.append(twin.detach())
+    assert torch.equal(*ends)
+
+
 def test_a_plain_state_gives_every_entry_the_tensors_age_under_the_mask_that_is_set():
     weight = torch.nn.Parameter(torch.randn(4))
     plain = torch.optim.AdamW([weight])

@@ -266,6 +266,40 @@ def test_third_party_optimizers_freeze_too():
             assert torch.equal(weight.detach() != before, mask)
 
 
+@pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_a_tensor_frozen_as_a_whole_trains_again(frozen_state, bias_correction):
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = MaskedOptimizer(
+        torch.optim.AdamW([weight]), frozen_state=frozen_state, bias_correction=bias_correction
+    )
+    for mask in (None, torch.tensor(False), None, torch.rand(4, 3) < 0.5, torch.tensor(False), None):
+        optimizer.set_mask(weight, mask)
+        before = weight.detach().clone()
+        weight.grad = torch.randn(4, 3)
+        optimizer.step()
+        active = optimizer.get_mask(weight).expand(4, 3)
+        assert torch.equal(weight.detach() != before, active)
+
+
+def test_setting_the_mask_in_force_again_changes_nothing(parameter):
+    twin = torch.nn.Parameter(parameter.detach().clone())
+    states = []
+    for weight, again in ((parameter, False), (twin, True)):
+        torch.manual_seed(1)
+        optimizer = MaskedOptimizer(torch.optim.AdamW([weight]), frozen_state="drop")
+        for step in range(9):
+            if step % 3 == 0:
+                mask = torch.rand(6, 5) < 0.5
+            if again or step % 3 == 0:
+                optimizer.set_mask(weight, mask.clone())
+            weight.grad = torch.randn(6, 5, dtype=torch.float64)
+            optimizer.step()
+        states.append(optimizer.state_dict()["gradpolicy"]["parameters"][0]["ages"])
+    assert states[0]["active"] == states[1]["active"]
+    assert torch.equal(states[0]["slots"], states[1]["slots"])
+
+
 def test_added_groups_start_active():
     first, second = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     optimizer = MaskedOptimizer(torch.optim.AdamW([first]))
@@ -304,6 +338,12 @@ def test_a_wrong_mask_is_named(parameter, mask, message):
     named = torch.optim.AdamW([("head.weight", parameter)])
     with pytest.raises(PolicyError, match=rf"'head\.weight'.*{message}"):
         MaskedOptimizer(named).set_mask(parameter, mask)
+
+
+def test_a_differentiable_step_cannot_freeze(parameter):
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], differentiable=True))
+    with pytest.raises(PolicyError, match="differentiable=True"):
+        optimizer.set_mask(parameter, torch.tensor(False))
 
 
 def test_other_wrong_input_is_named(parameter):
