@@ -113,7 +113,13 @@ def _newest_good(place: Path, name: str) -> Path | None:
             read_checkpoint(path)
         except PolicyError as error:
             rank_zero_warn(f"passed over: {error}")
-            continue
+            if name != LAST_NAME:
+                continue
+            # Rather another checkpoint of the same run than one of another run.
+            beside = _newest_good(path.parent, "*.ckpt")
+            if beside is None:
+                continue
+            return beside
         return path
     return None
 

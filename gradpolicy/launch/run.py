@@ -103,6 +103,8 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         subject = build_subject(container)
         if checkpoint is not None:
             check_fits(checkpoint, subject.model)
+            if settings.train:
+                console.print(f"going on from {checkpoint}", soft_wrap=True)
         check_places(subject.model, subject.policies)
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
             console.print(make_run_plan(subject, settings.seed))

@@ -36,6 +36,17 @@ def test_last_is_the_newest_that_can_be_read(tmp_path: Path, model: nn.Module) -
         assert find_checkpoint("last", [tmp_path]) == good
 
 
+def test_another_checkpoint_of_the_same_run_comes_before_those_of_other_runs(
+    tmp_path: Path, model: nn.Module
+) -> None:
+    save(tmp_path / "old/checkpoints/last.ckpt", model, age=10)
+    best = save(tmp_path / "new/checkpoints/best.ckpt", model, age=20)
+    cut = save(tmp_path / "new/checkpoints/last.ckpt", model)
+    cut.write_bytes(cut.read_bytes()[:200])
+    with pytest.warns(UserWarning, match="passed over"):
+        assert find_checkpoint("last", [tmp_path]) == best
+
+
 def test_the_runs_own_directory_comes_before_all_runs(tmp_path: Path, model: nn.Module) -> None:
     own = save(tmp_path / "own/checkpoints/last.ckpt", model, age=50)
     save(tmp_path / "other/checkpoints/last.ckpt", model)
