@@ -75,8 +75,10 @@ class MaskedZero(MaskedOptimizer):
         }
         records |= {int(index): record for index, record in saved.get("parameters", {}).items()}
         super().load_state_dict({**own, checkpoint.KEY: {**saved, "parameters": records}})
-        for tracked in self.local._tracked.values():
-            tracked.adopt_state()
+        recorded = {parameters[index] for index in records}
+        for parameter, tracked in self.local._tracked.items():
+            if parameter not in recorded:
+                tracked.adopt_state()
         for index, record in records.items():
             parameter = parameters[index]
             if self.owns(parameter):
