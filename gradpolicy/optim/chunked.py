@@ -7,6 +7,7 @@ costs several fused steps. So a mask is a number here: all bits set or none, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class _AllOneAge:
         self.room = _Room(job, job.parameter.dtype, 1 + len(job.moments))
         self.step = torch.tensor(float(job.ages[0] + 1))
         self.scale = None if settings.scale == 1.0 else torch.tensor(settings.scale)
-        self.function = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
+        self.function: Any = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
         self.options = {
             "lr": settings.lr,
             "beta1": settings.beta1,
