@@ -64,7 +64,7 @@ class ParameterRules:
         Raises:
             PolicyError: If the module no longer has the parameter.
         """
-        current = self.module._parameters.get(self.attribute)
+        current = _held(self.module, self.attribute)
         if current is self._met and current is not None:
             return False
         if current is None:
@@ -87,7 +87,7 @@ class ParameterRules:
         Raises:
             PolicyError: Without fullgraph the compiler then leaves the module to eager mode.
         """
-        if self.module._parameters.get(self.attribute) is not self._met:
+        if _held(self.module, self.attribute) is not self._met:
             raise PolicyError(
                 f"policy {self.bindings[0].name!r}: the module holds another tensor for parameter "
                 f"{self.name!r} than when the policy was installed, and in compiled code the rule would "
@@ -127,6 +127,9 @@ class ParameterRules:
         if any(tensor is parameter for tensor, *_ in self._handles):
             return
         before = getattr(parameter, table)
+        if before and all(_is_ours(hook) for hook in before.values()):
+            # Another installation made the table; whichever goes last is to leave none.
+            before = None
         trains = parameter.requires_grad
         # Torch hangs no hook on a parameter that is frozen now, but keeps one that hangs there already.
         parameter.requires_grad_(True)
@@ -164,6 +167,18 @@ class ParameterRules:
     def __getstate__(self) -> dict:
         # Copies of a parameter come without its hooks.
         return {**self.__dict__, "_met": None, "_handles": [], "_has_run": False}
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(getattr(hook, "func", hook), "__self__", None), ParameterRules)
+
+
+def _held(module: nn.Module, attribute: str) -> Any:
+    # A ScriptModule's table of parameters has no get.
+    parameters = module._parameters
+    if attribute not in parameters:
+        return None
+    return parameters[attribute]
 
 
 def run_with_rules(

@@ -42,6 +42,25 @@ def test_a_parameter_that_was_replaced_later_gets_the_rule_too(net, batch, param
     assert net.head.weight._backward_hooks is None
 
 
+@pytest.mark.parametrize("first_removed", [0, 1])
+def test_the_table_of_hooks_is_as_before_in_whichever_order_installations_go(first_removed, net):
+    installations = [gp.install(net, [gp.Scale(2.0, params="head.weight")]) for _ in range(2)]
+    installations[first_removed].remove()
+    assert len(net.head.weight._backward_hooks) == 1
+    installations[1 - first_removed].remove()
+    assert net.head.weight._backward_hooks is None
+
+
+def test_parameters_of_a_script_module(batch):
+    model = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(4, 2)))
+    model(batch).sum().backward()
+    plain = model[0].weight.grad.clone()
+    model.zero_grad(set_to_none=True)
+    with gp.install(model, [gp.Scale(2.0, params="0.weight")]):
+        model(batch).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, 2 * plain)
+
+
 def test_a_parameter_that_is_gone_is_refused(net, batch):
     with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
         torch.nn.utils.parametrizations.weight_norm(net.head)
