@@ -5,6 +5,7 @@ Buffers are kept from step to step and hold only what the masks need.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,17 @@ def empty_value(optimizer: torch.optim.Optimizer, key: str, group: dict[str, Any
         if (kind.__name__, key) in EMPTY_VALUES:
             return EMPTY_VALUES[kind.__name__, key](group)
     return 0.0
+
+
+@functools.cache
+def _adagrad_fills_its_state_at_once() -> bool:
+    """Whether Adagrad's constructor makes the state, as up to torch 2.11, and its step never does."""
+    return bool(torch.optim.Adagrad([torch.zeros(1, requires_grad=True)]).state)
+
+
+def makes_state_again(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step makes the state of a parameter that has none."""
+    return not (isinstance(optimizer, torch.optim.Adagrad) and _adagrad_fills_its_state_at_once())
 
 
 def entry_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradpolicy.optim import adam, moves, native
 from gradpolicy.optim.cohorts import CHUNK, Cohorts, Slots
-from gradpolicy.optim.general import Keeper, empty_value, entry_state
+from gradpolicy.optim.general import Keeper, empty_value, entry_state, makes_state_again
 from gradpolicy.optim.layout import (
     Layout,
     as_sharded,
@@ -299,7 +299,7 @@ class Tracked:
         if not state:
             return
         restart = self.bias_correction == "entry"
-        if restart and (self.frozen_state == "drop" or not self.exact):
+        if restart and (self.frozen_state == "drop" or not self.exact) and makes_state_again(self.inner):
             self.inner.state.pop(self.parameter)
             self.updates = 0
             return
