@@ -25,7 +25,7 @@ from gradpolicy.launch.app import main as train
 from gradpolicy.launch.app import quoted
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.pruning import PRUNED
+from gradpolicy.launch.pruning import PRUNED, make_pruner
 from gradpolicy.launch.report import RESULT, Result
 from gradpolicy.launch.sweep import summarize
 
@@ -204,7 +204,7 @@ def open_study(url: str, name: str, goal: Any, seed: int) -> optuna.Study:
         direction=goal,
         # Another seed for what comes after: the same one would draw the first trials again.
         sampler=optuna.samplers.TPESampler(seed=seed + done),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2),
+        pruner=make_pruner(),
         load_if_exists=True,
     )
     optuna.storages.fail_stale_trials(study)

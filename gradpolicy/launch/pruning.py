@@ -9,6 +9,16 @@ from gradpolicy.errors import PolicyError, nearest
 PRUNED = "pruned"
 
 
+def make_pruner() -> Any:
+    """Ends a trial below the median of the others, after five trials and not in its first two reports.
+
+    A study does not keep its pruner: what draws the trials and what runs them make the same one.
+    """
+    import optuna
+
+    return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2)
+
+
 class ReportToStudy(Callback):
     """Reports a metric to a study after each validation; `scripts/sweep.py` adds it to each trial.
 
@@ -45,6 +55,6 @@ class ReportToStudy(Callback):
         if self._trial is None:
             import optuna
 
-            study = optuna.load_study(study_name=self.study, storage=self.storage)
+            study = optuna.load_study(study_name=self.study, storage=self.storage, pruner=make_pruner())
             self._trial = optuna.trial.Trial(study, self.trial)
         return self._trial
