@@ -59,6 +59,9 @@ def install(
         >>> "forward" in model[1].__dict__
         False
     """
+    if torch.compiler.is_compiling():
+        # Without fullgraph the compiler then leaves this to eager mode, where it works.
+        raise PolicyError("policies cannot be installed within compiled code: install them before the call")
     return Installed(model, _named(policies), entry_points or {})
 
 

@@ -190,10 +190,6 @@ def _nearest_operation(specification: object) -> str:
     return nearest(name, {*operation_names(), *_torch_names()})
 
 
-# Under torch.compile it runs while tracing, and its result is a constant.
-resolve_operation.__dict__["_dynamo_marked_constant"] = True
-
-
 def name_of(function: Function) -> str:
     """The name of the operation that a torch function is a spelling of, for messages."""
     return _named_after(function) or str(getattr(function, "__name__", function))

@@ -100,6 +100,21 @@ def test_installing_again_on_a_compiled_model(batch, parameter_gradients, same):
             assert [row.operations_matched for row in installed.report().rows] == [1, 2]
 
 
+def test_installing_within_compiled_code_is_refused_or_left_to_eager_mode(batch, gradient):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def run(x):
+        with gp.install(model, [gp.Deconv()]):
+            return model(x)
+
+    with pytest.raises(Exception, match="cannot be installed within compiled code"):
+        torch.compile(run, backend="eager", fullgraph=True)(batch)
+    torch._dynamo.reset()
+    expected, _ = gradient(run, batch)
+    found, _ = gradient(torch.compile(run, backend="eager"), batch)
+    torch.testing.assert_close(found, expected)
+
+
 def function_of_many(x):
     return torch.round(x) + F.relu(-x) + torch.sign(x)
 
