@@ -25,7 +25,7 @@ def library() -> ctypes.CDLL | None:
     source = Path(__file__).with_name("kernel.c")
     loaded = compiled(source, "masked updates run on plain torch operations: 3 to 7 fused steps each")
     if loaded is not None:
-        for name in ("adam", "recode", "clear", "bits", "repack"):
+        for name in ("adam", "recode", "clear", "bits"):
             getattr(loaded, f"gradpolicy_{name}").restype = None
         loaded.gradpolicy_count.restype = ctypes.c_int64
     return loaded
@@ -109,7 +109,7 @@ def repack(
         old: bits and offsets of the entries in `values`; None: all.
         new: bits and offsets of the entries in `result`; None: all.
         values: what is held now.
-        result: filled.
+        result: filled; it may share its beginning with `values` where `old` and `new` are given.
         size: entries of the whole tensor.
         newcomer: for entries that `values` lacks; 0 where these are no codes.
     """
@@ -118,5 +118,4 @@ def repack(
         return False
     tensors = [*(old or (None, None)), *(new or (None, None)), values, result]
     sizes = (ctypes.c_int64(size), values.element_size(), newcomer, torch.get_num_threads())
-    kernel.gradpolicy_repack(*(_pointer(tensor) for tensor in tensors), *sizes)
-    return True
+    return bool(kernel.gradpolicy_repack(*(_pointer(tensor) for tensor in tensors), *sizes))

@@ -11,6 +11,8 @@ from gradpolicy.optim import native
 
 GRAIN = 1 << 15
 """Entries between two stored counts, so that work can start in the middle of a tensor."""
+SPARE = 64
+"""One value in so many is held to spare: the next random mask of the same density has a few more entries."""
 
 
 def _pack_bits(flags: Tensor) -> Tensor:
@@ -31,6 +33,21 @@ def _bits(flags: Tensor) -> tuple[Tensor, Tensor]:
 def _unpack_bits(bits: Tensor, count: int) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:count].bool()
+
+
+def _with_spare(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty vector, with some memory behind it on a CPU."""
+    spare = count // SPARE if device.type == "cpu" else 0
+    return torch.empty(count + spare, dtype=dtype, device=device)[:count]
+
+
+def _in_place(packed: Tensor, count: int) -> Tensor | None:
+    """The memory of `packed` as `count` values; None where it is too little or over twice the spare."""
+    room = packed.untyped_storage().nbytes() // packed.element_size()
+    own = packed.is_cpu and packed.is_contiguous() and packed.storage_offset() == 0
+    if not own or not count <= room <= count + 2 * count // SPARE:
+        return None
+    return packed.new_empty(0).set_(packed.untyped_storage(), 0, (count,))  # type: ignore[call-overload]
 
 
 class Held:
@@ -74,6 +91,10 @@ class Held:
         assert self.offsets is not None
         return self.bits, self.offsets
 
+    def vector(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An empty vector of one value for each entry held."""
+        return _with_spare(self.count * self.block, dtype, device)
+
     def flags(self) -> Tensor:
         """One flag a block."""
         if self.rows is not None:
@@ -106,7 +127,7 @@ class Held:
         block = self.block if block is None else block
         if self.rows is not None:
             return values.view(-1, block).index_select(0, self.rows).view(-1)
-        packed = torch.empty(self.count, dtype=values.dtype, device=values.device)
+        packed = self.vector(values.dtype, values.device)
         if native.repack(None, self._index, values, packed, self.size):
             return packed
         for positions, place in self.chunks():
@@ -114,9 +135,14 @@ class Held:
         return packed
 
     def move(self, packed: Tensor, other: Held, newcomer: int = 0) -> Tensor:
-        """What is held here as `other` holds it, with `newcomer` for those not held here."""
+        """What is held here as `other` holds it, with `newcomer` for those not held here.
+
+        `packed` is given up: its memory is written over where that will do, for fresh memory is slow.
+        """
         if self.rows is None and other.rows is None:
-            result = torch.empty(other.count, dtype=packed.dtype, device=packed.device)
+            result = _in_place(packed, other.count)
+            if result is None:
+                result = other.vector(packed.dtype, packed.device)
             if native.repack(self._index, other._index, packed, result, self.size, newcomer):
                 return result
         moved = other.pack(self.unpack(packed))

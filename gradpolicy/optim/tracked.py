@@ -224,7 +224,7 @@ class Tracked:
             return torch.zeros_like(self.parameter, memory_format=torch.preserve_format)
         own = local_shard(self.parameter)
         dtype = own.dtype.to_real() if own.is_complex() else own.dtype
-        return torch.zeros(self.held.count * self.held.block, dtype=dtype, device=own.device)
+        return self.held.vector(dtype, own.device).zero_()
 
     def dense_state(self) -> dict[str, Any]:
         """The state as the wrapped optimizer itself would hold it: 0 where nothing is held."""
