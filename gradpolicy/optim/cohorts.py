@@ -110,6 +110,8 @@ class Cohorts:
     @classmethod
     def restored(cls, codes: Tensor, block: int, slots: Slots) -> Cohorts:
         """Cohorts as they were saved."""
+        if codes.numel() == 1:
+            codes, slots = _of_one_code(codes, slots)
         cohorts = cls(codes.numel() * block, 0, codes.device)
         cohorts.codes, cohorts.block = codes, block
         cohorts.births, cohorts.paused = [-age for age in slots.active], list(slots.frozen)
@@ -189,6 +191,13 @@ class Cohorts:
             return [(flag, active, 0) for flag in flags]
         sides = [(False, len(self.paused)), (True, len(self.births))]
         return [(flag, side, slot) for flag in flags for side, count in sides for slot in range(count)]
+
+
+def _of_one_code(code: Tensor, slots: Slots) -> tuple[Tensor, Slots]:
+    """The code and the age of a tensor that shares one, as its only slot."""
+    active, age = bool(code < 0), int(slots.table()[slot_index(code, slots.most).cpu()])
+    code = torch.tensor([-128 if active else 0], dtype=torch.int8, device=code.device)
+    return code, Slots((age,), ()) if active else Slots((), (age,))
 
 
 def _age_after(old: Slots, pair: Pair, forget: bool) -> int:

@@ -315,16 +315,14 @@ class MaskedOptimizer(torch.optim.Optimizer):
             t for t in self._tracked.values() if t.exact and t.kind is not FROZEN and not t.inner_steps_it
         ]
         gradients = {t: t.parameter.grad for t in exact if t.parameter.grad is not None}
-        hidden = [*gradients, *(t for t in self._tracked.values() if t.kind is FROZEN)]
+        hidden = [*gradients, *(t for t in self._tracked.values() if t.waits)]
         stepped = [
             t
             for t in self._tracked.values()
-            if t not in gradients and t.kind is not FROZEN and (t.parameter.grad is not None or closure)
+            if t not in gradients and not t.waits and (t.parameter.grad is not None or closure)
         ]
         elsewhere = [
-            t
-            for t in self._tracked.values()
-            if t.kind is FROZEN and not t.rests and t.parameter.grad is not None
+            t for t in self._tracked.values() if t.waits and not t.rests and t.parameter.grad is not None
         ]
         for tracked in stepped:
             tracked.complete_state()

@@ -67,7 +67,7 @@ class Tracked:
         self.active_entries = self.layout.size
         self.keeper: Keeper | None = None
         self.empty_part: Tensor | None = None
-        self.applied_as: str | None = None
+        self.applied_as: tuple[str, bool] | None = None
         self.views: dict[str, tuple[Tensor, Tensor]] = {}
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.updates = _steps(inner.state.get(parameter, {}))
@@ -95,11 +95,13 @@ class Tracked:
         if not self.layout.size:
             self.empty_part = local_mask(mask, self.parameter)
             self.kind = FROZEN if self.rests else FULL
+            if self.rests and self.forgets:
+                self._empty_whole()
             return
         flags, block = self._take_flags(mask)
-        if self.applied_as == self.frozen_state and self._is_in_force(flags, block):
+        if self.applied_as == (self.frozen_state, self.rests) and self._is_in_force(flags, block):
             return
-        self.applied_as = self.frozen_state
+        self.applied_as = (self.frozen_state, self.rests)
         old = self.held
         self.views.clear()
         if self._repack(flags, block):
@@ -151,7 +153,7 @@ class Tracked:
         return native.count(mask.reshape(-1)) == 0
 
     def _ready_keeper(self) -> None:
-        if self.exact or self.kind is not PARTIAL:
+        if self.exact or self.kind is FULL or self.waits:
             self.keeper = None
             return
         self.keeper = self.keeper or Keeper(self.layout)
@@ -283,8 +285,7 @@ class Tracked:
             self._empty_whole()
         elif self.kind is PARTIAL and self.forgets and not packs:
             self._empty_frozen()
-        if self.exact and self.cohorts.uniform and self.kind is FULL and self.bias_correction == "entry":
-            self._set_step(self.cohorts.slots.active[0])
+        self._set_step_by_age()
 
     def _empty_frozen(self) -> None:
         active, block = self.active_flags()
@@ -298,7 +299,8 @@ class Tracked:
         state = self.inner.state.get(self.parameter)
         if not state:
             return
-        restart = self.bias_correction == "entry"
+        # Ages are an entry's; an inexact optimizer's count is the whole tensor's, on every process alike.
+        restart = self.bias_correction == "entry" and (self.exact or self.rests)
         if restart and (self.frozen_state == "drop" or not self.exact) and makes_state_again(self.inner):
             self.inner.state.pop(self.parameter)
             self.updates = 0
@@ -310,6 +312,11 @@ class Tracked:
                 value.fill_(empty_value(self.inner, key, self._group()))
         if restart:
             self._set_step(0)
+
+    def _set_step_by_age(self) -> None:
+        """Have the wrapped optimizer's own step count from the age, where all entries share one."""
+        if self.exact and self.cohorts.uniform and self.kind is FULL and self.bias_correction == "entry":
+            self._set_step(self.cohorts.slots.active[0])
 
     def _set_step(self, count: int) -> None:
         if isinstance(self.state.get("step"), Tensor):
@@ -349,8 +356,10 @@ class Tracked:
         self.views.clear()
         if not self.layout.size:
             return
-        whole = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool)
-        flags, block = self._take_flags(whole if mask is None else mask)
+        mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool) if mask is None else mask
+        if is_sharded(self.parameter):
+            self.rests = self._rests_under(mask)
+        flags, block = self._take_flags(mask)
         if numbers is None:
             values, values_block = torch.zeros(1, dtype=torch.int8, device=flags.device), self.layout.size
         else:
@@ -370,8 +379,10 @@ class Tracked:
             self._pack()
         elif self.kind is FROZEN and self.frozen_state == "drop":
             self._empty_whole()
+        # Of processes whose parts have different ages, the checkpoint holds the step count of one.
+        self._set_step_by_age()
         self._ready_keeper()
-        self.applied_as = self.frozen_state
+        self.applied_as = (self.frozen_state, self.rests)
 
     def restore_parts(self, mask: Tensor, ages: Tensor, shape: tuple[int, ...] | None, updates: int) -> None:
         """Take flags and ages of each entry, of which this process keeps its part.
@@ -441,6 +452,15 @@ class Tracked:
         if self.kind is not FULL:
             return False
         return not self.exact or self.bias_correction == "tensor" or self.cohorts.uniform
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step passes the tensor by.
+
+        Not where an optimizer without an exact path updates parts on other processes: what that counts for
+        the whole tensor goes on here too, and frozen entries are put back.
+        """
+        return self.kind is FROZEN and (self.rests or self.exact)
 
     def complete_state(self) -> None:
         """Make moments again that were dropped, where the wrapped optimizer would not."""

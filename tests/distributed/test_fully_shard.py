@@ -12,12 +12,18 @@ from combinations import combinations
 from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradpolicy import MaskedOptimizer
+from gradpolicy.distributed.sharded_checkpoint import cut_as
 from gradpolicy.freeze.recipe import RandomMask
 
 STEPS, SAVED_AT = 10, 5
@@ -25,6 +31,8 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    # Its step count and its product of momenta are the whole tensor's.
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.05),
 }
 LEVELS, FROZEN_STATES = ("tensor", "row", "entry", "recipe"), ("keep", "zero", "drop")
 FAST_RUNS = [
@@ -36,6 +44,8 @@ FAST_RUNS = [
     ("entry", "keep", "fused"),
     ("tensor", "drop", "sgd"),
     ("entry", "zero", "sgd"),
+    ("row", "keep", "nadam"),
+    ("row", "zero", "nadam"),
 ]
 FAST_CHECKPOINTS = [
     ("tensor", "zero"),
@@ -212,3 +222,61 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_four_and_the_reverse(
         saving(save_after_half, level, frozen_state, folder)
         for found in loading(load_and_finish, level, frozen_state, folder):
             assert agree(found, wanted)
+
+
+# ---- ranks whose parts have ages of their own
+
+
+def train_late_rows(model: nn.Module, optimizer: MaskedOptimizer, steps: range) -> None:
+    """The first rows pause in step 0, the later ones up to step 3; a parameter of one row is a later one."""
+    for step in steps:
+        for parameter in model.parameters():
+            number = torch.arange(parameter.shape[0]).view(-1, *(1,) * (parameter.dim() - 1))
+            late = number >= parameter.shape[0] // 2
+            optimizer.set_mask(parameter, late if step == 0 else ~late if step < 4 else late | ~late)
+        optimizer.zero_grad()
+        model(
+            torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(here())
+        ).square().mean().backward()
+        optimizer.step()
+
+
+def late_rows_from_a_file(file: str, frozen_state: str, kind: str) -> Facts:
+    """Goes on from what one process saved, as `FullyShardStrategy` does it."""
+    model, optimizer = made(frozen_state, kind, sharded=True)
+    saved = torch.load(file, weights_only=True)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, saved["model"], options=options)
+    optimizer.load_state_dict(cut_as(saved["optimizer"], list(model.parameters())))
+    train_late_rows(model, optimizer, range(SAVED_AT, STEPS))
+    return facts(model, optimizer)
+
+
+def late_rows_through_a_checkpoint(folder: str, frozen_state: str, kind: str) -> Facts:
+    model, optimizer = made(frozen_state, kind, sharded=True)
+    train_late_rows(model, optimizer, range(SAVED_AT))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    resumed, other = made(frozen_state, kind, sharded=True)
+    weights, state = get_state_dict(resumed, other)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(resumed, other, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    train_late_rows(resumed, other, range(SAVED_AT, STEPS))
+    return facts(resumed, other)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "nadam"])
+@pytest.mark.parametrize("frozen_state", FROZEN_STATES)
+def test_each_rank_resumes_with_the_ages_of_its_own_part(
+    pair: ProcessPool, tmp_path: Path, frozen_state: str, kind: str
+) -> None:
+    model, optimizer = made(frozen_state, kind, sharded=False)
+    train_late_rows(model, optimizer, range(SAVED_AT))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file")
+    train_late_rows(model, optimizer, range(SAVED_AT, STEPS))
+    wanted = facts(model, optimizer)
+    for found in pair(late_rows_through_a_checkpoint, str(tmp_path / "folder"), frozen_state, kind):
+        assert same(found, wanted)
+    for found in pair(late_rows_from_a_file, str(tmp_path / "file"), frozen_state, kind):
+        assert same(found, wanted)

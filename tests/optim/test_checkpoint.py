@@ -163,6 +163,23 @@ def test_a_plain_state_gives_every_entry_the_tensors_age_under_the_mask_that_is_
     assert (optimizer.state[weight]["exp_avg"] != 0).tolist() == [True, False, True, True]
 
 
+def test_a_saved_age_outweighs_the_tensors_step_count():
+    """A checkpoint of many processes holds the step count of one that may have none of the entries."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1), frozen_state="zero")
+    for active in (True, True, False, True):
+        optimizer.set_mask(weight, torch.tensor([active]))
+        weight.grad = torch.ones(1)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["step"].fill_(4)
+    other = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1), frozen_state="zero")
+    other.load_state_dict(saved)
+    other.set_mask(weight, torch.tensor([True]))
+    assert other.age(weight).tolist() == [1]
+    assert other.state[weight]["step"] == 1
+
+
 def test_parameters_added_before_saving_come_back():
     def build():
         weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
