@@ -122,21 +122,24 @@ static inline int64_t held_before(const repacking *r, const int64_t *offsets, in
     return offsets ? offsets[part] : start;
 }
 
-/* Newcomers first, everywhere; then what stays, at its new place. */
+/* Newcomers first: of the whole part where words hold few, else of a word; then what stays, at its new place. */
 #define REPACK(TYPE) do { \
     const TYPE *from = (const TYPE *)old, *from_end = from + leaving; \
     TYPE *to = (TYPE *)r->result + held_before(r, r->new_offsets, part), *to_end = to + coming; \
-    for (int64_t i = 0; i < coming; i++) to[i] = (TYPE)r->newcomer; \
+    const int at_once = coming < GRAIN / 4; \
+    for (int64_t i = 0; at_once && i < coming; i++) to[i] = (TYPE)r->newcomer; \
     for (int64_t base = part * GRAIN; base < stop; base += 64) { \
         const uint64_t had = held_at(r->old_bits, base, r->size), wanted = held_at(r->new_bits, base, r->size); \
         const int leave = __builtin_popcountll(had), come = __builtin_popcountll(wanted); \
         const int roomy = from_end - from >= leave + 8 && to_end - to >= come + 8; \
         if (had == wanted) memcpy(to, from, (size_t)come * sizeof(TYPE)); \
-        else if (!roomy || !vector_repack(from, to, had, wanted, sizeof(TYPE), r->newcomer)) \
+        else if (!roomy || !vector_repack(from, to, had, wanted, sizeof(TYPE), r->newcomer)) { \
+            for (int i = 0; !at_once && i < come; i++) to[i] = (TYPE)r->newcomer; \
             for (uint64_t stays = had & wanted; stays; stays &= stays - 1) { \
                 const int bit = __builtin_ctzll(stays); \
                 to[ranked(wanted, bit)] = from[ranked(had, bit)]; \
             } \
+        } \
         from += leave; \
         to += come; \
     } } while (0)
