@@ -40,7 +40,8 @@ def save(
     for index, parameter in enumerate(parameters):
         if parameter in tracked:
             records[index] = _record(tracked[parameter])
-            state = tracked[parameter].state_to_save()
+            # A process may have dropped all of its state while others have theirs.
+            state = tracked[parameter].state_to_save(bool(inner.state) or effective_steps > 0)
             if state:
                 result["state"][index] = state
     result[KEY] = {"version": VERSION, "effective_steps": effective_steps, "parameters": records}

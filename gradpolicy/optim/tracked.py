@@ -334,11 +334,11 @@ class Tracked:
         slots = codes & torch.iinfo(codes.dtype).max
         return self.layout.logical(slots, self.cohorts.block, self.parameter).clone()
 
-    def state_to_save(self) -> dict[str, Any]:
-        """The dense state; where an exact update is still to begin, the state it begins with."""
+    def state_to_save(self, begun: bool) -> dict[str, Any]:
+        """The dense state; where updates have begun but not here, the state that an exact one begins with."""
         state = self.dense_state()
         group = self._group()
-        if self.exact and self.inner.state and not all(key in state for key in self.moment_keys(group)):
+        if self.exact and begun and not all(key in state for key in self.moment_keys(group)):
             state = {**self._first_state(group, set(state), dense=True), **state}
         return state
 

@@ -252,9 +252,9 @@ def late_rows_from_a_file(file: str, frozen_state: str, kind: str) -> Facts:
     return facts(model, optimizer)
 
 
-def late_rows_through_a_checkpoint(folder: str, frozen_state: str, kind: str) -> Facts:
+def late_rows_through_a_checkpoint(folder: str, frozen_state: str, kind: str, saved_at: int) -> Facts:
     model, optimizer = made(frozen_state, kind, sharded=True)
-    train_late_rows(model, optimizer, range(SAVED_AT))
+    train_late_rows(model, optimizer, range(saved_at))
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
     resumed, other = made(frozen_state, kind, sharded=True)
@@ -262,7 +262,7 @@ def late_rows_through_a_checkpoint(folder: str, frozen_state: str, kind: str) ->
     loaded = {"model": weights, "optimizer": state}
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(resumed, other, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    train_late_rows(resumed, other, range(SAVED_AT, STEPS))
+    train_late_rows(resumed, other, range(saved_at, STEPS))
     return facts(resumed, other)
 
 
@@ -276,7 +276,15 @@ def test_each_rank_resumes_with_the_ages_of_its_own_part(
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file")
     train_late_rows(model, optimizer, range(SAVED_AT, STEPS))
     wanted = facts(model, optimizer)
-    for found in pair(late_rows_through_a_checkpoint, str(tmp_path / "folder"), frozen_state, kind):
+    folder = str(tmp_path / "folder")
+    for found in pair(late_rows_through_a_checkpoint, folder, frozen_state, kind, SAVED_AT):
         assert same(found, wanted)
     for found in pair(late_rows_from_a_file, str(tmp_path / "file"), frozen_state, kind):
         assert same(found, wanted)
+
+
+def test_a_rank_that_has_dropped_all_its_state_saves_and_resumes(pair: ProcessPool, tmp_path: Path) -> None:
+    model, optimizer = made("drop", "adamw", sharded=False)
+    train_late_rows(model, optimizer, range(STEPS))
+    for found in pair(late_rows_through_a_checkpoint, str(tmp_path), "drop", "adamw", 3):
+        assert same(found, facts(model, optimizer))
