@@ -5,7 +5,9 @@ Buffers are kept from step to step and hold only what the masks need.
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +41,24 @@ def _adagrad_fills_its_state_at_once() -> bool:
 def makes_state_again(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step makes the state of a parameter that has none."""
     return not (isinstance(optimizer, torch.optim.Adagrad) and _adagrad_fills_its_state_at_once())
+
+
+def state_of_a_first_step(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]
+) -> dict[str, Any]:
+    """The state that an optimizer makes of a parameter at a step with gradient 0; changes neither."""
+    stand_in = torch.zeros_like(parameter, memory_format=torch.preserve_format).requires_grad_()
+    stand_in.grad = torch.zeros_like(stand_in)
+    other = copy.copy(optimizer)
+    other.__dict__ |= {
+        "state": defaultdict(dict),
+        "param_groups": [{**group, "params": [stand_in]}],
+        "_optimizer_step_pre_hooks": OrderedDict(),
+        "_optimizer_step_post_hooks": OrderedDict(),
+    }
+    # By its class: a learning-rate scheduler counts calls of the instance's own.
+    type(optimizer).step(other)
+    return dict(other.state[stand_in])
 
 
 def entry_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:

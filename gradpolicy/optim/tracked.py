@@ -11,7 +11,13 @@ from torch import Tensor
 
 from gradpolicy.optim import adam, moves, native
 from gradpolicy.optim.cohorts import CHUNK, Cohorts, Slots
-from gradpolicy.optim.general import Keeper, empty_value, entry_state, makes_state_again
+from gradpolicy.optim.general import (
+    Keeper,
+    empty_value,
+    entry_state,
+    makes_state_again,
+    state_of_a_first_step,
+)
 from gradpolicy.optim.layout import (
     Layout,
     as_sharded,
@@ -340,6 +346,9 @@ class Tracked:
         group = self._group()
         if self.exact and begun and not all(key in state for key in self.moment_keys(group)):
             state = {**self._first_state(group, set(state), dense=True), **state}
+        elif begun and not state and is_sharded(self.parameter):
+            # A sharded checkpoint has one form, whatever rests; restoring empties it again.
+            state = state_of_a_first_step(self.inner, self.parameter, group)
         return state
 
     def restore(self, mask: Tensor | None, slots: Slots, numbers: Tensor | None, updates: int) -> None:
@@ -377,7 +386,7 @@ class Tracked:
         """Bring the loaded, dense state in the form that the masks ask for."""
         if self.kind is PARTIAL and self.exact and self.frozen_state == "drop":
             self._pack()
-        elif self.kind is FROZEN and self.frozen_state == "drop":
+        elif self.kind is FROZEN and (self.frozen_state == "drop" or (self.forgets and not self.exact)):
             self._empty_whole()
         # Of processes whose parts have different ages, the checkpoint holds the step count of one.
         self._set_step_by_age()

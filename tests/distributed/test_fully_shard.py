@@ -283,8 +283,13 @@ def test_each_rank_resumes_with_the_ages_of_its_own_part(
         assert same(found, wanted)
 
 
-def test_a_rank_that_has_dropped_all_its_state_saves_and_resumes(pair: ProcessPool, tmp_path: Path) -> None:
-    model, optimizer = made("drop", "adamw", sharded=False)
+@pytest.mark.parametrize(
+    ("frozen_state", "kind"), [("drop", "adamw"), ("zero", "nadam"), ("drop", "nadam"), ("zero", "sgd")]
+)
+def test_a_checkpoint_is_whole_while_tensors_without_state_rest(
+    pair: ProcessPool, tmp_path: Path, frozen_state: str, kind: str
+) -> None:
+    model, optimizer = made(frozen_state, kind, sharded=False)
     train_late_rows(model, optimizer, range(STEPS))
-    for found in pair(late_rows_through_a_checkpoint, str(tmp_path), "drop", "adamw", 3):
+    for found in pair(late_rows_through_a_checkpoint, str(tmp_path), frozen_state, kind, 3):
         assert same(found, facts(model, optimizer))
