@@ -1,6 +1,7 @@
 """What masked updates cost in time and memory, against torch's fused AdamW taken in turn with them."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -93,10 +94,10 @@ def drop_memory() -> list[Row]:
 def mask_change() -> list[Row]:
     """Setting new masks on all entries, against one fused step."""
     baseline, rows = fused(), []
-    for state in ("keep", "zero", "drop"):
-        optimizer = masked((ROWS, COLUMNS), 0.1, 4, frozen_state=state)
+    for state, density in product(("keep", "zero", "drop"), (0.1, 0.5)):
+        optimizer = masked((ROWS, COLUMNS), density, 4, frozen_state=state)
         parameter = optimizer.param_groups[0]["params"][0]
-        masks = [torch.rand(ROWS, COLUMNS) < 0.1 for _ in range(2)]
+        masks = [torch.rand(ROWS, COLUMNS) < density for _ in range(2)]
 
         def change(
             masks: list[Tensor] = masks, optimizer: MaskedOptimizer = optimizer, own: Tensor = parameter
@@ -104,7 +105,8 @@ def mask_change() -> list[Row]:
             masks.reverse()
             optimizer.set_masks({own: masks[0]})
 
-        rows.append(paired_ratio(f"new entry masks, {state}, 10% active", change, baseline, target=1.0))
+        name = f"new entry masks, {state}, {density:.0%} active"
+        rows.append(paired_ratio(name, change, baseline, target=1.0))
     return rows
 
 
