@@ -161,7 +161,7 @@ def _finish(parts: Path, unsharded: Any, path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     (parts / MARKER).touch()
-    _sync_folder(parts)
+    sync_folder(parts)
     take_place(parts, path)
 
 
@@ -176,7 +176,7 @@ def take_place(parts: Path, path: Path) -> None:
         _discard(former)
         os.rename(path, former)
     os.rename(parts, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     remove_whole(former)
 
 
@@ -196,7 +196,8 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{suffix}")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder last through a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

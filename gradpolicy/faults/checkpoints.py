@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from gradpolicy.distributed.sharded_checkpoint import is_sharded_checkpoint, read_as_one
+from gradpolicy.distributed.sharded_checkpoint import is_sharded_checkpoint, read_as_one, sync_folder
 
 _PART = ".part"
 
@@ -71,7 +71,7 @@ def write_whole(content: Any, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         # torch.save reports a failed write as a RuntimeError whose context is the OSError.
         cause = _os_error(error)
@@ -96,12 +96,3 @@ def _what_is_left(path: Path) -> str:
     if not left:
         return "there is no former checkpoint"
     return f"{left[-1].name} of before is whole: make room and resume from it (ckpt_path=last)"
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the new name last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

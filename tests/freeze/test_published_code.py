@@ -27,7 +27,6 @@ def rigl_torch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("rigl_torch.RigL")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("rigl_torch") is None, reason="rigl-torch is not installed")
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("density", [0.1, 0.5])
 def test_rigl_torch_chooses_the_same_topology(rigl_torch, prepared, density: float, window: int) -> None:
