@@ -1,17 +1,25 @@
-"""Masks against those of a published package, run on the same inputs."""
+"""Masks, rates and steps against those of the authors' published code, on the same inputs.
+
+rigl-torch is run; what the other repositories' code does is on record, see recorded/record.py.
+"""
 
 import importlib
 import importlib.util
+import math
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import gradpolicy as gp
 
 STEPS, EVERY, END = 40, 4, 30
+RECORDED = Path(__file__).parent / "recorded"
 
 
 @pytest.fixture
@@ -64,3 +72,187 @@ def test_rigl_torch_chooses_the_same_topology(rigl_torch, prepared, density: flo
             assert torch.equal(weight, layer.weight)
         assert torch.equal(source.masks(step, 0)["weight"], scheduler.backward_masks[0])
     assert changes == (END - 1) // EVERY
+
+
+def recorded(name: str) -> tuple[dict[str, Tensor], Callable[[str], dict[str, Tensor]]]:
+    """What was recorded, and a function that gives the part under a prefix."""
+    everything = load_file(RECORDED / f"{name}.safetensors")
+
+    def under(prefix: str) -> dict[str, Tensor]:
+        return {
+            key.removeprefix(f"{prefix}/"): value.clone()
+            for key, value in everything.items()
+            if key.startswith(f"{prefix}/")
+        }
+
+    return everything, under
+
+
+def steps_with(
+    policy: gp.Freeze,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    weights: Mapping[str, Tensor],
+    gradients: list[dict[str, Tensor]],
+    first: int = 0,
+) -> Iterator[tuple[dict[str, nn.Parameter], gp.Freezer]]:
+    """Trains parameters with given gradients; yields after each step, with its masked gradients."""
+    parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
+    masked = gp.MaskedOptimizer(optimizer(parameters.values()))
+    freezer = gp.Freezer(parameters, masked, {"policy": policy})
+    for number, given in enumerate(gradients):
+        freezer.begin_step(first + number)
+        for name, parameter in parameters.items():
+            parameter.grad = given[name].clone() if parameter.requires_grad else None
+        freezer.observe()
+        masked.step()
+        freezer.finish_step()
+        yield parameters, freezer
+        masked.zero_grad()
+
+
+def child_tuning_adamw(parameters) -> torch.optim.Optimizer:
+    # Theirs adds eps before the bias correction; so small a one has no effect in either place.
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-12, weight_decay=0.0)
+
+
+def test_child_tuning_d_chooses_the_same_entries_and_takes_the_same_steps() -> None:
+    _, under = recorded("child_tuning")
+    gradients = [under(f"gradient/{number}") for number in range(8)]
+    source = gp.masks.TopK(0.3, by="fisher", window=8, before="freeze")
+    # The first pass gathers; in theirs, what is no "layer" does not take part and always trains.
+    course = steps_with(
+        gp.Freeze(source, params="layer.*"), child_tuning_adamw, under("weight"), gradients + gradients
+    )
+    theirs = under("mask/inf")
+    for step, (parameters, freezer) in enumerate(course):
+        if step < 8:
+            with torch.no_grad():
+                parameters["head"].copy_(under("weight")["head"])
+            continue
+        for name, mask in theirs.items():
+            assert torch.equal(freezer.mask_of(name), mask)
+            expected = under(f"D/weight/{step - 8}")[name]
+            torch.testing.assert_close(parameters[name].detach(), expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(parameters[name][~mask], under("weight")[name][~mask])
+
+
+def test_child_tuning_ds_code_clips_each_tensor_before_it_squares() -> None:
+    """By the paper the Fisher information is of the gradients as they are; theirs shifts it by clipping."""
+    _, under = recorded("child_tuning")
+    plain, clipped = under("mask/inf"), under("mask/1.0")
+    sums = {name: torch.zeros_like(mask, dtype=torch.float32) for name, mask in clipped.items()}
+    for number in range(8):
+        for name in sums:
+            gradient = under(f"gradient/{number}")[name]
+            sums[name] += (gradient / max(1.0, float(gradient.norm()) + 1e-6)) ** 2
+    source = gp.masks.TopK(0.3, by="fisher", window=1)
+    source.setup({name: torch.zeros_like(total) for name, total in sums.items()}, seed=0)
+    source.observe({name: total.sqrt() for name, total in sums.items()})
+    masks = source.masks(1, 0)
+    assert all(torch.equal(masks[name], mask) for name, mask in clipped.items())
+    assert any(not torch.equal(plain[name], clipped[name]) for name in plain)
+
+
+class Drawn(gp.masks.Random):
+    """Random with the draws of others."""
+
+    draws: list[dict[str, Tensor]]
+
+    def masks(self, step: int, epoch: int) -> dict[str, Tensor]:
+        return self.draws[step]
+
+
+def test_child_tuning_f_scales_alike_and_moves_alike_what_has_never_been_frozen() -> None:
+    """What freezes goes on moving by its momentum in theirs; by the paper, and here, it does not."""
+    _, under = recorded("child_tuning")
+    theirs = [under(f"F/gradient/{number}") for number in range(8)]
+    source = Drawn(0.3, rescale=True)
+    source.draws = [{name: gradient != 0 for name, gradient in given.items()} for given in theirs]
+    gradients = [under(f"gradient/{number}") for number in range(8)]
+    before, moved_on = under("weight"), False
+    always = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in before.items()}
+    for step, (parameters, _) in enumerate(
+        steps_with(gp.Freeze(source), child_tuning_adamw, before, gradients)
+    ):
+        after = under(f"F/weight/{step}")
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter.grad, theirs[step][name])
+            active = source.draws[step][name]
+            always[name] &= active
+            expected = after[name][always[name]]
+            torch.testing.assert_close(parameter.detach()[always[name]], expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(parameter.detach()[~active], before[name][~active])
+            if step:
+                earlier = under(f"F/weight/{step - 1}")[name]
+                moved_on |= not torch.equal(after[name][~active], earlier[~active])
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    assert moved_on
+    drawn = torch.cat([active.flatten() for draw in source.draws for active in draw.values()])
+    assert float(drawn.double().mean()) == pytest.approx(0.3, abs=4 * math.sqrt(0.21 / drawn.numel()))
+
+
+@pytest.mark.parametrize("ratio", ["0.4", "0.7"])
+def test_fish_chooses_the_same_entries(ratio: str) -> None:
+    everything, under = recorded("fish")
+    model = nn.ModuleDict({"body": nn.Linear(9, 16), "fc": nn.Linear(16, 4)}).double()
+    model.load_state_dict(under("weight"))
+    theirs = under(f"mask/{ratio}")
+    body = [mask for name, mask in theirs.items() if name.startswith("body")]
+    density = sum(int(mask.sum()) for mask in body) / sum(mask.numel() for mask in body)
+    source = gp.masks.TopK(density, by="fisher", window=10, before="freeze")
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    freezer = gp.Freezer(model, optimizer, {"fish": gp.Freeze(source, params="body.*")})
+    for step in range(10):
+        freezer.begin_step(step)
+        logits = model["fc"](torch.tanh(model["body"](everything["inputs"][step][None])))
+        nn.functional.cross_entropy(logits, everything["targets"][step][None]).backward()
+        freezer.observe()
+        optimizer.step()
+        freezer.finish_step()
+        optimizer.zero_grad()
+    freezer.begin_step(10)
+    assert all(
+        torch.equal(optimizer.get_mask(parameter).expand(parameter.shape), theirs[name])
+        for name, parameter in model.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("curve", ["linear", "squared", "cubic"])
+@pytest.mark.parametrize("scale", [True, False])
+def test_freezeout_anneals_and_freezes_alike(prepared, curve: str, scale: bool) -> None:
+    course = recorded("freezeout")[0][f"{curve}/{scale}"]
+    layers = {f"layers.{place}.weight": torch.zeros(2) for place in range(course.shape[1])}
+    source = prepared(gp.masks.Progressive(1000, first=0.6, curve=curve, scale=scale), layers)
+    for row, rates in enumerate(course):
+        masks, scales = source.masks(50 * row, 0), source.learning_rate_scale(50 * row, 0)
+        ours = [0.1 * scales[name] if masks[name] else 0.0 for name in layers]
+        assert ours == pytest.approx(rates.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize(("order", "mode"), [("forward", "ascending"), ("reverse", "descending")])
+def test_badam_takes_the_same_steps(order: str, mode: str) -> None:
+    """Their first turn is one step short: they change where ``(step + 1) % K == 0``; the others are K."""
+    _, under = recorded("badam")
+    policy = gp.Freeze(gp.masks.BlockCyclic(order, every=4), frozen_state="zero")
+    gradients = [under(f"gradient/{number}") for number in range(20)]
+
+    def adamw(parameters) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+    for step, (parameters, _) in enumerate(steps_with(policy, adamw, under("weight"), gradients, first=1)):
+        for name, theirs in under(f"{mode}/{step}").items():
+            torch.testing.assert_close(parameters[name].detach(), theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_lisa_lets_the_same_parameters_train_once_its_layers_are_drawn(prepared) -> None:
+    course = recorded("lisa")[0]["trains"]
+    names = ["embed.weight", *(f"layers.{place}.weight" for place in range(6)), "head.weight"]
+
+    class DrawnLayers(gp.masks.Layerwise):
+        def active_layers(self, step: int, epoch: int) -> list[str]:
+            drawn = course[10 * self.period(step, epoch)]
+            return [f"layers.{place}" for place in range(6) if drawn[1 + place]]
+
+    source = prepared(DrawnLayers(2, every=10), {name: torch.zeros(2) for name in names})
+    for step, trains in enumerate(course):
+        assert list(source.masks(step, 0).values()) == trains.tolist()

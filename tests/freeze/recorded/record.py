@@ -1,0 +1,272 @@
+"""Records what the code that authors published does on fixed inputs, for tests/freeze/test_published_code.py.
+
+    python tests/freeze/recorded/record.py child_tuning=DIR fish=DIR freezeout=DIR badam=DIR lisa=DIR
+
+Each DIR is a git checkout, whose code runs as it is; packages that it imports and that matter to nothing here
+are stood in for. What comes out lies beside this file, with the repository's commit in its metadata.
+"""
+
+import importlib
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+HERE = Path(__file__).parent
+REPOSITORIES = {
+    "child_tuning": "https://github.com/RunxinXu/ChildTuning",
+    "fish": "https://github.com/varunnair18/FISH",
+    "freezeout": "https://github.com/ajbrock/FreezeOut",
+    "badam": "https://github.com/Ledzy/BAdam",
+    "lisa": "https://github.com/OptimalScale/LMFlow",
+}
+
+
+class Given(nn.Module):
+    """A model whose gradients are what it is called with, a tensor for each parameter."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.own: dict[str, nn.Parameter] = {}
+        for name, shape in shapes.items():
+            module: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            self.own[name] = nn.Parameter(torch.randn(shape))
+            module.register_parameter(last, self.own[name])
+
+    def forward(self, **gradients: Tensor) -> dict[str, Tensor]:
+        losses = [(self.own[name] * gradient).sum() for name, gradient in gradients.items()]
+        return {"loss": torch.stack(losses).sum()}
+
+    def values(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.own.items()}
+
+
+class StandIn(ModuleType):
+    """A module in which every name exists."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
+
+
+def stand_in(*names: str, **contents: object) -> None:
+    """Puts modules in the place of packages."""
+    for name in names:
+        module = StandIn(name)
+        module.__dict__.update(contents)
+        sys.modules[name] = module
+
+
+def short(shape: tuple[int, ...]) -> Tensor:
+    """Normal values with eight binary places: their squares can be summed without rounding."""
+    return (torch.randn(shape) * 256).round() / 256
+
+
+def child_tuning() -> dict[str, Tensor]:
+    """Child-Tuning_D's choice and steps, Child-Tuning_F's draws and steps."""
+    parts = ("utils", "utils.logging", "file_utils", "optimization", "modeling_utils", "integrations")
+    more = ("deepspeed", "trainer_callback", "trainer_utils")
+    stand_in("transformers", *(f"transformers.{part}" for part in (*parts, *more)))
+    off = {"is_sagemaker_dp_enabled": lambda: False, "is_apex_available": lambda: False}
+    sys.modules["transformers.file_utils"].__dict__.update(off, is_torch_tpu_available=lambda: False)
+    sys.modules["transformers.integrations"].__dict__["is_fairscale_available"] = lambda: False
+    sys.modules["transformers.utils"].__dict__["logging"] = SimpleNamespace(get_logger=lambda name: None)
+    theirs = importlib.import_module("ChildTuningD")
+    model = Given(
+        {"layer.0.weight": (12, 10), "layer.0.bias": (10,), "layer.1.weight": (6, 12), "head": (3, 6)}
+    )
+    batches = [{name: short(tuple(p.shape)) for name, p in model.own.items()} for _ in range(8)]
+    result = {f"weight/{name}": value for name, value in model.values().items()}
+    for number, batch in enumerate(batches):
+        result |= {f"gradient/{number}/{name}": gradient for name, gradient in batch.items()}
+    for bound in (math.inf, 1.0):
+        trainer = theirs.ChildTuningDtrainer.__new__(theirs.ChildTuningDtrainer)
+        trainer.model, trainer.reserve_p = model, 0.3
+        trainer.train_dataset, trainer._prepare_inputs = batches, lambda inputs: inputs
+        trainer.data_collator = lambda items: {"idx": 0, **items[0]}
+        loading = {"dataloader_drop_last": False, "dataloader_num_workers": 0, "dataloader_pin_memory": False}
+        trainer.args = SimpleNamespace(per_device_train_batch_size=1, max_grad_norm=bound, **loading)
+        chosen = trainer.calculate_fisher()
+        result |= {
+            f"mask/{bound}/{name}": chosen[parameter]
+            for name, parameter in model.own.items()
+            if parameter in chosen
+        }
+        if bound == math.inf:
+            steps = _child_tuning_steps(theirs, model, batches, "ChildTuning-D", 1.0, chosen)
+            result |= {f"D/{key}": value for key, value in steps.items()}
+    steps = _child_tuning_steps(theirs, model, batches, "ChildTuning-F", 0.3, None)
+    return result | {f"F/{key}": value for key, value in steps.items()}
+
+
+def _child_tuning_steps(
+    theirs: ModuleType,
+    model: Given,
+    batches: list[dict[str, Tensor]],
+    mode: str,
+    share: float,
+    chosen: object,
+) -> dict[str, Tensor]:
+    """Weights and masked gradients after each step from the first weights; these are put back."""
+    first = model.values()
+    optimizer = theirs.ChildTuningAdamW(model.parameters(), lr=0.01, eps=1e-12, reserve_p=share, mode=mode)
+    optimizer.set_gradient_mask(chosen)
+    result = {}
+    for number, batch in enumerate(batches):
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        for name, parameter in model.own.items():
+            result[f"weight/{number}/{name}"] = parameter.detach().clone()
+            result[f"gradient/{number}/{name}"] = parameter.grad.clone()
+        optimizer.zero_grad()
+    for name, parameter in model.own.items():
+        parameter.data.copy_(first[name])
+    return result
+
+
+def fish() -> dict[str, Tensor]:
+    """The FISH mask of the labels' gradients, sample by sample."""
+
+    class Loader:
+        def __init__(self, dataset: list, **options: object) -> None:
+            self.dataset = dataset
+
+        def __iter__(self) -> Iterator:
+            return iter(self.dataset)
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.fc = nn.Linear(9, 16), nn.Linear(16, 4)
+
+        def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"logits": self.fc(torch.tanh(self.body(inputs["input"])))}
+
+    stand_in("su_torch_backend", DataLoader=Loader)
+    theirs = importlib.import_module("fisher")
+    model = Classifier().double()
+    inputs, targets = torch.randn(12, 9, dtype=torch.float64), torch.arange(12) % 4
+    samples = [{"input": x[None], "target": y[None]} for x, y in zip(inputs, targets, strict=True)]
+    result = {f"weight/{name}": value.detach().clone() for name, value in model.named_parameters()}
+    for ratio in (0.4, 0.7):
+        method = theirs.FisherMask(model, samples, 10, ratio, "label", "square")
+        method.calculate_mask()
+        # The classifier's masks come last there, as its parameters do.
+        for (name, _), mask in zip(model.named_parameters(), method.mask, strict=True):
+            result[f"mask/{ratio}/{name}"] = mask.bool()
+    return result | {"inputs": inputs, "targets": targets}
+
+
+def freezeout() -> dict[str, Tensor]:
+    """The layers' learning rates at every fiftieth of the iterations, 0 where a layer is switched off."""
+    stand_in("path", "torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.models")
+    for part in ("datasets", "transforms", "models"):
+        setattr(sys.modules["torchvision"], part, sys.modules[f"torchvision.{part}"])
+    theirs = importlib.import_module("densenet")
+    result = {}
+    for curve in ("linear", "squared", "cubic"):
+        for scale in (True, False):
+            network = theirs.DenseNet(
+                4, depth=10, nClasses=3, epochs=1, t_0=0.6, scale_lr=scale, how_scale=curve
+            )
+            course = []
+            for iteration in range(1000):
+                network.update_lr()
+                if iteration % 50 == 0:
+                    rates = {group["layer_index"]: group["lr"] for group in network.optim.param_groups}
+                    course.append([rates.get(layer, 0.0) for layer in range(network.layer_index + 1)])
+            result[f"{curve}/{scale}"] = torch.tensor(course, dtype=torch.float64)
+    return result
+
+
+def badam() -> dict[str, Tensor]:
+    """Weights after each step while three blocks take turns of four steps."""
+    stand_in("transformers", "transformers.trainer_callback", "transformers.trainer_utils")
+    stand_in("transformers.utils", logging=SimpleNamespace(get_logger=lambda name: None))
+    stand_in("transformers.pytorch_utils", ALL_LAYERNORM_LAYERS=[])
+    stand_in("transformers.integrations", is_deepspeed_zero3_enabled=lambda: False)
+    theirs = importlib.import_module("badam.block_optim")
+    result = {}
+    model = Given({f"layers.{i}.{kind}": (4, 3) for i in range(3) for kind in ("weight", "other")})
+    first = model.values()
+    result |= {f"weight/{name}": value for name, value in first.items()}
+    gradients = [{name: torch.randn(4, 3) for name in model.own} for _ in range(20)]
+    for number, batch in enumerate(gradients):
+        result |= {f"gradient/{number}/{name}": gradient for name, gradient in batch.items()}
+    for mode in ("ascending", "descending"):
+        for name, parameter in model.own.items():
+            parameter.data.copy_(first[name])
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        optimizer = theirs.BlockOptimizer(
+            inner,
+            list(model.named_parameters()),
+            block_prefix_list=[[f"layers.{i}."] for i in range(3)],
+            switch_block_every=4,
+            switch_mode=mode,
+            verbose=0,
+        )
+        for number, batch in enumerate(gradients):
+            model(**batch)["loss"].backward()
+            optimizer.step()
+            for name, value in model.values().items():
+                result[f"{mode}/{number}/{name}"] = value
+    return result
+
+
+def lisa() -> dict[str, Tensor]:
+    """Which parameters train in each of thirty steps, two of six layers at a time, ten steps each."""
+    stand_in("transformers", "transformers.trainer_callback")
+    theirs = importlib.import_module("lisa_trainer")
+    names = ["embed.weight", *(f"layers.{i}.weight" for i in range(6)), "head.weight"]
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(4, 2),
+            "layers": nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(6)),
+            "head": nn.Linear(2, 4, bias=False),
+        }
+    )
+    np.random.seed(0)
+    callback = theirs.DynamicLayerActivationCallback(2, 10, model, "model.layers")
+    parameters = dict(model.named_parameters())
+    course = []
+    for step in range(30):
+        callback.on_step_begin(None, SimpleNamespace(global_step=step), None)
+        course.append([parameters[name].requires_grad for name in names])
+    return {"trains": torch.tensor(course)}
+
+
+FOLDERS = {"fish": "cifar10-fast", "badam": "src", "lisa": "src/lmflow/pipeline/utils"}
+
+
+def main() -> None:
+    """Records what the checkouts on the command line do."""
+    for argument in sys.argv[1:]:
+        name, _, folder = argument.partition("=")
+        run = ["git", "-C", folder, "rev-parse", "HEAD"]
+        commit = subprocess.run(run, check=True, capture_output=True, text=True).stdout.strip()
+        sys.path.insert(0, str(Path(folder) / FOLDERS.get(name, "")))
+        torch.manual_seed(0)
+        recorded = {key: value.contiguous() for key, value in globals()[name]().items()}
+        save_file(
+            recorded,
+            HERE / f"{name}.safetensors",
+            metadata={"repository": REPOSITORIES[name], "commit": commit},
+        )
+        sys.path.pop(0)
+
+
+if __name__ == "__main__":
+    main()
