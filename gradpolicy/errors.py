@@ -1,7 +1,14 @@
 """The one kind of error that wrong input gives, and the words that help to mend it."""
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+Made = TypeVar("Made")
+Arguments = ParamSpec("Arguments")
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class PolicyError(ValueError):
@@ -46,6 +53,65 @@ def unknown(kind: str, name: str, candidates: Iterable[str], key: str | None = N
     """
     place = f"{key}: " if key else ""
     return PolicyError(f"{place}unknown {kind} {name!r}; {nearest(name, candidates)}".rstrip("; "))
+
+
+def knows_its_arguments(
+    constructor: Callable[Concatenate[Made, Arguments], None],
+) -> Callable[Concatenate[Made, Arguments], None]:
+    """A constructor that names the nearest arguments where it is given an unknown one.
+
+    Raises:
+        PolicyError: In place of Python's ``TypeError``, which names none.
+
+    Example:
+        >>> class Half:
+        ...     @knows_its_arguments
+        ...     def __init__(self, of: int) -> None: ...
+        >>> Half(off=2)
+        Traceback (most recent call last):
+        gradpolicy.errors.PolicyError: Half: takes no argument 'off'; did you mean 'of'?
+    """
+
+    @functools.wraps(constructor)
+    def checked(self: Made, /, *values: Arguments.args, **named: Arguments.kwargs) -> None:
+        owner = next(base for base in type(self).__mro__ if vars(base).get("__init__") is checked)
+        refuse_unknown_arguments(owner, named)
+        constructor(self, *values, **named)
+
+    return checked
+
+
+def refuse_unknown_arguments(kind: type, names: Iterable[str]) -> None:
+    """Refuses arguments that neither a class nor its base classes take.
+
+    Args:
+        kind: The class.
+        names: The names of the arguments that it was given.
+
+    Raises:
+        PolicyError: At the first that is unknown.
+    """
+    known = [
+        parameter.name
+        for constructor in constructors(kind)
+        for parameter in inspect.signature(constructor).parameters.values()
+        if parameter.kind in NAMED and parameter.name != "self"
+    ]
+    for name in names:
+        if name not in known:
+            raise PolicyError(f"{kind.__name__}: takes no argument {name!r}; {nearest(name, known)}")
+
+
+def constructors(kind: type) -> list[Callable[..., Any]]:
+    """The constructors of a class and of the base classes that it may pass other arguments on to."""
+    found = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
+    last = next((place for place, function in enumerate(found) if not _takes_any(function)), len(found))
+    return found[: last + 1]
+
+
+def _takes_any(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.errors import PolicyError, knows_its_arguments, unknown
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
 from gradpolicy.when import When
 from gradpolicy.where import ModulePattern, as_patterns
@@ -30,7 +30,20 @@ BIAS_CORRECTIONS = ("entry", "tensor")
 
 
 class Policy:
-    """What every policy has: a time at which it holds."""
+    """What every policy has: a time at which it holds.
+
+    Args:
+        when: When the policy holds.
+
+    Raises:
+        PolicyError: For an argument that the policy does not take, or a ``when`` that is none.
+    """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "__init__" in vars(cls):
+            # Without this Python would miss the argument that was misspelt, and name no other.
+            cls.__init__ = knows_its_arguments(cls.__init__)  # type: ignore[method-assign, assignment]
 
     def __init__(self, when: When | None) -> None:
         self.when = when if when is not None else When()

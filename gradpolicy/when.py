@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.errors import PolicyError, knows_its_arguments, unknown
 
 PHASES = ("fit", "validate", "test", "predict")
 UNITS = ("step", "epoch")
@@ -25,7 +25,7 @@ class When:
         unit: ``"step"`` (effective optimizer steps) or ``"epoch"``.
 
     Raises:
-        PolicyError: For an unknown phase or unit, or an impossible range.
+        PolicyError: For an unknown argument, phase or unit, or an impossible range.
 
     Example:
         >>> warmed_up = When(start=100, unit="step")
@@ -39,6 +39,7 @@ class When:
     every: int
     unit: str
 
+    @knows_its_arguments
     def __init__(
         self,
         phases: str | Iterable[str] = ("fit",),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gradpolicy as gp
+from gradpolicy.errors import PolicyError
 from gradpolicy.policies import STEP_OPERATIONS, FlowPolicy, Policy
 
 
@@ -90,3 +91,45 @@ def test_a_policy_can_be_pickled_and_tells_what_it_is(policy):
 def test_wrong_input_names_the_key(make, message):
     with pytest.raises(gp.PolicyError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gp.Scale(2.0, module="fc"), "Scale: takes no argument 'module'; did you mean 'modules'"),
+        (
+            lambda: gp.Scale(facter=2.0, modules="fc"),
+            "Scale: takes no argument 'facter'; did you mean 'factor'",
+        ),
+        (
+            lambda: gp.StraightThrough(surogate="tanh"),
+            "StraightThrough: .*'surogate'; did you mean 'surrogate'",
+        ),
+        (lambda: gp.Freeze(torch.tensor(True), param="x"), "Freeze: .*'param'; did you mean 'params'"),
+        (lambda: gp.Freeze(masks=torch.tensor(True)), "Freeze: .*'masks'; did you mean 'mask'"),
+        (lambda: gp.When(phase="fit"), "When: takes no argument 'phase'; did you mean 'phases'"),
+    ],
+)
+def test_an_unknown_argument_is_refused_by_name_with_the_nearest(make, message):
+    with pytest.raises(PolicyError, match=message):
+        make()
+
+
+def test_a_policy_of_ones_own_takes_its_own_arguments_beside_those_of_its_base():
+    class Halve(gp.Scale):
+        def __init__(self, *, twice: bool = False, **where_and_when):
+            super().__init__(0.25 if twice else 0.5, **where_and_when)
+
+    assert Halve(twice=True, modules="a").rule.parameters == {"factor": 0.25}
+    with pytest.raises(PolicyError, match="Halve: takes no argument 'twise'; did you mean 'twice'"):
+        Halve(twise=True, modules="a")
+
+
+def test_a_policy_of_ones_own_may_say_itself_where_it_acts():
+    class HalveTrunk(gp.Scale):
+        def __init__(self):
+            super().__init__(0.5, modules="trunk")
+
+    assert HalveTrunk().modules == ("trunk",)
+    with pytest.raises(PolicyError, match="HalveTrunk: takes no argument 'modules'"):
+        HalveTrunk(modules="head")

@@ -1,12 +1,11 @@
 """What every mask source has: a timetable, a seed, the parameters it masks."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest, unknown
+from gradpolicy.errors import PolicyError, refuse_unknown_arguments, unknown
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.when import UNITS
@@ -55,8 +54,7 @@ class MaskSource:
         **wrong: Any,
     ) -> None:
         kind = type(self).__name__
-        for name in wrong:
-            raise PolicyError(f"{kind}: takes no argument {name!r}; {nearest(name, _arguments(type(self)))}")
+        refuse_unknown_arguments(type(self), wrong)
         if unit not in UNITS:
             raise unknown("unit", str(unit), UNITS, key=f"{kind}.unit")
         self.every = None if every is None else check_whole(f"{kind}.every", every, least=1)
@@ -167,16 +165,3 @@ class MaskSource:
     def describe(self) -> dict[str, Any]:
         """The source's own arguments, as a report or plot shows them."""
         return {}
-
-
-def _arguments(kind: type) -> list[str]:
-    """The names of the arguments that a source and its base classes take."""
-    constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [
-        parameter.name
-        for constructor in constructors
-        if constructor is not object.__init__
-        for parameter in inspect.signature(constructor).parameters.values()
-        if parameter.kind in named and parameter.name != "self"
-    ]

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import NAMED, PolicyError, constructors, nearest
 from gradpolicy.launch.targets import ALLOWED, locate_target
 from gradpolicy.policies import Policy
 
@@ -62,16 +62,15 @@ def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parame
 
 def _signed(target: Callable[..., Any]) -> list[Callable[..., Any]]:
     if isinstance(target, type) and issubclass(target, Policy):
-        return [vars(base)["__init__"] for base in target.__mro__ if "__init__" in vars(base)]
+        return constructors(target)
     return [target]
 
 
 def _by_name(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
         name: parameter
         for name, parameter in parameters.items()
-        if parameter.kind in named and name != "self"
+        if parameter.kind in NAMED and name != "self"
     }
 
 
@@ -98,6 +97,15 @@ def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str)
             raise PolicyError(
                 f"{key}.{name}: {config['_target_']} takes no such argument; {nearest(str(name), parameters)}"
             )
+    if isinstance(target, type) and issubclass(target, Policy) and "_args_" not in config:
+        # Others may be handed arguments that no config can hold, such as a model's parameters.
+        _check_complete(parameters, config, key)
+
+
+def _check_complete(parameters: Mapping[str, inspect.Parameter], config: Mapping[str, Any], key: str) -> None:
+    for name, parameter in parameters.items():
+        if parameter.default is inspect.Parameter.empty and name not in config:
+            raise PolicyError(f"{key}.{name}: {config['_target_']} needs a value for it")
 
 
 def _check_type(key: str, parameter: inspect.Parameter, value: Any) -> None:

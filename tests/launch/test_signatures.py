@@ -49,6 +49,7 @@ def test_a_policy_takes_the_arguments_of_its_bases_too() -> None:
         ({"_target_": "torch.optim.AdamW", "lrr": 0.1}, r"^top\.lrr: .*did you mean 'lr'"),
         ({"_target_": "torch.optim.AdamW", "lr": "abc"}, r"^top\.lr: must be .*float.*got 'abc'"),
         ({"_target_": "gradpolicy.Stop", "modles": "x"}, r"^top\.modles: .*modules"),
+        ({"_target_": "gradpolicy.Scale", "modules": "x"}, r"^top\.factor: gradpolicy\.Scale needs a value"),
         ({"below": [{"_target_": "gradpolicy.When", "every": "x"}]}, r"^top\.below\[0\]\.every: must be int"),
     ],
 )
@@ -64,6 +65,7 @@ def test_a_wrong_argument_is_named_with_its_key(node: dict, message: str) -> Non
         {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2, "bias": False},
         {"_target_": "lightning.pytorch.loggers.WandbLogger", "anything": 1},
         {"_target_": "gradpolicy.Freeze", "mask": {"_target_": "gradpolicy.masks.Random", "density": 1}},
+        {"_target_": "gradpolicy.Scale", "_args_": [0.1], "modules": "x"},
     ],
 )
 def test_what_a_target_takes_passes(node: dict) -> None:
