@@ -99,13 +99,9 @@ def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str)
             )
     if isinstance(target, type) and issubclass(target, Policy) and "_args_" not in config:
         # Others may be handed arguments that no config can hold, such as a model's parameters.
-        _check_complete(parameters, config, key)
-
-
-def _check_complete(parameters: Mapping[str, inspect.Parameter], config: Mapping[str, Any], key: str) -> None:
-    for name, parameter in parameters.items():
-        if parameter.default is inspect.Parameter.empty and name not in config:
-            raise PolicyError(f"{key}.{name}: {config['_target_']} needs a value for it")
+        for name, parameter in inspect.signature(target).parameters.items():
+            if parameter.kind in NAMED and parameter.default is parameter.empty and name not in config:
+                raise PolicyError(f"{key}.{name}: {config['_target_']} needs a value for it")
 
 
 def _check_type(key: str, parameter: inspect.Parameter, value: Any) -> None:
