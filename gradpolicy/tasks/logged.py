@@ -79,7 +79,14 @@ def carry_rows_over(trainer: Trainer, written: list[dict[str, Any]]) -> None:
     """Puts the rows that `written_rows` spoke of before those of the resumed run."""
     for logger, former in zip(_csv_loggers(trainer), written, strict=False):
         source, target = Path(former["path"]), Path(logger.experiment.metrics_file_path)
-        if not former["rows"] or source.absolute() == target.absolute():
+        if not former["rows"]:
+            continue
+        if source.absolute() == target.absolute():
+            if _count_rows(target) < former["rows"]:
+                rank_zero_warn(
+                    f"{target} begins at the resumed step: a CSVLogger whose version= is that of the run"
+                    " before deletes its file; leave version= out"
+                )
             continue
         if not source.is_file():
             rank_zero_warn(f"{target} begins at the resumed step: {source}, with the steps before, is gone")

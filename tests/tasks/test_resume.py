@@ -107,6 +107,7 @@ def fit(
     data: DataModule | None = None,
     schedule: str = "step",
     stopping: bool = False,
+    version: int | None = None,
     **settings: Any,
 ) -> list[list[float]]:
     """Trains for three epochs, saving everywhere; gives what it saw."""
@@ -118,9 +119,8 @@ def fit(
         callbacks.append(EarlyStopping("loss", patience=1, min_delta=100))
     quiet = ("enable_progress_bar", "enable_model_summary")
     settings = {**dict.fromkeys(quiet, False), "max_epochs": 3, "accelerator": "cpu", **settings}
-    trainer = Trainer(
-        callbacks=callbacks, logger=CSVLogger(folder, name="log"), log_every_n_steps=1, **settings
-    )
+    logger = CSVLogger(folder, name="log", version=version)
+    trainer = Trainer(callbacks=callbacks, logger=logger, log_every_n_steps=1, **settings)
     trainer.fit(
         NoisyRegression(schedule),
         data or Numbers(batch_size=4, seed=5),
@@ -206,6 +206,14 @@ def test_a_run_that_early_stopping_ended_stays_ended(tmp_path: Path) -> None:
 
 def test_without_the_callback_a_resumed_run_departs(tmp_path: Path) -> None:
     assert len(departures(tmp_path, "1_[03]_0_batch", exact=False)[0]) == 2
+
+
+def test_a_log_that_the_logger_itself_deletes_is_told_of(tmp_path: Path) -> None:
+    fit(tmp_path, version=0, max_epochs=1)
+    rows = log(tmp_path)
+    with pytest.warns(UserWarning, match="begins at the resumed step.*leave version= out"):
+        fit(tmp_path, tmp_path / "0_4_2_epoch.ckpt", version=0, max_epochs=2)
+    assert log(tmp_path)[0]["step"] != rows[0]["step"]
 
 
 def test_resuming_on_two_processes_gives_the_same_bits(tmp_path: Path) -> None:
