@@ -76,6 +76,8 @@ class Job:
         settings: the group's numbers.
         held: which blocks the moments and codes are of; None: all.
         slots: highest slot of any code, frozen ones too, plus one.
+        rows: blocks to update where they are more than one entry: those held, or else the active ones.
+        density: the share of all entries that is active.
     """
 
     parameter: Tensor
@@ -87,6 +89,8 @@ class Job:
     settings: Settings
     held: Held | None = None
     slots: int = 1
+    rows: Tensor | None = None
+    density: float = 1.0
 
     @property
     def corrections(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -208,7 +212,7 @@ def _gathered(
 
 def _run_rows(job: Job, tables: Tensor) -> None:
     parameter, gradient = job.parameter.view(-1, job.block), job.gradient.view(-1, job.block)
-    rows = (job.codes < 0).nonzero().view(-1) if job.held is None else job.held.rows
+    rows = job.rows
     assert rows is not None
     count = max(1, CHUNK // job.block)
     for start in range(0, rows.numel(), count):

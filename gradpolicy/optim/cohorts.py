@@ -106,6 +106,7 @@ class Cohorts:
         self.clock = 0
         self.births: list[int] = [-age]
         self.paused: list[int] = []
+        self._rows: Tensor | None = None
 
     @classmethod
     def restored(cls, codes: Tensor, block: int, slots: Slots) -> Cohorts:
@@ -135,6 +136,17 @@ class Cohorts:
         """One flag a block."""
         return self.codes < 0
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is held in memory."""
+        return [self.codes] if self._rows is None else [self.codes, self._rows]
+
+    def active_blocks(self) -> Tensor:
+        """The active blocks' places (int64), found once a change of the mask."""
+        if self._rows is None:
+            self._rows = self.active().nonzero().view(-1)
+        return self._rows
+
     def ages(self) -> Tensor:
         """One age (int64) a block."""
         slots = self.slots
@@ -149,7 +161,7 @@ class Cohorts:
             forget: whether freezing empties an entry's moments, so that its age returns to 0.
             apply: makes the new codes, as `recode` does.
         """
-        size = self.codes.numel() * self.block
+        size, self._rows = self.codes.numel() * self.block, None
         if not self.uniform and block < self.block:
             self.codes, self.block = self.codes.repeat_interleave(self.block // block), block
         if not self.uniform and mask.numel() > 1 and block > self.block:

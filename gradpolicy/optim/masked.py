@@ -218,7 +218,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Bytes held on this process for the optimizer's state: moments, steps, masks and ages."""
         values = [value for state in self.state.values() for value in state.values()]
         tensors = [local_shard(value) for value in values if isinstance(value, Tensor)]
-        tensors += [tracked.cohorts.codes for tracked in self._tracked.values()]
+        tensors += [tensor for tracked in self._tracked.values() for tensor in tracked.cohorts.tensors]
         indices = [tracked.held.bytes for tracked in self._tracked.values() if tracked.held is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + sum(indices)
 

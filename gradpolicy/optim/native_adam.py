@@ -61,7 +61,7 @@ def _record(job: Job, alive: list[Any]) -> _Job:
     slots, table = _table(*job.corrections, job.slots, double)
     rows, size = None, job.parameter.numel()
     if job.block > 1:
-        rows = (job.codes < 0).nonzero().view(-1) if held is None else held.rows
+        rows = job.rows
         assert rows is not None
         size = rows.numel() * job.block
     alive += [rows, table]

@@ -505,7 +505,15 @@ class Tracked:
             settings,
             self.held,
             slots.most,
+            self._rows(),
+            self.active_entries / self.layout.size,
         )
+
+    def _rows(self) -> Tensor | None:
+        """The blocks to update, where they are more than one entry."""
+        if self.cohorts.block == 1:
+            return None
+        return self.cohorts.active_blocks() if self.held is None else self.held.rows
 
     def _flat(self, key: str, tensor: Tensor) -> Tensor:
         """`Layout.flat`, remembered while the tensor stays in place; else written back by `finish`."""
