@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.tasks.files import KEY, RemoteFile, check_present, fetch
-from gradpolicy.tasks.loading import DataModule, TensorRows
+from gradpolicy.tasks.files import KEY, FileDataModule, RemoteFile
+from gradpolicy.tasks.loading import TensorRows
 from gradpolicy.tasks.splits import stratified_split
 
 _SITE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
@@ -47,7 +47,7 @@ class ImageRows(TensorRows):
         return images / 255, labels
 
 
-class FashionMNISTDataModule(DataModule):
+class FashionMNISTDataModule(FileDataModule):
     """60,000 grey images of 28×28 pixels for training and validation, 10,000 for the test, in ten classes.
 
     A batch is ``(images, labels)``: float32 of shape (batch, 1, 28, 28) in [0, 1], int64 of shape (batch,).
@@ -88,23 +88,17 @@ class FashionMNISTDataModule(DataModule):
         workers: int = 0,
         download: bool = False,
     ) -> None:
-        super().__init__(batch_size, seed, workers)
         if not 0 < validation_share < 1:
             raise PolicyError(f"data.validation_share: {validation_share} given, between 0 and 1 needed")
-        self.data_dir = Path(data_dir)
+        super().__init__(FILES, data_dir, batch_size, seed, workers, download)
         self.validation_share = validation_share
-        self.download = download
-        check_present(self.data_dir, FILES, download)
-
-    def prepare_data(self) -> None:
-        """Checks the files, and downloads those that are absent if that is wanted."""
-        fetch(self.data_dir, FILES, self.download)
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the images and splits off those for validation."""
         if self.train_set is not None:
             return
-        images, labels, test_images, test_labels = (read_idx(self.data_dir / file.name) for file in FILES)
+        paths = (self.data_dir / file.name for file in self.files)
+        images, labels, test_images, test_labels = map(read_idx, paths)
         chosen = np.arange(len(labels))
         train, validation = stratified_split(chosen, labels.numpy(), self.validation_share, self.seed)
         images, test_images = images[:, None], test_images[:, None]

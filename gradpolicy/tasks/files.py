@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.tasks.loading import DataModule
 
 KEY = "data.data_dir"
 BLOCK = 1 << 20
@@ -30,6 +31,41 @@ class RemoteFile:
     name: str
     url: str
     sha256: str
+
+
+class FileDataModule(DataModule):
+    """A data module that reads files of a local directory.
+
+    Args:
+        files: The files.
+        data_dir: Holds them, or gets them.
+        batch_size: Samples a batch, on each process.
+        seed: Seeds the order of the training samples.
+        workers: Loader processes; 0 loads in the training process.
+        download: Downloads what is absent.
+
+    Raises:
+        PolicyError: If a file is absent and not to be downloaded, or has other contents than it should.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[RemoteFile],
+        data_dir: str | Path,
+        batch_size: int,
+        seed: int,
+        workers: int,
+        download: bool,
+    ) -> None:
+        super().__init__(batch_size, seed, workers)
+        self.files = tuple(files)
+        self.data_dir = Path(data_dir)
+        self.download = download
+        check_present(self.data_dir, self.files, download)
+
+    def prepare_data(self) -> None:
+        """Checks the files, and downloads those that are absent if that is wanted."""
+        fetch(self.data_dir, self.files, self.download)
 
 
 def check_present(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:

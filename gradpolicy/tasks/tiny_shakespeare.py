@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.tasks.files import RemoteFile, check_present, fetch
-from gradpolicy.tasks.loading import DataModule
+from gradpolicy.tasks.files import FileDataModule, RemoteFile
 
 FILES = (
     RemoteFile(
@@ -50,7 +49,7 @@ class Windows(Dataset[tuple[Tensor, ...]]):
         return stretches[:, :-1], stretches[:, 1:]
 
 
-class TinyShakespeareDataModule(DataModule):
+class TinyShakespeareDataModule(FileDataModule):
     """1,115,394 characters out of 65, of which the end is kept for validation and test.
 
     A batch is ``(characters, next characters)``, both int64 of shape (batch, context). The 65 characters have
@@ -88,7 +87,6 @@ class TinyShakespeareDataModule(DataModule):
         workers: int = 0,
         download: bool = False,
     ) -> None:
-        super().__init__(batch_size, seed, workers)
         if part not in PARTS:
             raise unknown("part", part, PARTS, key="data.part")
         if min(validation_share, test_share) <= 0 or validation_share + test_share >= 1:
@@ -96,25 +94,19 @@ class TinyShakespeareDataModule(DataModule):
         for name, value in {"context": context, "stride": stride}.items():
             if value is not None and value < 1:
                 raise PolicyError(f"data.{name}: {value} given, at least 1 needed")
-        self.data_dir = Path(data_dir)
+        super().__init__(FILES, data_dir, batch_size, seed, workers, download)
         self.context = context
         self.stride = stride or context
         self.part = part
         self.validation_share = validation_share
         self.test_share = test_share
-        self.download = download
         self.characters = ""
-        check_present(self.data_dir, FILES, download)
-
-    def prepare_data(self) -> None:
-        """Checks the file, and downloads it if it is absent and that is wanted."""
-        fetch(self.data_dir, FILES, self.download)
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the text, numbers its characters and cuts it in three."""
         if self.train_set is not None:
             return
-        text = (self.data_dir / FILES[0].name).read_text(encoding="utf-8")
+        text = (self.data_dir / self.files[0].name).read_text(encoding="utf-8")
         self.characters = "".join(sorted(set(text)))
         begin, end = (round(share * len(text)) for share in PARTS[self.part])
         tokens = self.encode(text[begin:end])

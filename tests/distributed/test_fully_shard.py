@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from combinations import combinations
+from networks import perceptron
 from process_pool import ProcessPool, here
+from runs import whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -20,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.distributed.sharded_checkpoint import cut_as
@@ -57,9 +58,8 @@ Facts = dict[str, list[Tensor]]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
     # Five rows on two or four ranks do not divide evenly.
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).to(here())
+    return perceptron(6, 5, 8, 1)
 
 
 def shard(model: nn.Sequential) -> nn.Sequential:
@@ -93,14 +93,10 @@ def train(model: nn.Module, optimizer: MaskedOptimizer, level: str, steps: range
         optimizer.step()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def facts(model: nn.Module, optimizer: MaskedOptimizer) -> Facts:
     parameters = list(model.parameters())
     return {
-        "weights": [whole(parameter.detach()).clone() for parameter in parameters],
+        "weights": [whole(parameter.detach()) for parameter in parameters],
         "ages": [whole(optimizer.age(p)).broadcast_to(p.shape).clone() for p in parameters],
         "masks": [whole(optimizer.get_mask(p)).broadcast_to(p.shape).clone() for p in parameters],
     }

@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from networks import perceptron
 from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,8 +19,7 @@ FROZEN = [("0",), ("0", "2"), ("0", "2"), ("2",), (), ("4",), ("0", "2"), ()]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(here())
+    return perceptron(6, 8, 8, 2)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:

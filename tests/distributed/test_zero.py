@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from networks import perceptron
 from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -16,8 +17,7 @@ STEPS = 9
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(here())
+    return perceptron(6, 8, 8, 2)
 
 
 def set_masks(optimizer: MaskedOptimizer, model: nn.Module, step: int, frozen_state: str) -> None:

@@ -57,6 +57,13 @@ class Ended:
         (line,) = [line for line in self.err.splitlines() if line.startswith("error:")]
         return line.removeprefix("error: ")
 
+    @property
+    def refusal(self) -> str:
+        """The message of a run that wrong input ended before it left anything."""
+        assert self.code == 2
+        assert self.left_nothing
+        return self.message
+
 
 @pytest.fixture
 def train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
