@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import gradpolicy as gp
-from drawing import draw
+from drawing import draw, panel
 from gradpolicy.rules.gradcheck import enumerate_categories
 
 FOLDER = Path(__file__).parents[1] / "docs" / "policies" / "pictures"
@@ -50,18 +50,6 @@ def figure(columns: int, rows: int = 1, width: float = 2.7, height: float = 2.5)
     canvas = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = canvas.subplots(rows, columns, squeeze=False)
     return canvas, list(axes.flat)
-
-
-def panel(axes: Axes, title: str, x_label: str = "x", y_label: str = "", baseline: bool = True) -> Axes:
-    """Gives a panel its title, its labels and a line at 0."""
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel(x_label, fontsize=8)
-    axes.set_ylabel(y_label, fontsize=8)
-    axes.tick_params(labelsize=7)
-    if baseline:
-        axes.axhline(0, color="#cccccc", linewidth=0.8, zorder=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    return axes
 
 
 def key(axes: Axes, place: Any = "best") -> None:

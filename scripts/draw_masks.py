@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import gradpolicy as gp
-from drawing import draw
+from drawing import draw, panel
 from gradpolicy.freeze.layers import find_layers
 from gradpolicy.freeze.mask import as_tensor
 
@@ -84,7 +84,7 @@ def train(source: gp.masks.MaskSource, steps: int = 60, epoch_of: int = 10, para
 
 def by_layer(axes: Axes, course: Course, title: str) -> None:
     """The share of each layer that trains, by step."""
-    _panel(axes, title, "step", "")
+    panel(axes, title, "step", baseline=False, size=8)
     axes.imshow(
         torch.tensor(course.shares).T, cmap=TRAINS, vmin=0, vmax=1, aspect="auto", interpolation="none"
     )
@@ -93,14 +93,14 @@ def by_layer(axes: Axes, course: Course, title: str) -> None:
 
 def over_time(axes: Axes, course: Course) -> None:
     """The share of the network that trains."""
-    _panel(axes, "share of the layers' entries that trains", "step", "")
+    panel(axes, "share of the layers' entries that trains", "step", baseline=False, size=8)
     axes.plot(course.total, color=LINE, drawstyle="steps-post")
     axes.set_ylim(-0.03, 1.03)
 
 
 def rates(axes: Axes, course: Course) -> None:
     """The learning rate of each layer, as a multiple of the optimizer's."""
-    _panel(axes, "learning rate, times the optimizer's", "step", "")
+    panel(axes, "learning rate, times the optimizer's", "step", baseline=False, size=8)
     for layer, line in zip(course.layers, zip(*course.rates, strict=True), strict=True):
         if any(line):
             axes.plot([rate or float("nan") for rate in line], label=layer)
@@ -111,7 +111,7 @@ def entries(figure: Figure, course: Course, steps: tuple[int, ...]) -> None:
     """One weight's mask at some steps."""
     for place, step in enumerate(steps):
         axes = figure.add_axes((0.46 + 0.18 * place, 0.2, 0.16, 0.62))
-        _panel(axes, f"{WATCHED}\nstep {step}", "", "")
+        panel(axes, f"{WATCHED}\nstep {step}", "", baseline=False, size=8)
         axes.imshow(course.masks[step], cmap=TRAINS, vmin=0, vmax=1, interpolation="none")
         axes.set_xticks([])
         axes.set_yticks([])
@@ -137,14 +137,6 @@ def entry_picture(course: Course, title: str, steps: tuple[int, ...] = (0, 20, 4
 def _share(optimizer: gp.MaskedOptimizer, parameters: list[nn.Parameter]) -> float:
     entries = sum(parameter.numel() for parameter in parameters)
     return sum(optimizer.active_share(parameter) * parameter.numel() for parameter in parameters) / entries
-
-
-def _panel(axes: Axes, title: str, x_label: str, y_label: str) -> None:
-    axes.set_title(title, fontsize=8)
-    axes.set_xlabel(x_label, fontsize=8)
-    axes.set_ylabel(y_label, fontsize=8)
-    axes.tick_params(labelsize=7)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _striped(name: str, parameter: Tensor, step: int) -> Tensor:
