@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.cohorts import CHUNK
+from gradpolicy.optim import cohorts
 from gradpolicy.optim.packed import Held
 
 Dense = Callable[["Job"], None]
@@ -190,6 +190,14 @@ def dense(vectors: list[Tensor], codes: Tensor, tables: Tensor, settings: Settin
         target.copy_(torch.where(active, value.to(target.dtype), target))
 
 
+def dense_in_chunks(job: Job) -> None:
+    """The whole of a job that `run` leaves to it, a cacheful of entries at a time."""
+    both, vectors = tables(job), [job.parameter, job.gradient, *job.moments]
+    for start in range(0, job.parameter.numel(), cohorts.CHUNK):
+        part = slice(start, start + cohorts.CHUNK)
+        dense([vector[part] for vector in vectors], job.codes[part], both, job.settings)
+
+
 def _gathered(
     job: Job, parameter: Tensor, gradient: Tensor, positions: Tensor, place: slice | Tensor, tables: Tensor
 ) -> None:
@@ -214,7 +222,7 @@ def _run_rows(job: Job, tables: Tensor) -> None:
     parameter, gradient = job.parameter.view(-1, job.block), job.gradient.view(-1, job.block)
     rows = job.rows
     assert rows is not None
-    count = max(1, CHUNK // job.block)
+    count = max(1, cohorts.chunk(parameter.device) // job.block)
     for start in range(0, rows.numel(), count):
         part = rows[start : start + count]
         place = part if job.held is None else slice(start, start + count)

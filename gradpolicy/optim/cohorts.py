@@ -21,9 +21,16 @@ from torch import Tensor
 CODE_TYPES = (torch.int8, torch.int16, torch.int32)
 CHUNK = 1 << 16
 """Entries handled at once where temporaries are needed: they stay in the cache."""
+FAR_CHUNK = 1 << 24
+"""The same on a GPU, where a call is dear and nothing stays in the cache."""
 
 Pair = tuple[bool, bool, int]
 """What decides a new code: the new flag, whether the entry was active, its old slot."""
+
+
+def chunk(device: torch.device) -> int:
+    """Entries to handle at once on a device."""
+    return CHUNK if device.type == "cpu" else FAR_CHUNK
 
 
 def slot_index(codes: Tensor, width: int) -> Tensor:
@@ -60,8 +67,9 @@ def pairs_present(codes: Tensor, mask: Tensor, width: int) -> list[Pair]:
 
 
 def _pair_indices(codes: Tensor, mask: Tensor, width: int):  # type: ignore[no-untyped-def]
-    for start in range(0, codes.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
+    count = chunk(codes.device)
+    for start in range(0, codes.numel(), count):
+        part = slice(start, start + count)
         flags = mask if mask.numel() == 1 else mask[part]
         yield part, slot_index(codes[part], width) + 2 * width * flags
 
@@ -199,8 +207,7 @@ class Cohorts:
         """Every pair that could occur, judged without looking at the entries."""
         flags = [bool(mask)] if mask.numel() == 1 else [False, True]
         if self.uniform:
-            active = bool(self.codes < 0)
-            return [(flag, active, 0) for flag in flags]
+            return [(flag, bool(self.births), 0) for flag in flags]
         sides = [(False, len(self.paused)), (True, len(self.births))]
         return [(flag, side, slot) for flag in flags for side, count in sides for slot in range(count)]
 

@@ -1,4 +1,4 @@
-"""Which machinery does the work: the C kernel, a compiled function on a GPU, or plain torch."""
+"""Which machinery does the work: the C kernel, numba's loops, the Triton kernels on a GPU, or torch."""
 
 from __future__ import annotations
 
@@ -7,31 +7,67 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import adam, chunked, cohorts, compiled, native, native_adam
-from gradpolicy.optim.cohorts import CHUNK
+from gradpolicy.optim import (
+    adam,
+    cohorts,
+    compiled,
+    jitted,
+    jitted_adam,
+    native,
+    native_adam,
+    triton_adam,
+    triton_moves,
+)
+from gradpolicy.optim.packed import Held
 
 
 def update(jobs: Sequence[adam.Job]) -> None:
     """Carry out exact updates."""
     quick: list[adam.Job] = []
+    looped: list[adam.Job] = []
+    on_gpu: list[adam.Job] = []
+    others: list[adam.Job] = []
+    ways = ((native_adam.takes, quick), (jitted_adam.takes, looped), (triton_adam.takes, on_gpu))
     for job in jobs:
-        if native_adam.takes(job):
-            quick.append(job)
-        else:
-            adam.run(job, _dense(job))
+        next((those for takes, those in ways if takes(job)), others).append(job)
     if quick:
         native_adam.run(quick)
+    if looped:
+        jitted_adam.run(looped)
+    for job in [*others, *triton_adam.run(on_gpu)]:
+        adam.run(job, _dense(job))
 
 
 def _dense(job: adam.Job) -> adam.Dense:
     """What updates a tensor with a code and moments for every entry."""
-    return compiled.dense if compiled.wanted(job) else chunked.dense
+    return compiled.dense if compiled.wanted(job) else adam.dense_in_chunks
 
 
 def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor:
     """New codes; see `cohorts.recode`."""
-    result = native.recode(codes, mask, table)
-    return cohorts.recode(codes, mask, table) if result is None else result
+    for recode in (native.recode, jitted.recode, triton_moves.recode):
+        result = recode(codes, mask, table)
+        if result is not None:
+            return result
+    return cohorts.recode(codes, mask, table)
+
+
+def survey(flags: Tensor, codes: Tensor | None, held: Held | None) -> tuple[int, bool | None]:
+    """How many flags are set, and whether they are the ones in force (None: not looked at).
+
+    A GPU is waited for once, however much is asked.
+
+    Args:
+        flags: one an entry.
+        codes: what is in force, one an entry; None: there is nothing to compare with.
+        held: the same where memory is held for active entries alone.
+    """
+    known = codes if held is None else held.bits
+    found = triton_moves.survey(flags, known, packed=held is not None)
+    if found is None:
+        return native.count(flags), None
+    count, differing = found
+    return count, None if known is None else not differing
 
 
 def fill_frozen(flat: Tensor, active: Tensor, block: int, value: float) -> None:
@@ -43,12 +79,19 @@ def fill_frozen(flat: Tensor, active: Tensor, block: int, value: float) -> None:
         block: entries that a flag governs.
         value: what to write.
     """
-    if block == 1 and value == 0 and native.clear(flat, active):
+    if value == 0 and _clear(flat, active, block):
         return
     active = active if active.dtype is torch.bool else active < 0
     if block > 1:
         flat.view(-1, block).index_fill_(0, (~active).nonzero().view(-1), value)
         return
-    for start in range(0, flat.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
+    count = cohorts.chunk(flat.device)
+    for start in range(0, flat.numel(), count):
+        part = slice(start, start + count)
         flat[part].masked_fill_(~active[part], value)
+
+
+def _clear(flat: Tensor, active: Tensor, block: int) -> bool:
+    if block == 1 and (native.clear(flat, active) or jitted.clear(flat, active)):
+        return True
+    return triton_moves.clear(flat, active, block)

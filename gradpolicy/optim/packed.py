@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import native
+from gradpolicy.optim import cohorts, jitted, native, triton_moves
 
 GRAIN = 1 << 15
-"""Entries between two stored counts, so that work can start in the middle of a tensor."""
+"""Entries between two stored counts, so that work can start in the middle of a tensor; fewer on a GPU."""
 SPARE = 64
 """One value in so many is held to spare: the next random mask of the same density has a few more entries."""
 
@@ -24,10 +24,9 @@ def _pack_bits(flags: Tensor) -> Tensor:
 
 def _bits(flags: Tensor) -> tuple[Tensor, Tensor]:
     """All bits, and how many are set in each GRAIN."""
-    parts = flags.split(GRAIN)
-    return torch.cat([_pack_bits(part) for part in parts]), torch.stack(
-        [part.count_nonzero() for part in parts]
-    )
+    grains = torch.nn.functional.pad(flags, (0, -flags.numel() % GRAIN)).view(-1, GRAIN)
+    parts = flags.split(cohorts.chunk(flags.device))
+    return torch.cat([_pack_bits(part) for part in parts]), grains.sum(1)
 
 
 def _unpack_bits(bits: Tensor, count: int) -> Tensor:
@@ -56,17 +55,19 @@ class Held:
     Args:
         flags: one flag a block, or one code, below 0 where it is held.
         block: consecutive entries in a block.
+        count: how many blocks are held, where that is known.
 
     Attributes:
         size: entries in the whole tensor.
         block: consecutive entries in a block.
         count: blocks held.
         bits: eight entries a byte (`block` 1).
-        offsets: int64, how many entries are held before each GRAIN entries (`block` 1).
+        grain: entries between two offsets.
+        offsets: int64, how many entries are held before each `grain` entries (`block` 1).
         rows: int64, the blocks held (`block` above 1).
     """
 
-    def __init__(self, flags: Tensor, block: int) -> None:
+    def __init__(self, flags: Tensor, block: int, count: int | None = None) -> None:
         self.size = flags.numel() * block
         self.block = block
         self.bits = self.offsets = self.rows = None
@@ -74,9 +75,12 @@ class Held:
             self.rows = (flags if flags.dtype is torch.bool else flags < 0).nonzero().view(-1)
             self.count = self.rows.numel()
             return
-        self.bits, counts = native.bits(flags) or _bits(flags if flags.dtype is torch.bool else flags < 0)
+        found = triton_moves.bits(flags)
+        self.grain = triton_moves.tile() if found else GRAIN
+        found = found or native.bits(flags) or jitted.bits(flags) or _bits(flags if flags.dtype is torch.bool else flags < 0)
+        self.bits, counts = found
         counts = counts.cumsum(0)
-        self.count = int(counts[-1])
+        self.count = int(counts[-1]) if count is None else count
         self.offsets = torch.nn.functional.pad(counts, (1, 0))
 
     @property
@@ -105,7 +109,7 @@ class Held:
         return self.unpack(torch.ones(self.count, dtype=torch.uint8, device=self.bits.device)).bool()
 
     def chunks(self) -> Iterator[tuple[Tensor, slice]]:
-        """For each GRAIN of entries: the positions of those held, and their place in packed memory."""
+        """For each stretch of entries: the positions of those held, and their place in packed memory."""
         start = 0
         for part, flags in self.flag_parts():
             positions = flags.nonzero().view(-1).add_(part.start)
@@ -113,10 +117,11 @@ class Held:
             start += positions.numel()
 
     def flag_parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """One flag an entry, GRAIN entries at a time (`block` 1)."""
+        """One flag an entry, a stretch of entries at a time (`block` 1)."""
         assert self.bits is not None
-        for first in range(0, self.size, GRAIN):
-            count = min(GRAIN, self.size - first)
+        most = cohorts.chunk(self.bits.device)
+        for first in range(0, self.size, most):
+            count = min(most, self.size - first)
             yield (
                 slice(first, first + count),
                 _unpack_bits(self.bits[first // 8 : (first + count + 7) // 8], count),
@@ -128,7 +133,7 @@ class Held:
         if self.rows is not None:
             return values.view(-1, block).index_select(0, self.rows).view(-1)
         packed = self.vector(values.dtype, values.device)
-        if native.repack(None, self._index, values, packed, self.size):
+        if _repack(None, self, values, packed):
             return packed
         for positions, place in self.chunks():
             torch.index_select(values, 0, positions, out=packed[place])
@@ -143,7 +148,7 @@ class Held:
             result = _in_place(packed, other.count)
             if result is None:
                 result = other.vector(packed.dtype, packed.device)
-            if native.repack(self._index, other._index, packed, result, self.size, newcomer):
+            if _repack(self, other, packed, result, newcomer):
                 return result
         moved = other.pack(self.unpack(packed))
         return (
@@ -157,8 +162,20 @@ class Held:
         if self.rows is not None:
             values.view(-1, block).index_copy_(0, self.rows, packed.view(-1, block))
             return values
-        if native.repack(self._index, None, packed, values, self.size):
+        if _repack(self, None, packed, values):
             return values
         for positions, place in self.chunks():
             values[positions] = packed[place]
         return values
+
+
+def _repack(old: Held | None, new: Held | None, values: Tensor, result: Tensor, newcomer: int = 0) -> bool:
+    """Move values by a kernel, see `native.repack`; False where none can do it."""
+    known = [held for held in (old, new) if held is not None]
+    grains = {held.grain for held in known}
+    kernels = (native.repack, jitted.repack) if grains == {GRAIN} else (triton_moves.repack,)
+    before, after = (None if held is None else held._index for held in (old, new))
+    size = known[0].size
+    return len(grains) == 1 and any(
+        kernel(before, after, values, result, size, newcomer) for kernel in kernels
+    )

@@ -1,0 +1,354 @@
+"""The kernels for a GPU, in Triton: the exact Adam update, and the moves that masks need.
+
+All work on flat vectors in memory order, a tile a program. Frozen entries are selected, never computed
+on: what the arithmetic makes of them is thrown away before anything is written.
+
+One launch updates many tensors. Each is a *job*, written down in ADDRESSES whole numbers and NUMBERS float64
+numbers, whose places are named below; `starts` says which program is each job's first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import triton
+import triton.language as tl
+
+TILE = tl.constexpr(1024)
+"""Entries a program; of held entries, those between two stored counts."""
+WIDE = tl.constexpr(4096)
+"""Entries a program of what reads single bytes alone."""
+
+ADDRESSES, NUMBERS = tl.constexpr(11), tl.constexpr(9)
+PARAMETER, GRADIENT, FIRST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SECOND, LARGEST, CODES = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+INDEX = tl.constexpr(6)
+"""Bits of held entries, or the rows to update."""
+OFFSETS = tl.constexpr(7)
+SIZE = tl.constexpr(8)
+"""Entries of the tensor, or rows to update."""
+BLOCK = tl.constexpr(9)
+CORRECTIONS = tl.constexpr(10)
+"""Where a job's pairs of corrections begin, counted in values."""
+
+FACTOR, DECAY, SHRINK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+COMPLEMENT1, BETA2, COMPLEMENT2 = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+EPSILON = tl.constexpr(6)
+STEP_SIZE, INVERSE_ROOT = tl.constexpr(7), tl.constexpr(8)
+"""The corrections of a job with one slot."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What code an update is compiled to.
+
+    Attributes:
+        stored: type of parameters, gradients and moments.
+        code: type of codes.
+        aligned: whether every vector (and every row) begins at a multiple of 16 bytes.
+        amsgrad: whether there is a maximum of second moments.
+        coupled: whether weight decay goes through the gradient.
+        many: whether corrections are looked up by code.
+        packed: whether moments and codes are of held entries alone.
+        sparse: whether so few are active that memory is best read entry by entry.
+        columns: entries of a row that a program takes; 0: codes are of single entries.
+    """
+
+    stored: tl.dtype
+    code: tl.dtype
+    aligned: bool
+    amsgrad: bool
+    coupled: bool
+    many: bool
+    packed: bool
+    sparse: bool
+    columns: int
+
+    def __repr__(self) -> str:
+        # Part of the names that Triton gives to functions.
+        return "_".join(str(field) for field in astuple(self))
+
+    @property
+    def computed(self) -> tl.dtype:
+        """Half precision is computed in float32, as torch's fused Adam does."""
+        return tl.float64 if self.stored == tl.float64 else tl.float32
+
+
+# --- the update
+
+
+@triton.jit
+def adam_entries(starts, addresses, numbers, corrections, KIND: tl.constexpr, JOBS: tl.constexpr):
+    """Update tensors that have a code an entry.
+
+    Args:
+        starts: int64, the first program of each of JOBS jobs.
+        addresses: int64, ADDRESSES a job.
+        numbers: float64, NUMBERS a job.
+        corrections: pairs lr / (1 - b1^t) and 1 / sqrt(1 - b2^t), in the type to compute in.
+        KIND: a `Kind`.
+        JOBS: a power of two.
+    """
+    job, tile = _job_of(starts, JOBS)
+    addresses += job * ADDRESSES
+    numbers += job * NUMBERS
+    size = tl.load(addresses + SIZE)
+    # Only where nothing bounds a tile is memory read in pieces of 16 bytes.
+    if tile * TILE + TILE <= size:
+        _tile_of_entries(addresses, numbers, corrections, tile, size, False, KIND)
+    else:
+        _tile_of_entries(addresses, numbers, corrections, tile, size, True, KIND)
+
+
+@triton.jit
+def _tile_of_entries(addresses, numbers, corrections, tile, size, BOUNDED: tl.constexpr, KIND: tl.constexpr):
+    positions = tile * TILE + tl.arange(0, TILE)
+    inside = positions < size if BOUNDED else None
+    if KIND.packed:
+        bits = _pointer(addresses, INDEX, tl.uint8, False)
+        before = tl.load(_pointer(addresses, OFFSETS, tl.int64, False) + tile)
+        active = _held(bits, positions, positions < size)
+        places = before + _rank(active)
+        code = _load(_pointer(addresses, CODES, KIND.code, False) + places, active) if KIND.many else None
+    else:
+        code = _load(_pointer(addresses, CODES, KIND.code, KIND.aligned) + positions, inside)
+        active = code < 0
+        places = positions
+    step_size, inverse_root = _corrections(addresses, numbers, corrections, code, active, KIND)
+    reached = active if KIND.packed or KIND.sparse else inside
+    _update(addresses, numbers, positions, places, active, reached, step_size, inverse_root, KIND)
+
+
+@triton.jit
+def adam_rows(starts, addresses, numbers, corrections, KIND: tl.constexpr, JOBS: tl.constexpr):
+    """Update the listed rows of tensors that have a code a row; see `adam_entries`."""
+    ROWS: tl.constexpr = TILE // KIND.columns
+    job, tile = _job_of(starts, JOBS)
+    addresses += job * ADDRESSES
+    numbers += job * NUMBERS
+    size, block = tl.load(addresses + SIZE), tl.load(addresses + BLOCK)
+    if KIND.aligned:
+        block = tl.multiple_of(block, 16)
+    across = tl.cdiv(block, KIND.columns)
+    listed = (tile // across) * ROWS + tl.arange(0, ROWS)
+    column = (tile % across) * KIND.columns + tl.arange(0, KIND.columns)
+    row = tl.load(_pointer(addresses, INDEX, tl.int64, False) + listed, mask=listed < size, other=0)
+    own = listed if KIND.packed else row
+    inside = (listed < size)[:, None] & (column < block)[None, :]
+    code = None
+    if KIND.many:
+        codes = _pointer(addresses, CODES, KIND.code, False)
+        code = tl.load(codes + own, mask=listed < size, other=0)[:, None]
+    step_size, inverse_root = _corrections(addresses, numbers, corrections, code, None, KIND)
+    positions = row[:, None] * block + column[None, :]
+    places = own[:, None] * block + column[None, :]
+    _update(addresses, numbers, positions, places, inside, inside, step_size, inverse_root, KIND)
+
+
+@triton.jit
+def _update(
+    addresses, numbers, positions, places, active, reached, step_size, inverse_root, KIND: tl.constexpr
+):
+    """One Adam step of the active entries.
+
+    Args:
+        addresses: the job's.
+        numbers: the job's.
+        positions: of the entries in parameter and gradient.
+        places: of the entries in the moments.
+        active: which entries to update.
+        reached: which entries to read; None: all.
+        step_size: lr / (1 - b1^t).
+        inverse_root: 1 / sqrt(1 - b2^t).
+        KIND: a `Kind`.
+    """
+    parameters = _pointer(addresses, PARAMETER, KIND.stored, KIND.aligned) + positions
+    firsts = _pointer(addresses, FIRST, KIND.stored, KIND.aligned) + places
+    seconds = _pointer(addresses, SECOND, KIND.stored, KIND.aligned) + places
+    gradient = _load(_pointer(addresses, GRADIENT, KIND.stored, KIND.aligned) + positions, reached)
+    parameter, first, second = _load(parameters, reached), _load(firsts, reached), _load(seconds, reached)
+
+    TYPE: tl.constexpr = KIND.computed
+    gradient = gradient.to(TYPE) * tl.load(numbers + FACTOR).to(TYPE)
+    if KIND.coupled:
+        gradient += parameter.to(TYPE) * tl.load(numbers + DECAY).to(TYPE)
+    moment = first.to(TYPE)
+    moment += (gradient - moment) * tl.load(numbers + COMPLEMENT1).to(TYPE)
+    square = second.to(TYPE) * tl.load(numbers + BETA2).to(TYPE)
+    square += gradient * gradient * tl.load(numbers + COMPLEMENT2).to(TYPE)
+    most = square
+    if KIND.amsgrad:
+        largests = _pointer(addresses, LARGEST, KIND.stored, KIND.aligned) + places
+        largest = _load(largests, reached)
+        most = tl.maximum(largest.to(TYPE), square, propagate_nan=tl.PropagateNan.ALL)
+        _store(largests, most, largest, active, reached, KIND)
+    divisor = _root(most) * inverse_root + tl.load(numbers + EPSILON).to(TYPE)
+    new = parameter.to(TYPE) * tl.load(numbers + SHRINK).to(TYPE) - step_size * _quotient(moment, divisor)
+    _store(firsts, moment, first, active, reached, KIND)
+    _store(seconds, square, second, active, reached, KIND)
+    _store(parameters, new, parameter, active, reached, KIND)
+
+
+@triton.jit
+def _corrections(addresses, numbers, corrections, code, active, KIND: tl.constexpr):
+    """Step size and inverse root of each entry, or of all."""
+    if KIND.many:
+        slot = code.to(tl.int32) & (2 ** (KIND.code.primitive_bitwidth - 1) - 1)
+        pairs = corrections + tl.load(addresses + CORRECTIONS) + 2 * slot
+        # Slots of frozen entries are none of the table's.
+        step_size, inverse_root = _load(pairs, active), _load(pairs + 1, active)
+    else:
+        step_size = tl.load(numbers + STEP_SIZE).to(KIND.computed)
+        inverse_root = tl.load(numbers + INVERSE_ROOT).to(KIND.computed)
+    return step_size, inverse_root
+
+
+@triton.jit
+def _store(pointers, new, old, active, reached, KIND: tl.constexpr):
+    """Write what is active; where memory is written in large pieces, the rest as it was."""
+    if KIND.packed or KIND.sparse or KIND.columns:
+        tl.store(pointers, new.to(old.dtype), mask=active)
+    else:
+        tl.store(pointers, tl.where(active, new.to(old.dtype), old), mask=reached)
+
+
+@triton.jit
+def _root(values):
+    return tl.sqrt(values) if values.dtype == tl.float64 else tl.sqrt_rn(values)
+
+
+@triton.jit
+def _quotient(values, divisors):
+    return values / divisors if values.dtype == tl.float64 else tl.div_rn(values, divisors)
+
+
+@triton.jit
+def _job_of(starts, JOBS: tl.constexpr):
+    """The job that this program works for, and which of its tiles."""
+    tile = tl.program_id(0).to(tl.int64)
+    job = 0
+    if JOBS > 1:
+        job = tl.sum((tl.load(starts + tl.arange(0, JOBS)) <= tile).to(tl.int32), 0) - 1
+        tile -= tl.load(starts + job)
+    return job, tile
+
+
+@triton.jit
+def _pointer(addresses, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(addresses + WHICH).to(tl.pointer_type(TYPE))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def _load(pointers, mask):
+    return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
+
+
+# --- bits of held entries
+
+
+@triton.jit
+def _held(bits, positions, inside):
+    """Whether each entry is held."""
+    byte = tl.load(bits + positions // 8, mask=inside, other=0).to(tl.int32)
+    return ((byte >> (positions % 8).to(tl.int32)) & 1) != 0
+
+
+@triton.jit
+def _rank(flags):
+    """How many flags come before each."""
+    ones = flags.to(tl.int32)
+    return tl.cumsum(ones, 0) - ones
+
+
+@triton.jit
+def pack_bits(flags, bits, counts, size, BELOW_ZERO: tl.constexpr):
+    """Eight flags (or codes, held below 0) a byte, the first in the lowest bit, and how many a tile."""
+    tile = tl.program_id(0).to(tl.int64)
+    byte, bit = tl.arange(0, TILE // 8), tl.arange(0, 8)
+    positions = tile * TILE + byte[:, None] * 8 + bit[None, :]
+    value = tl.load(flags + positions, mask=positions < size, other=0)
+    held = (value < 0 if BELOW_ZERO else value != 0).to(tl.int32)
+    places = tile * (TILE // 8) + byte
+    tl.store(bits + places, tl.sum(held << bit[None, :], 1).to(tl.uint8), mask=places * 8 < size)
+    tl.store(counts + tile, tl.sum(tl.sum(held, 1), 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["newcomer"])
+def move(
+    old_bits, old_offsets, new_bits, new_offsets, values, result, size, newcomer,
+    FROM_ALL: tl.constexpr, TO_ALL: tl.constexpr,
+):  # fmt: skip
+    """Bring values of the entries held before to the places of those held now.
+
+    Args:
+        old_bits: entries that `values` has.
+        old_offsets: how many of them come before each tile.
+        new_bits: entries that `result` has.
+        new_offsets: how many of them come before each tile.
+        values: what is held, as whole numbers of any width.
+        result: filled.
+        size: entries of the whole tensor.
+        newcomer: for entries that `values` lacks.
+        FROM_ALL: `values` has every entry.
+        TO_ALL: `result` has every entry.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    positions = tile * TILE + tl.arange(0, TILE)
+    inside = positions < size
+    wanted, places = inside, positions
+    if not TO_ALL:
+        wanted = _held(new_bits, positions, inside)
+        places = tl.load(new_offsets + tile) + _rank(wanted)
+    had, sources = inside, positions
+    if not FROM_ALL:
+        had = _held(old_bits, positions, inside)
+        sources = tl.load(old_offsets + tile) + _rank(had)
+    value = tl.load(values + sources, mask=had & wanted, other=0)
+    tl.store(result + places, tl.where(had, value, newcomer.to(value.dtype)), mask=wanted)
+
+
+# --- flags and codes
+
+
+@triton.jit
+def survey(flags, known, result, size, PACKED: tl.constexpr, COMPARED: tl.constexpr):
+    """Count flags that are set, and those that differ from what is in force.
+
+    Args:
+        flags: a byte an entry.
+        known: codes, or with PACKED the bits of held entries.
+        result: int64, 0 and 0 at first: to both is added.
+        size: entries.
+        PACKED: see `known`.
+        COMPARED: whether to look at `known`.
+    """
+    positions = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    inside = positions < size
+    flag = tl.load(flags + positions, mask=inside, other=0) != 0
+    tl.atomic_add(result, tl.sum(flag.to(tl.int32), 0).to(tl.int64))
+    if COMPARED:
+        active = _held(known, positions, inside) if PACKED else _load(known + positions, inside) < 0
+        tl.atomic_add(result + 1, tl.sum((flag != active).to(tl.int32), 0).to(tl.int64))
+
+
+@triton.jit
+def recode(codes, flags, table, result, size, width, OLD_BITS: tl.constexpr):
+    """Look new codes up in [new flag][frozen or active before][old slot]; `result` may be `codes`."""
+    positions = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    inside = positions < size
+    code = tl.load(codes + positions, mask=inside, other=0).to(tl.int32)
+    flag = tl.load(flags + positions, mask=inside, other=0).to(tl.int32)
+    slot = code & (2 ** (OLD_BITS - 1) - 1)
+    index = slot + width * (code < 0).to(tl.int32) + 2 * width * flag
+    tl.store(result + positions, tl.load(table + index, mask=inside, other=0), mask=inside)
+
+
+@triton.jit
+def clear_frozen(flat, active, size, block, BELOW_ZERO: tl.constexpr, SINGLE: tl.constexpr):
+    """Zero the entries of blocks that are not active (flags, or codes below 0)."""
+    positions = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = positions < size
+    value = tl.load(active + (positions if SINGLE else positions // block), mask=inside, other=0)
+    frozen = value >= 0 if BELOW_ZERO else value == 0
+    tl.store(flat + positions, tl.zeros((TILE,), flat.dtype.element_ty), mask=inside & frozen)
