@@ -49,7 +49,7 @@ def install(
 
     Raises:
         PolicyError: If a pattern matches nothing, an operation does not exist, two policies contradict each
-            other, or a policy is none of flow.
+            other, a policy is none of flow, or the model is in ``nn.DataParallel`` on many devices.
 
     Example:
         >>> import torch, gradpolicy as gp
@@ -71,6 +71,7 @@ class Installed:
     def __init__(
         self, model: nn.Module, policies: Mapping[str, FlowPolicy], entry_points: EntryPoints
     ) -> None:
+        _refuse_copies(model)
         self.model = model
         self.policies = dict(policies)
         self.bindings = {
@@ -270,6 +271,16 @@ class Installed:
             if places.side == side and id(module) in places.at
         ]
         return Boundary(f"{side} of module {name!r}", found) if found else None
+
+
+def _refuse_copies(model: nn.Module) -> None:
+    """Refuses DataParallel on many devices: its copies of a module would run the original's forward."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise PolicyError(
+                f"{name or 'the model'}: flow policies do not hold under nn.DataParallel on"
+                f" {len(module.device_ids)} devices; use DistributedDataParallel"
+            )
 
 
 def _wrapped_relu(module: nn.Module, owner: Owner, scope: Scope | None) -> WrappedForward | None:

@@ -380,3 +380,17 @@ def test_ten_thousand_modules_take_less_than_half_a_second():
         times.append(time.process_time() - start)
         installed.remove()
     assert min(times) < 0.5
+
+
+def test_data_parallel_holds_on_one_device_and_is_refused_on_many():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    parallel = nn.DataParallel(model)
+    parallel.device_ids = []
+    x = torch.tensor([[1.0, -2.0]], requires_grad=True)
+    with gp.install(parallel, [gp.Scale(0.0, modules="module.0")]):
+        parallel(x).sum().backward()
+    assert not x.grad.any()
+    parallel.device_ids = [0, 1]
+    with pytest.raises(gp.PolicyError, match="DataParallel on 2 devices; use DistributedDataParallel"):
+        gp.install(parallel, [gp.Guided()])
+    assert "forward" not in model[1].__dict__
