@@ -1,7 +1,6 @@
 """Compiles the C sources: once a processor, kept in a cache folder, never a condition for running."""
 
 import ctypes
-import functools
 import hashlib
 import os
 import platform
@@ -11,21 +10,23 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from gradpolicy import jitting
+
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")
 # Torch has loaded OpenMP already: its threads are used, none are added. Not every compiler has it.
 THREAD_FLAGS = ("-fopenmp",)
 # Set to 0, nothing is compiled.
 SWITCH = "GRADPOLICY_NATIVE"
+said: list[str] = []
+"""Why there is no C library, once that was said."""
 
 
-@functools.cache
-def compiled(source: Path, fallback: str) -> ctypes.CDLL | None:
-    """The library made of a C source; None, and one warning, where it cannot be had.
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """The library made of a C source; None, and one warning for all sources, where it cannot be had.
 
     Args:
         source: The C file; it may include others of its folder.
-        fallback: What happens without it, for the warning.
     """
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if os.environ.get(SWITCH) == "0":
@@ -38,8 +39,21 @@ def compiled(source: Path, fallback: str) -> ctypes.CDLL | None:
         except (OSError, subprocess.SubprocessError) as error:
             output = getattr(error, "stderr", None) or str(error)
             reason = f"{compiler} failed: {output.strip()[:300]}"
-    warnings.warn(f"gradpolicy: {fallback} ({reason})", stacklevel=2)
+    if not said:
+        said.append(reason)
+        warnings.warn(f"gradpolicy: {_consequence()} ({reason})", stacklevel=2)
     return None
+
+
+def _consequence() -> str:
+    """What happens without a C compiler."""
+    hindrance = jitting.hindrance()
+    if hindrance is None:
+        return "masked updates and random masks run in loops that numba compiles, at up to twice the time"
+    return (
+        "masked updates and random masks run on plain torch operations, at ten to thirty times the time, "
+        f"for lack of a C compiler and of numba: {hindrance}"
+    )
 
 
 def _build_somehow(source: Path, compiler: str) -> Path:

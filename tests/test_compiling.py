@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gradpolicy import compiling, jitting
 from gradpolicy.compiling import compiled
 
 pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="needs a C compiler")
@@ -15,6 +16,7 @@ SOURCE = "int gradpolicy_twice(int x) { return 2 * x; }\n"
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("GRADPOLICY_NATIVE", raising=False)
+    monkeypatch.setattr(compiling, "said", [])
     (tmp_path / "twice.c").write_text(SOURCE)
     return tmp_path / "twice.c"
 
@@ -24,15 +26,15 @@ def libraries(source: Path) -> list[Path]:
 
 
 def test_a_source_is_compiled_once_and_again_when_it_changes(source: Path) -> None:
-    library = compiled(source, "first")
+    library = compiled(source)
     assert library is not None
     assert library.gradpolicy_twice(21) == 42
     (first,) = libraries(source)
     stamp = first.stat().st_mtime_ns
-    compiled(source, "second")
+    compiled(source)
     assert first.stat().st_mtime_ns == stamp
     source.write_text(SOURCE.replace("2 *", "3 *"))
-    changed = compiled(source, "third")
+    changed = compiled(source)
     assert changed is not None
     assert changed.gradpolicy_twice(21) == 63
     assert len(libraries(source)) == 2
@@ -42,14 +44,24 @@ def test_a_source_is_compiled_once_and_again_when_it_changes(source: Path) -> No
     ("variable", "value", "reason"),
     [("GRADPOLICY_NATIVE", "0", "GRADPOLICY_NATIVE=0"), ("CC", "/nowhere/cc", "/nowhere/cc failed")],
 )
-def test_what_cannot_be_compiled_is_said_once(source: Path, monkeypatch, variable, value, reason) -> None:
+@pytest.mark.parametrize(
+    ("hindrance", "consequence"),
+    [(None, "loops that numba compiles"), ("too new a Python", "plain torch operations.*too new a Python")],
+)
+def test_what_cannot_be_compiled_is_said_once(
+    source: Path, monkeypatch, variable, value, reason, hindrance, consequence
+) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.warns(UserWarning, match=f"it takes longer .*{reason}"):
-        assert compiled(source, "it takes longer") is None
+    monkeypatch.setattr(jitting, "hindrance", lambda: hindrance)
+    other = source.with_name("other.c")
+    other.write_text(SOURCE)
+    with pytest.warns(UserWarning, match=f"{consequence}.*{reason}") as warnings:
+        assert compiled(source) is compiled(other) is None
+    assert len(warnings) == 1
 
 
 def test_an_error_in_a_source_is_no_error_of_the_run(source: Path) -> None:
     source.write_text("int gradpolicy_twice(")
     with pytest.warns(UserWarning, match="failed"):
-        assert compiled(source, "it takes longer") is None
+        assert compiled(source) is None
     assert libraries(source) == []

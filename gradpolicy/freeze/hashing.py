@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradpolicy import jitting
 from gradpolicy.compiling import compiled
 
 _WORD = 0xFFFFFFFF
@@ -24,6 +25,8 @@ _SHIFTS = (17, 11, 15, 14)
 # Entries hashed at a time: small enough that a chunk's words stay in a core's cache.
 _CPU_CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 26
+# Entries a thread draws at once in numba's loop.
+_LOOP_PART = 1 << 18
 # From so many entries on, compiled code is worth being compiled.
 _MANY = 1 << 20
 
@@ -76,7 +79,10 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
         part = drawn[first - start : last - start]
         if drawn.device.type != "cpu":
             _below_device(part, first & _WORD, word_key, threshold)
-        elif part.numel() < _MANY or not _below_compiled(part, first & _WORD, word_key, threshold):
+        elif part.numel() < _MANY or not (
+            _below_compiled(part, first & _WORD, word_key, threshold)
+            or _below_jitted(part.numpy(), first & _WORD, word_key, threshold)
+        ):
             _below_cpu(part.numpy(), first & _WORD, word_key, threshold)
     return drawn
 
@@ -121,7 +127,7 @@ def _hash_cpu(count: int, first: int, key: tuple[int, int], scratch: np.ndarray)
 @functools.cache
 def _kernel() -> ctypes.CDLL | None:
     source = Path(__file__).with_name("hashing.c")
-    library = compiled(source, "random masks are drawn by numpy, at ten times the time")
+    library = compiled(source)
     if library is not None:
         word = ctypes.c_uint32
         kinds = (ctypes.c_void_p, ctypes.c_int64, word, word, word, word, ctypes.c_int32)
@@ -137,6 +143,16 @@ def _below_compiled(out: Tensor, first: int, key: tuple[int, int], threshold: in
         return False
     threads = torch.get_num_threads()
     library.gradpolicy_draw(out.data_ptr(), out.numel(), first, *key, threshold, threads)
+    return True
+
+
+def _below_jitted(out: np.ndarray, first: int, key: tuple[int, int], threshold: int) -> bool:
+    """The same by hashing_loop.py; False where numba cannot be had."""
+    loops = jitting.loops("gradpolicy.freeze.hashing_loop")
+    if loops is None:
+        return False
+    words = [np.uint32(word) for word in (first, *key, threshold)]
+    jitting.in_parallel(list(jitting.parts(loops.draw, out, *words, size=out.size, part=_LOOP_PART)))
     return True
 
 

@@ -23,7 +23,7 @@ GRAIN = 1 << 15
 def library() -> ctypes.CDLL | None:
     """The compiled kernel; None, and one warning, where it cannot be had."""
     source = Path(__file__).with_name("kernel.c")
-    loaded = compiled(source, "masked updates run on plain torch operations: 3 to 7 fused steps each")
+    loaded = compiled(source)
     if loaded is not None:
         for name in ("adam", "recode", "clear", "bits"):
             getattr(loaded, f"gradpolicy_{name}").restype = None

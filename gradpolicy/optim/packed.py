@@ -77,8 +77,8 @@ class Held:
             return
         found = triton_moves.bits(flags)
         self.grain = triton_moves.tile() if found else GRAIN
-        found = found or native.bits(flags) or jitted.bits(flags) or _bits(flags if flags.dtype is torch.bool else flags < 0)
-        self.bits, counts = found
+        found = found or native.bits(flags) or jitted.bits(flags)
+        self.bits, counts = found or _bits(flags if flags.dtype is torch.bool else flags < 0)
         counts = counts.cumsum(0)
         self.count = int(counts[-1]) if count is None else count
         self.offsets = torch.nn.functional.pad(counts, (1, 0))

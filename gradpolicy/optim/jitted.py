@@ -1,0 +1,108 @@
+"""The moves that masks need in numba's loops, where the C kernel cannot do them.
+
+What `native` is to kernel.c, this is to loops.py; `jitted_adam` runs the updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradpolicy.jitting import in_parallel, loops, parts
+from gradpolicy.optim.native import GRAIN
+
+PART = 8 * GRAIN
+"""Entries a thread takes at once."""
+SHOWN_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.bool: torch.uint8}
+"""Types that NumPy or the loops lack, and whole numbers of as many bytes."""
+WHOLE = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+def library() -> Any:
+    """The loops; None where numba cannot be had."""
+    return loops("gradpolicy.optim.loops")
+
+
+def array(tensor: Tensor, shown_as: torch.dtype | None = None) -> np.ndarray:
+    """A tensor's own memory, as whole numbers where NumPy does not know its type."""
+    shown_as = shown_as or SHOWN_AS.get(tensor.dtype, tensor.dtype)
+    return tensor.detach().view(shown_as).numpy()
+
+
+def _run(loop: Callable[..., Any], *arguments: Any, size: int, part: int = PART) -> None:
+    in_parallel(list(parts(loop, *arguments, size=size, part=part)))
+
+
+def _on_cpu(*tensors: Tensor) -> bool:
+    return all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
+
+
+def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
+    """`cohorts.recode`; None where the loops cannot do it."""
+    if codes.numel() == 1 or not _on_cpu(codes, mask) or library() is None:
+        return None
+    result = codes if codes.dtype is table.dtype else torch.empty_like(codes, dtype=table.dtype)
+    arrays = [array(tensor) for tensor in (codes, mask, table.reshape(-1), result)]
+    _run(library().recode, *arrays, size=codes.numel())
+    return result
+
+
+def pairs_seen(codes: Tensor, mask: Tensor, width: int) -> Tensor | None:
+    """The flags that `cohorts.pairs_present` reads; None where the loops cannot do it."""
+    if not _on_cpu(codes, mask) or library() is None:
+        return None
+    seen = torch.zeros(4 * width, dtype=torch.bool)
+    _run(library().mark_pairs, *(array(tensor) for tensor in (codes, mask, seen)), size=codes.numel())
+    return seen
+
+
+def clear(flat: Tensor, active: Tensor) -> bool:
+    """Zero the entries that are not active (flags, or codes); False where the loops cannot do it."""
+    if flat.element_size() not in WHOLE or not _on_cpu(flat, active) or library() is None:
+        return False
+    sign = -1 if active.dtype is torch.bool else 1
+    values = array(flat, WHOLE[flat.element_size()])
+    _run(library().clear, values, array(active), sign, size=flat.numel())
+    return True
+
+
+def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Flags, or codes below 0, as bits, and how many in each GRAIN; None where the loops cannot do it."""
+    if not _on_cpu(flags) or library() is None:
+        return None
+    count, shift = flags.numel(), 0 if flags.dtype is torch.bool else 8 * flags.element_size() - 1
+    packed = torch.empty(-(-count // 8), dtype=torch.uint8)
+    counts = torch.zeros(-(-count // GRAIN), dtype=torch.int64)
+    _run(library().pack_bits, array(flags), shift, array(packed), array(counts), size=count)
+    return packed, counts
+
+
+def repack(
+    old: tuple[Tensor, Tensor] | None,
+    new: tuple[Tensor, Tensor] | None,
+    values: Tensor,
+    result: Tensor,
+    size: int,
+    newcomer: int = 0,
+) -> bool:
+    """Move values between sets of held entries, as `native.repack`, to memory of their own.
+
+    Returns:
+        False where the loops cannot do it.
+    """
+    if not _on_cpu(values, result) or not values.numel() or library() is None:
+        return False
+    everything = (np.empty(0, np.uint8), np.empty(0, np.int64))
+    index = [everything if each is None else tuple(map(array, each)) for each in (old, new)]
+    whole = WHOLE[values.element_size()]
+    arrays = [array(tensor, whole) for tensor in (values, result)]
+    kind = arrays[0].dtype.type
+    if values.data_ptr() == result.data_ptr():
+        arrays[0] = arrays[0].copy()  # parts are written in no order that would leave what others still read
+    first = kind(newcomer % (1 << (8 * values.element_size())))
+    _run(library().repack, *index[0], *index[1], *arrays, size, first, size=-(-size // GRAIN), part=8)
+    return True

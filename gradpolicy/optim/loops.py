@@ -1,0 +1,307 @@
+"""The loops over entries that numba compiles where there is no C compiler: arithmetic, no bookkeeping.
+
+Vectors are flat NumPy arrays. bfloat16, which NumPy lacks, comes as uint16, and float16 as int16. Positions
+are unsigned, so that none is asked whether it counts from the end, and loops are short and simple, so that
+LLVM turns them into vector instructions.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from gradpolicy.jitting import loop
+
+TILE = 512
+"""Entries whose corrections are looked up at once: with their moments they stay in the first-level cache."""
+GRAIN = 1 << 15
+"""The same as in packed.py."""
+
+_BITS = (np.arange(256)[:, None] >> np.arange(8)) & 1
+COUNTS = _BITS.sum(1).astype(np.uint8)
+"""How many bits of a byte are set."""
+PLACES = np.argsort(1 - _BITS, axis=1, kind="stable").astype(np.uint8)
+"""Which bits of a byte are set, in order; then those that are not."""
+
+
+# --- values
+
+
+@intrinsic
+def choose(_context: Any, sign: Any, new: Any, old: Any) -> Any:
+    """The bits of `new` where `sign` is below 0, else those of `old`.
+
+    Written as bit operations: of a choice LLVM makes masked stores, which some processors are slow at.
+    """
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        sign, new, old = arguments
+        whole = ir.IntType(8 * _bytes(old.type))
+        narrows = sign.type.width > whole.width
+        sign = (builder.trunc if narrows else builder.sext)(sign, whole)
+        mask = builder.ashr(sign, ir.Constant(whole, whole.width - 1))
+        bits = builder.bitcast(old, whole)
+        differ = builder.xor(bits, builder.bitcast(new, whole))
+        return builder.bitcast(builder.xor(bits, builder.and_(differ, mask)), old.type)
+
+    return old(sign, old, old), generate
+
+
+def _bytes(kind: Any) -> int:
+    if isinstance(kind, ir.IntType):
+        return kind.width // 8
+    return 4 if isinstance(kind, ir.FloatType) else 8
+
+
+@intrinsic
+def widen(_context: Any, stored: Any) -> Any:
+    """A stored value as a number to compute with."""
+
+    def bfloat(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        wide = builder.shl(builder.zext(arguments[0], word), ir.Constant(word, 16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    def half(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    if stored == types.uint16:
+        return types.float32(stored), bfloat
+    if stored == types.int16:
+        return types.float32(stored), half
+    return stored(stored), lambda _context, _builder, _signature, arguments: arguments[0]
+
+
+@intrinsic
+def narrow(_context: Any, value: Any, stored: Any) -> Any:
+    """A number as what `stored` is kept as, to nearest, ties to even."""
+
+    def bfloat(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        bits = builder.bitcast(arguments[0], word)
+        last = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+        rounded = builder.add(bits, builder.add(last, ir.Constant(word, 0x7FFF)))
+        rounded = builder.lshr(rounded, ir.Constant(word, 16))
+        whole = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+        return builder.trunc(builder.select(whole, ir.Constant(word, 0x7FC0), rounded), ir.IntType(16))
+
+    def half(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    if stored == types.uint16:
+        return stored(value, stored), bfloat
+    if stored == types.int16:
+        return stored(value, stored), half
+    return stored(stored, stored), lambda _context, _builder, _signature, arguments: arguments[0]
+
+
+# --- Adam
+
+
+@loop
+def _update(parameter, gradient, at, moments, own_at, codes, code_at, sizes, inverses, numbers, count):  # type: ignore[no-untyped-def]
+    """Adam for `count` entries, as `adam`: those from `at` on, whose moments and codes begin elsewhere."""
+    one_beta1, beta2, one_beta2, eps = numbers[0], numbers[1], numbers[2], numbers[3]
+    shrink, decay, factor = numbers[4], numbers[5], numbers[6]
+    for i in range(np.uintp(count)):
+        here, own, sign = at + i, own_at + i, codes[code_at + i]
+        value, first, second = parameter[here], moments[0][own], moments[1][own]
+        slope = widen(gradient[here]) * factor
+        if decay != 0:
+            slope += widen(value) * decay
+        new_first = widen(first) + (slope - widen(first)) * one_beta1
+        new_second = widen(second) * beta2 + slope * slope * one_beta2
+        top = new_second
+        if len(moments) == 3:
+            largest = moments[2][own]
+            before = widen(largest)
+            top = before if before >= new_second or before != before else new_second
+            moments[2][own] = choose(sign, narrow(top, largest), largest)
+        step = sizes[i] * new_first / (np.sqrt(top) * inverses[i] + eps)
+        new_value = widen(value) * shrink - step
+        # All choices here: where a function makes one of its own, LLVM turns it into a masked store.
+        parameter[here] = choose(sign, narrow(new_value, value), value)
+        moments[0][own] = choose(sign, narrow(new_first, first), first)
+        moments[1][own] = choose(sign, narrow(new_second, second), second)
+
+
+@loop
+def _slot(codes, at):  # type: ignore[no-untyped-def]
+    return np.uintp(codes[at]) & np.uintp((1 << (8 * codes.itemsize - 1)) - 1)
+
+
+@loop
+def _look_up(codes, at, table, sizes, inverses, count):  # type: ignore[no-untyped-def]
+    """The corrections of each entry."""
+    for i in range(np.uintp(count)):
+        slot = _slot(codes, at + i)
+        sizes[i], inverses[i] = table[slot, 0], table[slot, 1]
+
+
+@loop
+def _any_active(codes, at, count):  # type: ignore[no-untyped-def]
+    lowest = codes[at]
+    for i in range(np.uintp(count)):
+        lowest = min(lowest, codes[at + i])
+    return lowest < 0
+
+
+@loop
+def _corrections(table):  # type: ignore[no-untyped-def]
+    """Room for the corrections of a tile, filled with those of the first slot."""
+    return np.full(TILE, table[0, 0]), np.full(TILE, table[0, 1])
+
+
+@loop
+def adam(parameter, gradient, moments, codes, table, numbers, start, stop):  # type: ignore[no-untyped-def]
+    """Entries start..stop-1 of a tensor that has a code and moments for each.
+
+    Args:
+        parameter: all entries; so is `gradient`.
+        gradient: gradients.
+        moments: two, or three with AMSGrad.
+        codes: a cohort code an entry.
+        table: step size and inverse root of each slot; one row alone goes for all.
+        numbers: see `numbers_of`.
+        start: the first entry.
+        stop: the entry after the last.
+    """
+    sizes, inverses = _corrections(table)
+    for base in range(start, stop, TILE):
+        at, count = np.uintp(base), min(TILE, stop - base)
+        if _any_active(codes, at, count):
+            if len(table) > 1:
+                _look_up(codes, at, table, sizes, inverses, count)
+            _update(parameter, gradient, at, moments, at, codes, at, sizes, inverses, numbers, count)
+
+
+@loop
+def adam_rows(parameter, gradient, moments, codes, table, numbers, rows, block, packed, start, stop):  # type: ignore[no-untyped-def]
+    """The rows that `rows[start:stop]` names, of `block` entries each; as `adam`.
+
+    With `packed` there are codes and moments for the named rows alone.
+    """
+    sizes, inverses = _corrections(table)
+    active, zero = np.full(TILE, np.int8(-1)), np.uintp(0)
+    for index in range(start, stop):
+        row, own = np.uintp(rows[index]), np.uintp(index if packed else rows[index])
+        if len(table) > 1:
+            slot = _slot(codes, own)
+            sizes[:block], inverses[:block] = table[slot, 0], table[slot, 1]
+        for inside in range(0, block, TILE):
+            at, own_at = row * np.uintp(block) + np.uintp(inside), own * np.uintp(block) + np.uintp(inside)
+            count = min(TILE, block - inside)
+            _update(parameter, gradient, at, moments, own_at, active, zero, sizes, inverses, numbers, count)
+
+
+@loop
+def adam_held(parameter, gradient, moments, codes, table, numbers, bits, offsets, start, stop):  # type: ignore[no-untyped-def]
+    """The entries among start..stop-1 whose bit is set, which alone have codes and moments; as `adam`.
+
+    `start` is a multiple of GRAIN, and `offsets` tell how many entries are held before each.
+    """
+    sizes, inverses = _corrections(table)
+    active, zero = np.full(TILE, np.int8(-1)), np.uintp(0)
+    places = np.empty(TILE + 8, np.uintp)
+    values, slopes = np.empty(TILE, parameter.dtype), np.empty(TILE, gradient.dtype)
+    own_at, count, last = np.uintp(offsets[start // GRAIN]), 0, (stop + 7) // 8
+    for index in range(start // 8, last):
+        byte = bits[index]
+        for k in range(8):
+            places[count + k] = np.uintp(8 * index) + np.uintp(PLACES[byte, k])
+        count += COUNTS[byte]
+        if count <= TILE - 8 and index + 1 < last:
+            continue
+        for i in range(count):
+            values[i], slopes[i] = parameter[places[i]], gradient[places[i]]
+        if len(table) > 1:
+            _look_up(codes, own_at, table, sizes, inverses, count)
+        _update(values, slopes, zero, moments, own_at, active, zero, sizes, inverses, numbers, count)
+        for i in range(count):
+            parameter[places[i]] = values[i]
+        own_at, count = own_at + np.uintp(count), 0
+
+
+# --- codes and flags
+
+
+@loop
+def _side(codes, mask, at):  # type: ignore[no-untyped-def]
+    """Which of the four sides of a table is asked for: [flag][frozen or active]."""
+    flag = np.uintp(mask[at if len(mask) > 1 else np.uintp(0)])
+    return flag * np.uintp(2) + np.uintp(codes[at] < 0)
+
+
+@loop
+def recode(codes, mask, table, result, start, stop):  # type: ignore[no-untyped-def]
+    """New codes from old ones and flags (0 or 1, or one for all), by `cohorts.recode`'s table, flattened."""
+    width = np.uintp(len(table) // 4)
+    for index in range(start, stop):
+        at = np.uintp(index)
+        result[at] = table[_side(codes, mask, at) * width + _slot(codes, at)]
+
+
+@loop
+def mark_pairs(codes, mask, seen, start, stop):  # type: ignore[no-untyped-def]
+    """Mark the places of such a table that are asked for."""
+    width = np.uintp(len(seen) // 4)
+    for index in range(start, stop):
+        at = np.uintp(index)
+        seen[_side(codes, mask, at) * width + _slot(codes, at)] = True
+
+
+@loop
+def clear(values, active, sign, start, stop):  # type: ignore[no-untyped-def]
+    """Zero values (whole numbers) where `active` times `sign` is not below 0."""
+    for index in range(start, stop):
+        at = np.uintp(index)
+        values[at] = choose(active[at] * sign, values[at], values.dtype.type(0))
+
+
+@loop
+def pack_bits(flags, shift, bits, counts, start, stop):  # type: ignore[no-untyped-def]
+    """Bit `shift` of each byte, eight a byte, and how many are set in each GRAIN."""
+    for base in range(start, stop, 8):
+        byte = np.uint8(0)
+        for k in range(min(8, stop - base)):
+            byte |= np.uint8(((flags[base + k] >> shift) & 1) << k)
+        bits[base // 8] = byte
+        counts[base // GRAIN] += COUNTS[byte]
+
+
+# --- values of held entries
+
+
+@loop
+def _eight(bits, base, stop):  # type: ignore[no-untyped-def]
+    """Which of eight entries are held; no bits: all."""
+    byte = bits[base // 8] if len(bits) else np.uint8(255)
+    return byte if stop - base >= 8 else np.uint8(byte & ((1 << (stop - base)) - 1))
+
+
+@loop
+def repack(old_bits, old_offsets, new_bits, new_offsets, values, result, size, newcomer, start, stop):  # type: ignore[no-untyped-def]
+    """Move values between sets of held entries, for GRAINs start..stop-1; see `native.repack`.
+
+    Without a branch for each entry, which no processor could foresee: what is not wanted is written over.
+    """
+    room = np.empty(GRAIN + 8, result.dtype)
+    last = len(values) - 1
+    for part in range(start, stop):
+        end = min((part + 1) * GRAIN, size)
+        source = old_offsets[part] if len(old_bits) else part * GRAIN
+        filled = 0
+        for base in range(part * GRAIN, end, 8):
+            had, wanted = _eight(old_bits, base, end), _eight(new_bits, base, end)
+            if wanted == 0:
+                source += COUNTS[had]
+                continue
+            for k in range(8):
+                held = np.int64(had >> k) & 1
+                room[np.uintp(filled)] = choose(-held, values[np.uintp(min(source, last))], newcomer)
+                source += held
+                filled += np.int64(wanted >> k) & 1
+        begin = new_offsets[part] if len(new_bits) else part * GRAIN
+        result[begin : begin + filled] = room[:filled]
