@@ -6,7 +6,8 @@
 A record holds the mask (bool, as it was set) or the recipe that makes it, and the ages: two numbers where all
 active entries share one and all frozen entries share one, else a small integer an entry and a table.
 `torch.distributed.checkpoint.state_dict` passes on "state" and "param_groups" alone, so that each param group
-refers to its records too.
+refers to its records too. Torch's own optimizers hand on what stands in a group when they save: there each
+record goes with a mark of the state it belongs to, so that one that plain steps have outdated is known.
 
 What `torch.distributed.checkpoint` loads must have the form of what it saved, whatever the processes have
 done before and however many they are. So the record of a sharded parameter always has the same three entries:
@@ -16,6 +17,7 @@ the mask and the ages of each entry, sharded as the parameter, and the rest as t
 from __future__ import annotations
 
 import json
+import zlib
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from gradpolicy.optim.tracked import Tracked
 
 KEY = "gradpolicy"
 VERSION = 1
+# So many values of a tensor tell whether it has changed.
+_SAMPLE = 64
 
 
 def save(
@@ -46,19 +50,40 @@ def save(
                 result["state"][index] = state
     result[KEY] = {"version": VERSION, "effective_steps": effective_steps, "parameters": records}
     if records:
-        _refer(result["param_groups"], records, effective_steps)
+        _refer(result, records, effective_steps)
     return result
 
 
-def _refer(groups: list[dict[str, Any]], records: dict[int, dict[str, Any]], effective_steps: int) -> None:
+def _refer(result: dict[str, Any], records: dict[int, dict[str, Any]], effective_steps: int) -> None:
     first = 0
-    for group in groups:
+    for group in result["param_groups"]:
         count = len(group["params"])
-        own = {
-            str(index - first): records[index] for index in range(first, first + count) if index in records
+        inside = [index for index in range(first, first + count) if index in records]
+        group[KEY] = {
+            "effective_steps": effective_steps,
+            "parameters": {str(index - first): records[index] for index in inside},
+            "marks": {
+                str(index - first): _mark(result["state"].get(index, {}))
+                for index in inside
+                if "settings" not in records[index]
+            },
         }
-        group[KEY] = {"effective_steps": effective_steps, "parameters": own}
         first += count
+
+
+def _mark(state: dict[str, Any]) -> int:
+    """A checksum of some values of each part of a parameter's state."""
+    mark = 0
+    for key in sorted(state):
+        value = state[key]
+        if isinstance(value, Tensor):
+            places = torch.arange(0, value.numel(), max(value.numel() // _SAMPLE, 1), device=value.device)
+            sample = value[torch.unravel_index(places, value.shape)] if value.dim() else value.reshape(1)
+            content = sample.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        else:
+            content = repr(value).encode()
+        mark = zlib.crc32(content, mark)
+    return mark
 
 
 def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -67,21 +92,30 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     saved = state_dict.get(KEY)
     own["param_groups"] = [{k: v for k, v in group.items() if k != KEY} for group in own["param_groups"]]
     if saved is None:
-        saved = _gather(state_dict["param_groups"])
+        saved = _gather(state_dict["param_groups"], own["state"])
     if saved.get("version", VERSION) > VERSION:
         raise PolicyError(f"{KEY}: saved by a newer gradpolicy (format {saved['version']}, known: {VERSION})")
     return own, saved
 
 
-def _gather(groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _gather(groups: list[dict[str, Any]], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
     parameters, first, steps = {}, 0, {}
     for group in groups:
         saved = group.get(KEY, {})
+        marks = saved.get("marks", {})
         for position, record in saved.get("parameters", {}).items():
-            parameters[first + int(position)] = record
+            index = first + int(position)
+            if not _is_outdated(states.get(index, {}), marks.get(position)):
+                parameters[index] = record
         steps.update({key: value for key, value in saved.items() if key == "effective_steps"})
         first += len(group["params"])
     return {"parameters": parameters, **steps}
+
+
+def _is_outdated(state: dict[str, Any], mark: int | None) -> bool:
+    """Whether a state has changed since its mark was made; not where one of them is missing or sharded."""
+    sharded = any(isinstance(value, Tensor) and is_sharded(value) for value in state.values())
+    return bool(state) and mark is not None and not sharded and _mark(state) != mark
 
 
 def _record(tracked: Tracked) -> dict[str, Any]:
@@ -93,6 +127,7 @@ def _record(tracked: Tracked) -> dict[str, Any]:
         "bias_correction": tracked.bias_correction,
         "updates": tracked.updates,
         "ages": _ages(tracked),
+        "begun": bool(tracked.state),
     }
     if tracked.recipe is not None:
         record["recipe"] = dict(tracked.recipe.state())
@@ -151,4 +186,7 @@ def restore(tracked: Tracked, record: dict[str, Any], name: str) -> None:
     tracked.bias_correction = record["bias_correction"]
     slots = Slots(tuple(record["ages"]["active"]), tuple(record["ages"]["frozen"]))
     tracked.restore(mask, slots, record["ages"].get("slots"), int(record["updates"]))
+    if not record.get("begun", True):
+        # Its first step is still to come, and is not that of a parameter with an empty state.
+        tracked.inner.state.pop(tracked.parameter, None)
     tracked.recipe = recipe

@@ -43,6 +43,35 @@ def makes_state_again(optimizer: torch.optim.Optimizer) -> bool:
     return not (isinstance(optimizer, torch.optim.Adagrad) and _adagrad_fills_its_state_at_once())
 
 
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is one of torch's whose state belongs to single parameters (all but LBFGS)."""
+    return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer) is not torch.optim.LBFGS
+
+
+def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
+    """Give parameters that join torch's fused SGD after others the momentum they would begin with.
+
+    It takes momenta that exist all or not at all. With the buffer made here, ``μ · buffer + (1 − τ) · g`` is
+    ``g``, as at a first step (``μ`` momentum, ``τ`` dampening).
+
+    Args:
+        optimizer: the optimizer, about to step.
+        scale: what the gradients are multiplied by.
+    """
+    for group in optimizer.param_groups:
+        moving = [parameter for parameter in group["params"] if parameter.grad is not None]
+        new = [p for p in moving if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        if not (group["fused"] and group["momentum"]) or len(new) in (0, len(moving)):
+            continue
+        for parameter in new:
+            buffer = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if group["dampening"]:
+                sign = -1.0 if group["maximize"] else 1.0
+                buffer.add_(parameter.grad, alpha=sign / scale).add_(parameter, alpha=group["weight_decay"])
+                buffer.mul_(group["dampening"] / group["momentum"])
+            optimizer.state[parameter]["momentum_buffer"] = buffer
+
+
 def state_of_a_first_step(
     optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]
 ) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.optim import adam, checkpoint, moves
-from gradpolicy.optim.general import entry_state
+from gradpolicy.optim.general import begin_momenta, empty_value, entry_state
 from gradpolicy.optim.layout import check_mask, is_sharded, local_shard
 from gradpolicy.optim.tracked import FROZEN, FULL, Tracked
 
@@ -367,6 +367,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
             if not tracked.forgets:
                 for key, value in entry_state(tracked.state, tracked.parameter).items():
                     tracked.keeper.save(key, value)
+        if isinstance(self.inner, torch.optim.SGD):
+            begin_momenta(self.inner, float(getattr(self, "grad_scale", None) or 1.0))
         result = self.inner.step(closure) if closure is not None else self.inner.step()
         for tracked in kept:
             assert tracked.keeper is not None
@@ -420,11 +422,16 @@ class MaskedOptimizer(torch.optim.Optimizer):
         result = self.inner.step()
         for group, before in zip(self.param_groups, settings, strict=True):
             group.update(before)
-        for state in self.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"].zero_()
-            elif "step" in state:
-                state["step"] = 0
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p in self.state):
+                state = self.state[parameter]
+                # Weight decay has gone into the momentum of SGD.
+                for key, value in entry_state(state, parameter).items():
+                    value.fill_(empty_value(self.inner, key, group))
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].zero_()
+                elif "step" in state:
+                    state["step"] = 0
         for tracked in self._tracked.values():
             tracked.adopt_state()
         return result

@@ -15,6 +15,7 @@ from gradpolicy.optim.general import (
     Keeper,
     empty_value,
     entry_state,
+    is_torchs_own,
     makes_state_again,
     state_of_a_first_step,
 )
@@ -346,8 +347,8 @@ class Tracked:
         group = self._group()
         if self.exact and begun and not all(key in state for key in self.moment_keys(group)):
             state = {**self._first_state(group, set(state), dense=True), **state}
-        elif begun and not state and is_sharded(self.parameter):
-            # A sharded checkpoint has one form, whatever rests; restoring empties it again.
+        elif begun and not state and (is_sharded(self.parameter) or is_torchs_own(self.inner)):
+            # A checkpoint has one form, whatever rests, as torch's own demand; restoring empties it again.
             state = state_of_a_first_step(self.inner, self.parameter, group)
         return state
 
@@ -473,7 +474,8 @@ class Tracked:
 
     def complete_state(self) -> None:
         """Make moments again that were dropped, where the wrapped optimizer would not."""
-        if self.exact and self.updates and adam.MOMENTS[0] not in self.state:
+        # A state of a step count alone, too, comes of moments that were dropped.
+        if self.exact and (self.updates or self.state) and adam.MOMENTS[0] not in self.state:
             self.begin(self._group())
 
     def count_update_elsewhere(self) -> None:

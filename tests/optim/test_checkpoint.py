@@ -10,6 +10,8 @@ from gradpolicy import MaskedOptimizer
 KINDS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, amsgrad=True),
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "damped_sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, dampening=0.5),
+    "rmsprop": lambda weights: torch.optim.RMSprop(weights, lr=0.1, centered=True),
 }
 
 
@@ -59,6 +61,58 @@ def test_resume_at_any_step_is_bit_for_bit(kind, frozen_state, stop):
         assert torch.equal(optimizer.get_mask(weight), other.get_mask(twin))
         assert torch.equal(*torch.broadcast_tensors(optimizer.age(weight), other.age(twin)))
     assert optimizer.effective_steps == other.effective_steps == 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("through_torch", [False, True])
+def test_what_has_never_trained_begins_after_a_resume(kind, frozen_state, bias_correction, through_torch):
+    def prepared():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 4)
+        settings = {"frozen_state": frozen_state, "bias_correction": bias_correction}
+        return model, MaskedOptimizer(KINDS[kind](model.parameters()), **settings)
+
+    (model, optimizer), (resumed, other) = prepared(), prepared()
+    optimizer.set_mask(model.bias, torch.tensor(False))
+    run(model, optimizer, range(3), change=False)
+    resumed.load_state_dict(model.state_dict())
+    if through_torch:
+        optimizer.zero_grad()
+        set_optimizer_state_dict(resumed, other, through_a_file(get_optimizer_state_dict(model, optimizer)))
+    else:
+        other.load_state_dict(through_a_file(optimizer.state_dict()))
+    for each, its in ((model, optimizer), (resumed, other)):
+        its.set_mask(each.bias, None)
+        run(each, its, range(3, 6), change=False)
+    assert_same(model, resumed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_torch_alone_leave_no_masks_and_ages_behind(kind):
+    model, optimizer = model_and_optimizer(kind, "zero")
+    run(model, optimizer, range(5))
+    plain = KINDS[kind](model.parameters())
+    plain.load_state_dict(through_a_file(optimizer.state_dict()))
+    run(model, plain, range(5, 8), change=False)
+    resumed, again = model_and_optimizer(kind, "zero")
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(through_a_file(plain.state_dict()))
+    assert again.active_share() == 1.0
+    run(model, plain, range(8, 11), change=False)
+    run(resumed, again, range(8, 11), change=False)
+    assert_same(model, resumed)
+
+
+def test_looking_at_the_state_before_the_first_step_puts_no_weight_decay_into_momentum():
+    looked_at, untouched = (copy.deepcopy(model_and_optimizer("sgd", "keep")) for _ in range(2))
+    for model, optimizer in (looked_at, untouched):
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        if optimizer is looked_at[1]:
+            get_optimizer_state_dict(model, optimizer)
+        run(model, optimizer, range(4))
+    assert_same(looked_at[0], untouched[0])
 
 
 @pytest.mark.parametrize("when", [0, 5])

@@ -282,6 +282,23 @@ def test_a_tensor_frozen_as_a_whole_trains_again(frozen_state, bias_correction):
         assert torch.equal(weight.detach() != before, active)
 
 
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero"])
+def test_fused_sgd_takes_tensors_that_join_later(frozen_state, dampening):
+    ends = []
+    for fused in (False, True):
+        model = small_model()
+        settings = {"momentum": 0.9, "dampening": dampening, "weight_decay": 0.1, "maximize": True}
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused, **settings)
+        optimizer = MaskedOptimizer(inner, frozen_state=frozen_state)
+        for step, mask in enumerate((torch.tensor(False), None, torch.tensor(False), None)):
+            optimizer.set_mask(model[0].weight, mask)
+            train(model, optimizer, 2, first=2 * step)
+        ends.append(model[0].weight.detach())
+    torch.testing.assert_close(*ends)
+    assert not torch.equal(ends[0], small_model()[0].weight)
+
+
 def test_setting_the_mask_in_force_again_changes_nothing(parameter):
     twin = torch.nn.Parameter(parameter.detach().clone())
     states = []
