@@ -52,17 +52,19 @@ def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor:
     return cohorts.recode(codes, mask, table)
 
 
-def survey(flags: Tensor, codes: Tensor | None, held: Held | None) -> tuple[int, bool | None]:
+def survey(flags: Tensor, codes: Tensor, held: Held | None) -> tuple[int, bool | None]:
     """How many flags are set, and whether they are the ones in force (None: not looked at).
 
     A GPU is waited for once, however much is asked.
 
     Args:
-        flags: one an entry.
-        codes: what is in force, one an entry; None: there is nothing to compare with.
+        flags: one a block.
+        codes: what is in force; compared where there are as many.
         held: the same where memory is held for active entries alone.
     """
     known = codes if held is None else held.bits
+    if flags.numel() != (codes.numel() if held is None else held.size):
+        known = None
     found = triton_moves.survey(flags, known, packed=held is not None)
     if found is None:
         return native.count(flags), None

@@ -105,8 +105,8 @@ class Tracked:
             if self.rests and self.forgets:
                 self._empty_whole()
             return
-        flags, block = self._take_flags(mask)
-        if self.applied_as == (self.frozen_state, self.rests) and self._is_in_force(flags, block):
+        flags, block, same = self._take_flags(mask)
+        if self.applied_as == (self.frozen_state, self.rests) and self._is_in_force(flags, block, same):
             return
         self.applied_as = (self.frozen_state, self.rests)
         old = self.held
@@ -118,13 +118,19 @@ class Tracked:
         self._move_state(old)
         self._ready_keeper()
 
-    def _is_in_force(self, flags: Tensor, block: int) -> bool:
-        """Whether these flags change nothing: then no cohort is made, and a resumed run makes none either."""
+    def _is_in_force(self, flags: Tensor, block: int, same: bool | None) -> bool:
+        """Whether these flags change nothing: then no cohort is made, and a resumed run makes none either.
+
+        Args:
+            flags: what `_take_flags` gives, as are the others.
+            block: entries that a flag governs.
+            same: what is known already.
+        """
         own, whole = self.cohorts.block, self.held is None and self.cohorts.uniform
         if whole or flags.numel() == 1:
-            return whole and flags.numel() == 1 and bool(flags) == bool(self.cohorts.codes < 0)
+            return whole and flags.numel() == 1 and (self.kind is FULL) == bool(self.cohorts.births)
         if block == own == 1:
-            return all(torch.equal(flags[part], active) for part, active in self._active_parts())
+            return same if same is not None else all(torch.equal(flags[part], active) for part, active in self._active_parts())
         active, finest = self._active(), min(block, own)
         return torch.equal(flags.repeat_interleave(block // finest), active.repeat_interleave(own // finest))
 
@@ -142,15 +148,18 @@ class Tracked:
         """One flag a block."""
         return self.cohorts.active() if self.held is None else self.held.flags()
 
-    def _take_flags(self, mask: Tensor) -> tuple[Tensor, int]:
-        """One flag a block, a single one where all agree."""
+    def _take_flags(self, mask: Tensor) -> tuple[Tensor, int, bool | None]:
+        """One flag a block, a single one where all agree, and the entries that it governs.
+
+        Then whether these are the flags in force, where that came to light (else None).
+        """
         flags, block = self.layout.blocks_of(mask, self.parameter)
-        count = native.count(flags)
+        count, same = moves.survey(flags, self.cohorts.codes, self.held)
         self.active_entries = count * block
         self.kind = FULL if count == flags.numel() else PARTIAL if count else FROZEN
         if not is_sharded(self.parameter):
             self.rests = self.kind is FROZEN
-        return (flags, block) if self.kind is PARTIAL else (flags[:1], self.layout.size)
+        return (flags, block, same) if self.kind is PARTIAL else (flags[:1], self.layout.size, same)
 
     def _rests_under(self, mask: Tensor) -> bool:
         """Whether a mask freezes the whole tensor; of a sharded mask every process must ask."""
@@ -255,7 +264,8 @@ class Tracked:
 
     def _pack(self, old: Held | None = None) -> None:
         """Hold memory for active blocks alone; `old` tells what the state holds now, None: everything."""
-        held = self.held = Held(self.cohorts.codes, self.cohorts.block)
+        block = self.cohorts.block
+        held = self.held = Held(self.cohorts.codes, block, self.active_entries // block)
         self.cohorts.codes = held.pack(self.cohorts.codes, 1)
         for key, value in self.state.items():
             if key != "step":
@@ -270,7 +280,7 @@ class Tracked:
         code = self.cohorts.thaw_code()
         if code is None:
             return False
-        self.held = held = Held(flags, block)
+        self.held = held = Held(flags, block, self.active_entries)
         self.cohorts.codes = old.move(self.cohorts.codes, held, code)
         self.cohorts.paused = [0]
         for key, value in self.state.items():
@@ -369,7 +379,7 @@ class Tracked:
         mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool) if mask is None else mask
         if is_sharded(self.parameter):
             self.rests = self._rests_under(mask)
-        flags, block = self._take_flags(mask)
+        flags, block, _ = self._take_flags(mask)
         if numbers is None:
             values, values_block = torch.zeros(1, dtype=torch.int8, device=flags.device), self.layout.size
         else:
