@@ -25,6 +25,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST = "max_exp_avg_sq"
 
 
+def moment_keys(group: dict[str, Any]) -> list[str]:
+    """Names of the moments in the optimizer's state."""
+    return [*MOMENTS, LARGEST] if group["amsgrad"] else [*MOMENTS]
+
+
 @dataclass(frozen=True)
 class Settings:
     """One param group's numbers; `scale` is what the gradients were multiplied by (fp16)."""

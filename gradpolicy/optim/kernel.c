@@ -9,20 +9,28 @@
 
 #define GRAIN 32768 /* entries a thread takes at once; the same as in packed.py */
 #define TILE 256
+#define ANNOUNCED 256 /* bytes of a row that are fetched beforehand; the rest follows by itself */
+#define FORESIGHT 256 /* entries to look ahead where rows are short */
 #define PARTS_PER_THREAD 2 /* fewer are not worth a thread */
+
+typedef struct {
+    double lr, beta1, beta2, eps, weight_decay, scale;
+    int32_t maximize, decoupled;
+} settings;
 
 typedef struct {
     void *parameter;
     const void *gradient;
     void *first, *second, *largest;            /* largest: NULL without AMSGrad */
+    void *step;                                /* a number to count up, or NULL */
     const void *codes;                         /* below 0: active; the low bits are the slot */
     const int64_t *rows;                       /* active rows, or NULL */
     const uint8_t *bits;                       /* which entries are held, or NULL */
     const int64_t *offsets;                    /* held entries before each GRAIN */
     const void *corrections;                   /* step size and 1 / root of each slot, or a single pair */
+    const settings *settings;
     int64_t slots, size, block;                /* size: entries to walk */
-    int32_t code_bytes, type, packed, maximize, decoupled, unused;
-    double lr, beta1, beta2, eps, weight_decay, scale;
+    int32_t code_bytes, type, packed, step_bytes;
 } job;
 
 static inline int64_t slot_at(const job *j, int64_t i)
@@ -65,14 +73,16 @@ static inline uint64_t word_at(const uint8_t *bits, int64_t base, int64_t size)
 #ifdef __AVX2__
 #include "kernel_avx2.c"
 #else
+typedef struct { int none; } lanes;
+static lanes lanes_of(const job *j) { return (void)j, (lanes){0}; }
 static int64_t vector_dense(const job *j, int64_t start, int64_t stop) { return (void)j, (void)stop, start; }
 static int64_t vector_gathered(const job *j, float *parameter, const float *gradient, int64_t own_at, int64_t count)
 {
     return (void)j, (void)parameter, (void)gradient, (void)own_at, (void)count, 0;
 }
-static int64_t vector_run(const job *j, int64_t at, int64_t own_at, float size, float inverse, int64_t count)
+static int vector_run(const job *j, const lanes *l, int64_t at, int64_t own_at, float size, float inverse, int64_t count)
 {
-    return (void)j, (void)at, (void)own_at, (void)size, (void)inverse, (void)count, 0;
+    return (void)j, (void)l, (void)at, (void)own_at, (void)size, (void)inverse, (void)count, 0;
 }
 #endif
 
@@ -123,15 +133,23 @@ static inline uint16_t to_bfloat(float value) /* to nearest, ties to even */
 
 typedef void (*part_function)(const void *context, int64_t part);
 
-static void in_parallel(part_function run, const void *context, int64_t parts, int threads)
+/* `worth`: how many threads the work is enough for. */
+static void share_out(part_function run, const void *context, int64_t parts, int64_t worth, int threads)
 {
-    const int64_t wanted = parts / PARTS_PER_THREAD < threads ? parts / PARTS_PER_THREAD : threads;
+    const int64_t wanted = worth < threads ? worth : threads;
     (void)wanted;
 #pragma omp parallel for schedule(dynamic) num_threads((int)wanted) if (wanted > 1)
     for (int64_t part = 0; part < parts; part++) run(context, part);
 }
 
-typedef struct { const job *jobs; int64_t count; const int64_t *first_parts; } schedule;
+static void in_parallel(part_function run, const void *context, int64_t parts, int threads)
+{
+    share_out(run, context, parts, parts / PARTS_PER_THREAD, threads);
+}
+
+static inline int64_t parts_of(int64_t size) { return (size + GRAIN - 1) / GRAIN; }
+
+typedef struct { const job *const *jobs; int64_t count, *first_parts; } schedule;
 
 static void adam_part(const void *context, int64_t part)
 {
@@ -141,7 +159,7 @@ static void adam_part(const void *context, int64_t part)
         const int64_t middle = (low + high) / 2;
         if (s->first_parts[middle] <= part) low = middle; else high = middle;
     }
-    const job *j = s->jobs + low;
+    const job *j = s->jobs[low];
     const int64_t start = (part - s->first_parts[low]) * GRAIN;
     const int64_t stop = start + GRAIN < j->size ? start + GRAIN : j->size;
     if (j->type == 0) part_float(j, start, stop);
@@ -149,11 +167,20 @@ static void adam_part(const void *context, int64_t part)
     else part_bfloat(j, start, stop);
 }
 
-/* Carries out jobs; first_parts[i] is the number of GRAINs in the jobs before i, first_parts[count] in all. */
-void gradpolicy_adam(const job *jobs, int64_t count, const int64_t *first_parts, int threads)
+/* Carries out jobs and counts their steps up; `first_parts` has room for count + 1 numbers. */
+void gradpolicy_adam(const job *const *jobs, int64_t count, int64_t *first_parts, int threads)
 {
+    int64_t entries = 0;
+    first_parts[0] = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const job *j = jobs[i];
+        first_parts[i + 1] = first_parts[i] + parts_of(j->size);
+        entries += j->size;
+        if (j->step_bytes == 4) *(float *)j->step += 1;
+        else if (j->step_bytes == 8) *(double *)j->step += 1;
+    }
     const schedule s = {jobs, count, first_parts};
-    in_parallel(adam_part, &s, first_parts[count], threads);
+    share_out(adam_part, &s, first_parts[count], entries / (PARTS_PER_THREAD * GRAIN), threads);
 }
 
 /* --- codes and flags */
@@ -204,7 +231,7 @@ void gradpolicy_recode(uint8_t *codes, const uint8_t *mask, const uint8_t *table
                        int thaw, int freeze, int threads)
 {
     const recoding r = {codes, mask, table, size, slots, (int8_t)thaw, (int8_t)freeze};
-    in_parallel(recode_part, &r, (size + GRAIN - 1) / GRAIN, threads);
+    in_parallel(recode_part, &r, parts_of(size), threads);
 }
 
 typedef struct { const uint8_t *flags; int64_t size, *count; } counting;
@@ -223,7 +250,7 @@ int64_t gradpolicy_count(const uint8_t *flags, int64_t size, int threads)
 {
     int64_t count = 0;
     const counting c = {flags, size, &count};
-    in_parallel(count_part, &c, (size + GRAIN - 1) / GRAIN, threads);
+    in_parallel(count_part, &c, parts_of(size), threads);
     return count;
 }
 
@@ -246,7 +273,7 @@ static void clear_part(const void *context, int64_t part)
 void gradpolicy_clear(void *values, const uint8_t *active, int64_t size, int32_t bytes, int bit, int threads)
 {
     const clearing c = {values, active, size, bytes, (uint8_t)bit};
-    in_parallel(clear_part, &c, (size + GRAIN - 1) / GRAIN, threads);
+    in_parallel(clear_part, &c, parts_of(size), threads);
 }
 
 #include "kernel_packed.c"

@@ -10,10 +10,11 @@ static inline __attribute__((always_inline)) void NAME(entries)(
     STORAGE *restrict second, STORAGE *restrict largest, const int8_t *restrict sign,
     const REAL *restrict sizes, const REAL *restrict inverses, NAME(correction) one, int64_t count)
 {
-    const REAL one_beta1 = (REAL)(1.0 - j->beta1), beta2 = (REAL)j->beta2, one_beta2 = (REAL)(1.0 - j->beta2);
-    const REAL eps = (REAL)j->eps, shrink = (REAL)(j->decoupled ? 1.0 - j->lr * j->weight_decay : 1.0);
-    const REAL decay = (REAL)(j->decoupled ? 0.0 : j->weight_decay);
-    const REAL factor = (REAL)((j->maximize ? -1.0 : 1.0) / j->scale);
+    const settings *by = j->settings;
+    const REAL one_beta1 = (REAL)(1.0 - by->beta1), beta2 = (REAL)by->beta2, one_beta2 = (REAL)(1.0 - by->beta2);
+    const REAL eps = (REAL)by->eps, shrink = (REAL)(by->decoupled ? 1.0 - by->lr * by->weight_decay : 1.0);
+    const REAL decay = (REAL)(by->decoupled ? 0.0 : by->weight_decay);
+    const REAL factor = (REAL)((by->maximize ? -1.0 : 1.0) / by->scale);
     for (int64_t i = 0; i < count; i++) {
         const int active = sign ? sign[i] < 0 : 1;
         const REAL p = LOAD(parameter[i]), m = LOAD(first[i]), v = LOAD(second[i]);
@@ -91,32 +92,32 @@ static void NAME(dense)(const job *j, int64_t start, int64_t stop)
     }
 }
 
-/* The beginning of the next active row, which no hardware foresees. */
-static inline void NAME(announce)(const job *j, int64_t start)
+/* The beginning of an active row, which no hardware foresees. */
+static inline void NAME(announce)(const job *j, int64_t row, int64_t rows)
 {
-    if (start >= j->size) return;
-    const int64_t row = start / j->block, at = j->rows[row] * j->block, own_at = (j->packed ? row : j->rows[row]) * j->block;
+    if (row >= rows) return;
+    const int64_t at = j->rows[row] * j->block, own_at = (j->packed ? row : j->rows[row]) * j->block;
     const void *streams[] = {(STORAGE *)j->parameter + at, (const STORAGE *)j->gradient + at,
                              (STORAGE *)j->first + own_at, (STORAGE *)j->second + own_at};
+    const int64_t bytes = j->block * (int64_t)sizeof(STORAGE) < ANNOUNCED ? j->block * (int64_t)sizeof(STORAGE) : ANNOUNCED;
     for (int i = 0; i < 4; i++)
-        for (int line = 0; line < 4; line++) __builtin_prefetch((const char *)streams[i] + 64 * line);
+        for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((const char *)streams[i] + byte);
 }
 
 /* Entries start..stop-1, counted over the active rows alone. */
 static void NAME(rows)(const job *j, int64_t start, int64_t stop)
 {
-    while (start < stop) {
-        const int64_t row = start / j->block, inside = start % j->block;
-        int64_t n = j->block - inside;
-        if (n > stop - start) n = stop - start;
-        NAME(announce)(j, start + n);
+    const lanes l = VECTORS ? lanes_of(j) : (lanes){0};
+    const int64_t rows = j->size / j->block, ahead = 1 + FORESIGHT / j->block;
+    int64_t row = start / j->block, inside = start % j->block;
+    for (int64_t n; start < stop; start += n, row++, inside = 0) {
+        n = j->block - inside < stop - start ? j->block - inside : stop - start;
+        NAME(announce)(j, row + ahead, rows);
         const int64_t where = j->rows[row], own = j->packed ? row : where;
         const NAME(correction) one = ((const NAME(correction) *)j->corrections)[j->slots == 1 ? 0 : slot_at(j, own)];
         const int64_t at = where * j->block + inside, own_at = own * j->block + inside;
-        const int64_t done = VECTORS ? vector_run(j, at, own_at, (float)one.size, (float)one.inverse, n) : 0;
-        NAME(some)(j, at + done, own_at + done, (STORAGE *)j->parameter, (const STORAGE *)j->gradient, NULL, NULL, NULL,
-                   one, n - done);
-        start += n;
+        if (VECTORS && vector_run(j, &l, at, own_at, (float)one.size, (float)one.inverse, n)) continue;
+        NAME(some)(j, at, own_at, (STORAGE *)j->parameter, (const STORAGE *)j->gradient, NULL, NULL, NULL, one, n);
     }
 }
 

@@ -11,6 +11,7 @@ enum { SHARED, EIGHT, SIXTEEN, MANY }; /* how many slots corrections are looked 
 
 static lanes lanes_of(const job *j)
 {
+    const settings *by = j->settings;
     const float *table = (const float *)j->corrections;
     float sizes[16], inverses[16];
     for (int i = 0; i < 16; i++) {
@@ -18,10 +19,10 @@ static lanes lanes_of(const job *j)
         inverses[i] = table[j->slots == 1 ? 1 : 2 * i + 1];
     }
     return (lanes){
-        _mm256_set1_ps((float)(1.0 - j->beta1)), _mm256_set1_ps((float)j->beta2), _mm256_set1_ps((float)(1.0 - j->beta2)),
-        _mm256_set1_ps((float)j->eps), _mm256_set1_ps((float)(j->decoupled ? 1.0 - j->lr * j->weight_decay : 1.0)),
-        _mm256_set1_ps((float)(j->decoupled ? 0.0 : j->weight_decay)),
-        _mm256_set1_ps((float)((j->maximize ? -1.0 : 1.0) / j->scale)),
+        _mm256_set1_ps((float)(1.0 - by->beta1)), _mm256_set1_ps((float)by->beta2), _mm256_set1_ps((float)(1.0 - by->beta2)),
+        _mm256_set1_ps((float)by->eps), _mm256_set1_ps((float)(by->decoupled ? 1.0 - by->lr * by->weight_decay : 1.0)),
+        _mm256_set1_ps((float)(by->decoupled ? 0.0 : by->weight_decay)),
+        _mm256_set1_ps((float)((by->maximize ? -1.0 : 1.0) / by->scale)),
         {_mm256_loadu_ps(sizes), _mm256_loadu_ps(sizes + 8)}, {_mm256_loadu_ps(inverses), _mm256_loadu_ps(inverses + 8)}};
 }
 
@@ -61,42 +62,52 @@ ALWAYS void look_up_eight(const job *j, const lanes *l, uint64_t codes, __m256i 
     *inverse = _mm256_blendv_ps(*inverse, _mm256_permutevar8x32_ps(l->inverses[1], wide), upper);
 }
 
-ALWAYS void put(float *place, __m256 old, __m256 fresh, __m256 active, int masked)
+/* Which of eight entries are updated: all; those whose sign bit is set in `active`; or the first few of a
+ * vector that does not end here, so that the others are not touched at all. */
+enum { WHOLE, SIGNED, BEGUN };
+
+ALWAYS __m256 get(const float *place, __m256 active, int some)
 {
-    _mm256_storeu_ps(place, masked ? _mm256_blendv_ps(old, fresh, active) : fresh);
+    return some == BEGUN ? _mm256_maskload_ps(place, _mm256_castps_si256(active)) : _mm256_loadu_ps(place);
 }
 
-/* One update of eight entries; with `masked` only of those whose sign bit is set in `active`. */
-ALWAYS void update_eight(const lanes *l, streams s, int64_t at, int masked, __m256 active, int amsgrad, __m256 size, __m256 inverse)
+ALWAYS void put(float *place, __m256 old, __m256 fresh, __m256 active, int some)
 {
-    const __m256 p = _mm256_loadu_ps(s.parameter + at), m = _mm256_loadu_ps(s.first + at), v = _mm256_loadu_ps(s.second + at);
-    __m256 g = _mm256_mul_ps(_mm256_loadu_ps(s.gradient + at), l->factor);
+    if (some == BEGUN) _mm256_maskstore_ps(place, _mm256_castps_si256(active), fresh);
+    else _mm256_storeu_ps(place, some == SIGNED ? _mm256_blendv_ps(old, fresh, active) : fresh);
+}
+
+/* One update of eight entries, or of some of them. */
+ALWAYS void update_eight(const lanes *l, streams s, int64_t at, int some, __m256 active, int amsgrad, __m256 size, __m256 inverse)
+{
+    const __m256 p = get(s.parameter + at, active, some), m = get(s.first + at, active, some), v = get(s.second + at, active, some);
+    __m256 g = _mm256_mul_ps(get(s.gradient + at, active, some), l->factor);
     if (_mm256_cvtss_f32(l->decay) != 0) g = _mm256_add_ps(g, _mm256_mul_ps(p, l->decay));
     const __m256 new_m = _mm256_add_ps(m, _mm256_mul_ps(_mm256_sub_ps(g, m), l->one_beta1));
     const __m256 new_v = _mm256_add_ps(_mm256_mul_ps(v, l->beta2), _mm256_mul_ps(_mm256_mul_ps(g, g), l->one_beta2));
     __m256 top = new_v;
     if (amsgrad) {
-        const __m256 before = _mm256_loadu_ps(s.largest + at);
+        const __m256 before = get(s.largest + at, active, some);
         /* max gives its second operand where one is NaN: a NaN of new_v stays, as torch has it. */
         top = _mm256_max_ps(before, new_v);
-        put(s.largest + at, before, top, active, masked);
+        put(s.largest + at, before, top, active, some);
     }
     const __m256 divisor = _mm256_add_ps(_mm256_mul_ps(_mm256_sqrt_ps(top), inverse), l->eps);
     const __m256 move = _mm256_div_ps(_mm256_mul_ps(size, new_m), divisor);
-    put(s.parameter + at, p, _mm256_sub_ps(_mm256_mul_ps(p, l->shrink), move), active, masked);
-    put(s.first + at, m, new_m, active, masked);
-    put(s.second + at, v, new_v, active, masked);
+    put(s.parameter + at, p, _mm256_sub_ps(_mm256_mul_ps(p, l->shrink), move), active, some);
+    put(s.first + at, m, new_m, active, some);
+    put(s.second + at, v, new_v, active, some);
 }
 
-ALWAYS void eight_by_codes(const job *j, const lanes *l, streams s, int64_t at, uint64_t codes, int masked, int amsgrad, int kind)
+ALWAYS void eight_by_codes(const job *j, const lanes *l, streams s, int64_t at, uint64_t codes, int some, int amsgrad, int kind)
 {
     const __m256i wide = _mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)codes));
     __m256 size, inverse;
     look_up_eight(j, l, codes, wide, kind, &size, &inverse);
-    update_eight(l, s, at, masked, _mm256_castsi256_ps(wide), amsgrad, size, inverse);
+    update_eight(l, s, at, some, _mm256_castsi256_ps(wide), amsgrad, size, inverse);
 }
 
-ALWAYS int64_t by_codes_as(const job *j, streams s, const uint8_t *codes, int64_t count, int masked, int amsgrad, int kind)
+ALWAYS int64_t by_codes_as(const job *j, streams s, const uint8_t *codes, int64_t count, int some, int amsgrad, int kind)
 {
     const lanes l = lanes_of(j);
     int64_t at = 0;
@@ -104,29 +115,29 @@ ALWAYS int64_t by_codes_as(const job *j, streams s, const uint8_t *codes, int64_
         uint64_t both[2];
         memcpy(both, codes + at, 16);
         /* A cache line without active entries is not written. */
-        if (masked && !((both[0] | both[1]) & 0x8080808080808080ull)) continue;
-        eight_by_codes(j, &l, s, at, both[0], masked, amsgrad, kind);
-        eight_by_codes(j, &l, s, at + 8, both[1], masked, amsgrad, kind);
+        if (some == SIGNED && !((both[0] | both[1]) & 0x8080808080808080ull)) continue;
+        eight_by_codes(j, &l, s, at, both[0], some, amsgrad, kind);
+        eight_by_codes(j, &l, s, at + 8, both[1], some, amsgrad, kind);
     }
     return at;
 }
 
 /* Each case of its own, so that no test is left in the loop. */
-ALWAYS int64_t by_codes(const job *j, streams s, const uint8_t *codes, int64_t count, int masked)
+ALWAYS int64_t by_codes(const job *j, streams s, const uint8_t *codes, int64_t count, int some)
 {
     const int kind = j->slots == 1 ? SHARED : j->slots <= 8 ? EIGHT : j->slots <= 16 ? SIXTEEN : MANY;
-    if (s.largest) return by_codes_as(j, s, codes, count, masked, 1, kind);
-    if (kind == SHARED) return by_codes_as(j, s, codes, count, masked, 0, SHARED);
-    if (kind == EIGHT) return by_codes_as(j, s, codes, count, masked, 0, EIGHT);
-    if (kind == SIXTEEN) return by_codes_as(j, s, codes, count, masked, 0, SIXTEEN);
-    return by_codes_as(j, s, codes, count, masked, 0, MANY);
+    if (s.largest) return by_codes_as(j, s, codes, count, some, 1, kind);
+    if (kind == SHARED) return by_codes_as(j, s, codes, count, some, 0, SHARED);
+    if (kind == EIGHT) return by_codes_as(j, s, codes, count, some, 0, EIGHT);
+    if (kind == SIXTEEN) return by_codes_as(j, s, codes, count, some, 0, SIXTEEN);
+    return by_codes_as(j, s, codes, count, some, 0, MANY);
 }
 
 /* Entries start..stop-1 with a byte code each; returns where it stopped, fewer than 16 before `stop`. */
 static int64_t vector_dense(const job *j, int64_t start, int64_t stop)
 {
     if (j->code_bytes != 1) return start;
-    return start + by_codes(j, streams_of(j, start, start), (const uint8_t *)j->codes + start, stop - start, 1);
+    return start + by_codes(j, streams_of(j, start, start), (const uint8_t *)j->codes + start, stop - start, SIGNED);
 }
 
 /* `count` active entries gathered from elsewhere, moments and byte codes from `own_at` on; returns how many it did. */
@@ -136,16 +147,25 @@ static int64_t vector_gathered(const job *j, float *parameter, const float *grad
     streams s = streams_of(j, 0, own_at);
     s.parameter = parameter;
     s.gradient = gradient;
-    return by_codes(j, s, (const uint8_t *)j->codes + own_at, count, 0);
+    return by_codes(j, s, (const uint8_t *)j->codes + own_at, count, WHOLE);
 }
 
-/* `count` active entries that share a correction; returns how many it did. */
-static int64_t vector_run(const job *j, int64_t at, int64_t own_at, float size, float inverse, int64_t count)
+/* `count` active entries that share a correction. */
+ALWAYS void run_as(const lanes *l, streams s, int64_t count, int amsgrad, __m256 size, __m256 inverse)
 {
-    const lanes l = lanes_of(j);
+    int64_t at = 0;
+    for (; at + 8 <= count; at += 8) update_eight(l, s, at, WHOLE, size, amsgrad, size, inverse);
+    if (at == count) return;
+    const __m256i left = _mm256_set1_epi32((int)(count - at));
+    const __m256i begun = _mm256_cmpgt_epi32(left, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    update_eight(l, s, at, BEGUN, _mm256_castsi256_ps(begun), amsgrad, size, inverse);
+}
+
+/* Does all of them, and says so. */
+static int vector_run(const job *j, const lanes *l, int64_t at, int64_t own_at, float size, float inverse, int64_t count)
+{
     const streams s = streams_of(j, at, own_at);
-    const __m256 sizes = _mm256_set1_ps(size), inverses = _mm256_set1_ps(inverse);
-    int64_t i = 0;
-    for (; i + 8 <= count; i += 8) update_eight(&l, s, i, 0, sizes, s.largest != NULL, sizes, inverses);
-    return i;
+    if (s.largest) run_as(l, s, count, 1, _mm256_set1_ps(size), _mm256_set1_ps(inverse));
+    else run_as(l, s, count, 0, _mm256_set1_ps(size), _mm256_set1_ps(inverse));
+    return 1;
 }

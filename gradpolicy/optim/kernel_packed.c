@@ -32,7 +32,7 @@ static void bits_part(const void *context, int64_t part)
 void gradpolicy_bits(const uint8_t *flags, uint8_t *bits, int64_t *counts, int64_t size, int shift, int threads)
 {
     const bitting b = {flags, bits, counts, size, shift};
-    in_parallel(bits_part, &b, (size + GRAIN - 1) / GRAIN, threads);
+    in_parallel(bits_part, &b, parts_of(size), threads);
 }
 
 /* --- one part */
@@ -217,7 +217,7 @@ int gradpolicy_repack(const uint8_t *old_bits, const int64_t *old_offsets, const
                       int newcomer, int threads)
 {
     const repacking r = {old_bits, new_bits, old_offsets, new_offsets, (const char *)old, (char *)result, size, bytes, newcomer};
-    const int64_t parts = (size + GRAIN - 1) / GRAIN;
+    const int64_t parts = parts_of(size);
     if (old == result && parts) return repack_in_place(&r, parts, threads);
     in_parallel(repack_part, &r, parts, threads);
     return 1;

@@ -7,16 +7,17 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.optim import adam, checkpoint, moves
+from gradpolicy.optim import checkpoint, exact, moves
 from gradpolicy.optim.general import begin_momenta, empty_value, entry_state
 from gradpolicy.optim.layout import check_mask, is_sharded, local_shard
-from gradpolicy.optim.tracked import FROZEN, FULL, Tracked
+from gradpolicy.optim.tracked import FULL, Tracked
+from gradpolicy.optim.ways import Ways
 
 FROZEN_STATES = ("keep", "zero", "drop")
 BIAS_CORRECTIONS = ("entry", "tensor")
@@ -262,7 +263,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
             if tracked.drops_gradient:
                 tracked.parameter.grad = None
             elif tracked.kind is not FULL and tracked.parameter.grad is not None:
-                self._check_gradient(tracked.parameter)
+                if tracked.parameter.grad.layout is not torch.strided:
+                    self._refuse_sparse(tracked.parameter)
                 flat = tracked.layout.flat(tracked.parameter.grad)
                 moves.fill_frozen(flat, *tracked.active_flags(), 0.0)
                 tracked.layout.write_back(flat, tracked.parameter.grad)
@@ -306,53 +308,22 @@ class MaskedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """One update: the wrapped optimizer's own for what it can do, then the exact one for the rest."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._check_gradient(parameter)
+        ways = Ways(self.param_groups, self._tracked, closure is not None, self._refuse_sparse)
         if closure is None and self._is_rehearsal():
             return self._rehearse()
-        exact = [
-            t for t in self._tracked.values() if t.exact and t.kind is not FROZEN and not t.inner_steps_it
-        ]
-        gradients = {t: t.parameter.grad for t in exact if t.parameter.grad is not None}
-        hidden = [*gradients, *(t for t in self._tracked.values() if t.waits)]
-        stepped = [
-            t
-            for t in self._tracked.values()
-            if t not in gradients and not t.waits and (t.parameter.grad is not None or closure)
-        ]
-        elsewhere = [
-            t for t in self._tracked.values() if t.waits and not t.rests and t.parameter.grad is not None
-        ]
-        for tracked in stepped:
+        for tracked in ways.stepped:
             tracked.complete_state()
-        kept = [t for t in stepped if t.keeper is not None]
-        with self._hiding(hidden), self._scaling():
+        kept = [tracked for tracked in ways.stepped if tracked.keeper is not None]
+        with ways.hidden_gradients(), self._scaling():
             result = self._step_and_restore(kept, closure)
-        for tracked in stepped:
+        for tracked in ways.stepped:
             tracked.count_update()
-        for tracked in elsewhere:
+        for tracked in ways.elsewhere:
             tracked.count_update_elsewhere()
-        if gradients:
-            self._update_exactly(gradients)
+        scale = getattr(self, "grad_scale", None)
+        exact.update(ways.exact, 1.0 if scale is None else float(scale))
         self._effective_steps += 1
         return result
-
-    def _update_exactly(self, gradients: dict[Tracked, Tensor]) -> None:
-        """Adam by each entry's own age."""
-        scale = getattr(self, "grad_scale", None)
-        jobs, steps = [], []
-        for group in self.param_groups:
-            settings = adam.Settings.of(group, 1.0 if scale is None else float(scale))
-            for parameter in group["params"]:
-                tracked = self._tracked.get(parameter)
-                if tracked in gradients:
-                    jobs.append(tracked.job(group, settings, gradients[tracked]))
-                    steps.append(tracked.state["step"])
-        moves.update(jobs)
-        torch._foreach_add_(steps, 1)
-        for tracked in gradients:
-            tracked.finish()
 
     def _step_and_restore(self, kept: list[Tracked], closure: Callable[[], Any] | None) -> Any:
         """The wrapped optimizer's step, without effect on frozen entries."""
@@ -377,18 +348,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return result
 
     @contextmanager
-    def _hiding(self, hidden: list[Tracked]) -> Iterator[None]:
-        """Keep the wrapped optimizer's hands off some parameters."""
-        gradients = [tracked.parameter.grad for tracked in hidden]
-        try:
-            for tracked in hidden:
-                tracked.parameter.grad = None
-            yield
-        finally:
-            for tracked, gradient in zip(hidden, gradients, strict=True):
-                tracked.parameter.grad = gradient
-
-    @contextmanager
     def _scaling(self) -> Iterator[None]:
         """Hand over what GradScaler told this optimizer."""
         told = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
@@ -400,12 +359,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
             for name in told:
                 delattr(self.inner, name)
 
-    def _check_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise PolicyError(
-                f"{self._name(parameter)} has a sparse gradient; MaskedOptimizer needs dense ones "
-                "(for an embedding: sparse=False, and a mask of rows)"
-            )
+    def _refuse_sparse(self, parameter: Tensor) -> NoReturn:
+        raise PolicyError(
+            f"{self._name(parameter)} has a sparse gradient; MaskedOptimizer needs dense ones "
+            "(for an embedding: sparse=False, and a mask of rows)"
+        )
 
     # --- the step that torch.distributed.checkpoint makes only to see the state
 

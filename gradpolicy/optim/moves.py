@@ -14,7 +14,6 @@ from gradpolicy.optim import (
     jitted,
     jitted_adam,
     native,
-    native_adam,
     triton_adam,
     triton_moves,
 )
@@ -22,16 +21,13 @@ from gradpolicy.optim.packed import Held
 
 
 def update(jobs: Sequence[adam.Job]) -> None:
-    """Carry out exact updates."""
-    quick: list[adam.Job] = []
+    """Carry out exact updates that are not the C kernel's."""
     looped: list[adam.Job] = []
     on_gpu: list[adam.Job] = []
     others: list[adam.Job] = []
-    ways = ((native_adam.takes, quick), (jitted_adam.takes, looped), (triton_adam.takes, on_gpu))
+    ways = ((jitted_adam.takes, looped), (triton_adam.takes, on_gpu))
     for job in jobs:
         next((those for takes, those in ways if takes(job)), others).append(job)
-    if quick:
-        native_adam.run(quick)
     if looped:
         jitted_adam.run(looped)
     for job in [*others, *triton_adam.run(on_gpu)]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import adam, moves, native
+from gradpolicy.optim import adam, moves, native, native_adam
 from gradpolicy.optim.cohorts import CHUNK, Cohorts, Slots
 from gradpolicy.optim.general import (
     Keeper,
@@ -50,6 +50,7 @@ class Tracked:
         differentiable: whether the optimizer's step is part of a graph.
         rests: whether no entry of the whole tensor is active, on any process.
         updates: the tensor's own step count.
+        record: the update as the C kernel reads it, while the masks stay.
     """
 
     def __init__(
@@ -77,8 +78,13 @@ class Tracked:
         self.applied_as: tuple[str, bool] | None = None
         self.views: dict[str, tuple[Tensor, Tensor]] = {}
         self.copies: list[tuple[Tensor, Tensor]] = []
+        self.record: native_adam.Record | None = None
         self.updates = _steps(inner.state.get(parameter, {}))
         self.cohorts = Cohorts(self.layout.size, self.updates, local_shard(parameter).device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Addresses are no good to a copy.
+        return {**self.__dict__, "record": None, "views": {}}
 
     @property
     def forgets(self) -> bool:
@@ -110,7 +116,7 @@ class Tracked:
             return
         self.applied_as = (self.frozen_state, self.rests)
         old = self.held
-        self.views.clear()
+        self._forget_addresses()
         if self._repack(flags, block):
             return
         self._unpack_codes()
@@ -215,6 +221,10 @@ class Tracked:
 
     # --- where the moments lie
 
+    def _forget_addresses(self) -> None:
+        self.views.clear()
+        self.record = None
+
     def begin(self, group: dict[str, Any]) -> dict[str, Any]:
         """The state for an exact update, made where it is missing."""
         state = self.inner.state[self.parameter]
@@ -231,11 +241,7 @@ class Tracked:
             dtype = torch.float64 if double else torch.float32
             device = self.parameter.device if on_device else "cpu"
             state["step"] = torch.tensor(float(self.updates), dtype=dtype, device=device)
-        return state | {key: self._new_moment(dense) for key in self.moment_keys(group) if key not in present}
-
-    def moment_keys(self, group: dict[str, Any]) -> list[str]:
-        """Names of the moments in the optimizer's state."""
-        return [*adam.MOMENTS, adam.LARGEST] if group["amsgrad"] else [*adam.MOMENTS]
+        return state | {key: self._new_moment(dense) for key in adam.moment_keys(group) if key not in present}
 
     def _new_moment(self, dense: bool) -> Tensor:
         if dense or self.held is None:
@@ -355,7 +361,7 @@ class Tracked:
         """The dense state; where updates have begun but not here, the state that an exact one begins with."""
         state = self.dense_state()
         group = self._group()
-        if self.exact and begun and not all(key in state for key in self.moment_keys(group)):
+        if self.exact and begun and not all(key in state for key in adam.moment_keys(group)):
             state = {**self._first_state(group, set(state), dense=True), **state}
         elif begun and not state and (is_sharded(self.parameter) or is_torchs_own(self.inner)):
             # A checkpoint has one form, whatever rests, as torch's own demand; restoring empties it again.
@@ -373,7 +379,7 @@ class Tracked:
         """
         self.mask_shape = None if mask is None else tuple(mask.shape)
         self.held, self.updates = None, updates
-        self.views.clear()
+        self._forget_addresses()
         if not self.layout.size:
             return
         mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool) if mask is None else mask
@@ -414,6 +420,7 @@ class Tracked:
             updates: the tensor's own step count.
         """
         self.held, self.updates = None, updates
+        self._forget_addresses()
         coarse = None if shape is None else coarse_mask(mask, self.parameter, shape)
         if not self.layout.size:
             # A process without entries too has its part of the mask.
@@ -448,6 +455,7 @@ class Tracked:
         """Take the optimizer's state as it now stands, dense and of one age, under the present mask."""
         mask = None if self.mask_shape is None else self.mask()
         self.held, self.updates = None, _steps(self.state)
+        self._forget_addresses()
         self.cohorts = Cohorts(self.layout.size, self.updates, local_shard(self.parameter).device)
         self.applied_as = None
         self.set_mask(mask)
@@ -482,6 +490,11 @@ class Tracked:
         """
         return self.kind is FROZEN and (self.rests or self.exact)
 
+    @property
+    def steps_exactly(self) -> bool:
+        """Whether an update is ours to do, entry by entry."""
+        return self.exact and self.kind is not FROZEN and not self.inner_steps_it
+
     def complete_state(self) -> None:
         """Make moments again that were dropped, where the wrapped optimizer would not."""
         # A state of a step count alone, too, comes of moments that were dropped.
@@ -504,9 +517,9 @@ class Tracked:
         state = self.begin(group)
         slots = self.cohorts.slots
         ages = (self.updates,) if self.bias_correction == "tensor" else slots.active
-        moments = [state[key] for key in self.moment_keys(group)]
+        moments = [state[key] for key in adam.moment_keys(group)]
         if self.held is None:
-            moments = [self._flat(key, state[key]) for key in self.moment_keys(group)]
+            moments = [self._flat(key, state[key]) for key in adam.moment_keys(group)]
         return adam.Job(
             self._flat("", self.parameter),
             self.layout.flat(gradient),
