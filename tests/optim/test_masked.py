@@ -3,6 +3,9 @@ import warnings
 
 import pytest
 import torch
+from torch.testing._internal.common_optimizers import (
+    _get_optim_inputs_including_global_cliquey_kwargs as inputs_with_flags,
+)
 from torch.testing._internal.common_optimizers import optim_db
 
 from gradpolicy import MaskedOptimizer
@@ -12,13 +15,15 @@ from gradpolicy.errors import PolicyError
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 
-def cases():
+def cases(differentiable):
+    """Torch's own inputs for each optimizer, with its foreach, fused and differentiable ways."""
     for info in optim_db:
         if info.only_supports_sparse_grads:
             continue
-        for number, case in enumerate(info.optim_inputs_func(device="cpu")):
+        for number, case in enumerate(inputs_with_flags("cpu", torch.float32, info)):
             name = f"{info.optim_cls.__name__}-{number}-{case.desc or 'default'}"
-            yield pytest.param(info, case.kwargs, id=name.replace(" ", "_"))
+            if bool(case.kwargs.get("differentiable")) is differentiable:
+                yield pytest.param(info, case.kwargs, id=name.replace(" ", "_"))
 
 
 def small_model(dtype=torch.float32):
@@ -43,9 +48,8 @@ def train(model, optimizer, steps, needs_closure=False, first=0):
             optimizer.step()
 
 
-@pytest.mark.parametrize(("info", "settings"), list(cases()))
+@pytest.mark.parametrize(("info", "settings"), list(cases(differentiable=False)))
 def test_all_active_is_the_wrapped_optimizer_bit_for_bit(info, settings):
-    settings = {key: value for key, value in settings.items() if key != "differentiable"}
     ends = []
     for wrap in (False, True):
         model = small_model()
@@ -61,6 +65,26 @@ def test_all_active_is_the_wrapped_optimizer_bit_for_bit(info, settings):
             train(model, optimizer, 4, info.step_requires_closure)
         ends.append([weight.detach().clone() for weight in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize(("info", "settings"), list(cases(differentiable=True)))
+def test_with_all_active_a_step_can_be_differentiated_through(info, settings):
+    ends = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        start = torch.rand(5, 4, dtype=torch.float64, requires_grad=True)
+        gradient = torch.rand(5, 4, dtype=torch.float64, requires_grad=True)
+        weight = start.clone()
+        optimizer = info.optim_cls([weight], **copy.deepcopy(settings))
+        if wrap:
+            optimizer = MaskedOptimizer(optimizer)
+            optimizer.set_mask(weight, None)
+        weight.grad = gradient
+        optimizer.step()
+        through = torch.autograd.grad(weight.sin().sum(), (start, gradient), materialize_grads=True)
+        ends.append([weight.detach(), *through])
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+    assert ends[0][1].count_nonzero()
 
 
 STEPPING = {
