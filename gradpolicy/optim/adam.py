@@ -196,10 +196,11 @@ def dense(vectors: list[Tensor], codes: Tensor, tables: Tensor, settings: Settin
 
 
 def dense_in_chunks(job: Job) -> None:
-    """The whole of a job that `run` leaves to it, a cacheful of entries at a time."""
+    """The whole of a job that `run` leaves to it, so many entries at a time as their device likes."""
     both, vectors = tables(job), [job.parameter, job.gradient, *job.moments]
-    for start in range(0, job.parameter.numel(), cohorts.CHUNK):
-        part = slice(start, start + cohorts.CHUNK)
+    count = cohorts.chunk(job.parameter.device)
+    for start in range(0, job.parameter.numel(), count):
+        part = slice(start, start + count)
         dense([vector[part] for vector in vectors], job.codes[part], both, job.settings)
 
 

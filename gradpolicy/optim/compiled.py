@@ -1,4 +1,4 @@
-"""The dense update as one compiled kernel, for devices that the C kernel does not serve."""
+"""The dense update through torch.compile, for accelerators that no kernel of ours serves (MPS and others)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ _failed = False
 def dense(job: adam.Job) -> None:
     """The update of all active entries, compiled; plain where compiling fails, which is said once."""
     global _failed
-    tables = adam.tables(job)
-    gradient = job.gradient if job.settings.scale == 1 else job.gradient / job.settings.scale
-    vectors, settings = [job.parameter, gradient, *job.moments], replace(job.settings, scale=1.0)
     if not _failed:
+        gradient = job.gradient if job.settings.scale == 1 else job.gradient / job.settings.scale
+        vectors, settings = [job.parameter, gradient, *job.moments], replace(job.settings, scale=1.0)
         try:
-            _function()(vectors, job.codes, tables, settings)
+            _function()(vectors, job.codes, adam.tables(job), settings)
             return
         except Exception as error:  # the compiler fails in many ways, before anything is written
             _failed = True
             warnings.warn(f"gradpolicy: masked updates run uncompiled ({type(error).__name__})", stacklevel=2)
-    adam.dense(vectors, job.codes, tables, settings)
+    adam.dense_in_chunks(job)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.cohorts import CHUNK
+from gradpolicy.optim.cohorts import chunk
 from gradpolicy.optim.layout import Layout
 
 EMPTY_VALUES: dict[tuple[str, str], Callable[[dict[str, Any]], float]] = {
@@ -134,8 +134,9 @@ class Keeper:
         assert self.active is not None
         flat, copy = self.layout.flat(tensor), self.copies[key]
         if self.rows is None:
-            for start in range(0, flat.numel(), CHUNK):
-                part = slice(start, start + CHUNK)
+            count = chunk(flat.device)
+            for start in range(0, flat.numel(), count):
+                part = slice(start, start + count)
                 torch.where(self.active[part], flat[part], copy[part], out=flat[part])
         else:
             flat.view(-1, self.block).index_copy_(0, self.rows, copy.view(-1, self.block))

@@ -25,7 +25,7 @@ def update(jobs: Sequence[adam.Job]) -> None:
     looped: list[adam.Job] = []
     on_gpu: list[adam.Job] = []
     others: list[adam.Job] = []
-    ways = ((jitted_adam.takes, looped), (triton_adam.takes, on_gpu))
+    ways = ((triton_adam.takes, on_gpu), (jitted_adam.takes, looped))
     for job in jobs:
         next((those for takes, those in ways if takes(job)), others).append(job)
     if looped:
@@ -41,7 +41,7 @@ def _dense(job: adam.Job) -> adam.Dense:
 
 def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor:
     """New codes; see `cohorts.recode`."""
-    for recode in (native.recode, jitted.recode, triton_moves.recode):
+    for recode in (triton_moves.recode, native.recode, jitted.recode):
         result = recode(codes, mask, table)
         if result is not None:
             return result
@@ -80,6 +80,9 @@ def fill_frozen(flat: Tensor, active: Tensor, block: int, value: float) -> None:
     if value == 0 and _clear(flat, active, block):
         return
     active = active if active.dtype is torch.bool else active < 0
+    if block > 1 and not flat.is_cpu:
+        flat.view(-1, block).masked_fill_(active.logical_not().unsqueeze(1), value)
+        return
     if block > 1:
         flat.view(-1, block).index_fill_(0, (~active).nonzero().view(-1), value)
         return
@@ -90,6 +93,6 @@ def fill_frozen(flat: Tensor, active: Tensor, block: int, value: float) -> None:
 
 
 def _clear(flat: Tensor, active: Tensor, block: int) -> bool:
-    if block == 1 and (native.clear(flat, active) or jitted.clear(flat, active)):
+    if triton_moves.clear(flat, active, block):
         return True
-    return triton_moves.clear(flat, active, block)
+    return block == 1 and (native.clear(flat, active) or jitted.clear(flat, active))

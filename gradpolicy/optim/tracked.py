@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim import adam, moves, native, native_adam
-from gradpolicy.optim.cohorts import CHUNK, Cohorts, Slots
+from gradpolicy.optim.cohorts import Cohorts, Slots, chunk
 from gradpolicy.optim.general import (
     Keeper,
     empty_value,
@@ -136,7 +136,8 @@ class Tracked:
         if whole or flags.numel() == 1:
             return whole and flags.numel() == 1 and (self.kind is FULL) == bool(self.cohorts.births)
         if block == own == 1:
-            return same if same is not None else all(torch.equal(flags[part], active) for part, active in self._active_parts())
+            parts = self._active_parts()
+            return all(torch.equal(flags[part], active) for part, active in parts) if same is None else same
         active, finest = self._active(), min(block, own)
         return torch.equal(flags.repeat_interleave(block // finest), active.repeat_interleave(own // finest))
 
@@ -146,8 +147,9 @@ class Tracked:
             yield from self.held.flag_parts()
             return
         codes = self.cohorts.codes
-        for start in range(0, codes.numel(), CHUNK):
-            part = slice(start, start + CHUNK)
+        count = chunk(codes.device)
+        for start in range(0, codes.numel(), count):
+            part = slice(start, start + count)
             yield part, codes[part] < 0
 
     def _active(self) -> Tensor:
