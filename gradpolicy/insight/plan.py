@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,10 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.flow import install
 from gradpolicy.flow.operations import operation_names
+from gradpolicy.freeze.schedule import Constant
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.when import When
 from gradpolicy.where import match_parameters, plain_name
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from gradpolicy.flow.report import ReportRow
 
 Run = Callable[[nn.Module], Tensor]
+# What becomes of the optimizer state of an entry that freezes, by ``frozen_state``.
+FATES = {
+    "keep": "what freezes keeps its optimizer state",
+    "zero": "what freezes loses its optimizer state",
+    "drop": "only what trains has optimizer state",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ class PlanRow:
         entries: How many entries these hold.
         active_share: The share of these entries that trains at the policy's first step.
         phases: The phases in which it holds.
+        when: When it holds, as a person writes it; empty where it holds throughout training.
+        course: For a freeze policy: its mask source, when masks may change, what becomes of frozen state.
     """
 
     name: str
@@ -50,6 +59,8 @@ class PlanRow:
     entries: int = 0
     active_share: float = 1.0
     phases: tuple[str, ...] = ("fit",)
+    when: str = ""
+    course: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class Plan:
         training_entries: How many of them an optimizer step changes: not frozen, and with a gradient.
         combined: For each parameter under several freeze policies, their names and the share that
             trains in the end (the intersection).
+        combined_entries: How many entries each of these parameters has.
         cuts: Where the gradient is cut.
         without_gradient: Parameters that get no gradient at all.
         zero_gradient: Parameters whose gradient is zero in every entry.
@@ -71,6 +83,7 @@ class Plan:
     entries: int
     training_entries: int
     combined: Mapping[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
+    combined_entries: Mapping[str, int] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     zero_gradient: tuple[str, ...] = ()
@@ -79,7 +92,9 @@ class Plan:
         """Renders the plan as a table with its remarks below."""
         from rich.console import Group
 
-        return Group(_table(self.rows), *_remarks(self))
+        from gradpolicy.insight.plan_table import remarks, table
+
+        return Group(table(self.rows), *remarks(self))
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -119,16 +134,19 @@ def make_plan(model: nn.Module, policies: Mapping[str, Policy], run: Run, *, see
     freeze = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
     masks = {name: _first_masks(policy, model, gradients, seed) for name, policy in freeze.items()}
     freeze_rows = {name: _freeze_row(name, freeze[name], model, masks[name]) for name in freeze}
-    shares, combined = _combine(model, masks)
+    combined = _combine(model, masks)
+    # Those that hold later leave the first step alone.
+    first = {name: masks[name] for name, policy in freeze.items() if policy.when.active()}
     without = tuple(name for name, gradient in gradients.items() if gradient is None)
     sizes = {name: parameter.numel() for name, parameter in _trainable(model).items()}
     return Plan(
         rows=tuple({**rows, **freeze_rows}[name] for name in policies),
         entries=sum(sizes.values()),
         training_entries=round(
-            sum(size * shares.get(name, 1.0) for name, size in sizes.items() if name not in without)
+            sum(size * _share(model, first, name) for name, size in sizes.items() if name not in without)
         ),
         combined=combined,
+        combined_entries={name: sizes[name] for name in combined},
         cuts=_cuts(flow, rows),
         without_gradient=without,
         zero_gradient=tuple(
@@ -226,6 +244,7 @@ def _flow_row(name: str, policy: FlowPolicy, row: "ReportRow") -> PlanRow:
         operations=dict(row.matched) if policy.ops else {},
         parameters=len(row.parameters),
         phases=policy.when.phases,
+        when=_moments(policy.when),
     )
 
 
@@ -268,7 +287,39 @@ def _freeze_row(name: str, policy: Freeze, model: nn.Module, masks: Mapping[str,
         entries=entries,
         active_share=active / max(entries, 1),
         phases=policy.when.phases,
+        when=_moments(policy.when),
+        course=f"{_described(policy.source)} {_timetable(policy.source)}; {FATES[policy.frozen_state]}",
     )
+
+
+def _described(source: MaskSource) -> str:
+    """A source with its own arguments, without its timetable."""
+    arguments = (
+        f"{key}={value.value if isinstance(value, Constant) else value}"
+        for key, value in source.describe().items()
+    )
+    return f"{type(source).__name__}({', '.join(arguments)})"
+
+
+def _timetable(source: MaskSource) -> str:
+    """When a source's masks may change, as in ``may change every 5 steps from step 10 until step 90``."""
+    if source.every is None:
+        return "is chosen once" + (f" at {source.unit} {source.start}" if source.start else "")
+    return f"may change {_counts(source.every, source)}"
+
+
+def _moments(when: When) -> str:
+    """When a policy holds, as in ``in fit, test, every 2 epochs from epoch 4``; empty for all of training."""
+    phases = "" if when.phases == ("fit",) else f"in {', '.join(when.phases)}"
+    counts = "" if (when.start, when.stop, when.every) == (0, None, 1) else _counts(when.every, when)
+    return ", ".join(filter(None, (phases, counts)))
+
+
+def _counts(every: int, timetable: MaskSource | When) -> str:
+    often = timetable.unit if every == 1 else f"{every} {timetable.unit}s"
+    begin = f" from {timetable.unit} {timetable.start}" if timetable.start else ""
+    end = "" if timetable.stop is None else f" until {timetable.unit} {timetable.stop}"
+    return f"every {often}{begin}{end}"
 
 
 def mask_share(mask: Any) -> float:
@@ -282,19 +333,18 @@ def mask_share(mask: Any) -> float:
 
 def _combine(
     model: nn.Module, masks: Mapping[str, Mapping[str, Any]]
-) -> tuple[dict[str, float], dict[str, tuple[tuple[str, ...], float]]]:
-    """The share of each parameter that trains in the end, and where several policies made it."""
-    shares: dict[str, float] = {}
-    combined: dict[str, tuple[tuple[str, ...], float]] = {}
-    for key, parameter in _trainable(model).items():
-        holders = tuple(name for name in masks if key in masks[name])
-        if not holders:
-            continue
-        chosen = [masks[name][key] for name in holders]
-        shares[key] = mask_share(chosen[0]) if len(chosen) == 1 else _intersection_share(chosen, parameter)
-        if len(holders) > 1:
-            combined[key] = (holders, shares[key])
-    return shares, combined
+) -> dict[str, tuple[tuple[str, ...], float]]:
+    """For each parameter under several policies, their names and the share that they leave to train."""
+    holders = {key: tuple(name for name in masks if key in masks[name]) for key in _trainable(model)}
+    return {key: (names, _share(model, masks, key)) for key, names in holders.items() if len(names) > 1}
+
+
+def _share(model: nn.Module, masks: Mapping[str, Mapping[str, Any]], key: str) -> float:
+    """The share of a parameter that all policies together let train."""
+    chosen = [given[key] for given in masks.values() if key in given]
+    if len(chosen) < 2:
+        return mask_share(chosen[0]) if chosen else 1.0
+    return _intersection_share(chosen, _trainable(model)[key])
 
 
 def _intersection_share(masks: list[Any], parameter: Tensor) -> float:
@@ -322,53 +372,3 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def _cuda_devices(model: nn.Module) -> list[int]:
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     return sorted(device.index for device in devices if device.index is not None)
-
-
-# ---- the words on the screen
-
-
-def _table(rows: tuple[PlanRow, ...]) -> "RenderableType":
-    from rich.table import Table
-
-    table = Table(title="Plan", title_justify="left", title_style="bold", header_style="bold")
-    table.add_column("policy", no_wrap=True)
-    for heading in ("what", "where", "matches"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("entries that train", justify="right")
-    for row in rows:
-        phases = "" if row.phases == ("fit",) else f" (in {', '.join(row.phases)})"
-        trains = f"{row.active_share:.1%} of {row.entries:,}" if row.entries else ""
-        table.add_row(row.name, row.kind + phases, row.where, _matched(row), trains)
-    return table
-
-
-def _matched(row: PlanRow) -> str:
-    """What a policy matched, as in ``2 modules, 3 relu`` or ``9 parameters``."""
-    calls = [f"{count} {operation}" for operation, count in row.operations.items()]
-    return ", ".join([*_counted(row.modules, "module"), *calls, *_counted(row.parameters, "parameter")])
-
-
-def _counted(count: int, what: str) -> list[str]:
-    return [f"{count} {what}{'' if count == 1 else 's'}"] if count else []
-
-
-def _remarks(plan: Plan) -> list[str]:
-    lines = [
-        f"[bold]{plan.training_entries:,}[/bold] of {plan.entries:,} trainable entries "
-        f"({plan.training_entries / max(plan.entries, 1):.1%}) train in the first step."
-    ]
-    for names, share in sorted(set(plan.combined.values())):
-        count = Counter(plan.combined.values())[names, share]
-        lines.append(
-            f"{' and '.join(names)} share {count} parameter(s): their intersection, {share:.1%}, trains."
-        )
-    lines += [f"The gradient is cut at: {cut}" for cut in plan.cuts]
-    for names, what in ((plan.without_gradient, "no gradient at all"), (plan.zero_gradient, "only zeros")):
-        if names:
-            lines.append(f"[yellow]These get {what}[/yellow]: {_shortened(names)}")
-    return lines
-
-
-def _shortened(names: tuple[str, ...], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -54,7 +54,38 @@ def test_several_freeze_policies_on_a_parameter_mean_their_intersection(two_laye
         },
     )
     assert plan.combined["trunk.0.weight"] == (("first", "second"), pytest.approx(0.125))
-    assert "first and second" in str(plan)
+    assert "first and second share 1 parameter: their intersection, 12.5% of 32, trains." in str(plan)
+
+
+def test_policies_on_many_parameters_share_them_in_one_line(two_layers, batch):
+    random = {name: gp.Freeze(gp.masks.Random(0.5, seed=seed)) for seed, name in enumerate(("one", "two"))}
+    (line,) = [line for line in str(plan_of(two_layers, batch, random)).splitlines() if "share" in line]
+    assert line.startswith("one and two share 6 parameters: their intersection, ")
+
+
+def test_a_freeze_policy_tells_its_source_its_timetable_and_its_state(two_layers, batch):
+    density = gp.masks.Cubic(1.0, 0.1, steps=100)
+    sources = {
+        "random": gp.Freeze(gp.masks.Random(density, every=5, start=10, stop=90), frozen_state="drop"),
+        "layers": gp.Freeze(gp.masks.Fixed(["head.*"]), when=gp.When(start=3, unit="epoch")),
+    }
+    plan = plan_of(two_layers, batch, sources)
+    assert plan.rows[0].course == (
+        "Random(density=Cubic(1.0, 0.1, steps=100, begin=0), level=entry, rescale=False) may change every"
+        " 5 steps from step 10 until step 90; only what trains has optimizer state"
+    )
+    assert (
+        plan.rows[1].course == "Fixed(mask=['head.*']) is chosen once; what freezes keeps its optimizer state"
+    )
+    assert plan.rows[1].when == "every epoch from epoch 3"
+    assert all(row.course in str(plan).replace("\n", " ") for row in plan.rows)
+
+
+def test_what_freezes_later_trains_in_the_first_step(two_layers, batch):
+    later = gp.Freeze(gp.masks.Fixed(), when=gp.When(start=3))
+    plan = plan_of(two_layers, batch, {"later": later, "round": gp.StraightThrough(ops=["round"])})
+    assert plan.training_entries == plan.entries
+    assert plan.rows[0].active_share == 0.0
 
 
 def test_the_model_its_gradients_and_the_random_state_are_left_alone(two_layers, batch):
