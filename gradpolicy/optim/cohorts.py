@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradpolicy.optim import jitted
+
 CODE_TYPES = (torch.int8, torch.int16, torch.int32)
 CHUNK = 1 << 16
 """Entries handled at once where temporaries are needed: they stay in the cache."""
@@ -59,9 +61,11 @@ def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor:
 
 def pairs_present(codes: Tensor, mask: Tensor, width: int) -> list[Pair]:
     """The pairs that do occur in the tensor."""
-    seen = torch.zeros(4 * width, dtype=torch.bool, device=codes.device)
-    for _, index in _pair_indices(codes, mask, width):
-        seen[index] = True
+    seen = jitted.pairs_seen(codes, mask, width)
+    if seen is None:
+        seen = torch.zeros(4 * width, dtype=torch.bool, device=codes.device)
+        for _, index in _pair_indices(codes, mask, width):
+            seen[index] = True
     found = seen.nonzero().flatten().tolist()
     return [(index >= 2 * width, index // width % 2 == 1, index % width) for index in found]
 

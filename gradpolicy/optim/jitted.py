@@ -43,41 +43,60 @@ def _on_cpu(*tensors: Tensor) -> bool:
 
 def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
     """`cohorts.recode`; None where the loops cannot do it."""
-    if codes.numel() == 1 or not _on_cpu(codes, mask) or library() is None:
+    if not _one_by_one(codes, mask) or library() is None:
         return None
+    by_code = _by_code(table.view(2, -1), codes.dtype)
     result = codes if codes.dtype is table.dtype else torch.empty_like(codes, dtype=table.dtype)
-    arrays = [array(tensor) for tensor in (codes, mask, table.reshape(-1), result)]
+    arrays = (_unsigned(codes), array(mask), array(by_code), array(result))
     _run(library().recode, *arrays, size=codes.numel())
     return result
 
 
 def pairs_seen(codes: Tensor, mask: Tensor, width: int) -> Tensor | None:
     """The flags that `cohorts.pairs_present` reads; None where the loops cannot do it."""
-    if not _on_cpu(codes, mask) or library() is None:
+    if not _one_by_one(codes, mask) or library() is None:
         return None
-    seen = torch.zeros(4 * width, dtype=torch.bool)
-    _run(library().mark_pairs, *(array(tensor) for tensor in (codes, mask, seen)), size=codes.numel())
-    return seen
+    lowest = torch.iinfo(codes.dtype).max + 1
+    seen = torch.zeros(2, 2 * lowest, dtype=torch.bool)
+    _run(library().mark, _unsigned(codes), array(mask), array(seen), size=codes.numel())
+    return seen.view(2, 2, lowest)[..., :width].reshape(-1)
+
+
+def _one_by_one(codes: Tensor, mask: Tensor) -> bool:
+    return 1 < codes.numel() == mask.numel() and codes.element_size() <= 2 and _on_cpu(codes, mask)
+
+
+def _unsigned(codes: Tensor) -> np.ndarray:
+    return array(codes, WHOLE[codes.element_size()])
+
+
+def _by_code(table: Tensor, dtype: torch.dtype) -> Tensor:
+    """A table of [flag][frozen or active][slot], with a place for each code: active ones come last."""
+    lowest = torch.iinfo(dtype).max + 1
+    spread = torch.zeros(2, 2, lowest, dtype=table.dtype)
+    spread[..., : table.shape[1] // 2] = table.view(2, 2, -1)
+    return spread.view(2, -1)
 
 
 def clear(flat: Tensor, active: Tensor) -> bool:
     """Zero the entries that are not active (flags, or codes); False where the loops cannot do it."""
-    if flat.element_size() not in WHOLE or not _on_cpu(flat, active) or library() is None:
+    possible = flat.element_size() in WHOLE and active.element_size() == 1 and _on_cpu(flat, active)
+    if not possible or library() is None:
         return False
-    sign = -1 if active.dtype is torch.bool else 1
-    values = array(flat, WHOLE[flat.element_size()])
-    _run(library().clear, values, array(active), sign, size=flat.numel())
+    shift = 7 if active.dtype is torch.bool else 0
+    arrays = (array(flat, WHOLE[flat.element_size()]), array(active, torch.int8))
+    _run(library().clear, *arrays, shift, size=flat.numel())
     return True
 
 
 def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
     """Flags, or codes below 0, as bits, and how many in each GRAIN; None where the loops cannot do it."""
-    if not _on_cpu(flags) or library() is None:
+    if flags.element_size() > 1 or not _on_cpu(flags) or library() is None:
         return None
-    count, shift = flags.numel(), 0 if flags.dtype is torch.bool else 8 * flags.element_size() - 1
-    packed = torch.empty(-(-count // 8), dtype=torch.uint8)
+    count, shift = flags.numel(), 0 if flags.dtype is torch.bool else 7
+    packed = torch.zeros(-(-count // 8), dtype=torch.uint8)
     counts = torch.zeros(-(-count // GRAIN), dtype=torch.int64)
-    _run(library().pack_bits, array(flags), shift, array(packed), array(counts), size=count)
+    _run(library().pack_bits, array(flags, torch.uint8), shift, array(packed), array(counts), size=count)
     return packed, counts
 
 
@@ -94,7 +113,7 @@ def repack(
     Returns:
         False where the loops cannot do it.
     """
-    if not _on_cpu(values, result) or not values.numel() or library() is None:
+    if not _on_cpu(values, result) or library() is None:
         return False
     everything = (np.empty(0, np.uint8), np.empty(0, np.int64))
     index = [everything if each is None else tuple(map(array, each)) for each in (old, new)]

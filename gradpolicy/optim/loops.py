@@ -24,6 +24,8 @@ COUNTS = _BITS.sum(1).astype(np.uint8)
 """How many bits of a byte are set."""
 PLACES = np.argsort(1 - _BITS, axis=1, kind="stable").astype(np.uint8)
 """Which bits of a byte are set, in order; then those that are not."""
+RANKS = np.where(_BITS, _BITS.cumsum(1) - 1, 8).astype(np.uint8)
+"""For each bit that is set, how many are set below it; else 8."""
 
 
 # --- values
@@ -228,47 +230,45 @@ def adam_held(parameter, gradient, moments, codes, table, numbers, bits, offsets
 
 
 @loop
-def _side(codes, mask, at):  # type: ignore[no-untyped-def]
-    """Which of the four sides of a table is asked for: [flag][frozen or active]."""
-    flag = np.uintp(mask[at if len(mask) > 1 else np.uintp(0)])
-    return flag * np.uintp(2) + np.uintp(codes[at] < 0)
-
-
-@loop
 def recode(codes, mask, table, result, start, stop):  # type: ignore[no-untyped-def]
-    """New codes from old ones and flags (0 or 1, or one for all), by `cohorts.recode`'s table, flattened."""
-    width = np.uintp(len(table) // 4)
+    """New codes from old ones (unsigned) and flags (0 or 1), by a table of [flag][old code]."""
     for index in range(start, stop):
         at = np.uintp(index)
-        result[at] = table[_side(codes, mask, at) * width + _slot(codes, at)]
+        result[at] = table[mask[at], codes[at]]
 
 
 @loop
-def mark_pairs(codes, mask, seen, start, stop):  # type: ignore[no-untyped-def]
+def mark(codes, mask, seen, start, stop):  # type: ignore[no-untyped-def]
     """Mark the places of such a table that are asked for."""
-    width = np.uintp(len(seen) // 4)
     for index in range(start, stop):
         at = np.uintp(index)
-        seen[_side(codes, mask, at) * width + _slot(codes, at)] = True
+        seen[mask[at], codes[at]] = True
 
 
 @loop
-def clear(values, active, sign, start, stop):  # type: ignore[no-untyped-def]
-    """Zero values (whole numbers) where `active` times `sign` is not below 0."""
+def clear(values, active, shift, start, stop):  # type: ignore[no-untyped-def]
+    """Zero values (whole numbers) where bit 7 of `active`, moved by `shift`, is not set."""
+    zero = values.dtype.type(0)
     for index in range(start, stop):
         at = np.uintp(index)
-        values[at] = choose(active[at] * sign, values[at], values.dtype.type(0))
+        values[at] = choose(np.int8(active[at] << shift), values[at], zero)
 
 
 @loop
 def pack_bits(flags, shift, bits, counts, start, stop):  # type: ignore[no-untyped-def]
     """Bit `shift` of each byte, eight a byte, and how many are set in each GRAIN."""
-    for base in range(start, stop, 8):
-        byte = np.uint8(0)
-        for k in range(min(8, stop - base)):
-            byte |= np.uint8(((flags[base + k] >> shift) & 1) << k)
-        bits[base // 8] = byte
-        counts[base // GRAIN] += COUNTS[byte]
+    lowest, gather = np.uint64(0x0101010101010101), np.uint64(0x0102040810204080)
+    words = flags[: len(flags) // 8 * 8].view(np.uint64)
+    for index in range(start // 8, min(stop // 8, len(words))):
+        # The product gathers the lowest bit of each byte.
+        word = (words[index] >> np.uint64(shift)) & lowest
+        byte = np.uint8((word * gather) >> np.uint64(56))
+        bits[index] = byte
+        counts[8 * index // GRAIN] += COUNTS[byte]
+    for at in range(max(start, 8 * len(words)), stop):
+        flag = np.uint8((flags[at] >> shift) & 1)
+        bits[at // 8] |= np.uint8(flag << (at % 8))
+        counts[at // GRAIN] += flag
 
 
 # --- values of held entries
@@ -285,23 +285,24 @@ def _eight(bits, base, stop):  # type: ignore[no-untyped-def]
 def repack(old_bits, old_offsets, new_bits, new_offsets, values, result, size, newcomer, start, stop):  # type: ignore[no-untyped-def]
     """Move values between sets of held entries, for GRAINs start..stop-1; see `native.repack`.
 
-    Without a branch for each entry, which no processor could foresee: what is not wanted is written over.
+    Always eight at once, for no processor foresees which are held: what is too much is written over.
     """
-    room = np.empty(GRAIN + 8, result.dtype)
-    last = len(values) - 1
+    room, eight, last = np.empty(GRAIN + 8, result.dtype), np.full(9, newcomer), len(values)
     for part in range(start, stop):
         end = min((part + 1) * GRAIN, size)
         source = old_offsets[part] if len(old_bits) else part * GRAIN
-        filled = 0
+        filled = np.uintp(0)
         for base in range(part * GRAIN, end, 8):
             had, wanted = _eight(old_bits, base, end), _eight(new_bits, base, end)
-            if wanted == 0:
-                source += COUNTS[had]
-                continue
-            for k in range(8):
-                held = np.int64(had >> k) & 1
-                room[np.uintp(filled)] = choose(-held, values[np.uintp(min(source, last))], newcomer)
-                source += held
-                filled += np.int64(wanted >> k) & 1
+            if had & wanted:
+                for k in range(min(8, last - source)):
+                    eight[k] = values[np.uintp(source) + np.uintp(k)]
+                for k in range(8):
+                    room[filled + np.uintp(k)] = eight[RANKS[had, PLACES[wanted, k]]]
+            else:
+                for k in range(8):
+                    room[filled + np.uintp(k)] = newcomer
+            source += COUNTS[had]
+            filled += np.uintp(COUNTS[wanted])
         begin = new_offsets[part] if len(new_bits) else part * GRAIN
         result[begin : begin + filled] = room[:filled]
