@@ -5,47 +5,11 @@ Buffers are kept from step to step and hold only what the masks need.
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from gradpolicy.optim.cohorts import chunk
 from gradpolicy.optim.layout import Layout
-
-EMPTY_VALUES: dict[tuple[str, str], Callable[[dict[str, Any]], float]] = {
-    ("Adagrad", "sum"): lambda group: float(group["initial_accumulator_value"]),
-    ("Rprop", "step_size"): lambda group: float(group["lr"]),
-}
-"""What "empty" means for state that does not begin at 0."""
-
-
-def empty_value(optimizer: torch.optim.Optimizer, key: str, group: dict[str, Any]) -> float:
-    """The value that an entry of this state has before its first update."""
-    for kind in type(optimizer).__mro__:
-        if (kind.__name__, key) in EMPTY_VALUES:
-            return EMPTY_VALUES[kind.__name__, key](group)
-    return 0.0
-
-
-@functools.cache
-def _adagrad_fills_its_state_at_once() -> bool:
-    """Whether Adagrad's constructor makes the state, as up to torch 2.11, and its step never does."""
-    return bool(torch.optim.Adagrad([torch.zeros(1, requires_grad=True)]).state)
-
-
-def makes_state_again(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step makes the state of a parameter that has none."""
-    return not (isinstance(optimizer, torch.optim.Adagrad) and _adagrad_fills_its_state_at_once())
-
-
-def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is one of torch's whose state belongs to single parameters (all but LBFGS)."""
-    return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer) is not torch.optim.LBFGS
 
 
 def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
@@ -70,33 +34,6 @@ def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
                 buffer.add_(parameter.grad, alpha=sign / scale).add_(parameter, alpha=group["weight_decay"])
                 buffer.mul_(group["dampening"] / group["momentum"])
             optimizer.state[parameter]["momentum_buffer"] = buffer
-
-
-def state_of_a_first_step(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]
-) -> dict[str, Any]:
-    """The state that an optimizer makes of a parameter at a step with gradient 0; changes neither."""
-    stand_in = torch.zeros_like(parameter, memory_format=torch.preserve_format).requires_grad_()
-    stand_in.grad = torch.zeros_like(stand_in)
-    other = copy.copy(optimizer)
-    other.__dict__ |= {
-        "state": defaultdict(dict),
-        "param_groups": [{**group, "params": [stand_in]}],
-        "_optimizer_step_pre_hooks": OrderedDict(),
-        "_optimizer_step_post_hooks": OrderedDict(),
-    }
-    # By its class: a learning-rate scheduler counts calls of the instance's own.
-    type(optimizer).step(other)
-    return dict(other.state[stand_in])
-
-
-def entry_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """The part of an optimizer's state that has a value for each of the parameter's entries."""
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() or key != "step")
-    }
 
 
 class Keeper:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.optim import checkpoint, exact, moves
-from gradpolicy.optim.general import begin_momenta, empty_value, entry_state
+from gradpolicy.optim.beginnings import empty, entry_state, is_torchs_own
+from gradpolicy.optim.general import begin_momenta
 from gradpolicy.optim.layout import check_mask, is_sharded, local_shard
 from gradpolicy.optim.tracked import FULL, Tracked
 from gradpolicy.optim.ways import Ways
@@ -32,8 +33,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
     Frozen entries keep their value bit for bit, whatever the optimizer, the weight decay or the gradient.
     `torch.optim.Adam` and `AdamW` are exact per entry: each moves as it would under torch's own optimizer run
     on that entry alone over its active steps. Other optimizers step as they are, and frozen entries and their
-    state are put back; there `drop` frees memory only for tensors that are frozen as a whole, and a step
-    count belongs to the tensor. With every entry active the wrapped optimizer's own step runs, untouched.
+    state are put back; there `drop` frees memory only for tensors that are frozen as a whole, a step count
+    belongs to the tensor, and "empty" is what the optimizer's first step begins with, which for an anchor is
+    the entry's value. With every entry active the wrapped optimizer's own step runs, untouched.
 
     Args:
         inner: the optimizer to wrap. `param_groups`, `state` and `defaults` are its own.
@@ -88,6 +90,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._patch_step_function()
         self._exact = _is_adam(self.inner)
         self._closure_needed = _needs_closure(self.inner)
+        # Some third-party optimizers need it although it may be left out, such as SAM, or call it twice.
+        self._closure_is_its_own = not is_torchs_own(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("inner", "frozen_state", "bias_correction", "_tracked", "_effective_steps")
@@ -281,7 +285,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         Raises:
             PolicyError: a gradient is sparse.
         """
-        if self._closure_needed:
+        if self._closure_needed or (closure is not None and self._closure_is_its_own):
             return self._update(self._masking(closure))
         loss = None
         if closure is not None:
@@ -329,7 +333,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's step, without effect on frozen entries."""
         for tracked in kept:
             assert tracked.keeper is not None
-            if closure is None and tracked.parameter.grad is not None:
+            if tracked.parameter.grad is not None:
                 flat = tracked.layout.flat(tracked.parameter.grad)
                 moves.fill_frozen(flat, *tracked.active_flags(), 0.0)
                 tracked.layout.write_back(flat, tracked.parameter.grad)
@@ -384,8 +388,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             for parameter in (p for p in group["params"] if p in self.state):
                 state = self.state[parameter]
                 # Weight decay has gone into the momentum of SGD.
-                for key, value in entry_state(state, parameter).items():
-                    value.fill_(empty_value(self.inner, key, group))
+                empty(self.inner, group, parameter, state)
                 if isinstance(state.get("step"), Tensor):
                     state["step"].zero_()
                 elif "step" in state:

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim import adam, moves, native, native_adam
-from gradpolicy.optim.cohorts import Cohorts, Slots, chunk
-from gradpolicy.optim.general import (
-    Keeper,
-    empty_value,
+from gradpolicy.optim.beginnings import (
+    AS_PARAMETER,
+    beginning,
+    empty,
     entry_state,
     is_torchs_own,
     makes_state_again,
     state_of_a_first_step,
 )
+from gradpolicy.optim.cohorts import Cohorts, Slots, chunk
+from gradpolicy.optim.general import Keeper
 from gradpolicy.optim.layout import (
     Layout,
     as_sharded,
@@ -313,11 +315,23 @@ class Tracked:
         self._set_step_by_age()
 
     def _empty_frozen(self) -> None:
-        active, block = self.active_flags()
         for key, value in entry_state(self.state, self.parameter).items():
-            flat = self.layout.flat(value)
-            moves.fill_frozen(flat, active, block, empty_value(self.inner, key, self._group()))
-            self.layout.write_back(flat, value)
+            self._begin_frozen(key, value)
+
+    def _begin_frozen(self, key: str, value: Tensor) -> None:
+        """Have frozen entries of a state be what it begins with."""
+        begin = beginning(self.inner, key, self._group(), self.parameter)
+        if begin is None:
+            return
+        active, block = self.active_flags()
+        flat = self.layout.flat(value)
+        if begin == AS_PARAMETER:
+            flags = (active if active.dtype == torch.bool else active < 0).view(-1, 1)
+            own = self.layout.flat(self.parameter.detach()).to(flat.dtype)
+            flat.copy_(torch.where(flags, flat.view(-1, block), own.view(-1, block)).view(-1))
+        else:
+            moves.fill_frozen(flat, active, block, float(begin))
+        self.layout.write_back(flat, value)
 
     def _empty_whole(self) -> None:
         """Empty the state of a tensor that is frozen as a whole."""
@@ -330,11 +344,11 @@ class Tracked:
             self.inner.state.pop(self.parameter)
             self.updates = 0
             return
-        for key, value in entry_state(state, self.parameter).items():
-            if self.frozen_state == "drop" and self.exact:
+        if self.frozen_state == "drop" and self.exact:
+            for key in entry_state(state, self.parameter):
                 del state[key]
-            else:
-                value.fill_(empty_value(self.inner, key, self._group()))
+        else:
+            empty(self.inner, self._group(), self.parameter, state)
         if restart:
             self._set_step(0)
 
@@ -465,14 +479,11 @@ class Tracked:
     def restore_state(self) -> None:
         """After a step of an optimizer without an exact path: put frozen entries' state back."""
         assert self.keeper is not None
-        active, block = self.active_flags()
         for key, value in entry_state(self.state, self.parameter).items():
             if key in self.keeper.saved:
                 self.keeper.restore(key, value)
-                continue
-            flat = self.layout.flat(value)
-            moves.fill_frozen(flat, active, block, empty_value(self.inner, key, self._group()))
-            self.layout.write_back(flat, value)
+            else:
+                self._begin_frozen(key, value)
 
     # --- updates
 

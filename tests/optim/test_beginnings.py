@@ -1,0 +1,78 @@
+import pytest
+import pytorch_optimizer
+import torch
+
+from gradpolicy import MaskedOptimizer
+from gradpolicy.optim.beginnings import AS_PARAMETER, beginning
+
+ANCHORED = {
+    "schedule_free": lambda weights: pytorch_optimizer.ScheduleFreeSGD(weights, lr=0.01),
+    "madgrad": lambda weights: pytorch_optimizer.MADGRAD(weights, lr=0.01),
+    "lookahead": lambda weights: pytorch_optimizer.Lookahead(torch.optim.SGD(weights, lr=0.01)),
+}
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_entries_that_thaw_go_on_from_where_they_are(kind, frozen_state):
+    weight = torch.nn.Parameter(torch.full((4, 6), 10.0))
+    inner = ANCHORED[kind]([weight])
+    optimizer = MaskedOptimizer(inner, frozen_state=frozen_state)
+    if hasattr(inner, "train"):
+        inner.train()
+    mask = torch.arange(6).expand(4, 6) % 2 == 0
+    for step, now in enumerate((mask, mask, ~mask, ~mask, None, None, mask[:1], None)):
+        optimizer.set_mask(weight, now)
+        before = weight.detach().clone()
+        weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        # An anchor that began at 0 would pull by a tenth of the value and more.
+        assert (weight - before).abs().max() < 0.5
+        assert (weight != before)[optimizer.get_mask(weight).expand(4, 6)].all()
+
+
+def test_what_a_strangers_state_begins_with_is_seen_in_a_first_step():
+    weight = torch.nn.Parameter(torch.randn(5, 3))
+    optimizer = pytorch_optimizer.Prodigy([weight], weight_decay=0.1)
+    group = optimizer.param_groups[0]
+    before = torch.get_rng_state()
+    assert beginning(optimizer, "p0", group, weight) == AS_PARAMETER
+    assert beginning(optimizer, "exp_avg", group, weight) == 0.0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not optimizer.state
+
+
+def test_what_cannot_be_found_out_is_left_alone():
+    class Demanding(torch.optim.SGD):
+        def __init__(self, weights, model):
+            super().__init__(weights, lr=0.1, momentum=0.9)
+
+    weight = torch.nn.Parameter(torch.randn(5, 3))
+    optimizer = Demanding([weight], model=None)
+    assert beginning(optimizer, "momentum_buffer", optimizer.param_groups[0], weight) is None
+
+
+def test_sam_gets_its_closure_for_both_of_its_passes():
+    weight = torch.nn.Parameter(torch.randn(5, 3))
+    optimizer = MaskedOptimizer(pytorch_optimizer.SAM([weight], torch.optim.SGD, rho=0.5, lr=0.1))
+    mask = torch.rand(5, 3) < 0.5
+    optimizer.set_mask(weight, mask)
+    before, plain, calls = weight.detach().clone(), [], []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.pow(4).sum()
+        loss.backward()
+        calls.append(weight.detach().clone())
+        plain.append(weight.grad.clone())
+        return loss
+
+    # As it is used: the gradient is there before the step, which asks for one more.
+    closure()
+    optimizer.step(closure)
+    assert len(calls) == 2
+    assert torch.equal(weight.detach() != before, mask)
+    # The second pass is where the first one's masked gradient, made as long as rho, leads.
+    masked = plain[0] * mask
+    torch.testing.assert_close(calls[1], before + 0.5 * masked / masked.norm())
+    torch.testing.assert_close(weight.detach(), torch.where(mask, before - 0.1 * plain[1], before))
