@@ -20,7 +20,9 @@ from gradpolicy.when import When
 if TYPE_CHECKING:
     from gradpolicy import masks, schedules
     from gradpolicy.callback import GradientPolicies
-    from gradpolicy.flow import apply, gradient_override, install
+    from gradpolicy.flow.apply import apply
+    from gradpolicy.flow.install import install
+    from gradpolicy.flow.override import gradient_override
     from gradpolicy.freeze import Freezer
     from gradpolicy.optim import MaskedOptimizer
     from gradpolicy.policies import (
