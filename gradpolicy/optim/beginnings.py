@@ -66,7 +66,7 @@ def empty(
         if begin == AS_PARAMETER:
             value.copy_(parameter.detach())
         elif begin is not None:
-            value.fill_(begin)
+            value.fill_(float(begin))
 
 
 def beginning(
