@@ -105,7 +105,11 @@ def _launch(device: torch.device, kind: Any, jobs: Sequence[Job]) -> bool:
         for part, dtype in zip(parts, (torch.int64, torch.int64, torch.float64, dtype), strict=True)
     ]
     name = "adam_rows" if kind.columns else "adam_entries"
-    return triton_moves.launch(name, programs, device, *typed, KIND=kind, JOBS=room, num_warps=WARPS)
+    done = triton_moves.launch(name, programs, device, *typed, KIND=kind, JOBS=room, num_warps=WARPS)
+    if done:
+        # Autograd must see that what it may have saved is no longer there.
+        torch.autograd.graph.increment_version([job.parameter for job in jobs])
+    return done
 
 
 def _tiles(job: Job, kind: Any) -> int:

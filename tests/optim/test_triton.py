@@ -1,0 +1,128 @@
+"""The kernels for a GPU where there is none: interpreted, compiled ahead of time, or not to be had.
+
+Tests that need a GPU stand with those of the same behaviour elsewhere, marked `gpu`.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradpolicy import MaskedOptimizer
+from gradpolicy.optim import triton_moves
+
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform"
+)
+
+
+def run(*command, **variables):
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables}
+    return subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+@needs_triton
+def test_interpreted_kernels_do_what_torch_does():
+    options = ("-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "-W", "ignore::RuntimeWarning")
+    ended = run("-m", "pytest", HERE / "under_interpreter.py", *options, TRITON_INTERPRET="1")
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+
+
+@functools.cache
+def built(capability, cache):
+    """What the kernels are compiled to."""
+    ended = run(HERE / "compile_kernels.py", capability, TRITON_CACHE_DIR=cache)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads(ended.stdout)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("triton"))
+
+
+capabilities = pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+
+
+@needs_triton
+@capabilities
+def test_kernels_compile_and_keep_to_their_registers(capability, cache):
+    kernels = built(capability, cache)
+    assert len(kernels) == 13
+    for name, kernel in kernels.items():
+        assert kernel["stack"] == 0, name
+        # Of 65536, so that at least two programs of 256 threads run beside each other.
+        assert kernel["registers"] <= 128, name
+
+
+@needs_triton
+@capabilities
+@pytest.mark.parametrize(
+    ("name", "read", "written"), [("entries", 4, 3), ("entries, many ages", 5, 4), ("rows", 4, 3)]
+)
+def test_memory_is_read_and_written_in_pieces_of_16_bytes(capability, cache, name, read, written):
+    words = built(capability, cache)[name]["words"]
+    assert words["ld.global.v4.b32"] == read
+    assert words["st.global.v4.b32"] == written
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """As if the CPU were a GPU; what is kept of failures is forgotten afterwards."""
+    monkeypatch.setattr(triton_moves, "DEVICES", {"cpu"})
+    monkeypatch.setattr(triton_moves, "_refused", set())
+    known = triton_moves.kernels
+    known.cache_clear()
+    yield
+    known.cache_clear()
+
+
+def steps_with_masks():
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(40, 3))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], lr=0.1), frozen_state="drop")
+    for _ in range(3):
+        optimizer.set_mask(parameter, torch.rand(40, 3) < 0.5)
+        parameter.grad = torch.randn(40, 3)
+        optimizer.step()
+    return parameter.detach()
+
+
+def test_without_triton_torch_does_the_work_which_is_said_once(on_gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "gradpolicy.optim.triton_kernels", raising=False)
+    with pytest.warns(UserWarning, match="run on plain torch operations") as said:
+        moved = steps_with_masks()
+    assert len(said) == 1
+    monkeypatch.setattr(triton_moves, "DEVICES", set())
+    torch.testing.assert_close(moved, steps_with_masks())
+
+
+class Uncompilable:
+    """Kernels that a device's compiler refuses."""
+
+    class TILE:
+        value = 1024
+
+    WIDE = TILE
+
+    def __getattr__(self, name):
+        raise RuntimeError("compute capability 3.5 is too old")
+
+
+def test_where_kernels_do_not_compile_torch_does_the_work_which_is_said_once(on_gpu, monkeypatch):
+    monkeypatch.setattr(triton_moves, "kernels", lambda: Uncompilable())
+    with pytest.warns(UserWarning, match=r"RuntimeError: compute capability 3\.5 is too old") as said:
+        moved = steps_with_masks()
+    assert len(said) == 1
+    monkeypatch.setattr(triton_moves, "DEVICES", set())
+    torch.testing.assert_close(moved, steps_with_masks())
