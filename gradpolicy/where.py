@@ -74,7 +74,9 @@ def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) 
 def no_match(pattern: str, names: Iterable[str], kind: str) -> PolicyError:
     """Builds the error for a pattern that matches nothing, with the nearest names."""
     stem = pattern.rstrip("*").rstrip(".")
-    return PolicyError(f"{kind} pattern {pattern!r} matches nothing; {nearest(stem, _with_parents(names))}")
+    # A module is a place, but no parameter: those below it are meant.
+    candidates = _with_parents(names, ".*" if kind == "parameter" else "")
+    return PolicyError(f"{kind} pattern {pattern!r} matches nothing; {nearest(stem, candidates)}")
 
 
 def match_modules(
@@ -156,11 +158,8 @@ def _class_at(path: str) -> type[nn.Module] | None:
     return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
-def _with_parents(names: Iterable[str]) -> set[str]:
-    """Every name together with the names of the modules above it."""
-    return {
-        ".".join(parts[: end + 1])
-        for name in names
-        for parts in [name.split(".")]
-        for end in range(len(parts))
-    }
+def _with_parents(names: Iterable[str], below: str) -> set[str]:
+    """Every name together with the names of the modules above it, these with ``below`` at their end."""
+    names = set(names)
+    parents = {".".join(name.split(".")[:end]) for name in names for end in range(1, name.count(".") + 1)}
+    return names | {parent + below for parent in parents}

@@ -118,3 +118,20 @@ def _as_flag(mask: Mask) -> Mask:
     if isinstance(mask, RandomMask) and mask.level == "tensor":
         return bool(mask.materialize(()))
     return bool(mask) if isinstance(mask, Tensor) and mask.numel() == 1 else mask
+
+
+def check_agreement(name: str, policies: Mapping[str, FreezePolicy]) -> None:
+    """Makes sure that the policies on one parameter want the same optimizer state.
+
+    Raises:
+        PolicyError: If they do not; it names both.
+    """
+    (first, one), *rest = policies.items()
+    for other, another in rest:
+        for key in ("frozen_state", "bias_correction"):
+            here, there = getattr(one, key), getattr(another, key)
+            if here != there:
+                raise PolicyError(
+                    f"{name!r}: policy.{first} wants {key}={here!r}, policy.{other} {key}={there!r};"
+                    " policies on one parameter must agree"
+                )

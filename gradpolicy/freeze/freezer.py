@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.freeze.bound import BoundPolicy, FreezePolicy, FreezeRow
+from gradpolicy.freeze.bound import BoundPolicy, FreezePolicy, FreezeRow, check_agreement
 from gradpolicy.freeze.mask import Mask, intersect, same_mask
 from gradpolicy.freeze.sharding import local
 from gradpolicy.freeze.source import MaskSource
@@ -98,7 +98,7 @@ class Freezer:
             name: [bound for bound in self._bound if name in bound.parameters] for name in self.parameters
         }
         for name, bounds in self._policies_of.items():
-            _check_agreement(name, bounds)
+            check_agreement(name, {bound.name: bound.policy for bound in bounds})
         # Empty at first: an optimizer may bring masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
         self._switch = GradientSwitch(named)
@@ -346,14 +346,3 @@ def _check_sources(bound: Sequence[BoundPolicy]) -> None:
             raise PolicyError(
                 f"policy.{each.name}: has the mask source of policy.{other}; each needs its own"
             )
-
-
-def _check_agreement(name: str, bounds: Sequence[BoundPolicy]) -> None:
-    first = bounds[0]
-    for other in bounds[1:]:
-        for key in ("frozen_state", "bias_correction"):
-            here, there = getattr(first.policy, key), getattr(other.policy, key)
-            if here != there:
-                raise PolicyError(
-                    f"{name!r}: policy.{first.name} wants {key}={here!r}, policy.{other.name} {key}={there!r}"
-                )

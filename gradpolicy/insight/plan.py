@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.flow import install
 from gradpolicy.flow.operations import operation_names
+from gradpolicy.freeze.bound import check_agreement
 from gradpolicy.freeze.schedule import Constant
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
@@ -132,7 +133,7 @@ def make_plan(model: nn.Module, policies: Mapping[str, Policy], run: Run, *, see
         flow = {name: policy for name, policy in policies.items() if isinstance(policy, FlowPolicy)}
         rows, gradients = _flow_rows(duplicate, flow, run)
     freeze = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
-    masks = {name: _first_masks(policy, model, gradients, seed) for name, policy in freeze.items()}
+    masks = _freeze_masks(model, freeze, gradients, seed)
     freeze_rows = {name: _freeze_row(name, freeze[name], model, masks[name]) for name in freeze}
     combined = _combine(model, masks)
     # Those that hold later leave the first step alone.
@@ -259,10 +260,32 @@ def _cuts(policies: Mapping[str, FlowPolicy], rows: Mapping[str, PlanRow]) -> tu
 # ---- freeze policies: the masks of their first step
 
 
+def _freeze_masks(
+    model: nn.Module, policies: Mapping[str, Freeze], gradients: Mapping[str, Tensor | None], seed: int
+) -> dict[str, dict[str, Any]]:
+    """Each policy's masks at its first step.
+
+    Raises:
+        PolicyError: If a source cannot mask what its policy matches, or policies want different state.
+    """
+    masks: dict[str, dict[str, Any]] = {}
+    policies_of: dict[str, dict[str, Freeze]] = {}
+    for name, policy in policies.items():
+        parameters = match_parameters(model, policy.params)
+        for key in parameters:
+            policies_of.setdefault(key, {})[name] = policy
+        try:
+            masks[name] = _first_masks(policy, parameters, gradients, seed)
+        except PolicyError as error:
+            raise PolicyError(f"policy.{name}: {error}") from error
+    for key, holders in policies_of.items():
+        check_agreement(key, holders)
+    return masks
+
+
 def _first_masks(
-    policy: Freeze, model: nn.Module, gradients: Mapping[str, Tensor | None], seed: int
+    policy: Freeze, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], seed: int
 ) -> dict[str, Any]:
-    parameters = match_parameters(model, policy.params)
     source: MaskSource = copy.deepcopy(policy.source)
     source.setup(parameters, seed=seed)
     if source.needs_gradients:

@@ -66,8 +66,12 @@ def test_policies_on_many_parameters_share_them_in_one_line(two_layers, batch):
 def test_a_freeze_policy_tells_its_source_its_timetable_and_its_state(two_layers, batch):
     density = gp.masks.Cubic(1.0, 0.1, steps=100)
     sources = {
-        "random": gp.Freeze(gp.masks.Random(density, every=5, start=10, stop=90), frozen_state="drop"),
-        "layers": gp.Freeze(gp.masks.Fixed(["head.*"]), when=gp.When(start=3, unit="epoch")),
+        "random": gp.Freeze(
+            gp.masks.Random(density, every=5, start=10, stop=90), params="trunk.*", frozen_state="drop"
+        ),
+        "layers": gp.Freeze(
+            gp.masks.Fixed(["head.bias"]), params="head.*", when=gp.When(start=3, unit="epoch")
+        ),
     }
     plan = plan_of(two_layers, batch, sources)
     assert plan.rows[0].course == (
@@ -75,10 +79,26 @@ def test_a_freeze_policy_tells_its_source_its_timetable_and_its_state(two_layers
         " 5 steps from step 10 until step 90; only what trains has optimizer state"
     )
     assert (
-        plan.rows[1].course == "Fixed(mask=['head.*']) is chosen once; what freezes keeps its optimizer state"
+        plan.rows[1].course
+        == "Fixed(mask=['head.bias']) is chosen once; what freezes keeps its optimizer state"
     )
     assert plan.rows[1].when == "every epoch from epoch 3"
     assert all(row.course in str(plan).replace("\n", " ") for row in plan.rows)
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (
+            {"one": gp.Freeze(gp.masks.Random(0.5), frozen_state="zero"), "two": gp.Freeze(gp.masks.Fixed())},
+            "policy.one wants frozen_state='zero', policy.two frozen_state='keep'",
+        ),
+        ({"file": gp.Freeze(gp.masks.Fixed("nothing.safetensors"))}, "policy.file: Fixed: cannot read masks"),
+    ],
+)
+def test_what_no_run_could_do_is_refused_with_the_policies_names(two_layers, batch, policies, message):
+    with pytest.raises(gp.PolicyError, match=message):
+        plan_of(two_layers, batch, policies)
 
 
 def test_what_freezes_later_trains_in_the_first_step(two_layers, batch):
