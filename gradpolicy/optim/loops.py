@@ -20,12 +20,8 @@ GRAIN = 1 << 15
 """The same as in packed.py."""
 
 _BITS = (np.arange(256)[:, None] >> np.arange(8)) & 1
-COUNTS = _BITS.sum(1).astype(np.uint8)
-"""How many bits of a byte are set."""
 PLACES = np.argsort(1 - _BITS, axis=1, kind="stable").astype(np.uint8)
 """Which bits of a byte are set, in order; then those that are not."""
-RANKS = np.where(_BITS, _BITS.cumsum(1) - 1, 8).astype(np.uint8)
-"""For each bit that is set, how many are set below it; else 8."""
 
 
 # --- values
@@ -55,6 +51,12 @@ def _bytes(kind: Any) -> int:
     if isinstance(kind, ir.IntType):
         return kind.width // 8
     return 4 if isinstance(kind, ir.FloatType) else 8
+
+
+@intrinsic
+def popcount(_context: Any, word: Any) -> Any:
+    """How many bits of a word are set."""
+    return word(word), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
 
 
 @intrinsic
@@ -213,7 +215,7 @@ def adam_held(parameter, gradient, moments, codes, table, numbers, bits, offsets
         byte = bits[index]
         for k in range(8):
             places[count + k] = np.uintp(8 * index) + np.uintp(PLACES[byte, k])
-        count += COUNTS[byte]
+        count += popcount(np.uint64(byte))
         if count <= TILE - 8 and index + 1 < last:
             continue
         for i in range(count):
@@ -264,7 +266,7 @@ def pack_bits(flags, shift, bits, counts, start, stop):  # type: ignore[no-untyp
         word = (words[index] >> np.uint64(shift)) & lowest
         byte = np.uint8((word * gather) >> np.uint64(56))
         bits[index] = byte
-        counts[8 * index // GRAIN] += COUNTS[byte]
+        counts[8 * index // GRAIN] += popcount(np.uint64(byte))
     for at in range(max(start, 8 * len(words)), stop):
         flag = np.uint8((flags[at] >> shift) & 1)
         bits[at // 8] |= np.uint8(flag << (at % 8))
@@ -275,34 +277,29 @@ def pack_bits(flags, shift, bits, counts, start, stop):  # type: ignore[no-untyp
 
 
 @loop
-def _eight(bits, base, stop):  # type: ignore[no-untyped-def]
-    """Which of eight entries are held; no bits: all."""
-    byte = bits[base // 8] if len(bits) else np.uint8(255)
-    return byte if stop - base >= 8 else np.uint8(byte & ((1 << (stop - base)) - 1))
+def _word(bits, base, stop):  # type: ignore[no-untyped-def]
+    """Which of 64 entries are held; no bits: all."""
+    count = min(64, stop - base)
+    held = np.uint64(0) if len(bits) else ~np.uint64(0)
+    for k in range((count + 7) // 8 if len(bits) else 0):
+        held |= np.uint64(bits[base // 8 + k]) << np.uint64(8 * k)
+    return held & (~np.uint64(0) >> np.uint64(64 - count))
 
 
 @loop
 def repack(old_bits, old_offsets, new_bits, new_offsets, values, result, size, newcomer, start, stop):  # type: ignore[no-untyped-def]
-    """Move values between sets of held entries, for GRAINs start..stop-1; see `native.repack`.
-
-    Always eight at once, for no processor foresees which are held: what is too much is written over.
-    """
-    room, eight, last = np.empty(GRAIN + 8, result.dtype), np.full(9, newcomer), len(values)
+    """Move values between sets of held entries, for GRAINs start..stop-1; see `native.repack`."""
     for part in range(start, stop):
-        end = min((part + 1) * GRAIN, size)
-        source = old_offsets[part] if len(old_bits) else part * GRAIN
-        filled = np.uintp(0)
-        for base in range(part * GRAIN, end, 8):
-            had, wanted = _eight(old_bits, base, end), _eight(new_bits, base, end)
-            if had & wanted:
-                for k in range(min(8, last - source)):
-                    eight[k] = values[np.uintp(source) + np.uintp(k)]
-                for k in range(8):
-                    room[filled + np.uintp(k)] = eight[RANKS[had, PLACES[wanted, k]]]
-            else:
-                for k in range(8):
-                    room[filled + np.uintp(k)] = newcomer
-            source += COUNTS[had]
-            filled += np.uintp(COUNTS[wanted])
-        begin = new_offsets[part] if len(new_bits) else part * GRAIN
-        result[begin : begin + filled] = room[:filled]
+        first, end = part * GRAIN, min((part + 1) * GRAIN, size)
+        source = np.uintp(old_offsets[part] if len(old_bits) else first)
+        target = np.uintp(new_offsets[part] if len(new_bits) else first)
+        result[target : new_offsets[part + 1] if len(new_bits) else end] = newcomer
+        for base in range(first, end, 64):
+            had, wanted = _word(old_bits, base, end), _word(new_bits, base, end)
+            stays = had & wanted
+            while stays:
+                lower = (stays & (~stays + np.uint64(1))) - np.uint64(1)  # all bits below the lowest
+                result[target + popcount(wanted & lower)] = values[source + popcount(had & lower)]
+                stays &= stays - np.uint64(1)
+            source += popcount(had)
+            target += popcount(wanted)
