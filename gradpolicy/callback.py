@@ -223,6 +223,17 @@ class GradientPolicies(Callback):
             rows = self.installed.report().rows if logs else ()
             self._met_before = {row.name: row.operations_matched for row in rows}
 
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Masks gradients under manual optimization, where one may clip before Lightning tells of the step.
+
+        Not where a source wants whole gradients: call the optimizer's ``mask_gradients`` before you clip.
+        """
+        if pl_module.automatic_optimization or self.freezer is None:
+            return
+        if not self._gradients_wanted(self._updates_seen, trainer.current_epoch):
+            for optimizer in self._masked:
+                optimizer.mask_gradients()
+
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:

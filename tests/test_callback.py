@@ -115,6 +115,35 @@ def test_masked_gradients_do_not_count_in_the_clipping_norm(two_layers, loader, 
     assert all(math.isclose(norm, 1e-3, rel_tol=1e-3) for norm in norms)
 
 
+@pytest.mark.parametrize("sees_gradients", [False, True])
+def test_under_manual_optimization_too(two_layers, loader, make_trainer, sees_gradients):
+    norms = []
+
+    class Manual(type(two_layers)):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            if sees_gradients:
+                optimizer.mask_gradients()
+            self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
+            active = self.head.weight.grad[half("", self.head.weight, 0)]
+            rest = [p.grad for p in self.parameters() if p.grad is not None and p is not self.head.weight]
+            norms.append(float(torch.nn.utils.get_total_norm([active, *rest])))
+            optimizer.step()
+
+    module = Manual()
+    before = module.head.weight.detach().clone()
+    policies = {"half": gp.Freeze(half, params="head.weight")}
+    if sees_gradients:
+        policies["fisher"] = gp.Freeze(gp.masks.TopK(0.5, window=2), params="trunk.*")
+    make_trainer(max_steps=3, callbacks=[gp.GradientPolicies(policies)]).fit(module, loader)
+    assert norms == pytest.approx([1e-3] * 3, rel=1e-3)
+    assert torch.equal(module.head.weight != before, half("", before, 0))
+
+
 def test_the_model_is_left_as_found(two_layers, loader, make_trainer):
     shape = {
         name: (dict(m._forward_hooks), "forward" in m.__dict__) for name, m in two_layers.named_modules()
