@@ -47,7 +47,7 @@ def table(name: str, rows: list[dict[str, Any]]) -> Table:
     """Lays the rows out, the ratio beside its target."""
     drawn = Table(title=f"{name} (ratio to a baseline taken in turn)", title_justify="left")
     drawn.add_column("what", overflow="fold")
-    for heading in ("ratio", "95 %", "quartiles", "fastest", "target", "unit", "ms", "baseline ms"):
+    for heading in ("ratio", "95 %", "quartiles", "fastest", "target", "unit", "ms", "baseline ms", "of copy"):
         drawn.add_column(heading, justify="right")
     for row in rows:
         target = row.get("target")
@@ -62,6 +62,7 @@ def table(name: str, rows: list[dict[str, Any]]) -> Table:
             str(row.get("unit", "")),
             f"{row['milliseconds']:.2f}" if "milliseconds" in row else "",
             f"{row['baseline_milliseconds']:.2f}" if "baseline_milliseconds" in row else "",
+            f"{row['copy_share']:.0%}" if "copy_share" in row else "",
         )
     return drawn
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.measure import Row, paired_ratio
-from benchmarks.optimizer import fused
+from benchmarks.optimizer import CPU, fused
 from gradpolicy import masks
 from gradpolicy.freeze.window import GradientSource
 
@@ -32,7 +32,7 @@ def decision(source: GradientSource) -> Callable[[], object]:
 
 def mask_choice() -> list[Row]:
     """Choosing anew, the window's gradients and writing the weights included."""
-    baseline = fused()
+    baseline = fused(CPU)
     sources: dict[str, GradientSource] = {
         "TopK by Fisher information, of all together": masks.TopK(0.1, by="fisher", every=1),
         "TopK by Fisher information, each tensor": masks.TopK(0.1, by="fisher", scope="tensor", every=1),

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from benchmarks import device
+from benchmarks.device import HERE
 from benchmarks.measure import Row, paired_ratio
 from benchmarks.optimizer import COLUMNS, ROWS, fused, masked, weight
 from gradpolicy.errors import PolicyError
@@ -14,7 +16,7 @@ Step = Callable[[], object]
 
 def by_hand() -> Step:
     """What people write: clone, mask the gradient, step, put back, mask the moments."""
-    parameter, active = weight(), torch.rand(ROWS, COLUMNS) < 0.1
+    parameter, active = weight(), torch.rand(ROWS, COLUMNS, device=HERE) < 0.1
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.step()
 
@@ -52,9 +54,9 @@ def spam() -> Step:
 
 def sparse_adam() -> Step:
     """SparseAdam with a tenth of the rows in the gradient, as an embedding's batch names them; no decay."""
-    parameter = nn.Parameter(torch.randn(ROWS, COLUMNS))
-    chosen = torch.randperm(ROWS)[: ROWS // 10].sort().values
-    values = torch.randn(len(chosen), COLUMNS)
+    parameter = nn.Parameter(torch.randn(ROWS, COLUMNS, device=HERE))
+    chosen = torch.randperm(ROWS, device=HERE)[: ROWS // 10].sort().values
+    values = torch.randn(len(chosen), COLUMNS, device=HERE)
     indices = chosen.unsqueeze(0)
     parameter.grad = torch.sparse_coo_tensor(
         indices, values, parameter.shape, check_invariants=True, is_coalesced=True
@@ -85,7 +87,8 @@ def optimizers() -> list[Row]:
         "torch.optim.SparseAdam, 10% of rows": sparse_adam,
     }
     # Made one after the other: together they would hold gigabytes.
-    return [paired_ratio(name, make(), baseline, rounds=7, warmup=2) for name, make in steps.items()]
+    own = {"rounds": 7, "warmup": 2, "seconds": device.seconds}
+    return [paired_ratio(name, make(), baseline, **own) for name, make in steps.items()]
 
 
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"optimizers": optimizers}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import paired_ratio
-from benchmarks.optimizer import COLUMNS, ROWS, fused, weight
+from benchmarks.optimizer import COLUMNS, CPU, fused, weight
+from benchmarks.optimizer import CPU_ROWS as ROWS
 from gradpolicy import MaskedOptimizer
 from gradpolicy.compiling import SWITCH
 from gradpolicy.freeze import hashing
@@ -42,7 +43,7 @@ def masked(
     masks: Iterable[Tensor], changes: int, **options: Any
 ) -> tuple[MaskedOptimizer, Callable[[], None]]:
     """A wrapped AdamW whose masks have changed, a step after each, and what changes them once more."""
-    parameter, masks = weight(), iter(masks)
+    parameter, masks = weight(CPU), iter(masks)
     inner = torch.optim.AdamW([parameter], amsgrad=options.pop("amsgrad", False))
     optimizer = MaskedOptimizer(inner, **options)
     for mask in islice(masks, changes):
