@@ -47,7 +47,17 @@ def table(name: str, rows: list[dict[str, Any]]) -> Table:
     """Lays the rows out, the ratio beside its target."""
     drawn = Table(title=f"{name} (ratio to a baseline taken in turn)", title_justify="left")
     drawn.add_column("what", overflow="fold")
-    for heading in ("ratio", "95 %", "quartiles", "fastest", "target", "unit", "ms", "baseline ms", "of copy"):
+    for heading in (
+        "ratio",
+        "95 %",
+        "quartiles",
+        "fastest",
+        "target",
+        "unit",
+        "ms",
+        "baseline ms",
+        "of copy",
+    ):
         drawn.add_column(heading, justify="right")
     for row in rows:
         target = row.get("target")

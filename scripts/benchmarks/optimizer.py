@@ -76,7 +76,9 @@ def masked_step() -> list[Row]:
     """Entry masks: any density, after few and many changes of the mask."""
     baseline, entries = fused(), (ROWS, COLUMNS)
     moved = (STEP_BYTES + 1) * ROWS * COLUMNS
-    rows = [paired_ratio("torch's fused AdamW", baseline, baseline, target=1.0, moved=STEP_BYTES * ROWS * COLUMNS)]
+    rows = [
+        paired_ratio("torch's fused AdamW", baseline, baseline, target=1.0, moved=STEP_BYTES * ROWS * COLUMNS)
+    ]
     for density in (0.01, 0.1, 0.5, 0.9):
         step = masked(entries, density, bias_correction="tensor").step
         name = f"tensor correction, {density:.0%} active"

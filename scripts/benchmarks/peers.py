@@ -87,8 +87,10 @@ def optimizers() -> list[Row]:
         "torch.optim.SparseAdam, 10% of rows": sparse_adam,
     }
     # Made one after the other: together they would hold gigabytes.
-    own = {"rounds": 7, "warmup": 2, "seconds": device.seconds}
-    return [paired_ratio(name, make(), baseline, **own) for name, make in steps.items()]
+    return [
+        paired_ratio(name, make(), baseline, rounds=7, warmup=2, seconds=device.seconds)
+        for name, make in steps.items()
+    ]
 
 
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"optimizers": optimizers}

@@ -65,7 +65,7 @@ def growing_masks(changes: int) -> Iterator[Tensor]:
 
 def masked_step_without_compiler() -> list[Row]:
     """A step with entry masks, by the correction, the density and the changes so far; then rows."""
-    baseline, rows = fused(), []
+    baseline, rows = fused(CPU), []
 
     def measure(
         what: str, masks: Iterable[Tensor], changes: int, target: float = 3.0, **options: Any
@@ -92,7 +92,7 @@ def masked_step_without_compiler() -> list[Row]:
 
 def mask_change_without_compiler() -> list[Row]:
     """Setting new masks on all entries, against one fused step."""
-    baseline, rows = fused(), []
+    baseline, rows = fused(CPU), []
     with no_compiler():
         for state in ("keep", "zero", "drop"):
             for density in (0.1, 0.5):
