@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from gradpolicy.jitting import in_parallel, parts
+from gradpolicy.optim import jitted
 from gradpolicy.optim.adam import Job, Settings, compute_dtype
-from gradpolicy.optim.jitted import PART, array, library
+from gradpolicy.optim.jitted import PART, array
 from gradpolicy.optim.native import GRAIN
 
 
@@ -19,7 +20,7 @@ def takes(job: Job) -> bool:
     dtype = job.parameter.dtype
     if not dtype.is_floating_point or not job.parameter.is_cpu or job.gradient.dtype is not dtype:
         return False
-    return all(moment.dtype is dtype for moment in job.moments) and library() is not None
+    return all(moment.dtype is dtype for moment in job.moments) and jitted.library() is not None
 
 
 def run(jobs: Sequence[Job]) -> None:
@@ -28,7 +29,7 @@ def run(jobs: Sequence[Job]) -> None:
 
 
 def _tasks(job: Job) -> Iterator[Callable[[], Any]]:
-    kernel, held = library(), job.held
+    kernel, held = jitted.library(), job.held
     dtype = np.dtype(str(compute_dtype(job.parameter.dtype)).removeprefix("torch."))
     common = (
         array(job.parameter),
