@@ -56,8 +56,8 @@ def report_error(error: BaseException, show_traceback: bool) -> None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Follows the chain of causes to its beginning."""
-    while error.__cause__ is not None:
+    """Follows the chain of causes to its beginning, or to what is said for a person to read."""
+    while error.__cause__ is not None and not isinstance(error, PolicyError):
         error = error.__cause__
     return error
 

@@ -274,7 +274,7 @@ def finished_loggers() -> Iterator[None]:
 
 @contextmanager
 def quieter() -> Iterator[None]:
-    """Leaves out what Lightning says about every run."""
+    """Leaves out what Lightning says about every run, and where in the code a person is warned."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -282,11 +282,19 @@ def quieter() -> Iterator[None]:
     with warnings.catch_warnings():
         for message in QUIET:
             warnings.filterwarnings("ignore", message)
+        formatted, warnings.formatwarning = warnings.formatwarning, _one_line
         try:
             yield
         finally:
+            warnings.formatwarning = formatted
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"warning: {' '.join(str(message).split())}\n"
 
 
 def _text(path: Path | None) -> str | None:

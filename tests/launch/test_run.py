@@ -1,10 +1,12 @@
 """What every run has, whatever its config says."""
 
+import warnings
+
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from gradpolicy.faults.checkpoints import WholeCheckpointIO
-from gradpolicy.launch.run import build_plugins
+from gradpolicy.launch.run import build_plugins, quieter
 
 PLUGINS = "lightning.pytorch.plugins"
 
@@ -24,3 +26,11 @@ def test_what_only_wraps_the_writing_wraps_whole_checkpoints() -> None:
     (wrapping,) = build_plugins([{"_target_": f"{PLUGINS}.AsyncCheckpointIO"}])
     assert isinstance(wrapping, AsyncCheckpointIO)
     assert isinstance(wrapping.checkpoint_io, WholeCheckpointIO)
+
+
+def test_a_warning_is_one_line_without_its_place_in_the_code() -> None:
+    before = warnings.formatwarning
+    with quieter():
+        line = warnings.formatwarning("no\n  value", UserWarning, "run.py", 1)
+    assert line == "warning: no value\n"
+    assert warnings.formatwarning is before

@@ -32,6 +32,11 @@ WRONG_TYPE = {
     "train=perhaps": "train",
     "tags=3": "tags",
 }
+UNREADABLE = {
+    "policy=rows policy.rows.mask.rows=word": ("policy.rows.mask", "'word' is no number, no slice"),
+    "policy=fixed policy.fixed.mask.mask=no.safetensors": ("policy.fixed", "cannot read masks from"),
+    "policy=[random,random_freeze]": ("'model.trunk", "policy.random wants frozen_state='keep'"),
+}
 NO_MATCH = {
     "policy.random_freeze.params=model.trnk.*": ("policy.random_freeze.params", "model.trunk"),
     "policy.stop.modules=model.prob": ("policy.stop.modules", "model.probe"),
@@ -69,6 +74,14 @@ def test_a_value_of_the_wrong_type_is_named_with_its_key(train, override: str) -
     message = train(override).refusal
     assert message.startswith(f"{WRONG_TYPE[override]}:")
     assert override.partition("=")[2] in message
+
+
+@pytest.mark.parametrize("overrides", UNREADABLE)
+def test_what_a_mask_source_cannot_use_is_said_in_its_words(train, overrides: str) -> None:
+    message = train("plan_only=true", *overrides.split()).refusal
+    key, cause = UNREADABLE[overrides]
+    assert message.startswith(key)
+    assert cause in message
 
 
 @pytest.mark.parametrize("override", NO_MATCH)
