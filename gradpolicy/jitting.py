@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,10 @@ def in_parallel(tasks: Sequence[Callable[[], object]]) -> None:
             task()
 
     helpers = [_pool(threads, os.getpid()).submit(work) for _ in range(threads - 1)]
-    work()
+    try:
+        work()
+    finally:
+        wait(helpers)
     for helper in helpers:
         helper.result()
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -50,6 +51,9 @@ def test_every_path_gives_the_same_bits(threads: int, monkeypatch: pytest.Monkey
             drawn = torch.empty(count, dtype=torch.bool)
             if path(drawn, first, key, threshold) is not False:
                 assert torch.equal(drawn, expected), path
+        drawn = np.empty(count, dtype=bool)
+        assert hashing._below_jitted(drawn, first, key, threshold)
+        assert np.array_equal(drawn, expected.numpy())
 
 
 def test_without_a_compiler_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gradpolicy.optim import native
+from gradpolicy.optim import jitted, native
 
 
 @pytest.fixture(autouse=True)
@@ -9,11 +9,25 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["kernel", "torch"])
-def machinery(request, monkeypatch):
-    """Runs a test with the C kernel, and again as where there is no compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
+MACHINERIES = {"kernel": (), "numba": (native,), "torch": (native, jitted)}
+"""What does the work, and what must be missing for that."""
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Has a machinery do the work from then on."""
+
+    def choose(machinery):
+        for missing in MACHINERIES[machinery]:
+            monkeypatch.setattr(missing, "library", lambda: None)
+
+    return choose
+
+
+@pytest.fixture(params=MACHINERIES)
+def machinery(request, use):
+    """Runs a test with the C kernel, as where there is no compiler, and as where there is no numba either."""
+    use(request.param)
     return request.param
 
 

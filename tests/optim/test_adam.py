@@ -1,10 +1,12 @@
+import multiprocessing
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradpolicy import MaskedOptimizer
-from gradpolicy.optim import native, native_adam
+from gradpolicy.optim import jitted, native_adam
 from tests.optim.alone import run_alone
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.02}
@@ -172,23 +174,76 @@ def test_many_ages_need_wider_codes_and_stay_exact(machinery):
         torch.testing.assert_close(parameter.detach()[entry : entry + 1], expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("changes", [2, 20, 60, 150])
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+@pytest.mark.parametrize("changes", [2, 20, 150])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernel_and_plain_torch_agree(monkeypatch, changes, dtype):
-    start = torch.randn(33001).to(dtype)
-    ends = []
-    for library in (native.library, lambda: None):
-        monkeypatch.setattr(native, "library", library)
+def test_all_machineries_agree(use, changes, dtype, frozen_state):
+    start, ends = torch.randn(33001).to(dtype), []
+    for machinery in ("kernel", "numba", "torch"):
+        use(machinery)
         torch.manual_seed(1)
         parameter = torch.nn.Parameter(start.clone())
-        optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], lr=0.01, amsgrad=True))
+        optimizer = MaskedOptimizer(
+            torch.optim.AdamW([parameter], lr=0.01, amsgrad=True), frozen_state=frozen_state
+        )
         for _ in range(changes):
             optimizer.set_mask(parameter, torch.rand(start.shape) < 0.3)
             parameter.grad = torch.randn_like(parameter)
             optimizer.step()
         ends.append(parameter.detach())
     rtol, atol = (0.03, 0.02) if dtype is torch.bfloat16 else (1e-5, 1e-6)
-    torch.testing.assert_close(*ends, rtol=rtol, atol=atol)
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=rtol, atol=atol)
+
+
+WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_frozen_entries_keep_every_bit(machinery, dtype, frozen_state):
+    """Zeros with a sign, infinities, and NaNs with a payload, under gradients that are no numbers."""
+    whole = WHOLE[dtype.itemsize]
+    parameter = torch.nn.Parameter(torch.randn(1000).to(dtype))
+    odd = torch.tensor([-0.0, torch.inf, -torch.inf, torch.nan], dtype=dtype).repeat(100)
+    odd.view(whole)[3::4] += torch.arange(100).to(whole) % 60
+    frozen = torch.randperm(1000)[:400]
+    with torch.no_grad():
+        parameter[frozen] = odd
+    mask = torch.ones(1000, dtype=torch.bool).index_fill_(0, frozen, False)
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], lr=0.1), frozen_state=frozen_state)
+    optimizer.set_mask(parameter, mask)
+    before = parameter.detach().clone()
+    for garbage in (torch.nan, torch.inf, 1.0):
+        parameter.grad = torch.full_like(parameter, 0.5)
+        parameter.grad[frozen] = garbage
+        optimizer.step()
+    assert torch.equal(parameter.detach().view(whole)[frozen], odd.view(whole))
+    assert parameter.detach()[mask].isfinite().all()
+    assert (parameter.detach() != before)[mask].all()
+
+
+def test_a_forked_process_updates_as_its_parent_does(use, monkeypatch):
+    """Threads are not inherited: those that the parent has must not be waited for."""
+    use("numba")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    size = 2 * jitted.PART + 3
+    parameter, mask = torch.nn.Parameter(torch.randn(size)), torch.rand(size) < 0.5
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], lr=0.1))
+    optimizer.set_mask(parameter, mask)
+
+    def step():
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return parameter.detach().clone()
+
+    step()
+    shared = torch.empty(size).share_memory_()
+    child = multiprocessing.get_context("fork").Process(target=lambda: shared.copy_(step()))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert torch.equal(shared, step())
 
 
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])

@@ -31,7 +31,7 @@ KINDS = [random_flags, first_flags, last_flags, alternating_flags]
     ("dtype", "newcomer"), [(torch.int8, -77), (torch.bfloat16, 0), (torch.float32, 0), (torch.float64, 0)]
 )
 @pytest.mark.parametrize("size", [1, 100, 5 * GRAIN + 77])
-def test_moves_take_what_stays_and_start_the_others_anew(size, dtype, newcomer, old, new):
+def test_moves_take_what_stays_and_start_the_others_anew(machinery, size, dtype, newcomer, old, new):
     torch.manual_seed(0)
     before, after = old(size, 0.5), new(size, 0.5)
     values = torch.randint(1, 100, (size,)).to(dtype)
