@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import yaml
 from hydra.utils import instantiate
 
 import gradpolicy as gp
+from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
 from gradpolicy.policies import Policy
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +59,34 @@ def test_the_yaml_of_a_page_makes_policies(page, own_modules):
     ]
     assert all(isinstance(instantiate(node), Policy) for node in nodes)
     assert nodes or page.stem not in ("README", "first-policy", "write-a-rule", "write-a-mask-source")
+
+
+COMMANDS = [
+    (page, command)
+    for page in [*PAGES, *sorted((ROOT / "conf" / "experiment").glob("*.yaml"))]
+    for command in dict.fromkeys(re.findall(r"\bpython train\.py ([^`\n]+)", page.read_text()))
+    if "--" not in command
+]
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    """The configs, with the policies that the pages let a person write."""
+    folder = tmp_path_factory.mktemp("configs") / "conf"
+    shutil.copytree(ROOT / "conf", folder)
+    for page in PAGES:
+        for block in blocks(page, "yaml"):
+            if "# @package policy" in block:
+                (folder / "policy" / f"{next(iter(yaml.safe_load(block)))}.yaml").write_text(block)
+    return Source(folder)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[command for _, command in COMMANDS])
+def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
+    with hydra_at(configs):
+        job = compose_job(configs, [word for word in shlex.split(command, comments=True) if word != "-m"])
+        check_job(job)
+    assert "policy" in job
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
