@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradpolicy.errors import PolicyError
 from gradpolicy.optim import triton_moves
 from gradpolicy.optim.adam import Job, Settings, compute_dtype
 
@@ -36,10 +37,18 @@ def run(jobs: Sequence[Job]) -> list[Job]:
 
     Returns:
         Those that the device's compiler failed for, untouched.
+
+    Raises:
+        PolicyError: a CUDA graph is being recorded.
     """
     batches: defaultdict[tuple[torch.device, Any], list[Job]] = defaultdict(list)
     for job in jobs:
         batches[job.parameter.device, _kind(job)].append(job)
+    if any(device.type == "cuda" for device, _ in batches) and torch.cuda.is_current_stream_capturing():
+        raise PolicyError(
+            "a masked step cannot be recorded in a CUDA graph: ages grow from step to step; "
+            "record forward and backward, and step outside of the graph"
+        )
     return [job for key, batch in batches.items() if not _launch(*key, batch) for job in batch]
 
 

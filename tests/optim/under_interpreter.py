@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.optim import adam, cohorts, jitted, moves, native, packed, triton_adam, triton_moves
@@ -232,3 +233,53 @@ def test_each_entry_moves_as_alone(monkeypatch, frozen_state):
         assert not mask.any() or parameter._version > version
     expected = run_alone(torch.optim.AdamW, option, start, gradients, masks, frozen_state)
     torch.testing.assert_close(parameter.detach(), expected, atol=1e-12, rtol=0)
+
+
+class Asked(TorchDispatchMode):
+    """Notes every operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("shape", [(40, 30), (40, 1)])
+def test_a_step_does_not_wait_for_the_device(frozen_state, shape):
+    parameters = [torch.nn.Parameter(torch.randn(40, 30)) for _ in range(3)]
+    optimizer = MaskedOptimizer(torch.optim.AdamW(parameters, fused=True), frozen_state=frozen_state)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn(40, 30)
+            optimizer.set_mask(parameter, torch.rand(shape) < 0.5)
+        optimizer.step()
+    with Asked() as asked:
+        optimizer.step()
+    # What gives a number, or a shape that depends on values, waits.
+    assert not {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select"} & set(asked.names)
+    assert len(asked.names) < 60
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_a_change_of_an_entry_mask_waits_once(monkeypatch, frozen_state):
+    waits = []
+    survey = triton_moves.survey
+    monkeypatch.setattr(
+        triton_moves, "survey", lambda *given, **more: waits.append(1) or survey(*given, **more)
+    )
+    parameter = torch.nn.Parameter(torch.randn(40, 30))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], fused=True), frozen_state=frozen_state)
+    parameter.grad = torch.randn(40, 30)
+    for change in range(4):
+        waits.clear()
+        mask = torch.rand(40, 30) < 0.5
+        with Asked() as asked:
+            optimizer.set_mask(parameter, mask)
+        assert waits == [1]
+        # Before the first there is one code for all.
+        assert change == 0 or not {"_local_scalar_dense", "nonzero", "equal", "item"} & set(asked.names)
+        optimizer.step()
