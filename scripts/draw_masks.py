@@ -84,7 +84,7 @@ def train(source: gp.masks.MaskSource, steps: int = 60, epoch_of: int = 10, para
 
 def by_layer(axes: Axes, course: Course, title: str) -> None:
     """The share of each layer that trains, by step."""
-    panel(axes, title, "step", baseline=False, size=8)
+    panel(axes, title, "step (dark: trains)", baseline=False, size=8)
     axes.imshow(
         torch.tensor(course.shares).T, cmap=TRAINS, vmin=0, vmax=1, aspect="auto", interpolation="none"
     )
