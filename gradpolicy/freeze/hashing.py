@@ -7,6 +7,7 @@ second half of the key added between its rounds, so that two keys never give shi
 
 import ctypes
 import functools
+import math
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from gradpolicy import jitting
 from gradpolicy.compiling import compiled
+from gradpolicy.freeze.select import highest
 
 _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
@@ -87,13 +89,42 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
     return drawn
 
 
-def uniform(key: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Draws scores for ranking: int64 in [0, 2³²), one for each index below ``count``."""
-    scores = torch.empty(count, dtype=torch.int64)
-    for first, last, word_key in _segments(key, 0, count):
-        words = _hash_cpu(last - first, first & _WORD, word_key, np.empty((2, last - first), np.uint32))
-        scores[first:last] = torch.from_numpy(words.astype(np.int64))
-    return scores.to(device)
+def words_at(key: int, places: Tensor) -> Tensor:
+    """The words that :func:`bernoulli` compares with its threshold, at some indices.
+
+    Args:
+        key: 64 bits, as :func:`derive` gives them.
+        places: Indices (int64), ascending.
+
+    Returns:
+        Whole numbers in [0, 2³²) as float64, on the places' device.
+    """
+    indices = places.cpu().numpy()
+    words = indices.astype(np.uint32)
+    for first, last, word_key in _segments(key, 0, int(indices[-1]) + 1 if indices.size else 0):
+        part = words[slice(*np.searchsorted(indices, (first, last)))]
+        _scramble(part, np.empty_like(part), word_key)
+    return torch.from_numpy(words.astype(np.float64)).to(places.device)
+
+
+def highest_words(key: int, among: Tensor, count: int) -> Tensor:
+    """The places of the entries with the highest words, in ascending order; of equal words the first.
+
+    Args:
+        key: 64 bits.
+        among: Which entries take part, a flat bool tensor.
+        count: How many are wanted.
+    """
+    candidates = int(torch.count_nonzero(among))
+    share = count / max(candidates, 1)
+    # Coins leave few words to compare; a little more than wanted, so that they nearly always suffice.
+    share += 6.0 * math.sqrt(share / max(candidates, 1))
+    while True:
+        low = bernoulli(key, max(1.0 - share, 0.0), 0, among.numel(), among.device)
+        places = (among & ~low).nonzero().flatten()
+        if len(places) >= count or share >= 1.0:
+            return places[highest(words_at(key, places), count)]
+        share *= 2.0
 
 
 def _segments(key: int, start: int, stop: int) -> list[tuple[int, int, tuple[int, int]]]:
@@ -112,6 +143,11 @@ def _hash_cpu(count: int, first: int, key: tuple[int, int], scratch: np.ndarray)
     """The hash of ``count`` indices, in the first row of the scratch space."""
     words, shifted = scratch[0, :count], scratch[1, :count]
     words[:] = np.arange(first, first + count, dtype=np.int64).astype(np.uint32)
+    return _scramble(words, shifted, key)
+
+
+def _scramble(words: np.ndarray, shifted: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Replaces indices by their hashes, in place."""
     words ^= np.uint32(key[0])
     for turn, (shift, multiplier) in enumerate(zip(_SHIFTS[:3], _MULTIPLIERS, strict=True)):
         np.right_shift(words, shift, out=shifted)

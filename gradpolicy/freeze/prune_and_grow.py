@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.freeze.hashing import derive, uniform
+from gradpolicy.freeze.hashing import derive
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import Schedule, as_schedule, check_share, density_at
-from gradpolicy.freeze.select import highest
-from gradpolicy.freeze.sharding import like, local, whole
+from gradpolicy.freeze.sharding import like, local, whole, write_at
 from gradpolicy.freeze.sparsity import DISTRIBUTIONS, densities
-from gradpolicy.freeze.topology import DROPS, grown_entries, kept_entries, normal
+from gradpolicy.freeze.topology import DROPS, grown_at_random, grown_entries, kept_entries, normal
 from gradpolicy.freeze.window import GradientSource, wide
 from gradpolicy.where import match_names
 
@@ -124,7 +123,7 @@ class PruneAndGrow(GradientSource):
         self.needs_gradients = grow == "gradient"
         self._active: dict[str, Tensor] = {}
         self._deviations: dict[str, float] = {}
-        self._begun: dict[str, Tensor] = {}
+        self._begun: dict[str, tuple[Tensor, Tensor]] = {}
 
     def prepare(self) -> None:
         """Draws the first masks."""
@@ -140,8 +139,7 @@ class PruneAndGrow(GradientSource):
         self._shapes = shapes
         targets = self.targets(self.changed_at(0))
         self._active = {
-            name: highest(self._random_scores(name, -1).reshape(shape), targets[name])
-            for name, shape in shapes.items()
+            name: grown_at_random(self._nothing(name), self._key(name, -1), targets[name]) for name in shapes
         }
         self._begun = {}
         self._deviations = {}
@@ -181,9 +179,9 @@ class PruneAndGrow(GradientSource):
         for name, active in self._active.items():
             parameter = self.parameters[name].detach()
             if name in self._begun:
-                values = local(like(self._begun[name].to(parameter.dtype), parameter))
-                local(parameter).copy_(torch.where(values != 0, values, local(parameter)))
-            local(parameter).masked_fill_(local(like(~active, parameter)), 0.0)
+                write_at(parameter, *self._begun[name])
+            own = local(parameter)
+            torch.where(local(like(active, parameter)), own, own.new_zeros(()), out=own)
         self._begun = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,22 +207,24 @@ class PruneAndGrow(GradientSource):
         targets, fraction = self.targets(count), self.fraction_at(count)
         for name, active in self._active.items():
             weight = whole(self.parameters[name].detach())
-            if self.grow == "random":
-                scores = self._random_scores(name, period).reshape(weight.shape)
-            elif name in self.gathered.sums:
-                scores = whole(self.gathered.sums[name]).abs()
-            else:
+            if self.grow == "gradient" and name not in self.gathered.sums:
                 continue
             kept = kept_entries(active, weight, fraction, targets[name], self.drop)
-            grown = grown_entries(kept, scores, targets[name])
+            if self.grow == "random":
+                grown = grown_at_random(kept, self._key(name, period), targets[name])
+            else:
+                grown = grown_entries(kept, whole(self.gathered.sums[name]), targets[name])
             self._active[name] = kept | grown
             if self.grow_init == "random":
                 # RigL's rule leaves what comes back at once its value, SET's gives it a new one.
                 new = grown if self.grow == "random" else grown & ~active
+                places = new.flatten().nonzero().flatten()
                 key = derive(self.seed, period, name, "prune_and_grow", "init")
-                self._begun[name] = normal(key, new, self._deviations[name])
+                self._begun[name] = (places, normal(key, places, self._deviations[name]))
 
-    def _random_scores(self, name: str, period: int) -> Tensor:
-        parameter = self.parameters[name]
-        key = derive(self.seed, period, name, "prune_and_grow")
-        return uniform(key, parameter.numel(), parameter.device).double()
+    def _key(self, name: str, period: int) -> int:
+        return derive(self.seed, period, name, "prune_and_grow")
+
+    def _nothing(self, name: str) -> Tensor:
+        """No entry of a parameter."""
+        return torch.zeros(self._shapes[name], dtype=torch.bool, device=self.parameters[name].device)

@@ -5,6 +5,7 @@ A decision about masks is made on whole tensors, the same on every process; what
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -28,3 +29,24 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
     sharded: Any = other
     # Every process has the whole tensor already: nothing is sent.
     return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def write_at(tensor: Tensor, places: Tensor, values: Tensor) -> None:
+    """Writes values at flat places of the whole tensor, each process those of its part.
+
+    Args:
+        tensor: What is written to.
+        places: Flat indices into the whole tensor, ascending.
+        values: One a place.
+    """
+    values = values.to(tensor.dtype)
+    if not hasattr(tensor, "to_local"):
+        tensor[torch.unravel_index(places, tensor.shape)] = values
+        return
+    written = torch.zeros(tensor.shape, dtype=torch.bool, device=places.device).flatten()
+    written[places] = True
+    content = torch.zeros(written.shape, dtype=values.dtype, device=places.device)
+    content[places] = values
+    marks = local(like(written.reshape(tensor.shape), tensor))
+    own = local(tensor)
+    own.copy_(torch.where(marks, local(like(content.reshape(tensor.shape), tensor)), own))

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from gradpolicy.freeze.hashing import uniform
+from gradpolicy.freeze.hashing import highest_words, words_at
 from gradpolicy.freeze.select import highest
 
 DROPS = ("magnitude", "sign")
@@ -25,49 +25,60 @@ def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, d
     Returns:
         The mask of what stays.
     """
-    size = weight.abs()
-    active = _largest(size, active, min(_count(active), target))
-    groups = [active] if drop == "magnitude" else [active & (weight < 0), active & ~(weight < 0)]
-    kept = torch.zeros_like(active)
-    for group in groups:
-        count = _count(group)
-        kept |= _largest(size, group, count - int(count * fraction))
-    return kept
+    weight = weight.flatten()
+    places = active.flatten().nonzero().flatten()
+    if len(places) > target:
+        places = places[highest(weight[places].abs(), target)]
+    parts = [places]
+    if drop == "sign":
+        negative = weight[places] < 0
+        parts = [places[negative], places[~negative]]
+    kept = torch.zeros_like(active).flatten()
+    for part in parts:
+        stay = highest(weight[part].abs(), len(part) - int(len(part) * fraction))
+        kept[part[stay]] = True
+    return kept.reshape(active.shape)
 
 
-def grown_entries(kept: Tensor, scores: Tensor, target: int) -> Tensor:
-    """The entries with the highest scores among all that are not kept, until ``target`` are active."""
-    return _largest(scores, ~kept, target - _count(kept))
+def grown_entries(kept: Tensor, gradient: Tensor, target: int) -> Tensor:
+    """The entries with the largest ``|gradient|`` of all that are not kept, until ``target`` are active.
+
+    Args:
+        kept: Which entries are active already.
+        gradient: Of the same shape, without NaN.
+        target: How many entries are active then.
+    """
+    wanted = target - int(torch.count_nonzero(kept))
+    if wanted >= kept.numel() - (target - wanted):
+        return ~kept
+    return highest(gradient.abs().masked_fill_(kept, -1.0), wanted)
 
 
-def normal(key: int, grown: Tensor, deviation: float) -> Tensor:
-    """Normal values for the grown entries, zero elsewhere; of the key and an entry's place alone.
+def grown_at_random(kept: Tensor, key: int, target: int) -> Tensor:
+    """As many entries as :func:`grown_entries`, any of those that are not kept."""
+    wanted = target - int(torch.count_nonzero(kept))
+    return _marked(highest_words(key, ~kept.flatten(), wanted), kept)
+
+
+def normal(key: int, places: Tensor, deviation: float) -> Tensor:
+    """Normal values with mean 0, of the key and each place alone, the same on every device.
 
     Args:
         key: 64 bits.
-        grown: Which entries get a value.
-        deviation: The standard deviation; the mean is 0.
+        places: Flat indices, ascending.
+        deviation: The standard deviation.
 
     Returns:
-        A float64 tensor of the same shape, the same on every device.
+        A float64 tensor, one value a place.
     """
-    places = grown.flatten().nonzero().flatten()
     # Computed where every process computes alike: erfinv differs between devices in its last bits.
-    words = uniform(key, grown.numel())[places.cpu()].double()
+    words = words_at(key, places.cpu())
     drawn = math.sqrt(2.0) * deviation * torch.erfinv((2.0 * words + 1.0) / 2.0**32 - 1.0)
-    values = torch.zeros(grown.numel(), dtype=torch.float64, device=grown.device)
-    values[places] = drawn.to(grown.device)
-    return values.reshape(grown.shape)
+    return drawn.to(places.device)
 
 
-def _largest(scores: Tensor, among: Tensor, count: int) -> Tensor:
-    """Marks the highest scores among some entries; of equal ones the first."""
-    if count >= _count(among):
-        return among
-    marks = torch.zeros_like(among)
-    marks[among] = highest(scores[among], count)
-    return marks
-
-
-def _count(marks: Tensor) -> int:
-    return int(torch.count_nonzero(marks))
+def _marked(places: Tensor, like: Tensor) -> Tensor:
+    """Flags of a shape, set at some flat places."""
+    marks = torch.zeros_like(like).flatten()
+    marks[places] = True
+    return marks.reshape(like.shape)
