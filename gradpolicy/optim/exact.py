@@ -1,4 +1,4 @@
-"""Adam by each entry's own age for many tensors: one call of the C kernel for all that it can do."""
+"""Adam by each entry's own age for many tensors: one call of a kernel for all that it can do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import adam, moves, native_adam
+from gradpolicy.optim import adam, moves, native_adam, triton_adam
 from gradpolicy.optim.layout import is_sharded
 from gradpolicy.optim.tracked import Tracked
 
@@ -36,6 +36,8 @@ class _Round:
         self.scale = scale
         self.members: list[Tracked] = []
         self.records: list[native_adam.Record] = []
+        self.on_gpu: list[triton_adam.Record] = []
+        self.of_gpu: list[tuple[Tracked, dict[str, Any], adam.Settings, Tensor]] = []
         self.jobs: list[adam.Job] = []
         self.steps: list[Tensor] = []
         self.numbers: list[native_adam.Numbers] = []
@@ -57,7 +59,13 @@ class _Round:
                 record.correct(numbers, tracked.updates, (0,))
             else:
                 record.correct(numbers, tracked.cohorts.clock)
-            self.records.append(record)
+            if not record.counts_up:
+                self.steps.append(tracked.state["step"])
+            if isinstance(record, triton_adam.Record):
+                self.on_gpu.append(record)
+                self.of_gpu.append((tracked, group, settings, gradient))
+            else:
+                self.records.append(record)
 
     def _prepare(
         self,
@@ -66,24 +74,31 @@ class _Round:
         settings: adam.Settings,
         gradient: Tensor,
         keys: Sequence[str],
-    ) -> native_adam.Record | None:
-        """What the kernel is to do for a tensor that it does not know as it is now; None where it cannot."""
+    ) -> native_adam.Record | triton_adam.Record | None:
+        """What a kernel is to do for a tensor that it does not know as it is now; None where it cannot."""
         job, state, parameter = tracked.job(group, settings, gradient), tracked.state, tracked.parameter
-        record = native_adam.Record(job, tuple(tracked.cohorts.births)) if native_adam.takes(job) else None
+        kinds = ((triton_adam.takes, triton_adam.Record), (native_adam.takes, native_adam.Record))
+        kind = next((kind for takes, kind in kinds if takes(job)), None)
         tracked.record = None
-        if record is None:
+        if kind is None:
             self.jobs.append(job)
-        elif not is_sharded(parameter) and record.watch(parameter, gradient, [state[key] for key in keys]):
-            tracked.record = record
-        if tracked.record is None:
             self.steps.append(state["step"])
+            return None
+        record = kind(job, tuple(tracked.cohorts.births))
+        if not is_sharded(parameter) and record.watch(parameter, gradient, [state[key] for key in keys]):
+            tracked.record = record
         return record
 
     def run(self) -> None:
         """Do it all."""
+        for index in triton_adam.run(self.on_gpu):
+            tracked, group, settings, gradient = self.of_gpu[index]
+            tracked.record = None
+            self.jobs.append(tracked.job(group, settings, gradient))
         moves.update(self.jobs)
         if self.records:
             native_adam.run(self.records)
+        if self.records or self.on_gpu:
             # Autograd must see that what it may have saved is no longer there.
             torch.autograd.graph.increment_version([tracked.parameter for tracked in self.members])
         if self.steps:

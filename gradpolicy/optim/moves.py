@@ -14,23 +14,20 @@ from gradpolicy.optim import (
     jitted,
     jitted_adam,
     native,
-    triton_adam,
     triton_moves,
 )
 from gradpolicy.optim.packed import Held
 
 
 def update(jobs: Sequence[adam.Job]) -> None:
-    """Carry out exact updates that are not the C kernel's."""
+    """Carry out exact updates that are neither the C kernel's nor the GPU's."""
     looped: list[adam.Job] = []
-    on_gpu: list[adam.Job] = []
     others: list[adam.Job] = []
-    ways = ((triton_adam.takes, on_gpu), (jitted_adam.takes, looped))
     for job in jobs:
-        next((those for takes, those in ways if takes(job)), others).append(job)
+        (looped if jitted_adam.takes(job) else others).append(job)
     if looped:
         jitted_adam.run(looped)
-    for job in [*others, *triton_adam.run(on_gpu)]:
+    for job in others:
         adam.run(job, _dense(job))
 
 

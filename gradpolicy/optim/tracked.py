@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import adam, moves, native, native_adam
+from gradpolicy.optim import adam, moves, native, native_adam, triton_adam
 from gradpolicy.optim.beginnings import (
     AS_PARAMETER,
     beginning,
@@ -52,7 +52,7 @@ class Tracked:
         differentiable: whether the optimizer's step is part of a graph.
         rests: whether no entry of the whole tensor is active, on any process.
         updates: the tensor's own step count.
-        record: the update as the C kernel reads it, while the masks stay.
+        record: the update as a kernel reads it, while the masks stay.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Tracked:
         self.applied_as: tuple[str, bool] | None = None
         self.views: dict[str, tuple[Tensor, Tensor]] = {}
         self.copies: list[tuple[Tensor, Tensor]] = []
-        self.record: native_adam.Record | None = None
+        self.record: native_adam.Record | triton_adam.Record | None = None
         self.updates = _steps(inner.state.get(parameter, {}))
         self.cohorts = Cohorts(self.layout.size, self.updates, local_shard(parameter).device)
 

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import triton_moves
 from gradpolicy.optim.adam import Job, Settings, compute_dtype
+from gradpolicy.optim.record import GroupNumbers, KeptJob
 
 TYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 SPARSE = 0.15
@@ -32,122 +34,73 @@ def takes(job: Job) -> bool:
     return same and triton_moves.serves(*vectors, job.codes)
 
 
-def run(jobs: Sequence[Job]) -> list[Job]:
-    """Carry out jobs that `takes` accepts.
+class Record(KeptJob):
+    """A job as the kernels read it.
 
-    Returns:
-        Those that the device's compiler failed for, untouched.
-
-    Raises:
-        PolicyError: a CUDA graph is being recorded.
+    Attributes:
+        device: where it runs.
+        tiles: how many programs it needs.
+        addresses: ADDRESSES of the kernels.
+        kind: what code it needs.
+        constants: the first of NUMBERS.
+        pairs: corrections of each slot.
     """
-    batches: defaultdict[tuple[torch.device, Any], list[Job]] = defaultdict(list)
-    for job in jobs:
-        batches[job.parameter.device, _kind(job)].append(job)
-    if any(device.type == "cuda" for device, _ in batches) and torch.cuda.is_current_stream_capturing():
-        raise PolicyError(
-            "a masked step cannot be recorded in a CUDA graph: ages grow from step to step; "
-            "record forward and backward, and step outside of the graph"
+
+    def __init__(self, job: Job, births: tuple[int, ...]) -> None:
+        super().__init__(job, births)
+        self.device, self.dtype = job.parameter.device, compute_dtype(job.parameter.dtype)
+        packed, entries = job.held is not None, job.block == 1
+        self._form_of_code = (
+            job.parameter.dtype,
+            job.codes.dtype,
+            len(job.moments) > 2,
+            packed,
+            entries and not packed and job.density < SPARSE,
+            0 if entries else min(triton_moves.tile(), _power_of_two(job.block)),
         )
-    return [job for key, batch in batches.items() if not _launch(*key, batch) for job in batch]
+        self.tiles = _tiles(job, self._form_of_code[-1])
+        self.addresses = _addresses(job)
+        # Of held entries, single ones are read.
+        own = functools.reduce(int.__or__, self.addresses[2:6])
+        whole_rows = entries or job.block % ALIGNMENT == 0
+        self._own_aligned = not (entries and packed) and own % ALIGNMENT == 0 and whole_rows
+        self.place(*self.addresses[:2])
+
+    def place(self, parameter: int, gradient: int) -> None:
+        """Take the addresses of parameter and gradient."""
+        self.addresses[:2] = parameter, gradient
+        self._aligned = self._own_aligned and (parameter | gradient) % ALIGNMENT == 0
+
+    def correct(self, numbers: GroupNumbers, clock: int, births: tuple[int, ...] | None = None) -> None:
+        """Use these numbers, and the ages at this clock; with `births`, not the job's but these."""
+        settings = numbers.settings
+        self.pairs = numbers.pairs(self.births if births is None else births, clock)
+        self.constants = _constants(settings)
+        coupled = bool(settings.weight_decay) and not settings.decoupled
+        self.kind = _kind(*self._form_of_code, self._aligned, coupled, len(self.pairs) > 2)
 
 
-def _kind(job: Job) -> Any:
-    """What code the job needs."""
+@functools.cache
+def _kind(
+    stored: torch.dtype,
+    code: torch.dtype,
+    amsgrad: bool,
+    packed: bool,
+    sparse: bool,
+    columns: int,
+    aligned: bool,
+    coupled: bool,
+    many: bool,
+) -> Any:
     module = triton_moves.kernels()
     assert module is not None
-    packed, entries = job.held is not None, job.block == 1
-    sparse = entries and not packed and job.density < SPARSE
-    vectors = [job.parameter, job.gradient, *job.moments, job.codes]
-    beginnings = functools.reduce(int.__or__, (vector.data_ptr() for vector in vectors))
-    return module.Kind(
-        stored=_type(module, job.parameter.dtype),
-        code=_type(module, job.codes.dtype),
-        aligned=not (entries and packed) and _aligned(beginnings, job.block),
-        amsgrad=len(job.moments) > 2,
-        coupled=bool(job.settings.weight_decay) and not job.settings.decoupled,
-        many=len(job.ages) > 1,
-        packed=packed,
-        sparse=sparse,
-        columns=0 if entries else min(int(module.TILE.value), _power_of_two(job.block)),
-    )
-
-
-def _aligned(beginnings: int, block: int) -> bool:
-    return beginnings % ALIGNMENT == 0 and (block == 1 or block % ALIGNMENT == 0)
+    types = {"stored": _type(module, stored), "code": _type(module, code)}
+    switches = {"aligned": aligned, "amsgrad": amsgrad, "coupled": coupled, "many": many}
+    return module.Kind(**types, **switches, packed=packed, sparse=sparse, columns=columns)
 
 
 def _type(module: Any, dtype: torch.dtype) -> Any:
     return getattr(module.tl, str(dtype).removeprefix("torch."))
-
-
-def _power_of_two(count: int) -> int:
-    """The next one, `count` itself where it is one."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
-def _launch(device: torch.device, kind: Any, jobs: Sequence[Job]) -> bool:
-    """Update tensors that need the same code."""
-    starts = [0, *itertools.accumulate(_tiles(job, kind) for job in jobs)]
-    room = _power_of_two(len(jobs))
-    starts, programs = starts[:-1] + [NO_PROGRAM] * (room - len(jobs)), starts[-1]
-    addresses: list[int] = []
-    numbers: list[float] = []
-    corrections: list[float] = []
-    for job in jobs:
-        addresses += _addresses(job, len(corrections))
-        numbers += _numbers(job)
-        if kind.many:
-            corrections += [
-                part for size, root in zip(*job.corrections, strict=True) for part in (size, 1 / root)
-            ]
-    dtype = compute_dtype(jobs[0].parameter.dtype)
-    number = "d" if dtype is torch.float64 else "f"
-    wholes = len(starts) + len(addresses)
-    form = f"{wholes}q{len(numbers)}d{len(corrections)}{number}"
-    written = struct.pack(form, *starts, *addresses, *numbers, *corrections)
-    table = triton_moves.upload(torch.frombuffer(bytearray(written), dtype=torch.uint8), device)
-    ends = [0, 8 * room, 8 * wholes, 8 * (wholes + len(numbers)), len(written)]
-    parts = [table[start:end] for start, end in itertools.pairwise(ends)]
-    typed = [
-        part.view(dtype)
-        for part, dtype in zip(parts, (torch.int64, torch.int64, torch.float64, dtype), strict=True)
-    ]
-    name = "adam_rows" if kind.columns else "adam_entries"
-    done = triton_moves.launch(name, programs, device, *typed, KIND=kind, JOBS=room, num_warps=WARPS)
-    if done:
-        # Autograd must see that what it may have saved is no longer there.
-        torch.autograd.graph.increment_version([job.parameter for job in jobs])
-    return done
-
-
-def _tiles(job: Job, kind: Any) -> int:
-    """Programs that a job needs."""
-    tile = triton_moves.tile()
-    if not kind.columns:
-        return -(-job.parameter.numel() // tile)
-    assert job.rows is not None
-    return -(-job.rows.numel() // (tile // kind.columns)) * -(-job.block // kind.columns)
-
-
-def _addresses(job: Job, corrections: int) -> list[int]:
-    """ADDRESSES of the kernels."""
-    index, offsets, size = 0, 0, job.parameter.numel()
-    if job.rows is not None:
-        index, size = job.rows.data_ptr(), job.rows.numel()
-    elif job.held is not None:
-        assert job.held.bits is not None
-        assert job.held.offsets is not None
-        index, offsets = job.held.bits.data_ptr(), job.held.offsets.data_ptr()
-    moments = [moment.data_ptr() for moment in job.moments]
-    vectors = [job.parameter.data_ptr(), job.gradient.data_ptr(), *moments, *[0] * (3 - len(moments))]
-    return [*vectors, job.codes.data_ptr(), index, offsets, size, job.block, corrections]
-
-
-def _numbers(job: Job) -> list[float]:
-    """NUMBERS of the kernels."""
-    (step_size, *_), (root, *_) = job.corrections
-    return [*_constants(job.settings), step_size, 1 / root]
 
 
 @functools.lru_cache(maxsize=64)
@@ -162,3 +115,94 @@ def _constants(settings: Settings) -> tuple[float, ...]:
         1 - settings.beta2,
         settings.eps,
     )
+
+
+def _power_of_two(count: int) -> int:
+    """The next one, `count` itself where it is one."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _tiles(job: Job, columns: int) -> int:
+    """Programs that a job needs."""
+    tile = triton_moves.tile()
+    if job.rows is None:
+        return -(-job.parameter.numel() // tile)
+    return -(-job.rows.numel() // (tile // columns)) * -(-job.block // columns)
+
+
+def _addresses(job: Job) -> list[int]:
+    """ADDRESSES of the kernels; the last one, where the corrections begin, is filled in later."""
+    index, offsets, size = 0, 0, job.parameter.numel()
+    if job.rows is not None:
+        index, size = job.rows.data_ptr(), job.rows.numel()
+    elif job.held is not None:
+        assert job.held.bits is not None
+        assert job.held.offsets is not None
+        index, offsets = job.held.bits.data_ptr(), job.held.offsets.data_ptr()
+    moments = [moment.data_ptr() for moment in job.moments]
+    vectors = [job.parameter.data_ptr(), job.gradient.data_ptr(), *moments, *[0] * (3 - len(moments))]
+    return [*vectors, job.codes.data_ptr(), index, offsets, size, job.block, 0]
+
+
+def run(records: Sequence[Record]) -> list[int]:
+    """Carry out what records say.
+
+    Returns:
+        Which of them the device's compiler failed for, and are untouched.
+
+    Raises:
+        PolicyError: a CUDA graph is being recorded.
+    """
+    batches: defaultdict[tuple[torch.device, Any], list[int]] = defaultdict(list)
+    for index, record in enumerate(records):
+        batches[record.device, record.kind].append(index)
+    if any(device.type == "cuda" for device, _ in batches) and torch.cuda.is_current_stream_capturing():
+        raise PolicyError(
+            "a masked step cannot be recorded in a CUDA graph: ages grow from step to step; "
+            "record forward and backward, and step outside of the graph"
+        )
+    failed: list[int] = []
+    for (device, kind), indices in batches.items():
+        if not _launch(device, kind, [records[index] for index in indices]):
+            failed += indices
+    return failed
+
+
+def _launch(device: torch.device, kind: Any, records: Sequence[Record]) -> bool:
+    """Update tensors that need the same code."""
+    room = _power_of_two(len(records))
+    starts = [0, *itertools.accumulate(record.tiles for record in records)]
+    programs = starts.pop()
+    starts += [NO_PROGRAM] * (room - len(records))
+    parts = _upload(device, kind, starts, records)
+    name = "adam_rows" if kind.columns else "adam_entries"
+    return triton_moves.launch(name, programs, device, *parts, KIND=kind, JOBS=room, num_warps=WARPS)
+
+
+def _upload(device: torch.device, kind: Any, starts: list[int], records: Sequence[Record]) -> list[Tensor]:
+    """All that the kernels read of jobs, in one copy: starts, addresses, numbers, corrections."""
+    wholes, numbers = list(starts), list[float]()
+    corrections: list[float] = []
+    places: dict[int, int] = {}
+    for record in records:
+        pairs = record.pairs
+        if kind.many:
+            # Tensors that have been masked at the same steps share a table.
+            place = places.setdefault(id(pairs), len(corrections))
+            if place == len(corrections):
+                corrections += pairs
+            record.addresses[-1] = place
+        wholes += record.addresses
+        numbers += record.constants
+        numbers += pairs[:2]
+    dtype = records[0].dtype
+    number = "d" if dtype is torch.float64 else "f"
+    form = f"{len(wholes)}q{len(numbers)}d{len(corrections)}{number}"
+    written = bytearray(struct.pack(form, *wholes, *numbers, *corrections))
+    table = triton_moves.upload(torch.frombuffer(written, dtype=torch.uint8), device)
+    ends = [0, 8 * len(starts), 8 * len(wholes), 8 * (len(wholes) + len(numbers)), len(written)]
+    types = (torch.int64, torch.int64, torch.float64, dtype)
+    return [
+        table[start:end].view(each)
+        for (start, end), each in zip(itertools.pairwise(ends), types, strict=True)
+    ]

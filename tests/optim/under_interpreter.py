@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradpolicy import MaskedOptimizer
 from gradpolicy.optim import adam, cohorts, jitted, moves, native, packed, triton_adam, triton_moves
 from gradpolicy.optim.packed import Held
+from gradpolicy.optim.record import GroupNumbers
 from tests.optim.alone import run_alone
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -64,6 +65,15 @@ def packed_job(job):
     return adam.Job(job.parameter.clone(), job.gradient, moments, codes, *rest)
 
 
+def run(jobs):
+    records = []
+    for job in jobs:
+        assert triton_adam.takes(job)
+        records.append(triton_adam.Record(job, tuple(-age for age in job.ages)))
+        records[-1].correct(GroupNumbers(job.settings), 0)
+    return triton_adam.run(records)
+
+
 def copy_of(job):
     vectors = [job.parameter.clone(), job.gradient, [moment.clone() for moment in job.moments]]
     return adam.Job(*vectors, job.codes, job.block, job.ages, job.settings, job.held, job.slots, job.rows)
@@ -110,8 +120,7 @@ EVERYTHING = {"amsgrad": True, "decoupled": False, "maximize": True, "scale": 8.
 def test_updates_are_those_of_torch(dtype, rows, block, density, own, ages):
     job = make_job(dtype, rows, block, settings(**own), ages, density)
     before, after = copy_of(job), expected_of(job)
-    assert triton_adam.takes(job)
-    assert triton_adam.run([job]) == []
+    assert run([job]) == []
     assert_same(job, before, after)
 
 
@@ -121,7 +130,7 @@ def test_updates_of_held_entries_are_those_of_all(dtype, rows, block):
     job = make_job(dtype, rows, block, settings(amsgrad=True), (0, 3, 900), 0.3)
     own = packed_job(job)
     after = expected_of(job)
-    assert triton_adam.run([own]) == []
+    assert run([own]) == []
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(own.parameter, after.parameter, rtol=tolerance, atol=tolerance)
     for packed_moment, moment in zip(own.moments, after.moments, strict=True):
@@ -142,7 +151,7 @@ def test_many_tensors_are_updated_together(monkeypatch):
         for size, lr in zip(sizes, itertools.cycle(rates))
     ] + [make_job(torch.float32, rows, 12, settings(lr=0.2)) for rows in (3, 90)]
     befores, afters = [copy_of(job) for job in jobs], [expected_of(job) for job in jobs]
-    assert triton_adam.run(jobs) == []
+    assert run(jobs) == []
     for job, before, after in zip(jobs, befores, afters, strict=True):
         assert_same(job, before, after)
     assert launches == ["adam_entries", "adam_rows"]
@@ -153,7 +162,7 @@ def test_a_tensor_that_begins_anywhere_is_updated():
     room = torch.zeros(SIZE + 1)
     job.parameter = room[1:].copy_(job.parameter)
     before, after = copy_of(job), expected_of(job)
-    assert triton_adam.run([job]) == []
+    assert run([job]) == []
     assert_same(job, before, after)
     assert room[0] == 0
 
