@@ -12,10 +12,16 @@ from gradpolicy.optim.adam import Job, Settings
 
 
 class GroupNumbers:
-    """A param group's numbers at one step."""
+    """A param group's numbers at one step.
+
+    Attributes:
+        settings: the group's settings.
+        constants: what a kernel makes of them once.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.constants: tuple[float, ...] = ()
         self._pairs: dict[tuple[tuple[int, ...], int], tuple[float, ...]] = {}
 
     def pairs(self, births: tuple[int, ...], clock: int) -> tuple[float, ...]:

@@ -73,10 +73,9 @@ class Record(KeptJob):
 
     def correct(self, numbers: GroupNumbers, clock: int, births: tuple[int, ...] | None = None) -> None:
         """Use these numbers, and the ages at this clock; with `births`, not the job's but these."""
-        settings = numbers.settings
         self.pairs = numbers.pairs(self.births if births is None else births, clock)
-        self.constants = _constants(settings)
-        coupled = bool(settings.weight_decay) and not settings.decoupled
+        self.constants = numbers.constants = numbers.constants or _constants(numbers.settings)
+        coupled = self.constants[1] != 0
         self.kind = _kind(*self._form_of_code, self._aligned, coupled, len(self.pairs) > 2)
 
 
@@ -103,12 +102,12 @@ def _type(module: Any, dtype: torch.dtype) -> Any:
     return getattr(module.tl, str(dtype).removeprefix("torch."))
 
 
-@functools.lru_cache(maxsize=64)
 def _constants(settings: Settings) -> tuple[float, ...]:
+    """All of NUMBERS but the corrections."""
     sign = -1.0 if settings.maximize else 1.0
     return (
         sign / settings.scale,
-        settings.weight_decay,
+        0.0 if settings.decoupled else settings.weight_decay,
         1 - settings.lr * settings.weight_decay if settings.decoupled else 1.0,
         1 - settings.beta1,
         settings.beta2,
