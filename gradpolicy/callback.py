@@ -158,12 +158,7 @@ class GradientPolicies(Callback):
         self._masked = [optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)]
         _check_optimized(named, wanted, self._masked)
         trainer.strategy.optimizers = optimizers
-        self.freezer = Freezer(
-            named,
-            self._masked,
-            policies,
-            seed=self.seed,
-        )
+        self.freezer = Freezer(named, self._masked, policies, seed=self.seed)
 
     def _join_ranks(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ranks = Ranks(

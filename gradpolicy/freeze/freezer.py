@@ -208,7 +208,11 @@ class Freezer:
         raise PolicyError(f"no freeze policy {policy!r}; {nearest(policy, [b.name for b in self._bound])}")
 
     def mask_of(self, name: str) -> Mask:
-        """The mask in force on a parameter: the intersection of all policies that hold."""
+        """The mask in force on a parameter: the intersection of all policies that hold.
+
+        Raises:
+            PolicyError: If no freeze policy matches the parameter.
+        """
         if name not in self.parameters:
             raise PolicyError(f"no freeze policy matches {name!r}; {nearest(name, self.parameters)}")
         return self._combined.get(name, True)

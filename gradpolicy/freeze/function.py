@@ -49,6 +49,9 @@ class Function(MaskSource):
         function: The function; the step it gets is the count at which the masks changed last.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
 
+    Raises:
+        PolicyError: If it is no function.
+
     Example:
         >>> import torch
         >>> first_row = Function(lambda name, parameter, step: torch.arange(len(parameter))[:, None] == 0)

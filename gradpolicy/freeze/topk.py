@@ -157,8 +157,9 @@ class TopK(GradientSource):
         }
 
     def describe(self) -> dict[str, Any]:
-        """Density, score and scope."""
-        return {"density": self.density, "by": self.by, "scope": self.scope, "level": self.level}
+        """Density, score and scope; where there are gradients to wait for, how long and how."""
+        shown = ["density", "by", "scope", "level"] + ["window", "before"] * self.needs_gradients
+        return {key: getattr(self, key) for key in shown}
 
     def _score(self, name: str, parameter: Tensor) -> Tensor:
         weight = wide(parameter.detach())

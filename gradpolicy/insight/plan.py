@@ -1,6 +1,7 @@
 """The plan: what each policy will touch, told before the first step is taken."""
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.flow import install
 from gradpolicy.flow.operations import operation_names
 from gradpolicy.freeze.bound import check_agreement
+from gradpolicy.freeze.mask import intersect
 from gradpolicy.freeze.schedule import Constant
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
@@ -373,18 +375,8 @@ def _share(model: nn.Module, masks: Mapping[str, Mapping[str, Any]], key: str) -
 def _intersection_share(masks: list[Any], parameter: Tensor) -> float:
     if parameter.is_meta:
         return float(torch.tensor([mask_share(mask) for mask in masks]).prod())
-    together = torch.ones((), dtype=torch.bool, device=parameter.device)
-    for mask in masks:
-        together = together & _as_tensor(mask, parameter)
-    return mask_share(together)
-
-
-def _as_tensor(mask: Any, parameter: Tensor) -> Tensor:
-    if isinstance(mask, bool):
-        return torch.tensor(mask, device=parameter.device)
-    if isinstance(mask, Tensor):
-        return mask.to(parameter.device)
-    return mask.materialize(parameter.shape, parameter.device)
+    shape, device = parameter.shape, parameter.device
+    return mask_share(functools.reduce(lambda one, other: intersect(one, other, shape, device), masks))
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -218,3 +218,8 @@ def test_half_precision_gradients_are_summed_in_float32(prepared) -> None:
 def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         gp.masks.TopK(**arguments)
+
+
+def test_it_tells_for_how_long_it_gathers_gradients_where_it_does():
+    assert "window=8, before='freeze'" in repr(gp.masks.TopK(0.1, by="fisher", window=8, before="freeze"))
+    assert "window" not in repr(gp.masks.TopK(0.1, by="weight"))
