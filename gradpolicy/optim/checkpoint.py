@@ -44,6 +44,8 @@ def save(
     for index, parameter in enumerate(parameters):
         if parameter in tracked:
             records[index] = _record(tracked[parameter])
+            if "settings" not in records[index]:
+                records[index]["begun"] = bool(result["state"].get(index))
             # A process may have dropped all of its state while others have theirs.
             state = tracked[parameter].state_to_save(bool(inner.state) or effective_steps > 0)
             if state:
@@ -127,7 +129,6 @@ def _record(tracked: Tracked) -> dict[str, Any]:
         "bias_correction": tracked.bias_correction,
         "updates": tracked.updates,
         "ages": _ages(tracked),
-        "begun": bool(tracked.state),
     }
     if tracked.recipe is not None:
         record["recipe"] = dict(tracked.recipe.state())
