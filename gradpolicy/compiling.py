@@ -16,7 +16,7 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-t
 LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")
 # Torch has loaded OpenMP already: its threads are used, none are added. Not every compiler has it.
 THREAD_FLAGS = ("-fopenmp",)
-# Set to 0, nothing is compiled.
+# Set to 0, no C is compiled.
 SWITCH = "GRADPOLICY_NATIVE"
 said: list[str] = []
 """Why there is no C library, once that was said."""
@@ -49,10 +49,13 @@ def _consequence() -> str:
     """What happens without a C compiler."""
     hindrance = jitting.hindrance()
     if hindrance is None:
-        return "masked updates and random masks run in loops that numba compiles, at up to twice the time"
+        return (
+            "masked updates and random masks run in loops that numba compiles instead of the C kernel: "
+            "up to twice the time, and some seconds for the first step"
+        )
     return (
-        "masked updates and random masks run on plain torch operations, at ten to thirty times the time, "
-        f"for lack of a C compiler and of numba: {hindrance}"
+        "masked updates and random masks run on plain torch operations, at over twenty times the time, "
+        f"for lack of the C kernel and of numba: {hindrance}"
     )
 
 

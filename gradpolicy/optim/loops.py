@@ -19,10 +19,6 @@ TILE = 512
 GRAIN = 1 << 15
 """The same as in packed.py."""
 
-_BITS = (np.arange(256)[:, None] >> np.arange(8)) & 1
-PLACES = np.argsort(1 - _BITS, axis=1, kind="stable").astype(np.uint8)
-"""Which bits of a byte are set, in order; then those that are not."""
-
 
 # --- values
 
@@ -57,6 +53,16 @@ def _bytes(kind: Any) -> int:
 def popcount(_context: Any, word: Any) -> Any:
     """How many bits of a word are set."""
     return word(word), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
+
+
+@intrinsic
+def lowest(_context: Any, word: Any) -> Any:
+    """The place of a word's lowest bit that is set."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return word(word), generate
 
 
 @intrinsic
@@ -105,6 +111,16 @@ def narrow(_context: Any, value: Any, stored: Any) -> Any:
 
 
 @loop
+def _word(bits, base, stop):  # type: ignore[no-untyped-def]
+    """Which of 64 entries are held; no bits: all."""
+    count = min(64, stop - base)
+    held = np.uint64(0) if len(bits) else ~np.uint64(0)
+    for k in range((count + 7) // 8 if len(bits) else 0):
+        held |= np.uint64(bits[base // 8 + k]) << np.uint64(8 * k)
+    return held & (~np.uint64(0) >> np.uint64(64 - count))
+
+
+@loop
 def _update(parameter, gradient, at, moments, own_at, codes, code_at, sizes, inverses, numbers, count):  # type: ignore[no-untyped-def]
     """Adam for `count` entries, as `adam`: those from `at` on, whose moments and codes begin elsewhere."""
     one_beta1, beta2, one_beta2, eps = numbers[0], numbers[1], numbers[2], numbers[3]
@@ -146,10 +162,10 @@ def _look_up(codes, at, table, sizes, inverses, count):  # type: ignore[no-untyp
 
 @loop
 def _any_active(codes, at, count):  # type: ignore[no-untyped-def]
-    lowest = codes[at]
+    least = codes[at]
     for i in range(np.uintp(count)):
-        lowest = min(lowest, codes[at + i])
-    return lowest < 0
+        least = min(least, codes[at + i])
+    return least < 0
 
 
 @loop
@@ -208,24 +224,24 @@ def adam_held(parameter, gradient, moments, codes, table, numbers, bits, offsets
     """
     sizes, inverses = _corrections(table)
     active, zero = np.full(TILE, np.int8(-1)), np.uintp(0)
-    places = np.empty(TILE + 8, np.uintp)
+    places = np.empty(TILE, np.uintp)
     values, slopes = np.empty(TILE, parameter.dtype), np.empty(TILE, gradient.dtype)
-    own_at, count, last = np.uintp(offsets[start // GRAIN]), 0, (stop + 7) // 8
-    for index in range(start // 8, last):
-        byte = bits[index]
-        for k in range(8):
-            places[count + k] = np.uintp(8 * index) + np.uintp(PLACES[byte, k])
-        count += popcount(np.uint64(byte))
-        if count <= TILE - 8 and index + 1 < last:
+    own_at, count = np.uintp(offsets[start // GRAIN]), zero
+    for base in range(start, stop, 64):
+        word = _word(bits, base, stop)
+        while word:
+            at = np.uintp(base) + lowest(word)
+            places[count], values[count], slopes[count] = at, parameter[at], gradient[at]
+            count += np.uintp(1)
+            word &= word - np.uint64(1)
+        if count <= TILE - 64 and base + 64 < stop:
             continue
-        for i in range(count):
-            values[i], slopes[i] = parameter[places[i]], gradient[places[i]]
         if len(table) > 1:
             _look_up(codes, own_at, table, sizes, inverses, count)
         _update(values, slopes, zero, moments, own_at, active, zero, sizes, inverses, numbers, count)
         for i in range(count):
             parameter[places[i]] = values[i]
-        own_at, count = own_at + np.uintp(count), 0
+        own_at, count = own_at + count, zero
 
 
 # --- codes and flags
@@ -274,16 +290,6 @@ def pack_bits(flags, shift, bits, counts, start, stop):  # type: ignore[no-untyp
 
 
 # --- values of held entries
-
-
-@loop
-def _word(bits, base, stop):  # type: ignore[no-untyped-def]
-    """Which of 64 entries are held; no bits: all."""
-    count = min(64, stop - base)
-    held = np.uint64(0) if len(bits) else ~np.uint64(0)
-    for k in range((count + 7) // 8 if len(bits) else 0):
-        held |= np.uint64(bits[base // 8 + k]) << np.uint64(8 * k)
-    return held & (~np.uint64(0) >> np.uint64(64 - count))
 
 
 @loop

@@ -2,7 +2,7 @@
 
 Here are the moves that masks need; `native_adam` runs the updates.
 
-Where there is no compiler, everything runs on plain torch operations instead, which is said once.
+Where there is no compiler, the loops of `jitted` do it, which is said once.
 """
 
 from __future__ import annotations
