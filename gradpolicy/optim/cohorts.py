@@ -243,16 +243,17 @@ def _transition(old: Slots, new: Slots, pairs: list[Pair], forget: bool) -> Tens
     lowest = torch.iinfo(new.dtype).min
     active = {age: lowest + slot for slot, age in enumerate(new.active)}
     frozen = {age: slot for slot, age in enumerate(new.frozen)}
+    places: list[list[dict[int, int]]] = [[{}, {}], [{}, {}]]
+    for pair in pairs:
+        flag, was_active, slot = pair
+        places[flag][was_active][slot] = (active if flag else frozen)[_age_after(old, pair, forget)]
     table: list[list[list[int]]] = [[[], []], [[], []]]
     for flag, was_active in ((False, False), (False, True), (True, False), (True, True)):
-        places = {
-            pair[2]: (active if flag else frozen)[_age_after(old, pair, forget)]
-            for pair in pairs
-            if pair[:2] == (flag, was_active)
-        }
+        known = places[flag][was_active]
         # What cannot occur is filled so that the table has the simplest form.
-        stay = [slot + lowest * was_active for slot in range(old.most)]
-        other = [next(iter(places.values()), 0)] * old.most
-        row = stay if flag == was_active else other
-        table[flag][was_active] = [places.get(slot, row[slot]) for slot in range(old.most)]
+        first = lowest if was_active else 0
+        other = next(iter(known.values()), 0)
+        table[flag][was_active] = [
+            known.get(slot, slot + first if flag == was_active else other) for slot in range(old.most)
+        ]
     return torch.tensor(table, dtype=new.dtype)

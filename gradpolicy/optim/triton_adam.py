@@ -173,14 +173,17 @@ def _launch(device: torch.device, kind: Any, records: Sequence[Record]) -> bool:
     starts = [0, *itertools.accumulate(record.tiles for record in records)]
     programs = starts.pop()
     starts += [NO_PROGRAM] * (room - len(records))
-    parts = _upload(device, kind, starts, records)
+    table, *places = _upload(device, kind, starts, records)
     name = "adam_rows" if kind.columns else "adam_entries"
-    return triton_moves.launch(name, programs, device, *parts, KIND=kind, JOBS=room, num_warps=WARPS)
+    return triton_moves.launch(name, programs, device, table, *places, KIND=kind, JOBS=room, num_warps=WARPS)
 
 
-def _upload(device: torch.device, kind: Any, starts: list[int], records: Sequence[Record]) -> list[Tensor]:
-    """All that the kernels read of jobs, in one copy: starts, addresses, numbers, corrections."""
-    wholes, numbers = list(starts), list[float]()
+def _upload(
+    device: torch.device, kind: Any, starts: list[int], records: Sequence[Record]
+) -> tuple[Tensor, int, int]:
+    """All that the kernels read of jobs, in one copy, and where numbers and corrections begin in it."""
+    wholes = list(starts)
+    numbers: list[float] = []
     corrections: list[float] = []
     places: dict[int, int] = {}
     for record in records:
@@ -194,14 +197,8 @@ def _upload(device: torch.device, kind: Any, starts: list[int], records: Sequenc
         wholes += record.addresses
         numbers += record.constants
         numbers += pairs[:2]
-    dtype = records[0].dtype
-    number = "d" if dtype is torch.float64 else "f"
+    number = "d" if records[0].dtype is torch.float64 else "f"
     form = f"{len(wholes)}q{len(numbers)}d{len(corrections)}{number}"
     written = bytearray(struct.pack(form, *wholes, *numbers, *corrections))
-    table = triton_moves.upload(torch.frombuffer(written, dtype=torch.uint8), device)
-    ends = [0, 8 * len(starts), 8 * len(wholes), 8 * (len(wholes) + len(numbers)), len(written)]
-    types = (torch.int64, torch.int64, torch.float64, dtype)
-    return [
-        table[start:end].view(each)
-        for (start, end), each in zip(itertools.pairwise(ends), types, strict=True)
-    ]
+    table = triton_moves.upload(torch.frombuffer(written, dtype=torch.int64), device)
+    return table, len(wholes), len(wholes) + len(numbers)

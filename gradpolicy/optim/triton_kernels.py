@@ -4,7 +4,7 @@ All work on flat vectors in memory order, a tile a program. Frozen entries are s
 on: what the arithmetic makes of them is thrown away before anything is written.
 
 One launch updates many tensors. Each is a *job*, written down in ADDRESSES whole numbers and NUMBERS float64
-numbers, whose places are named below; `starts` says which program is each job's first.
+numbers, whose places are named below.
 """
 
 from __future__ import annotations
@@ -77,21 +77,20 @@ class Kind:
 # --- the update
 
 
-@triton.jit
-def adam_entries(starts, addresses, numbers, corrections, KIND: tl.constexpr, JOBS: tl.constexpr):
+@triton.jit(do_not_specialize=["numbers_at", "corrections_at"])
+def adam_entries(table, numbers_at, corrections_at, KIND: tl.constexpr, JOBS: tl.constexpr):
     """Update tensors that have a code an entry.
 
     Args:
-        starts: int64, the first program of each of JOBS jobs.
-        addresses: int64, ADDRESSES a job.
-        numbers: float64, NUMBERS a job.
-        corrections: pairs lr / (1 - b1^t) and 1 / sqrt(1 - b2^t), in the type to compute in.
+        table: all 8 bytes wide: the first program of each of JOBS jobs, ADDRESSES of each job, from
+            `numbers_at` on NUMBERS of each job (float64), from `corrections_at` on the pairs
+            lr / (1 - b1^t) and 1 / sqrt(1 - b2^t), in the type to compute in.
+        numbers_at: see `table`.
+        corrections_at: see `table`.
         KIND: a `Kind`.
         JOBS: a power of two.
     """
-    job, tile = _job_of(starts, JOBS)
-    addresses += job * ADDRESSES
-    numbers += job * NUMBERS
+    tile, addresses, numbers, corrections = _job_of(table, numbers_at, corrections_at, KIND, JOBS)
     size = tl.load(addresses + SIZE)
     # Only where nothing bounds a tile is memory read in pieces of 16 bytes.
     if tile * TILE + TILE <= size:
@@ -119,13 +118,11 @@ def _tile_of_entries(addresses, numbers, corrections, tile, size, BOUNDED: tl.co
     _update(addresses, numbers, positions, places, active, reached, step_size, inverse_root, KIND)
 
 
-@triton.jit
-def adam_rows(starts, addresses, numbers, corrections, KIND: tl.constexpr, JOBS: tl.constexpr):
+@triton.jit(do_not_specialize=["numbers_at", "corrections_at"])
+def adam_rows(table, numbers_at, corrections_at, KIND: tl.constexpr, JOBS: tl.constexpr):
     """Update the listed rows of tensors that have a code a row; see `adam_entries`."""
     ROWS: tl.constexpr = TILE // KIND.columns
-    job, tile = _job_of(starts, JOBS)
-    addresses += job * ADDRESSES
-    numbers += job * NUMBERS
+    tile, addresses, numbers, corrections = _job_of(table, numbers_at, corrections_at, KIND, JOBS)
     size, block = tl.load(addresses + SIZE), tl.load(addresses + BLOCK)
     if KIND.aligned:
         block = tl.multiple_of(block, 16)
@@ -223,14 +220,16 @@ def _quotient(values, divisors):
 
 
 @triton.jit
-def _job_of(starts, JOBS: tl.constexpr):
-    """The job that this program works for, and which of its tiles."""
+def _job_of(table, numbers_at, corrections_at, KIND: tl.constexpr, JOBS: tl.constexpr):
+    """Which of a job's tiles this program works on, and what is written down of the job."""
     tile = tl.program_id(0).to(tl.int64)
     job = 0
     if JOBS > 1:
-        job = tl.sum((tl.load(starts + tl.arange(0, JOBS)) <= tile).to(tl.int32), 0) - 1
-        tile -= tl.load(starts + job)
-    return job, tile
+        job = tl.sum((tl.load(table + tl.arange(0, JOBS)) <= tile).to(tl.int32), 0) - 1
+        tile -= tl.load(table + job)
+    numbers = (table + numbers_at).to(tl.pointer_type(tl.float64), bitcast=True) + job * NUMBERS
+    corrections = (table + corrections_at).to(tl.pointer_type(KIND.computed), bitcast=True)
+    return tile, table + JOBS + job * ADDRESSES, numbers, corrections
 
 
 @triton.jit

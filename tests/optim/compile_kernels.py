@@ -89,8 +89,7 @@ def built(name, arguments, warps, capability):
 def main(capability):
     results = {}
     for name, own in UPDATES.items():
-        correction = "*fp64" if own.stored == tl.float64 else "*fp32"
-        arguments = {"starts": "*i64", "addresses": "*i64", "numbers": "*fp64", "corrections": correction}
+        arguments = {"table": "*i64", "numbers_at": "i32", "corrections_at": "i32"}
         kernel = "adam_rows" if own.columns else "adam_entries"
         results[name] = built(kernel, {**arguments, "KIND": own, "JOBS": 4}, WARPS, capability)
     for name, arguments in MOVES.items():
