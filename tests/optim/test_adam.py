@@ -94,21 +94,64 @@ def test_ages_count_updates_since_moments_were_empty(schedule, frozen_state):
         assert optimizer.active_share(parameter) == pytest.approx(active.double().mean().item())
 
 
-def test_param_groups_keep_their_own_settings(machinery):
-    start = torch.randn(2, 4, 3, dtype=torch.float64)
-    parameters = [torch.nn.Parameter(values.clone()) for values in start]
-    groups = [{"params": [parameters[0]], "lr": 0.1}, {"params": [parameters[1]], "betas": (0.5, 0.9)}]
-    optimizer = MaskedOptimizer(torch.optim.AdamW(groups, lr=0.01))
-    masks = [torch.rand(4, 3) < 0.5 for _ in range(6)]
-    gradients = torch.randn(6, 2, 4, 3, dtype=torch.float64)
-    for step, mask in enumerate(masks):
-        for index, parameter in enumerate(parameters):
-            optimizer.set_mask(parameter, mask)
-            parameter.grad = gradients[step, index].clone()
+group = st.fixed_dictionaries(
+    {
+        "option": options,
+        "frozen_state": st.sampled_from(["keep", "zero", "drop"]),
+        "schedule": schedules,
+        "missing": st.sets(st.integers(0, 11), max_size=4),
+        "dtype": st.sampled_from([torch.float64, torch.float64, torch.float32]),
+        "way": st.sampled_from([{}, {"foreach": True}, {"fused": True}]),
+    }
+)
+
+
+@settings(quick, max_examples=12)
+@given(
+    kind=st.sampled_from([torch.optim.Adam, torch.optim.AdamW]),
+    groups=st.lists(group, min_size=2, max_size=3),
+)
+def test_every_group_has_its_own_settings_masks_and_learning_rates(machinery, kind, groups):
+    """Groups differ in settings, dtype, frozen_state and masks; rates change; some steps lack a gradient."""
+    parameters, given_groups, courses = [], [], []
+    for place, each in enumerate(groups):
+        masks = [*unroll(each["schedule"])][:12]
+        masks += [masks[-1]] * (12 - len(masks))
+        generator = torch.Generator().manual_seed(place)
+        start = torch.randn(4, 3, dtype=torch.float64, generator=generator).to(each["dtype"])
+        gradients = [
+            None
+            if step in each["missing"]
+            else torch.randn(4, 3, dtype=torch.float64, generator=generator).to(each["dtype"])
+            for step in range(12)
+        ]
+        parameters.append(torch.nn.Parameter(start.clone()))
+        given_groups.append({"params": [parameters[-1]], **each["option"], **each["way"]})
+        courses.append((start, gradients, masks))
+    optimizer = MaskedOptimizer(kind(given_groups))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, [each["option"]["lr"] for each in groups], total_steps=12, cycle_momentum=False
+    )
+    rates = []
+    for step in range(12):
+        rates.append([each["lr"] for each in optimizer.param_groups])
+        for parameter, each, (_, gradients, masks) in zip(parameters, groups, courses, strict=True):
+            optimizer.set_mask(parameter, masks[step], frozen_state=each["frozen_state"])
+            parameter.grad = None if gradients[step] is None else gradients[step].clone()
         optimizer.step()
-    for index, own in enumerate([{"lr": 0.1}, {"lr": 0.01, "betas": (0.5, 0.9)}]):
-        expected = run_alone(torch.optim.AdamW, own, start[index], list(gradients[:, index]), masks, "keep")
-        torch.testing.assert_close(parameters[index].detach(), expected, atol=1e-12, rtol=0)
+        scheduler.step()
+    for place, (parameter, each, (start, gradients, masks)) in enumerate(
+        zip(parameters, groups, courses, strict=True)
+    ):
+        exact = [None if gradient is None else gradient.double() for gradient in gradients]
+        own = [those[place] for those in rates]
+        expected = run_alone(kind, each["option"], start.double(), exact, masks, each["frozen_state"], own)
+        torch.testing.assert_close(
+            parameter.detach().double(),
+            expected,
+            atol=4 * TOLERANCE[each["dtype"]],
+            rtol=TOLERANCE[each["dtype"]],
+        )
 
 
 def test_tensor_correction_is_torch_with_moments_zeroed_by_hand(machinery, parameter):
