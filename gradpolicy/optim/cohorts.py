@@ -12,7 +12,8 @@ keeps the age at which its entries paused. Only a change of the mask writes code
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,11 @@ Pair = tuple[bool, bool, int]
 def chunk(device: torch.device) -> int:
     """Entries to handle at once on a device."""
     return CHUNK if device.type == "cpu" else FAR_CHUNK
+
+
+def repeat(values: Tensor, times: int) -> Tensor:
+    """Each value so many times, one behind the other."""
+    return values.unsqueeze(1).expand(-1, times).reshape(-1) if times > 1 else values
 
 
 def slot_index(codes: Tensor, width: int) -> Tensor:
@@ -175,22 +181,20 @@ class Cohorts:
         """
         size, self._rows = self.codes.numel() * self.block, None
         if not self.uniform and block < self.block:
-            self.codes, self.block = self.codes.repeat_interleave(self.block // block), block
+            self.codes, self.block = repeat(self.codes, self.block // block), block
         if not self.uniform and mask.numel() > 1 and block > self.block:
-            mask = mask.repeat_interleave(block // self.block)
+            mask = repeat(mask, block // self.block)
         old = self.slots
-        pairs = self._possible_pairs(mask)
-        slots = _slots_after(old, pairs, forget)
+        slots, table = _after(old, tuple(self._possible_pairs(mask)), forget)
         if slots.dtype is not torch.int8 and not self.uniform:
-            pairs = pairs_present(self.codes, mask, old.most)
-            slots = _slots_after(old, pairs, forget)
-        table = _transition(old, slots, pairs, forget)
+            slots, table = _after(old, tuple(pairs_present(self.codes, mask, old.most)), forget)
         if len(slots.active) + len(slots.frozen) == 1:
             lowest = torch.iinfo(torch.int8).min
             self.codes = torch.tensor(
                 [lowest if slots.active else 0], dtype=torch.int8, device=self.codes.device
             )
         else:
+            mask = mask if self.uniform or mask.numel() > 1 else repeat(mask, self.codes.numel())
             self.codes = apply(self.codes, mask, table)
         self.block = size // max(self.codes.numel(), 1)
         self.births = [self.clock - age for age in slots.active]
@@ -230,7 +234,14 @@ def _age_after(old: Slots, pair: Pair, forget: bool) -> int:
     return old.active[slot] if was_active else old.frozen[slot]
 
 
-def _slots_after(old: Slots, pairs: list[Pair], forget: bool) -> Slots:
+@functools.lru_cache(maxsize=16)
+def _after(old: Slots, pairs: tuple[Pair, ...], forget: bool) -> tuple[Slots, Tensor]:
+    """The slots after a change and the table that `recode` reads, which many tensors may share."""
+    slots = _slots_after(old, pairs, forget)
+    return slots, _transition(old, slots, pairs, forget)
+
+
+def _slots_after(old: Slots, pairs: Sequence[Pair], forget: bool) -> Slots:
     """The ages that entries have after a change, each once; where it can be, an age keeps its slot."""
     ordered = sorted(pairs, key=lambda pair: (pair[0] != pair[1], pair[2]))
     ages = [(pair[0], _age_after(old, pair, forget)) for pair in ordered]
@@ -238,7 +249,7 @@ def _slots_after(old: Slots, pairs: list[Pair], forget: bool) -> Slots:
     return Slots(tuple(active), tuple(frozen))
 
 
-def _transition(old: Slots, new: Slots, pairs: list[Pair], forget: bool) -> Tensor:
+def _transition(old: Slots, new: Slots, pairs: Sequence[Pair], forget: bool) -> Tensor:
     """The table that `recode` reads."""
     lowest = torch.iinfo(new.dtype).min
     active = {age: lowest + slot for slot, age in enumerate(new.active)}

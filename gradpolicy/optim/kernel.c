@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #endif
 
+#define ALWAYS static inline __attribute__((always_inline))
 #define GRAIN 32768 /* entries a thread takes at once; the same as in packed.py */
 #define TILE 256
 #define ANNOUNCED 256 /* bytes of a row that are fetched beforehand; the rest follows by itself */
@@ -149,18 +150,25 @@ static void in_parallel(part_function run, const void *context, int64_t parts, i
 
 static inline int64_t parts_of(int64_t size) { return (size + GRAIN - 1) / GRAIN; }
 
+/* Whose part this is, of some whose first parts are known. */
+static int64_t owner_of(const int64_t *first_parts, int64_t count, int64_t part)
+{
+    int64_t low = 0, high = count;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (first_parts[middle] <= part) low = middle; else high = middle;
+    }
+    return low;
+}
+
 typedef struct { const job *const *jobs; int64_t count, *first_parts; } schedule;
 
 static void adam_part(const void *context, int64_t part)
 {
     const schedule *s = (const schedule *)context;
-    int64_t low = 0, high = s->count;
-    while (high - low > 1) {
-        const int64_t middle = (low + high) / 2;
-        if (s->first_parts[middle] <= part) low = middle; else high = middle;
-    }
-    const job *j = s->jobs[low];
-    const int64_t start = (part - s->first_parts[low]) * GRAIN;
+    const int64_t which = owner_of(s->first_parts, s->count, part);
+    const job *j = s->jobs[which];
+    const int64_t start = (part - s->first_parts[which]) * GRAIN;
     const int64_t stop = start + GRAIN < j->size ? start + GRAIN : j->size;
     if (j->type == 0) part_float(j, start, stop);
     else if (j->type == 1) part_double(j, start, stop);
@@ -234,46 +242,69 @@ void gradpolicy_recode(uint8_t *codes, const uint8_t *mask, const uint8_t *table
     in_parallel(recode_part, &r, parts_of(size), threads);
 }
 
-typedef struct { const uint8_t *flags; int64_t size, *count; } counting;
+/* --- zeroing what is frozen */
 
-static void count_part(const void *context, int64_t part)
-{
-    const counting *c = (const counting *)context;
-    const int64_t start = part * GRAIN, stop = start + GRAIN < c->size ? start + GRAIN : c->size;
-    int64_t count = 0;
-    for (int64_t base = start; base < stop; base += 8) count += __builtin_popcountll(eight_at(c->flags + base, stop - base));
-    __atomic_fetch_add(c->count, count, __ATOMIC_RELAXED);
-}
+typedef struct {
+    char *values;
+    const uint8_t *active; /* a byte a block; or, where `bit` is 0, a bit an entry */
+    int64_t size, block;
+    int32_t bytes, bit;
+} clearing;
 
-/* How many flags are 1. */
-int64_t gradpolicy_count(const uint8_t *flags, int64_t size, int threads)
-{
-    int64_t count = 0;
-    const counting c = {flags, size, &count};
-    in_parallel(count_part, &c, parts_of(size), threads);
-    return count;
-}
-
-typedef struct { void *values; const uint8_t *active; int64_t size; int32_t bytes; uint8_t bit; } clearing;
+typedef struct { const clearing *each; int64_t count, *first_parts; } clearings;
 
 #define CLEAR(TYPE) \
-    for (int64_t i = start; i < stop; i++) ((TYPE *)c->values)[i] = c->active[i] & bit ? ((TYPE *)c->values)[i] : 0
+    for (int64_t i = 0; i < n; i++) ((TYPE *)values)[i] = flags[i] & bit ? ((TYPE *)values)[i] : 0
 
-static void clear_part(const void *context, int64_t part)
+static void clear_entries(char *values, const uint8_t *flags, int bit, int64_t n, int bytes)
 {
-    const clearing *c = (const clearing *)context;
-    const int64_t start = part * GRAIN, stop = start + GRAIN < c->size ? start + GRAIN : c->size;
-    const uint8_t bit = c->bit;
-    if (c->bytes == 2) CLEAR(uint16_t);
-    else if (c->bytes == 4) CLEAR(uint32_t);
+    if (bytes == 2) CLEAR(uint16_t);
+    else if (bytes == 4) CLEAR(uint32_t);
     else CLEAR(uint64_t);
 }
 
-/* Zeroes values (2, 4 or 8 bytes each) where `bit` of the flag is 0. */
-void gradpolicy_clear(void *values, const uint8_t *active, int64_t size, int32_t bytes, int bit, int threads)
+static void clear_by_bits(const clearing *c, int64_t start, int64_t stop)
 {
-    const clearing c = {values, active, size, bytes, (uint8_t)bit};
-    in_parallel(clear_part, &c, parts_of(size), threads);
+    uint8_t flags[TILE];
+    for (int64_t at = start; at < stop; at += TILE) {
+        const int64_t n = stop - at < TILE ? stop - at : TILE;
+        for (int64_t i = 0; i < n; i += 8)
+            for (int bit = 0; bit < 8; bit++) flags[i + bit] = c->active[(at + i) / 8] >> bit & 1;
+        clear_entries(c->values + at * c->bytes, flags, 1, n, c->bytes);
+    }
+}
+
+static void clear_blocks(const clearing *c, int64_t start, int64_t stop)
+{
+    for (int64_t n; start < stop; start += n) {
+        n = c->block - start % c->block;
+        if (n > stop - start) n = stop - start;
+        if (!(c->active[start / c->block] & c->bit)) memset(c->values + start * c->bytes, 0, (size_t)(n * c->bytes));
+    }
+}
+
+static void clear_part(const void *context, int64_t part)
+{
+    const clearings *all = (const clearings *)context;
+    const int64_t which = owner_of(all->first_parts, all->count, part);
+    const clearing *c = all->each + which;
+    const int64_t start = (part - all->first_parts[which]) * GRAIN, stop = start + GRAIN < c->size ? start + GRAIN : c->size;
+    if (!c->bit) clear_by_bits(c, start, stop);
+    else if (c->block > 1) clear_blocks(c, start, stop);
+    else clear_entries(c->values + start * c->bytes, c->active + start, c->bit, stop - start, c->bytes);
+}
+
+/* Zeroes values (2, 4 or 8 bytes each) that are not active; `first_parts` has room for count + 1 numbers. */
+void gradpolicy_clear(const clearing *each, int64_t count, int64_t *first_parts, int threads)
+{
+    int64_t entries = 0;
+    first_parts[0] = 0;
+    for (int64_t i = 0; i < count; i++) {
+        first_parts[i + 1] = first_parts[i] + parts_of(each[i].size);
+        entries += each[i].size;
+    }
+    const clearings all = {each, count, first_parts};
+    share_out(clear_part, &all, first_parts[count], entries / (PARTS_PER_THREAD * GRAIN), threads);
 }
 
 #include "kernel_packed.c"

@@ -1,8 +1,6 @@
 /* Adam for eight entries at once: float32 with a byte a code, where the processor has AVX2. kernel.c includes this.
  * The operations and their order are those of kernel_adam.c, so that an entry's place decides nothing. */
 
-#define ALWAYS static inline __attribute__((always_inline))
-
 typedef struct { __m256 one_beta1, beta2, one_beta2, eps, shrink, decay, factor, sizes[2], inverses[2]; } lanes;
 
 typedef struct { float *parameter, *first, *second, *largest; const float *gradient; } streams;

@@ -263,15 +263,22 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
         Call it before clipping, so that masked gradients do not count in the norm. `step` is right without.
         """
+        vectors, copied = [], []
         for tracked in self._tracked.values():
+            gradient = tracked.parameter.grad
+            if gradient is None:
+                continue
             if tracked.drops_gradient:
                 tracked.parameter.grad = None
-            elif tracked.kind is not FULL and tracked.parameter.grad is not None:
-                if tracked.parameter.grad.layout is not torch.strided:
+            elif tracked.kind is not FULL:
+                if gradient.layout is not torch.strided:
                     self._refuse_sparse(tracked.parameter)
-                flat = tracked.layout.flat(tracked.parameter.grad)
-                moves.fill_frozen(flat, *tracked.active_flags(), 0.0)
-                tracked.layout.write_back(flat, tracked.parameter.grad)
+                flat = tracked.layout.flat(gradient)
+                vectors.append((flat, *tracked.active_flags()))
+                copied.append((tracked.layout, flat, gradient))
+        moves.clear_frozen(vectors)
+        for layout, flat, gradient in copied:
+            layout.write_back(flat, gradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the active entries.

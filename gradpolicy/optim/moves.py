@@ -45,10 +45,11 @@ def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor:
     return cohorts.recode(codes, mask, table)
 
 
-def survey(flags: Tensor, codes: Tensor, held: Held | None) -> tuple[int, bool | None]:
-    """How many flags are set, and whether they are the ones in force (None: not looked at).
+def survey(flags: Tensor, codes: Tensor, held: Held | None) -> native.Survey:
+    """How many flags are set, and whether they are the ones in force.
 
-    A GPU is waited for once, however much is asked.
+    A GPU is waited for once, however much is asked; a CPU reads the flags once, and makes their index too
+    where memory is held for active entries alone.
 
     Args:
         flags: one a block.
@@ -58,24 +59,49 @@ def survey(flags: Tensor, codes: Tensor, held: Held | None) -> tuple[int, bool |
     known = codes if held is None else held.bits
     if flags.numel() != (codes.numel() if held is None else held.size):
         known = None
-    found = triton_moves.survey(flags, known, packed=held is not None)
-    if found is None:
-        return native.count(flags), None
-    count, differing = found
-    return count, None if known is None else not differing
+    packed = held is not None
+    on_gpu = triton_moves.survey(flags, known, packed=packed)
+    if on_gpu is not None:
+        count, differing = on_gpu
+        return native.Survey(count, None if known is None else not differing)
+    indexed = known is not None and packed
+    found = native.survey(flags, None if packed else known, known if packed else None, indexed)
+    return found or native.Survey(int(flags.count_nonzero()))
 
 
-def fill_frozen(flat: Tensor, active: Tensor, block: int, value: float) -> None:
+def fill_frozen(flat: Tensor, active: Tensor | Held, block: int, value: float) -> None:
     """Set entries of frozen blocks to a value, in place.
 
     Args:
         flat: entries in memory order, viewed by nothing but this.
-        active: one flag a block, or one code a block.
+        active: one flag a block, or one code a block, or where the active blocks are.
         block: entries that a flag governs.
         value: what to write.
     """
-    if value == 0 and _clear(flat, active, block):
-        return
+    if value == 0:
+        clear_frozen([(flat, active, block)])
+    else:
+        _fill(flat, active.flags() if isinstance(active, Held) else active, block, value)
+
+
+def clear_frozen(vectors: Sequence[tuple[Tensor, Tensor | Held, int]]) -> None:
+    """`fill_frozen` with 0 for many vectors, at once where the C kernel can do it."""
+    together = []
+    for flat, active, block in vectors:
+        if isinstance(active, Held):
+            bits = None if triton_moves.serves(flat) else active.bits
+            active = bits if bits is not None and native.clears(flat, bits) else active.flags()
+        if triton_moves.clear(flat, active, block):
+            continue
+        if native.clears(flat, active):
+            together.append((flat, active, block))
+        elif not (block == 1 and jitted.clear(flat, active)):
+            _fill(flat, active, block, 0.0)
+    if together:
+        native.clear(together)
+
+
+def _fill(flat: Tensor, active: Tensor, block: int, value: float) -> None:
     active = active if active.dtype is torch.bool else active < 0
     if block > 1 and not flat.is_cpu:
         flat.view(-1, block).masked_fill_(active.logical_not().unsqueeze(1), value)
@@ -87,9 +113,3 @@ def fill_frozen(flat: Tensor, active: Tensor, block: int, value: float) -> None:
     for start in range(0, flat.numel(), count):
         part = slice(start, start + count)
         flat[part].masked_fill_(~active[part], value)
-
-
-def _clear(flat: Tensor, active: Tensor, block: int) -> bool:
-    if triton_moves.clear(flat, active, block):
-        return True
-    return block == 1 and (native.clear(flat, active) or jitted.clear(flat, active))

@@ -1,15 +1,17 @@
 """The C kernel: compiled once by the system's compiler, kept in a cache folder, called without the GIL.
 
-Here are the moves that masks need; `native_adam` runs the updates.
-
-Where there is no compiler, the loops of `jitted` do it, which is said once.
+Here are the moves that masks need; `native_adam` runs the updates. Where there is no compiler, the loops of
+`jitted` do it, which is said once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,16 @@ from gradpolicy.compiling import compiled
 
 GRAIN = 1 << 15
 
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ARGUMENTS = {
+    "adam": [_POINTER, _LONG, _POINTER, _INT],
+    "recode": [*[_POINTER] * 3, *[_LONG] * 2, *[_INT] * 3],
+    "clear": [_POINTER, _LONG, _POINTER, _INT],
+    "survey": [*[_POINTER] * 5, _LONG, _INT, _POINTER, _INT],
+    "repack": [*[_POINTER] * 5, _INT, _LONG, _INT],
+}
+_RESULTS = {"survey": _LONG, "repack": _INT}
+
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
@@ -25,18 +37,18 @@ def library() -> ctypes.CDLL | None:
     source = Path(__file__).with_name("kernel.c")
     loaded = compiled(source)
     if loaded is not None:
-        for name in ("adam", "recode", "clear", "bits"):
-            getattr(loaded, f"gradpolicy_{name}").restype = None
-        loaded.gradpolicy_count.restype = ctypes.c_int64
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(loaded, f"gradpolicy_{name}")
+            function.argtypes, function.restype = arguments, _RESULTS.get(name)
     return loaded
 
 
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _on_cpu(*tensors: Tensor | None) -> bool:
-    return all(t is None or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors)
+    return all(t is None or (t.is_cpu and t.is_contiguous()) for t in tensors)
 
 
 def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
@@ -45,77 +57,163 @@ def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
     kernel = library() if small and _on_cpu(codes, mask) else None
     if kernel is None:
         return None
+    by_byte, thaw, freeze = _by_byte(table)
+    addresses = (codes.data_ptr(), mask.data_ptr(), by_byte.data_ptr())
+    sizes = (codes.numel(), table.shape[-1], thaw, freeze)
+    kernel.gradpolicy_recode(*addresses, *sizes, torch.get_num_threads())
+    return codes
+
+
+@functools.lru_cache(maxsize=16)
+def _by_byte(table: Tensor) -> tuple[Tensor, int, int]:
+    """A table of [flag][old code], and the codes of all that thaw and of all that freeze.
+
+    The codes are (0, 0) where these have more than one, or where others change too.
+    """
     width = table.shape[-1]
     by_byte = torch.zeros(2, 2, 128, dtype=torch.int8)
     by_byte[..., :width] = table
     slots = torch.arange(width, dtype=torch.int8)
     stay = torch.equal(table[0, 0], slots) and torch.equal(table[1, 1], slots - 128)
     freeze, thaw = int(table[0, 1, 0]), int(table[1, 0, 0])
-    if not (stay and bool((table[0, 1] == freeze).all() and (table[1, 0] == thaw).all())):
-        thaw = 0
-    pointers = [_pointer(tensor) for tensor in (codes, mask, by_byte)]
-    sizes = (ctypes.c_int64(codes.numel()), ctypes.c_int64(width), thaw, freeze, torch.get_num_threads())
-    kernel.gradpolicy_recode(*pointers, *sizes)
-    return codes
+    if stay and bool((table[0, 1] == freeze).all() and (table[1, 0] == thaw).all()):
+        return by_byte, thaw, freeze
+    return by_byte, 0, 0
 
 
-def clear(flat: Tensor, active: Tensor) -> bool:
-    """Zero the entries that are not active (flags, or codes); False where the kernel cannot do it."""
-    possible = flat.element_size() in (2, 4, 8) and active.element_size() == 1 and _on_cpu(flat, active)
+class _Clearing(ctypes.Structure):
+    """`clearing` of kernel.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("values", "active")),
+        *((name, ctypes.c_int64) for name in ("size", "block")),
+        *((name, ctypes.c_int32) for name in ("bytes", "bit")),
+    ]
+
+
+def clears(flat: Tensor, active: Tensor) -> bool:
+    """Whether `clear` can zero these."""
+    small = flat.element_size() in (2, 4, 8) and active.element_size() == 1
+    return small and _on_cpu(flat, active) and library() is not None
+
+
+def clear(vectors: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+    """Zero the entries of many vectors that are not active; all must be such that `clears` says so.
+
+    Args:
+        vectors: entries in memory order; flags (bool), codes (int8) or bits (uint8); and how many entries one
+            of the former governs.
+    """
+    kernel = library()
+    assert kernel is not None
+    bits = {torch.bool: 1, torch.int8: 0x80, torch.uint8: 0}
+    each = (_Clearing * len(vectors))(
+        *[
+            _Clearing(
+                flat.data_ptr(),
+                active.data_ptr(),
+                flat.numel(),
+                block,
+                flat.element_size(),
+                bits[active.dtype],
+            )
+            for flat, active, block in vectors
+        ]
+    )
+    first_parts = (ctypes.c_int64 * (len(vectors) + 1))()
+    kernel.gradpolicy_clear(each, len(vectors), first_parts, torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one look at flags tells.
+
+    Attributes:
+        count: how many are set.
+        same: whether they are those in force; None: not looked at.
+        index: the flags as bits, eight a byte, and how many are set in each GRAIN; None: not made.
+    """
+
+    count: int
+    same: bool | None = None
+    index: tuple[Tensor, Tensor] | None = None
+
+
+def survey(
+    flags: Tensor, codes: Tensor | None = None, known: Tensor | None = None, indexed: bool = False
+) -> Survey | None:
+    """One look at flags (bool), or at codes (int8), below 0 where set; None where the kernel cannot do it.
+
+    Args:
+        flags: what to look at.
+        codes: as many codes, to compare with.
+        known: as many bits, to compare with.
+        indexed: whether to make an index.
+    """
+    codes = codes if codes is not None and codes.dtype is torch.int8 else None
+    possible = flags.dtype in (torch.bool, torch.int8) and _on_cpu(flags, codes, known)
     kernel = library() if possible else None
     if kernel is None:
-        return False
-    bit = 1 if active.dtype is torch.bool else 0x80
-    sizes = (ctypes.c_int64(flat.numel()), flat.element_size(), bit, torch.get_num_threads())
-    kernel.gradpolicy_clear(_pointer(flat), _pointer(active), *sizes)
-    return True
+        return None
+    size = flags.numel()
+    bits = torch.empty(-(-size // 8), dtype=torch.uint8) if indexed else None
+    counts = torch.empty(-(-size // GRAIN), dtype=torch.int64)
+    differ = ctypes.c_int()
+    vectors = (_address(flags), _address(codes), _address(known), _address(bits), _address(counts))
+    shift = 0 if flags.dtype is torch.bool else 7
+    threads = torch.get_num_threads()
+    count = kernel.gradpolicy_survey(*vectors, size, shift, ctypes.addressof(differ), threads)
+    same = None if codes is None and known is None else not differ.value
+    return Survey(count, same, None if bits is None else (bits, counts))
+
+
+def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The index of a `Survey`; None where the kernel cannot make it."""
+    found = survey(flags, indexed=True)
+    return None if found is None else found.index
 
 
 def count(flags: Tensor) -> int:
     """How many flags are True."""
-    kernel = library() if flags.numel() > GRAIN and _on_cpu(flags) else None
-    if kernel is None:
-        return int(flags.count_nonzero())
-    return int(
-        kernel.gradpolicy_count(_pointer(flags), ctypes.c_int64(flags.numel()), torch.get_num_threads())
-    )
+    found = survey(flags)
+    return int(flags.count_nonzero()) if found is None else found.count
 
 
-def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Flags, or codes below 0, as bits, and how many in each GRAIN; None where the kernel cannot do it."""
-    kernel = library() if flags.element_size() == 1 and _on_cpu(flags) else None
-    if kernel is None:
-        return None
-    count = flags.numel()
-    packed = torch.empty(-(-count // 8), dtype=torch.uint8)
-    counts = torch.empty(-(-count // GRAIN), dtype=torch.int64)
-    pointers = [_pointer(tensor) for tensor in (flags, packed, counts)]
-    shift = 0 if flags.dtype is torch.bool else 7
-    kernel.gradpolicy_bits(*pointers, ctypes.c_int64(count), shift, torch.get_num_threads())
-    return packed, counts
+class _Stream(ctypes.Structure):
+    """`stream` of kernel_packed.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("old", "result")),
+        *((name, ctypes.c_int32) for name in ("bytes", "newcomer")),
+    ]
 
 
 def repack(
     old: tuple[Tensor, Tensor] | None,
     new: tuple[Tensor, Tensor] | None,
-    values: Tensor,
-    result: Tensor,
+    moves: Sequence[tuple[Tensor, Tensor, int]],
     size: int,
-    newcomer: int = 0,
 ) -> bool:
-    """Move values between sets of held entries; False where the kernel cannot do it.
+    """Move values between sets of held entries, up to four vectors at once; False where the kernel cannot.
 
     Args:
         old: bits and offsets of the entries in `values`; None: all.
         new: bits and offsets of the entries in `result`; None: all.
-        values: what is held now.
-        result: filled; it may share its beginning with `values` where `old` and `new` are given.
+        moves: what is held now; the result, which is filled, and may share its beginning with the former
+            where `old` and `new` are given; and a number for entries that are not held now, 0 where these
+            are no codes.
         size: entries of the whole tensor.
-        newcomer: for entries that `values` lacks; 0 where these are no codes.
     """
-    kernel = library() if _on_cpu(values, result) and values.element_size() in (1, 2, 4, 8) else None
+    vectors = [vector for values, result, _ in moves for vector in (values, result)]
+    possible = _on_cpu(*vectors) and all(vector.element_size() in (1, 2, 4, 8) for vector in vectors)
+    kernel = library() if possible else None
     if kernel is None:
         return False
-    tensors = [*(old or (None, None)), *(new or (None, None)), values, result]
-    sizes = (ctypes.c_int64(size), values.element_size(), newcomer, torch.get_num_threads())
-    return bool(kernel.gradpolicy_repack(*(_pointer(tensor) for tensor in tensors), *sizes))
+    index: list[Any] = [_address(tensor) for tensor in (*(old or (None, None)), *(new or (None, None)))]
+    streams = (_Stream * len(moves))(
+        *[
+            _Stream(values.data_ptr(), result.data_ptr(), values.element_size(), newcomer)
+            for values, result, newcomer in moves
+        ]
+    )
+    return bool(kernel.gradpolicy_repack(*index, streams, len(moves), size, torch.get_num_threads()))

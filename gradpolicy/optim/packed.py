@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class Held:
         flags: one flag a block, or one code, below 0 where it is held.
         block: consecutive entries in a block.
         count: how many blocks are held, where that is known.
+        index: the flags as bits and how many are set in each GRAIN, where that is known (`block` 1).
 
     Attributes:
         size: entries in the whole tensor.
@@ -67,7 +68,13 @@ class Held:
         rows: int64, the blocks held (`block` above 1).
     """
 
-    def __init__(self, flags: Tensor, block: int, count: int | None = None) -> None:
+    def __init__(
+        self,
+        flags: Tensor,
+        block: int,
+        count: int | None = None,
+        index: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         self.size = flags.numel() * block
         self.block = block
         self.bits = self.offsets = self.rows = None
@@ -75,9 +82,9 @@ class Held:
             self.rows = (flags if flags.dtype is torch.bool else flags < 0).nonzero().view(-1)
             self.count = self.rows.numel()
             return
-        found = triton_moves.bits(flags)
+        found = triton_moves.bits(flags) if index is None else None
         self.grain = triton_moves.tile() if found else GRAIN
-        found = found or native.bits(flags) or jitted.bits(flags)
+        found = index or found or native.bits(flags) or jitted.bits(flags)
         self.bits, counts = found or _bits(flags if flags.dtype is torch.bool else flags < 0)
         counts = counts.cumsum(0)
         self.count = int(counts[-1]) if count is None else count
@@ -133,7 +140,7 @@ class Held:
         if self.rows is not None:
             return values.view(-1, block).index_select(0, self.rows).view(-1)
         packed = self.vector(values.dtype, values.device)
-        if _repack(None, self, values, packed):
+        if _repack(None, self, [(values, packed, 0)]):
             return packed
         for positions, place in self.chunks():
             torch.index_select(values, 0, positions, out=packed[place])
@@ -144,12 +151,24 @@ class Held:
 
         `packed` is given up: its memory is written over where that will do, for fresh memory is slow.
         """
-        if self.rows is None and other.rows is None:
-            result = _in_place(packed, other.count)
-            if result is None:
-                result = other.vector(packed.dtype, packed.device)
-            if _repack(self, other, packed, result, newcomer):
-                return result
+        return self.move_together([(packed, newcomer)], other)[0]
+
+    def move_together(self, vectors: Sequence[tuple[Tensor, int]], other: Held) -> list[Tensor]:
+        """`move` for several vectors and their newcomers, which together take little longer than one."""
+        entries = self.rows is None and other.rows is None
+        moves = [(packed, other._room_for(packed), newcomer) for packed, newcomer in vectors if entries]
+        if moves and _repack(self, other, moves):
+            return [result for _, result, _ in moves]
+        if len(vectors) > 1:
+            return [self.move(packed, other, newcomer) for packed, newcomer in vectors]
+        return [self._move_anyhow(packed, other, newcomer) for packed, newcomer in vectors]
+
+    def _room_for(self, packed: Tensor) -> Tensor:
+        """A vector to fill: the memory of `packed` where that will do."""
+        result = _in_place(packed, self.count)
+        return self.vector(packed.dtype, packed.device) if result is None else result
+
+    def _move_anyhow(self, packed: Tensor, other: Held, newcomer: int) -> Tensor:
         moved = other.pack(self.unpack(packed))
         return (
             moved if not newcomer else moved.masked_fill_(other.pack(self.flags()).logical_not_(), newcomer)
@@ -162,20 +181,22 @@ class Held:
         if self.rows is not None:
             values.view(-1, block).index_copy_(0, self.rows, packed.view(-1, block))
             return values
-        if _repack(self, None, packed, values):
+        if _repack(self, None, [(packed, values, 0)]):
             return values
         for positions, place in self.chunks():
             values[positions] = packed[place]
         return values
 
 
-def _repack(old: Held | None, new: Held | None, values: Tensor, result: Tensor, newcomer: int = 0) -> bool:
-    """Move values by a kernel, see `native.repack`; False where none can do it."""
+def _repack(old: Held | None, new: Held | None, moves: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
+    """Move values by a kernel, see `native.repack` (several: by the C kernel); False where none can do it."""
     known = [held for held in (old, new) if held is not None]
     grains = {held.grain for held in known}
-    kernels = (native.repack, jitted.repack) if grains == {GRAIN} else (triton_moves.repack,)
     before, after = (None if held is None else held._index for held in (old, new))
     size = known[0].size
-    return len(grains) == 1 and any(
-        kernel(before, after, values, result, size, newcomer) for kernel in kernels
-    )
+    if grains == {GRAIN} and native.repack(before, after, moves, size):
+        return True
+    if len(grains) > 1 or len(moves) > 1:
+        return False
+    kernel = jitted.repack if grains == {GRAIN} else triton_moves.repack
+    return kernel(before, after, *moves[0][:2], size, moves[0][2])

@@ -19,7 +19,7 @@ from gradpolicy.optim.beginnings import (
     makes_state_again,
     state_of_a_first_step,
 )
-from gradpolicy.optim.cohorts import Cohorts, Slots, chunk
+from gradpolicy.optim.cohorts import Cohorts, Slots, chunk, repeat
 from gradpolicy.optim.general import Keeper
 from gradpolicy.optim.layout import (
     Layout,
@@ -113,13 +113,15 @@ class Tracked:
             if self.rests and self.forgets:
                 self._empty_whole()
             return
-        flags, block, same = self._take_flags(mask)
-        if self.applied_as == (self.frozen_state, self.rests) and self._is_in_force(flags, block, same):
+        before = self.kind
+        flags, block, seen = self._take_flags(mask)
+        unchanged = self.applied_as == (self.frozen_state, self.rests) and self.kind is before
+        if unchanged and (self.kind is not PARTIAL or self._is_in_force(flags, block, seen.same)):
             return
         self.applied_as = (self.frozen_state, self.rests)
         old = self.held
         self._forget_addresses()
-        if self._repack(flags, block):
+        if self._repack(flags, block, seen):
             return
         self._unpack_codes()
         self.cohorts.change(flags, block, self.forgets, moves.recode)
@@ -130,18 +132,19 @@ class Tracked:
         """Whether these flags change nothing: then no cohort is made, and a resumed run makes none either.
 
         Args:
-            flags: what `_take_flags` gives, as are the others.
+            flags: some of which are set, as were some before.
             block: entries that a flag governs.
             same: what is known already.
         """
-        own, whole = self.cohorts.block, self.held is None and self.cohorts.uniform
-        if whole or flags.numel() == 1:
-            return whole and flags.numel() == 1 and (self.kind is FULL) == bool(self.cohorts.births)
+        if same is not None:
+            return same
+        own = self.cohorts.block
         if block == own == 1:
             parts = self._active_parts()
-            return all(torch.equal(flags[part], active) for part, active in parts) if same is None else same
-        active, finest = self._active(), min(block, own)
-        return torch.equal(flags.repeat_interleave(block // finest), active.repeat_interleave(own // finest))
+            return all(torch.equal(flags[part], active) for part, active in parts)
+        finest = min(block, own)
+        both = [repeat(flags, block // finest), repeat(self._active(), own // finest)]
+        return torch.equal(*both)
 
     def _active_parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Flags of single entries a stretch at a time: masks that differ mostly do so in the first one."""
@@ -158,18 +161,15 @@ class Tracked:
         """One flag a block."""
         return self.cohorts.active() if self.held is None else self.held.flags()
 
-    def _take_flags(self, mask: Tensor) -> tuple[Tensor, int, bool | None]:
-        """One flag a block, a single one where all agree, and the entries that it governs.
-
-        Then whether these are the flags in force, where that came to light (else None).
-        """
+    def _take_flags(self, mask: Tensor) -> tuple[Tensor, int, native.Survey]:
+        """One flag a block, a single one where all agree; the entries that it governs; and what was seen."""
         flags, block = self.layout.blocks_of(mask, self.parameter)
-        count, same = moves.survey(flags, self.cohorts.codes, self.held)
-        self.active_entries = count * block
-        self.kind = FULL if count == flags.numel() else PARTIAL if count else FROZEN
+        seen = moves.survey(flags, self.cohorts.codes, self.held)
+        self.active_entries = seen.count * block
+        self.kind = FULL if seen.count == flags.numel() else PARTIAL if seen.count else FROZEN
         if not is_sharded(self.parameter):
             self.rests = self.kind is FROZEN
-        return (flags, block, same) if self.kind is PARTIAL else (flags[:1], self.layout.size, same)
+        return (flags, block, seen) if self.kind is PARTIAL else (flags[:1], self.layout.size, seen)
 
     def _rests_under(self, mask: Tensor) -> bool:
         """Whether a mask freezes the whole tensor; of a sharded mask every process must ask."""
@@ -215,10 +215,9 @@ class Tracked:
             return one_flag and not bool(self.empty_part)
         return one_flag and self.kind is FROZEN
 
-    def active_flags(self) -> tuple[Tensor, int]:
-        """One flag (or code, below 0 where active) a block, and the entries it governs."""
-        active = self.held.flags() if self.held is not None else self.cohorts.codes
-        return active, self.cohorts.block
+    def active_flags(self) -> tuple[Tensor | Held, int]:
+        """Codes, or the index of active blocks, and how many entries a block has."""
+        return self.cohorts.codes if self.held is None else self.held, self.cohorts.block
 
     def _blockwise(self, values: Tensor) -> Tensor:
         return values if self.held is None else self.held.unpack(values, 1)
@@ -281,7 +280,7 @@ class Tracked:
             if key != "step":
                 self.state[key] = old.move(value, held) if old else held.pack(self.layout.flat(value))
 
-    def _repack(self, flags: Tensor, block: int) -> bool:
+    def _repack(self, flags: Tensor, block: int, seen: native.Survey) -> bool:
         """From held entries to other held entries directly; False where that is not the case."""
         old = self.held
         entries = old is not None and old.block == block == 1 and self.cohorts.paused in ([], [0])
@@ -290,12 +289,12 @@ class Tracked:
         code = self.cohorts.thaw_code()
         if code is None:
             return False
-        self.held = held = Held(flags, block, self.active_entries)
-        self.cohorts.codes = old.move(self.cohorts.codes, held, code)
+        self.held = held = Held(flags, block, seen.count, seen.index)
+        keys = [key for key in self.state if key != "step"]
+        vectors = [(self.cohorts.codes, code), *((self.state[key], 0) for key in keys)]
+        self.cohorts.codes, *moments = old.move_together(vectors, held)
+        self.state.update(zip(keys, moments, strict=True))
         self.cohorts.paused = [0]
-        for key, value in self.state.items():
-            if key != "step":
-                self.state[key] = old.move(value, held)
         return True
 
     def _move_state(self, old: Held | None) -> None:
@@ -315,18 +314,25 @@ class Tracked:
         self._set_step_by_age()
 
     def _empty_frozen(self) -> None:
-        for key, value in entry_state(self.state, self.parameter).items():
-            self._begin_frozen(key, value)
+        entries = entry_state(self.state, self.parameter)
+        if not self.exact:
+            for key, value in entries.items():
+                self._begin_frozen(key, value)
+            return
+        flats = [self.layout.flat(value) for value in entries.values()]
+        moves.clear_frozen([(flat, *self.active_flags()) for flat in flats])
+        for flat, value in zip(flats, entries.values(), strict=True):
+            self.layout.write_back(flat, value)
 
     def _begin_frozen(self, key: str, value: Tensor) -> None:
         """Have frozen entries of a state be what it begins with."""
         begin = beginning(self.inner, key, self._group(), self.parameter)
         if begin is None:
             return
-        active, block = self.active_flags()
+        active, block = self.cohorts.codes, self.cohorts.block
         flat = self.layout.flat(value)
         if begin == AS_PARAMETER:
-            flags = (active if active.dtype == torch.bool else active < 0).view(-1, 1)
+            flags = (active < 0).view(-1, 1)
             own = self.layout.flat(self.parameter.detach()).to(flat.dtype)
             flat.copy_(torch.where(flags, flat.view(-1, block), own.view(-1, block)).view(-1))
         else:
@@ -408,9 +414,9 @@ class Tracked:
             values, values_block = self.layout.blocks_of(numbers, self.parameter)
         fine = min(block, values_block)
         if values_block > fine and values.numel() > 1:
-            values = values.repeat_interleave(values_block // fine)
+            values = repeat(values, values_block // fine)
         if block > fine and flags.numel() > 1:
-            flags = flags.repeat_interleave(block // fine)
+            flags = repeat(flags, block // fine)
         codes = torch.where(flags, values + torch.iinfo(values.dtype).min, values)
         self.cohorts = Cohorts.restored(codes, self.layout.size // codes.numel(), slots)
         self._hold_what_was_restored()

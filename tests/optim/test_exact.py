@@ -115,7 +115,8 @@ SURPRISES = [
     *(for_each(change_settings), load, load_inner, copy.deepcopy, pickled),
 ]
 NAMES = """move_data turn_data turn_gradient narrow_data forget_gradient replace_moments move_moments
-    lose_state ask_for_the_maximum correct_by_tensor change_mask thaw change_settings load load_inner deepcopy pickled"""
+    lose_state ask_for_the_maximum correct_by_tensor change_mask thaw change_settings load load_inner
+    deepcopy pickled"""
 
 
 def end(surprise, **options):

@@ -40,6 +40,18 @@ def test_moves_take_what_stays_and_start_the_others_anew(machinery, size, dtype,
     assert torch.equal(moved, values.masked_fill(~before, newcomer)[after])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_vectors_move_together_as_each_alone(count, share, dtype):
+    size = 12 * GRAIN + 77
+    before, after = Held(random_flags(size, share), 1), Held(random_flags(size, share), 1)
+    codes = torch.randint(-128, 0, (before.count,), dtype=torch.int8)
+    vectors = [(codes, -77), *((torch.rand(before.count).to(dtype), 0) for _ in range(count - 1))]
+    alone = [before.move(vector.clone(), after, newcomer) for vector, newcomer in vectors]
+    assert all(map(torch.equal, before.move_together(vectors, after), alone))
+
+
 @pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 def test_masks_of_the_same_density_are_moved_between_in_the_same_memory():
     first, *others = (Held(random_flags(10 * GRAIN, 0.3), 1) for _ in range(4))

@@ -219,10 +219,10 @@ def test_a_survey_counts_and_compares(size):
     flags, other = torch.rand(size) < 0.5, torch.rand(size) < 0.5
     for known in (codes_of(other, 3), Held(other, 1)):
         codes, held = (known, None) if isinstance(known, torch.Tensor) else (torch.zeros(1), known)
-        count, same = moves.survey(flags, codes, held)
-        assert count == flags.sum()
-        assert same is torch.equal(flags, other)
-        assert moves.survey(other, codes, held)[1] is True
+        seen = moves.survey(flags, codes, held)
+        assert seen.count == flags.sum()
+        assert seen.same is torch.equal(flags, other)
+        assert moves.survey(other, codes, held).same is True
 
 
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
