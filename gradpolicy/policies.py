@@ -3,6 +3,7 @@
 What is a policy's own may be positional; where (``modules``, ``ops``, ``params``) and ``when`` are keywords.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,10 @@ class Policy:
             raise PolicyError(f"{type(self).__name__}: when must be a gradpolicy.When, got {when!r}")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self.describe())})"
+        when = [] if self.when == When() else [f"when={self.when!r}"]
+        text = f"{type(self).__name__}({', '.join([*self.describe(), *when])})"
+        # Where a function lies in memory says nothing, and differs in a run that is resumed.
+        return re.sub(r" at 0x[0-9a-f]+", "", text)
 
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""
@@ -110,11 +114,14 @@ class FlowPolicy(Policy):
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""
         places = (("modules", self.modules), ("ops", self.ops), ("params", self.params))
-        return [f"rule={self.rule.name!r}"] + [
+        parameters = [f"{key}={value!r}" for key, value in self.rule.parameters.items()]
+        where = [
             f"{key}={[getattr(item, '__name__', item) for item in chosen]}"
             for key, chosen in places
             if chosen
         ]
+        at = [f"at={self.at!r}"] if self.at != BOUNDARIES[0] else []
+        return [f"rule={self.rule.name!r}", *parameters, *where, *at]
 
 
 class Stop(FlowPolicy):
@@ -142,6 +149,10 @@ class Stop(FlowPolicy):
             raise unknown("mode", str(mode), self.MODES, key="Stop.mode")
         super().__init__(get_rule("stop"), **where_and_when)
         self.mode = mode
+
+    def describe(self) -> list[str]:
+        """The arguments that tell this policy from others of its class, as a person writes them."""
+        return [f"mode={self.mode!r}", *super().describe()]
 
 
 class StraightThrough(FlowPolicy):
@@ -318,9 +329,10 @@ class Freeze(Policy):
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""
         return [
-            f"{type(self.source).__name__}",
+            repr(self.source),
             f"params={list(self.params)}",
             f"frozen_state={self.frozen_state!r}",
+            f"bias_correction={self.bias_correction!r}",
         ]
 
 

@@ -255,6 +255,25 @@ def test_a_resumed_run_ends_with_the_same_bits(two_layers, loader, make_trainer,
     assert same(bits(two_layers), bits(twin))
 
 
+def test_a_run_resumed_under_other_policies_says_which(two_layers, loader, make_trainer, tmp_path, recwarn):
+    def train(epochs, density, resume_from=None):
+        policies = {
+            "random": gp.Freeze(gp.masks.Random(lambda step: density, every=int(density * 10))),
+            "slow": gp.Scale(lambda step: 0.1, modules="head"),
+        }
+        saving = ModelCheckpoint(dirpath=tmp_path, filename=f"{epochs}", save_top_k=-1)
+        callbacks = [gp.GradientPolicies(policies), saving]
+        trainer = make_trainer(max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(copy.deepcopy(two_layers), loader, ckpt_path=resume_from, weights_only=True)
+        return [str(w.message) for w in recwarn if "under other policies" in str(w.message)]
+
+    assert train(1, 0.5) == []
+    assert train(2, 0.5, tmp_path / "1.ckpt") == []
+    assert train(3, 0.3, tmp_path / "2.ckpt") == [
+        "the checkpoint was written under other policies; changed: random"
+    ]
+
+
 def test_loggers_get_shares_norms_and_counts(two_layers, loader, make_trainer, tmp_path):
     policies = {
         "rounding": gp.StraightThrough(ops=["round"]),

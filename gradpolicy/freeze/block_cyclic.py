@@ -93,8 +93,10 @@ class BlockCyclic(MaskSource):
         return {name: name in chosen for name in self.parameters}
 
     def describe(self) -> dict[str, Any]:
-        """Order and size."""
-        return {"order": self.order, "size": self.size}
+        """Order and size, and what else was given."""
+        given = {"blocks": self.given, "always": self.always}
+        own = {"order": self.order, "size": self.size}
+        return {**own, **{key: value for key, value in given.items() if value is not None}}
 
 
 def _joined(layers: list[Layer]) -> Layer:

@@ -72,5 +72,5 @@ class Gradual(MaskSource):
         return {name: name in thawed for name in self.parameters}
 
     def describe(self) -> dict[str, Any]:
-        """How many groups train from the beginning."""
-        return {"initial": self.initial}
+        """How many groups train from the beginning, and which there are where that was given."""
+        return {"initial": self.initial, **({} if self.given is None else {"groups": self.given})}

@@ -82,5 +82,6 @@ class Layerwise(MaskSource):
         return {name: name not in frozen or name in self._always for name in self.parameters}
 
     def describe(self) -> dict[str, Any]:
-        """How many layers train."""
-        return {"active": self.active}
+        """How many layers train, and what else was given."""
+        given = {"always": self.always, "layers": self.containers}
+        return {"active": self.active, **{key: value for key, value in given.items() if value is not None}}

@@ -101,8 +101,8 @@ class Progressive(MaskSource):
         }
 
     def describe(self) -> dict[str, Any]:
-        """Length and curve."""
-        return {"total": self.total, "first": self.first, "curve": self.curve}
+        """Length and curve, and what becomes of the learning rates."""
+        return {key: getattr(self, key) for key in ("total", "first", "curve", "anneal", "scale")}
 
 
 def _with_what_follows(layers: list[Layer]) -> list[Layer]:

@@ -159,6 +159,8 @@ class MaskSource:
 
     def __repr__(self) -> str:
         timetable = {"every": self.every, "unit": self.unit, "start": self.start, "stop": self.stop}
+        if self.own_seed is not None:
+            timetable["seed"] = self.own_seed
         shown = ", ".join(f"{key}={value!r}" for key, value in {**self.describe(), **timetable}.items())
         return f"{type(self).__name__}({shown})"
 
