@@ -115,13 +115,13 @@ def repack(
     """
     if not _on_cpu(values, result) or library() is None:
         return False
+    if values.data_ptr() == result.data_ptr():
+        values = values.clone()  # parts are written in no order that would leave what others still read
     everything = (np.empty(0, np.uint8), np.empty(0, np.int64))
     index = [everything if each is None else tuple(map(array, each)) for each in (old, new)]
     whole = WHOLE[values.element_size()]
     arrays = [array(tensor, whole) for tensor in (values, result)]
     kind = arrays[0].dtype.type
-    if values.data_ptr() == result.data_ptr():
-        arrays[0] = arrays[0].copy()  # parts are written in no order that would leave what others still read
     first = kind(newcomer % (1 << (8 * values.element_size())))
     _run(library().repack, *index[0], *index[1], *arrays, size, first, size=-(-size // GRAIN), part=8)
     return True
