@@ -82,7 +82,7 @@ def masked_step_without_compiler() -> list[Row]:
             measure(what, random_masks(0.5), changes, frozen_state=state)
         measure("entry correction, keep, 140 cohorts", growing_masks(140), 139)
         measure("entry correction, AMSGrad, 50% active, 24 changes", random_masks(0.5), 24, amsgrad=True)
-        for density in (0.1, 0.5):
+        for density in (0.1, 0.5, 0.9):
             what = f"entry correction, drop, {density:.0%} active, 4 changes"
             measure(what, random_masks(density), 4, frozen_state="drop")
         for state in ("keep", "drop"):
