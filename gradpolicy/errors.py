@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 Made = TypeVar("Made")
@@ -112,6 +112,17 @@ def constructors(kind: type) -> list[Callable[..., Any]]:
 def _takes_any(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """Lists the first few names, and how many there are besides.
+
+    Example:
+        >>> shortened(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -66,7 +66,19 @@ class Function(MaskSource):
             raise PolicyError(
                 f"Function: must be a function (name, parameter, step) -> mask, got {function!r}"
             )
+        try:
+            inspect.signature(function).bind("name", None, 0)
+        except TypeError as error:
+            raise PolicyError(
+                f"Function: {self._name(function)} must take (name, parameter, step): {error}"
+            ) from error
+        except ValueError:
+            pass  # written in C, without a signature to look at
         self.function = function
+
+    @staticmethod
+    def _name(function: Callable) -> str:
+        return getattr(function, "__qualname__", type(function).__name__)
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """What the function gives for each parameter."""
@@ -75,7 +87,7 @@ class Function(MaskSource):
 
     def describe(self) -> dict[str, Any]:
         """The function's name."""
-        return {"function": getattr(self.function, "__qualname__", type(self.function).__name__)}
+        return {"function": self._name(self.function)}
 
 
 class Adapted(MaskSource):
@@ -83,6 +95,9 @@ class Adapted(MaskSource):
 
     Args:
         source: The object. Its ``masks`` takes ``(step, epoch)`` or ``(step)``.
+
+    Raises:
+        PolicyError: When it is asked, if its ``masks`` gives no dict.
     """
 
     def __init__(self, source: Any) -> None:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from gradpolicy.errors import shortened
+
 if TYPE_CHECKING:
     from gradpolicy.insight.plan import Plan, PlanRow
 
@@ -46,7 +48,7 @@ def remarks(plan: "Plan") -> list[str]:
     lines += [f"The gradient is cut at: {cut}" for cut in plan.cuts]
     for names, what in ((plan.without_gradient, "no gradient at all"), (plan.zero_gradient, "only zeros")):
         if names:
-            lines.append(f"[yellow]These get {what}[/yellow]: {_shortened(names)}")
+            lines.append(f"[yellow]These get {what}[/yellow]: {shortened(names, most=8)}")
     return lines
 
 
@@ -58,8 +60,3 @@ def _intersection(plan: "Plan", names: tuple[str, ...]) -> str:
         f"{' and '.join(names)} share {', '.join(_counted(len(shares), 'parameter'))}:"
         f" their intersection, {training / max(entries, 1):.1%} of {entries:,}, trains."
     )
-
-
-def _shortened(names: tuple[str, ...], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -82,7 +82,11 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
 
 
 def start(prepared: Hydra, source: Source, options: Namespace) -> int:
-    """Checks everything that the command line asks for, then runs the job, or the sweep's jobs."""
+    """Checks everything that the command line asks for, then runs the job, or the sweep's jobs.
+
+    Raises:
+        PolicyError: For wrong input.
+    """
     config = compose_job(source, fixed_overrides(options.overrides))
     if options.multirun or config.hydra.mode == RunMode.MULTIRUN:
         check_launcher(config)

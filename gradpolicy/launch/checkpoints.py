@@ -17,8 +17,9 @@ from gradpolicy.distributed.sharded_checkpoint import (
     read_unsharded,
     saved_shapes,
 )
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, nearest, shortened
 
+KEY = "ckpt_path"
 LAST = "last"
 LAST_NAME = "last*.ckpt"
 
@@ -54,10 +55,14 @@ def find_checkpoint(ckpt_path: str | None, places: Iterable[Path]) -> Path | Non
     return path
 
 
-def read_checkpoint(path: Path) -> Mapping[str, Any]:
+def read_checkpoint(path: Path, key: str = KEY) -> Mapping[str, Any]:
     """Reads a checkpoint; its tensors stay in the file until they are used. No code in it is run.
 
     Of a directory of shards only what is not sharded is read.
+
+    Args:
+        path: The checkpoint.
+        key: The config key that names it, for the message.
 
     Raises:
         PolicyError: If it is damaged, holds anything but tensors and plain values, or is no checkpoint of
@@ -71,21 +76,26 @@ def read_checkpoint(path: Path) -> Mapping[str, Any]:
     except pickle.UnpicklingError as error:
         readable = sharded or zipfile.is_zipfile(path)
         reason = _first_line(error) if readable else "it is no checkpoint, or it is truncated"
-        raise PolicyError(f"ckpt_path: {path} cannot be read: {reason}") from error
+        raise PolicyError(f"{key}: {path} cannot be read: {reason}") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise PolicyError(f"ckpt_path: {path} is truncated or damaged ({_first_line(error)})") from error
+        raise PolicyError(f"{key}: {path} is truncated or damaged ({_first_line(error)})") from error
     if not isinstance(content, Mapping) or "state_dict" not in content:
-        raise PolicyError(f"ckpt_path: {path} holds no 'state_dict': it is no checkpoint of a run")
+        raise PolicyError(f"{key}: {path} holds no 'state_dict': it is no checkpoint of a run")
     return content
 
 
-def check_fits(path: Path, model: nn.Module) -> None:
+def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
     """Checks that a checkpoint is of this model: the same names, the same shapes.
+
+    Args:
+        path: The checkpoint.
+        model: The model.
+        key: The config key that names it, for the message.
 
     Raises:
         PolicyError: If it is damaged, or of another model.
     """
-    content = read_checkpoint(path)
+    content = read_checkpoint(path, key)
     saved = saved_shapes(path) if path.is_dir() else _shapes(content["state_dict"])
     wanted = _shapes(model.state_dict())
     lacking, surplus = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
@@ -95,12 +105,12 @@ def check_fits(path: Path, model: nn.Module) -> None:
         if name in saved and saved[name] != wanted[name]
     ]
     differences = [
-        *([f"it lacks {_few(lacking)}"] if lacking else []),
-        *([f"it holds {_few(surplus)}, which this model has not"] if surplus else []),
+        *([f"it lacks {shortened(lacking)}"] if lacking else []),
+        *([f"it holds {shortened(surplus)}, which this model has not"] if surplus else []),
         *reshaped[:2],
     ]
     if differences:
-        raise PolicyError(f"ckpt_path: {path} is of another model: {'; '.join(differences)}")
+        raise PolicyError(f"{key}: {path} is of another model: {'; '.join(differences)}")
 
 
 def _newest_good(place: Path, name: str) -> Path | None:
@@ -134,11 +144,6 @@ def _near(path: Path) -> str:
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _few(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,6 +8,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.checkpoints import check_fits, read_checkpoint
 
+KEY = "callbacks.initial_weights.path"
+
 
 class InitialWeights(Callback):
     """Loads the weights of a checkpoint before training: for fine-tuning.
@@ -30,10 +32,10 @@ class InitialWeights(Callback):
         if stage != "fit":
             return
         if self.path is None:
-            rank_zero_warn("initial_weights.path names no checkpoint: training starts from fresh weights")
+            rank_zero_warn(f"{KEY} names no checkpoint: training starts from fresh weights")
             return
         path = Path(self.path).expanduser()
         if not path.is_file():
-            raise PolicyError(f"callbacks.initial_weights.path: {path} is not a file")
-        check_fits(path, pl_module)
-        pl_module.load_state_dict(read_checkpoint(path)["state_dict"])
+            raise PolicyError(f"{KEY}: {path} is not a file")
+        check_fits(path, pl_module, KEY)
+        pl_module.load_state_dict(read_checkpoint(path, KEY)["state_dict"])

@@ -119,7 +119,11 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
 
 
 def build_subject(container: Mapping[str, Any]) -> Subject:
-    """Makes the data module, the model and the policies."""
+    """Makes the data module, the model and the policies.
+
+    Raises:
+        PolicyError: If one cannot be made, or is of another kind.
+    """
     data = build(container["data"], "data")
     model = build(container["model"], "model")
     if not isinstance(model, LightningModule):

@@ -23,6 +23,9 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
 
     Args:
         tensors: Tensors with the same first dimension.
+
+    Raises:
+        ValueError: If they differ in it.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -177,6 +180,9 @@ class DataModule(LightningDataModule):
         batch_size: Samples a batch, on each process.
         seed: Seeds the order of the training samples.
         workers: Loader processes; 0 loads in the training process.
+
+    Raises:
+        PolicyError: If a number is too small; when training starts, if no batch can be filled.
     """
 
     train_set: Dataset[Any] | None = None

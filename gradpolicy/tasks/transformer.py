@@ -47,7 +47,11 @@ class CharacterTransformer(nn.Module):
         self._initialise(layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Gives logits of shape (batch, length, vocabulary) for tokens of shape (batch, length)."""
+        """Gives logits of shape (batch, length, vocabulary) for tokens of shape (batch, length).
+
+        Raises:
+            ValueError: If there are more characters than the context holds.
+        """
         if tokens.shape[1] > self.context:
             raise ValueError(f"{tokens.shape[1]} characters are more than the context of {self.context}")
         hidden = self.dropout(self.embedding(tokens))
