@@ -83,18 +83,23 @@ class BoundPolicy:
         if held and period == self.period and not due and not self.source.overdue(step, epoch):
             return set()
         self.period, before = period, self.masks
-        self.masks = self._checked(self.source.masks(step, epoch))
+        self.masks = self._ask(step, epoch)
         self.counted = None
         if not held:
             return set(self.parameters)
         return {name for name in self.parameters if not same_mask(before.get(name), self.masks[name])}
 
+    def _ask(self, step: int, epoch: int) -> dict[str, Mask]:
+        try:
+            return self._checked(self.source.masks(step, epoch))
+        except PolicyError as error:
+            raise PolicyError(f"policy.{self.name}: {error}") from error
+
     def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
         for name in given:
             if name not in self.parameters:
                 raise PolicyError(
-                    f"policy.{self.name}: a mask for {name!r}, which the policy does not match; "
-                    f"{nearest(name, self.parameters)}"
+                    f"a mask for {name!r}, which the policy does not match; {nearest(name, self.parameters)}"
                 )
         return {
             name: _as_flag(check_mask(name, given.get(name, True), parameter.shape))
@@ -106,7 +111,7 @@ class BoundPolicy:
         if self.asked and not self.holds:
             return sum(parameter.numel() for parameter in self.parameters.values())
         if self.counted is None:
-            masks = self.masks or self._checked(self.source.masks(0, 0))
+            masks = self.masks or self._ask(0, 0)
             self.counted = sum(
                 active_entries(masks[name], parameter.shape) for name, parameter in self.parameters.items()
             )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, knows_its_arguments, nearest
 from gradpolicy.freeze.mask import Mask, check_mask
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.where import as_patterns, match_names
@@ -42,6 +42,7 @@ class Fixed(MaskSource):
         [True, False]
     """
 
+    @knows_its_arguments
     def __init__(
         self,
         mask: "bool | str | Path | Iterable[str] | Tensor | Mapping[str, Mask]" = False,

@@ -32,8 +32,8 @@ class Progressive(MaskSource):
         curve: ``"linear"``, ``"squared"`` or ``"cubic"``.
         anneal: Anneal the learning rates as above; otherwise only freeze.
         scale: Start with ``α / tᵢ``; only with ``anneal``.
-        unit: ``"step"`` or ``"epoch"``.
-        seed: Taken for the sake of a common signature; nothing here is random.
+        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. ``total`` is
+            counted from ``start``; the learning rates change with the masks.
 
     Raises:
         PolicyError: For an unknown curve or a share that is 0; with ``anneal``, under an optimizer whose
@@ -59,10 +59,9 @@ class Progressive(MaskSource):
         curve: str = "cubic",
         anneal: bool = True,
         scale: bool = True,
-        unit: str = "step",
-        seed: int | None = None,
+        **timetable: Any,
     ) -> None:
-        super().__init__(every=1, unit=unit, seed=seed)
+        super().__init__(**timetable)
         self.total = check_whole("Progressive.total", total, least=1)
         self.first = check_share("Progressive.first", first)
         if self.first == 0.0:
@@ -86,19 +85,23 @@ class Progressive(MaskSource):
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """True for layers whose time is not over."""
-        count = self.count(step, epoch)
-        return {name: count < self._share_of[name] * self.total for name in self.parameters}
+        passed = self._passed(step, epoch)
+        return {name: passed < self._share_of[name] * self.total for name in self.parameters}
 
     def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
         """``αᵢ(t) / α`` for each parameter that trains."""
         if not self.anneal:
             return {}
-        passed = self.count(step, epoch) / self.total
+        passed = self._passed(step, epoch) / self.total
         return {
             name: 0.5 * (1.0 + math.cos(math.pi * passed / share)) / (share if self.scale else 1.0)
             for name, share in self._share_of.items()
             if passed < share
         }
+
+    def _passed(self, step: int, epoch: int) -> int:
+        """How many steps (or epochs) of the training were over at the last change."""
+        return self.changed_at(self.period(step, epoch)) - self.start
 
     def describe(self) -> dict[str, Any]:
         """Length and curve, and what becomes of the learning rates."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, knows_its_arguments
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.freeze.source import MaskSource
@@ -38,6 +38,7 @@ class Rows(MaskSource):
         [False, False, False, True, True]
     """
 
+    @knows_its_arguments
     def __init__(self, rows: Indices, *, dim: int = 0, size: int = 1, seed: int | None = None) -> None:
         super().__init__(every=None, seed=seed)
         self.rows, self._index = _read(rows)

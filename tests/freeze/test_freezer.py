@@ -452,6 +452,8 @@ def test_wrong_input_is_one_clear_message(stack) -> None:
             Freezer(stack, optimizer, policies)
     with pytest.raises(PolicyError, match=r"policy\.a: a mask for 'head.wieght'.*did you mean 'head.weight'"):
         Freezer(stack, optimizer, {"a": gp.Freeze(Wrong())}).begin_step(0)
+    with pytest.raises(PolicyError, match=r"policy\.a: mask of 'embed.weight': must be True, False"):
+        Freezer(stack, optimizer, {"a": gp.Freeze(lambda name, parameter, step: 1)}).begin_step(0)
     only_head = gp.MaskedOptimizer(torch.optim.SGD(stack.head.parameters(), lr=1.0))
     with pytest.raises(PolicyError, match=r"policy\.a: no optimizer holds what it matches: embed.weight"):
         Freezer(stack, only_head, {"a": gp.Freeze(gp.masks.Fixed(), params="embed.*")})

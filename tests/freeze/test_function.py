@@ -61,5 +61,7 @@ def test_a_source_stays_what_it_is() -> None:
 def test_what_is_no_source_is_an_error(prepared) -> None:
     with pytest.raises(PolicyError, match="must be a mask source"):
         as_source(3)
+    with pytest.raises(PolicyError, match="must take \\(name, parameter, step\\)"):
+        as_source(lambda name: True)
     with pytest.raises(PolicyError, match="must give masks"):
         prepared(as_source(type("Bad", (), {"masks": lambda self, step: None}))).masks(0, 0)

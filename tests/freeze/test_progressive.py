@@ -56,6 +56,15 @@ def test_embeddings_freeze_first_and_the_head_goes_with_the_last_layer(prepared)
     ]
 
 
+def test_the_timetable_shifts_and_coarsens_the_course(prepared) -> None:
+    plain = prepared(gp.masks.Progressive(100, first=0.5), layers(3))
+    later = prepared(gp.masks.Progressive(100, first=0.5, start=20, every=10, stop=80), layers(3))
+    for step in (0, 19, 20, 29, 30, 47, 79, 80, 200):
+        passed = max(min(step, 79) - 20, 0) // 10 * 10
+        assert later.masks(step, 0) == plain.masks(passed, 0)
+        assert later.learning_rate_scale(step, 0) == plain.learning_rate_scale(passed, 0)
+
+
 def test_annealing_can_be_left_to_others(prepared) -> None:
     assert prepared(gp.masks.Progressive(100, anneal=False)).learning_rate_scale(10, 0) == {}
 

@@ -67,6 +67,20 @@ def test_an_argument_that_no_source_takes_is_an_error_with_the_nearest_names() -
             gp.masks.Random(**{wrong: 1})
 
 
+@pytest.mark.parametrize(
+    ("source", "near"),
+    [
+        (lambda: gp.masks.Fixed(freez="*"), "freeze"),
+        (lambda: gp.masks.Rows("1:", sise=2), "size"),
+        (lambda: gp.masks.Progressive(9, evry=2), "every"),
+        (lambda: gp.masks.Stable(percentil=9), "percentile"),
+    ],
+)
+def test_every_source_names_the_nearest_arguments(source, near: str) -> None:
+    with pytest.raises(PolicyError, match=f"takes no argument .*did you mean '{near}'"):
+        source()
+
+
 def test_a_source_without_parameters_is_an_error() -> None:
     with pytest.raises(PolicyError, match="no parameter"):
         MaskSource().setup({}, seed=0)
