@@ -29,8 +29,9 @@ def library() -> Any:
 
 def array(tensor: Tensor, shown_as: torch.dtype | None = None) -> np.ndarray:
     """A tensor's own memory, as whole numbers where NumPy does not know its type."""
-    shown_as = shown_as or SHOWN_AS.get(tensor.dtype, tensor.dtype)
-    return tensor.detach().view(shown_as).numpy()
+    shown_as = shown_as or SHOWN_AS.get(tensor.dtype)
+    own = tensor.detach()
+    return (own if shown_as is None else own.view(shown_as)).numpy()
 
 
 def _run(loop: Callable[..., Any], *arguments: Any, size: int, part: int = PART) -> None:
