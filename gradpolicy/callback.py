@@ -13,7 +13,7 @@ from torch import Tensor
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.zero import deepspeed_refused, masked
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.flow import install
 from gradpolicy.flow.install import Installed
 from gradpolicy.freeze import Freezer
@@ -73,8 +73,10 @@ class GradientPolicies(Callback):
         agreement_every: int | None = 100,
         communication: ActiveEntries | None = None,
     ) -> None:
+        policies = {} if policies is None else policies
+        check_named(policies)
         self.policies: dict[str, Policy] = {
-            name: policy for name, policy in (policies or {}).items() if policy is not None
+            name: policy for name, policy in policies.items() if policy is not None
         }
         for name, policy in self.policies.items():
             if not isinstance(policy, Policy):

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 Made = TypeVar("Made")
@@ -53,6 +53,16 @@ def unknown(kind: str, name: str, candidates: Iterable[str], key: str | None = N
     """
     place = f"{key}: " if key else ""
     return PolicyError(f"{place}unknown {kind} {name!r}; {nearest(name, candidates)}".rstrip("; "))
+
+
+def check_named(policies: object) -> None:
+    """Makes sure that policies come with names.
+
+    Raises:
+        PolicyError: If they are no dict.
+    """
+    if not isinstance(policies, Mapping):
+        raise PolicyError(f"policies: must be a dict from names to policies, got {type(policies).__name__}")
 
 
 def knows_its_arguments(

@@ -295,7 +295,7 @@ class Freeze(Policy):
         when: When the policy holds; at other times its parameters train as ever.
 
     Raises:
-        PolicyError: For an unknown frozen_state or bias_correction, or what is no mask source.
+        PolicyError: For an unknown frozen_state or bias_correction, no params, or what is no mask source.
     """
 
     def __init__(
@@ -318,6 +318,8 @@ class Freeze(Policy):
             )
         self.source = as_source(mask)
         self.params = as_patterns(params)
+        if not self.params:
+            raise PolicyError("Freeze.params: names no parameter; '*' means all of them")
         self.frozen_state = frozen_state
         self.bias_correction = bias_correction
 

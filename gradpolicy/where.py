@@ -55,6 +55,9 @@ def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) 
     """
     names = list(names)
     written = as_patterns(patterns)
+    for pattern in written:
+        if not isinstance(pattern, str):
+            raise PolicyError(f"{kind} pattern {pattern!r}: must be text")
     wanted = [pattern for pattern in written if not pattern.startswith("!")] or ["*"]
     unwanted = [pattern[1:] for pattern in written if pattern.startswith("!")]
     for pattern in (*wanted, *unwanted):

@@ -329,3 +329,14 @@ def test_what_a_policy_did_in_the_test_phase_is_logged_at_its_end(two_layers, lo
         (row,) = [row for row in csv.DictReader(file) if row.get("policy/guided/operations")]
     assert float(row["policy/guided/operations"]) == 1
     assert float(row["policy/guided/gradient_norm_before"]) >= float(row["policy/guided/gradient_norm_after"])
+
+
+@pytest.mark.parametrize("policies", [gp.Guided(), [gp.Guided()]])
+def test_policies_without_names_are_refused(policies):
+    with pytest.raises(gp.PolicyError, match="policies: must be a dict from names to policies"):
+        gp.GradientPolicies(policies)
+
+
+def test_what_is_no_policy_is_refused_by_name():
+    with pytest.raises(gp.PolicyError, match=r"policy\.cut: must be a gradient policy, got str"):
+        gp.GradientPolicies({"cut": "stop"})

@@ -133,3 +133,9 @@ def test_a_policy_of_ones_own_may_say_itself_where_it_acts():
     assert HalveTrunk().modules == ("trunk",)
     with pytest.raises(PolicyError, match="HalveTrunk: takes no argument 'modules'"):
         HalveTrunk(modules="head")
+
+
+@pytest.mark.parametrize("params", [None, []])
+def test_freeze_without_a_pattern_is_refused(params):
+    with pytest.raises(PolicyError, match=r"Freeze\.params: names no parameter; '\*' means all"):
+        gp.Freeze(torch.tensor(True), params=params)

@@ -54,6 +54,11 @@ def test_a_pattern_that_matches_nothing_names_the_nearest(pattern, near):
         parameters([pattern])
 
 
+def test_a_pattern_that_is_no_text_is_refused():
+    with pytest.raises(PolicyError, match="parameter pattern 3: must be text"):
+        parameters([3])
+
+
 def test_taking_everything_away_is_an_error():
     with pytest.raises(PolicyError, match="take away everything"):
         parameters(["head.*", "!*weight"])

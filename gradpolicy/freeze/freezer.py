@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, check_named, nearest
 from gradpolicy.freeze.bound import BoundPolicy, FreezePolicy, FreezeRow, check_agreement
 from gradpolicy.freeze.mask import Mask, intersect, same_mask
 from gradpolicy.freeze.sharding import local
@@ -54,8 +54,9 @@ class Freezer:
             DistributedDataParallel, which must know its parameters beforehand.
 
     Raises:
-        PolicyError: If a pattern matches nothing, no optimizer holds what a policy matches, a source serves
-            two policies, or two policies want different optimizer state for one parameter.
+        PolicyError: If a policy does not freeze, an optimizer takes no masks, a pattern matches nothing,
+            no optimizer holds what a policy matches, a source serves two policies, or two policies want
+            different optimizer state for one parameter.
 
     Example:
         >>> import torch, gradpolicy as gp
@@ -83,6 +84,8 @@ class Freezer:
         toggle_requires_grad: bool = True,
     ) -> None:
         self.optimizers = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+        _check_optimizers(self.optimizers)
+        check_named(policies)
         self.toggle_requires_grad = toggle_requires_grad
         named = _named_parameters(model)
         self._owner = {
@@ -110,6 +113,8 @@ class Freezer:
 
     def _bind(self, name: str, policy: FreezePolicy, named: Mapping[str, Tensor], seed: int) -> BoundPolicy:
         """Finds a policy's parameters and sets its source up."""
+        if not isinstance(getattr(policy, "mask", None), MaskSource):
+            raise PolicyError(f"policy.{name}: must be a freeze policy, got {type(policy).__name__}")
         try:
             matched = match_names(policy.params, named, "parameter")
             parameters = {key: named[key] for key in matched if id(named[key]) in self._owner}
@@ -330,6 +335,13 @@ def _for_optimizer(mask: Mask, parameter: Tensor) -> Any:
     if isinstance(mask, bool):
         return None if mask else torch.zeros((), dtype=torch.bool, device=parameter.device)
     return mask.to(parameter.device) if isinstance(mask, Tensor) else mask
+
+
+def _check_optimizers(optimizers: Iterable[object]) -> None:
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "set_mask"):
+            kind = type(optimizer).__name__
+            raise PolicyError(f"optimizers: {kind} takes no masks; wrap it: gradpolicy.MaskedOptimizer(...)")
 
 
 def _check_rates(source: MaskSource, optimizers: Iterable[MaskingOptimizer]) -> None:

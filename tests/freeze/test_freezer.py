@@ -462,3 +462,16 @@ def test_wrong_input_is_one_clear_message(stack) -> None:
         freezer.parameters_of("b")
     with pytest.raises(PolicyError, match=r"did you mean 'head\.bias'"):
         freezer.mask_of("head.bais")
+
+
+def test_what_is_no_freeze_policy_and_no_masked_optimizer_is_refused():
+    model = nn.Linear(2, 2)
+    plain = torch.optim.AdamW(model.parameters())
+    optimizer, policy = gp.MaskedOptimizer(plain), gp.Freeze(gp.masks.Random())
+    with pytest.raises(PolicyError, match="optimizers: AdamW takes no masks; wrap it"):
+        Freezer(model, plain, {"a": policy})
+    for policies, kind in (([policy], "list"), (policy, "Freeze")):
+        with pytest.raises(PolicyError, match=f"policies: must be a dict from names to policies, got {kind}"):
+            Freezer(model, optimizer, policies)
+    with pytest.raises(PolicyError, match=r"policy\.a: must be a freeze policy, got Guided"):
+        Freezer(model, optimizer, {"a": gp.Guided()})
