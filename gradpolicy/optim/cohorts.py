@@ -185,7 +185,7 @@ class Cohorts:
         if not self.uniform and mask.numel() > 1 and block > self.block:
             mask = repeat(mask, block // self.block)
         old = self.slots
-        slots, table = _after(old, tuple(self._possible_pairs(mask)), forget)
+        slots, table = _after(old, self._possible_pairs(mask), forget)
         if slots.dtype is not torch.int8 and not self.uniform:
             slots, table = _after(old, tuple(pairs_present(self.codes, mask, old.most)), forget)
         if len(slots.active) + len(slots.frozen) == 1:
@@ -211,13 +211,18 @@ class Cohorts:
             self.births.append(self.clock)
         return self.births.index(self.clock) - 128
 
-    def _possible_pairs(self, mask: Tensor) -> list[Pair]:
+    def _possible_pairs(self, mask: Tensor) -> tuple[Pair, ...]:
         """Every pair that could occur, judged without looking at the entries."""
-        flags = [bool(mask)] if mask.numel() == 1 else [False, True]
+        flags = (bool(mask),) if mask.numel() == 1 else (False, True)
         if self.uniform:
-            return [(flag, bool(self.births), 0) for flag in flags]
-        sides = [(False, len(self.paused)), (True, len(self.births))]
-        return [(flag, side, slot) for flag in flags for side, count in sides for slot in range(count)]
+            return tuple((flag, bool(self.births), 0) for flag in flags)
+        return _all_pairs(flags, len(self.paused), len(self.births))
+
+
+@functools.lru_cache(maxsize=16)
+def _all_pairs(flags: tuple[bool, ...], frozen: int, active: int) -> tuple[Pair, ...]:
+    sides = [(False, frozen), (True, active)]
+    return tuple((flag, side, slot) for flag in flags for side, count in sides for slot in range(count))
 
 
 def _of_one_code(code: Tensor, slots: Slots) -> tuple[Tensor, Slots]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradpolicy.jitting import in_parallel, loops, parts
 from gradpolicy.optim.native import GRAIN
 
-PART = 8 * GRAIN
+PART = 16 * GRAIN
 """Entries a thread takes at once."""
 SHOWN_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.bool: torch.uint8}
 """Types that NumPy or the loops lack, and whole numbers of as many bytes."""
@@ -124,5 +124,5 @@ def repack(
     arrays = [array(tensor, whole) for tensor in (values, result)]
     kind = arrays[0].dtype.type
     first = kind(newcomer % (1 << (8 * values.element_size())))
-    _run(library().repack, *index[0], *index[1], *arrays, size, first, size=-(-size // GRAIN), part=8)
+    _run(library().repack, *index[0], *index[1], *arrays, size, first, size=-(-size // GRAIN), part=16)
     return True

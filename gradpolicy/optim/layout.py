@@ -155,6 +155,9 @@ class Layout:
             The flags (bool, 1-D, in memory order) and how many entries each governs: all of them for a
             whole-tensor mask, a row's worth for a row mask, one for an entry mask.
         """
+        one_each = self.plain and mask.shape == parameter.shape and mask.device == parameter.device
+        if one_each and not is_sharded(mask) and not is_sharded(parameter):
+            return mask.reshape(-1), 1
         own = local_mask(mask, parameter).to(local_shard(parameter).device)
         if parameter.is_complex():
             own = own.unsqueeze(-1)

@@ -16,7 +16,7 @@ from gradpolicy.jitting import loop
 
 TILE = 512
 """Entries whose corrections are looked up at once: with their moments they stay in the first-level cache."""
-GRAIN = 1 << 15
+GRAIN = 1 << 14
 """The same as in packed.py."""
 
 

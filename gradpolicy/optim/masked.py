@@ -88,6 +88,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         for hooks in ("pre", "post"):
             setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
         self._patch_step_function()
+        self._places: dict[int, tuple[int, int]] = {}
         self._exact = _is_adam(self.inner)
         self._closure_needed = _needs_closure(self.inner)
         # Some third-party optimizers need it although it may be left out, such as SAM, or call it twice.
@@ -243,17 +244,31 @@ class MaskedOptimizer(torch.optim.Optimizer):
         Raises:
             PolicyError: it is not the optimizer's.
         """
-        for index, group in enumerate(self.param_groups):
-            for position, known in enumerate(group["params"]):
-                if known is parameter:
-                    names = group.get("param_names")
-                    return repr(names[position]) if names else f"parameter {position} of group {index}"
+        place = self._place(parameter)
+        if place is not None:
+            index, position = place
+            names = self.param_groups[index].get("param_names")
+            return repr(names[position]) if names else f"parameter {position} of group {index}"
         shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else f" {parameter!r}"
         shapes = sorted({str(tuple(p.shape)) for group in self.param_groups for p in group["params"]})
         raise PolicyError(
             f"the parameter{shape} is not one of the wrapped optimizer's; "
             f"its parameters have the shapes {', '.join(shapes[:8])}{', ...' if len(shapes) > 8 else ''}"
         )
+
+    def _place(self, parameter: Any) -> tuple[int, int] | None:
+        """A parameter's group and position there: looked for where it was last, then everywhere."""
+        groups = self.param_groups
+        index, position = self._places.get(id(parameter), (0, 0))
+        members = groups[index]["params"] if index < len(groups) else []
+        if position < len(members) and members[position] is parameter:
+            return index, position
+        self._places = {
+            id(known): (index, position)
+            for index, group in enumerate(groups)
+            for position, known in enumerate(group["params"])
+        }
+        return self._places.get(id(parameter))
 
     # --- steps
 

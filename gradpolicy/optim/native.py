@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradpolicy.compiling import compiled
 
-GRAIN = 1 << 15
+GRAIN = 1 << 14
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
@@ -48,7 +48,10 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _on_cpu(*tensors: Tensor | None) -> bool:
-    return all(t is None or (t.is_cpu and t.is_contiguous()) for t in tensors)
+    for tensor in tensors:
+        if tensor is not None and not (tensor.is_cpu and tensor.is_contiguous()):
+            return False
+    return True
 
 
 def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
@@ -157,14 +160,16 @@ def survey(
         return None
     size = flags.numel()
     bits = torch.empty(-(-size // 8), dtype=torch.uint8) if indexed else None
-    counts = torch.empty(-(-size // GRAIN), dtype=torch.int64)
+    parts = -(-size // GRAIN)
+    counts = torch.empty(parts, dtype=torch.int64) if indexed else None
+    room = (ctypes.c_int64 * parts)() if counts is None else counts.data_ptr()
     differ = ctypes.c_int()
-    vectors = (_address(flags), _address(codes), _address(known), _address(bits), _address(counts))
+    vectors = (flags.data_ptr(), _address(codes), _address(known), _address(bits))
     shift = 0 if flags.dtype is torch.bool else 7
     threads = torch.get_num_threads()
-    count = kernel.gradpolicy_survey(*vectors, size, shift, ctypes.addressof(differ), threads)
+    count = kernel.gradpolicy_survey(*vectors, room, size, shift, ctypes.addressof(differ), threads)
     same = None if codes is None and known is None else not differ.value
-    return Survey(count, same, None if bits is None else (bits, counts))
+    return Survey(count, same, None if bits is None or counts is None else (bits, counts))
 
 
 def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradpolicy.optim import cohorts, jitted, native, triton_moves
 
-GRAIN = 1 << 15
+GRAIN = 1 << 14
 """Entries between two stored counts, so that work can start in the middle of a tensor; fewer on a GPU."""
 SPARE = 64
 """One value in so many is held to spare: the next random mask of the same density has a few more entries."""

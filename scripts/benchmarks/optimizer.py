@@ -136,7 +136,7 @@ def drop_memory() -> list[Row]:
 def mask_change() -> list[Row]:
     """Setting new masks on all entries, against one fused step."""
     baseline, rows = fused(), []
-    for state, density in product(("keep", "zero", "drop"), (0.1, 0.5)):
+    for state, density in product(("keep", "zero", "drop"), (0.1, 0.5, 0.9)):
         optimizer = masked((ROWS, COLUMNS), density, 4, frozen_state=state)
         parameter = optimizer.param_groups[0]["params"][0]
         masks = [torch.rand(ROWS, COLUMNS, device=HERE) < density for _ in range(2)]
