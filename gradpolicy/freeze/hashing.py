@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradpolicy import jitting
+from gradpolicy import jitting, kernels
 from gradpolicy.compiling import compiled
 from gradpolicy.freeze.select import highest
 
@@ -79,6 +79,8 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
         return drawn.fill_(threshold > 0)
     for first, last, word_key in _segments(key, start, stop):
         part = drawn[first - start : last - start]
+        if _below_kernel(part, first & _WORD, word_key, threshold):
+            continue
         if drawn.device.type != "cpu":
             _below_device(part, first & _WORD, word_key, threshold)
         elif part.numel() < _MANY or not (
@@ -209,6 +211,17 @@ def _below_cpu(out: np.ndarray, first: int, key: tuple[int, int], threshold: int
     edges = [out.size * worker // workers for worker in range(workers + 1)]
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(fill, edges[:-1], edges[1:]))
+
+
+def _below_kernel(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> bool:
+    """The same by hashing_kernel.py; False where there is no GPU, or no Triton for it."""
+    if not kernels.serve(out):
+        return False
+    source = kernels.module("gradpolicy.freeze.hashing_kernel")
+    assert source is not None
+    programs = -(-out.numel() // int(source.TILE.value))
+    arguments = (out.view(torch.uint8), out.numel(), first, *key, threshold)
+    return kernels.launch(source.draw, programs, out.device, *arguments)
 
 
 def _below_device(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradpolicy import kernels
 from gradpolicy.optim import (
     adam,
     cohorts,
@@ -89,7 +90,7 @@ def clear_frozen(vectors: Sequence[tuple[Tensor, Tensor | Held, int]]) -> None:
     together = []
     for flat, active, block in vectors:
         if isinstance(active, Held):
-            bits = None if triton_moves.serves(flat) else active.bits
+            bits = None if kernels.serve(flat) else active.bits
             active = bits if bits is not None and native.clears(flat, bits) else active.flags()
         if triton_moves.clear(flat, active, block):
             continue

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy import kernels
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import triton_moves
 from gradpolicy.optim.adam import Job, Settings, compute_dtype
@@ -31,7 +32,7 @@ def takes(job: Job) -> bool:
     """Whether the kernels can do a job."""
     dtype, vectors = job.parameter.dtype, [job.parameter, job.gradient, *job.moments]
     same = dtype in TYPES and all(vector.dtype is dtype for vector in vectors)
-    return same and triton_moves.serves(*vectors, job.codes)
+    return same and kernels.serve(*vectors, job.codes)
 
 
 class Record(KeptJob):
@@ -91,8 +92,7 @@ def _kind(
     coupled: bool,
     many: bool,
 ) -> Any:
-    module = triton_moves.kernels()
-    assert module is not None
+    module = triton_moves.source()
     types = {"stored": _type(module, stored), "code": _type(module, code)}
     switches = {"aligned": aligned, "amsgrad": amsgrad, "coupled": coupled, "many": many}
     return module.Kind(**types, **switches, packed=packed, sparse=sparse, columns=columns)
@@ -174,8 +174,9 @@ def _launch(device: torch.device, kind: Any, records: Sequence[Record]) -> bool:
     programs = starts.pop()
     starts += [NO_PROGRAM] * (room - len(records))
     table, *places = _upload(device, kind, starts, records)
-    name = "adam_rows" if kind.columns else "adam_entries"
-    return triton_moves.launch(name, programs, device, table, *places, KIND=kind, JOBS=room, num_warps=WARPS)
+    source = triton_moves.source()
+    kernel = source.adam_rows if kind.columns else source.adam_entries
+    return kernels.launch(kernel, programs, device, table, *places, KIND=kind, JOBS=room, num_warps=WARPS)
 
 
 def _upload(
@@ -200,5 +201,5 @@ def _upload(
     number = "d" if records[0].dtype is torch.float64 else "f"
     form = f"{len(wholes)}q{len(numbers)}d{len(corrections)}{number}"
     written = bytearray(struct.pack(form, *wholes, *numbers, *corrections))
-    table = triton_moves.upload(torch.frombuffer(written, dtype=torch.int64), device)
+    table = kernels.upload(torch.frombuffer(written, dtype=torch.int64), device)
     return table, len(wholes), len(wholes) + len(numbers)

@@ -15,6 +15,7 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from gradpolicy.freeze import hashing_kernel
 from gradpolicy.optim import triton_kernels as kernels
 from gradpolicy.optim.triton_adam import WARPS
 
@@ -61,6 +62,14 @@ MOVES = {
     | {"OLD_BITS": 8},
     "clear_frozen": {"flat": WHOLE, "active": "*i8", "size": "i32", "block": "i32", "BELOW_ZERO": True}
     | {"SINGLE": True},
+    "draw": {
+        "out": FLAGS,
+        "size": "i32",
+        "first": "i64",
+        "low_key": "i64",
+        "high_key": "i32",
+        "threshold": "i64",
+    },
 }
 
 
@@ -73,7 +82,8 @@ def built(name, arguments, warps, capability):
     }
     even = [key for key, value in signature.items() if value.startswith("*") or key == "size"]
     attributes = {(names.index(key),): [["tt.divisibility", 16]] for key in even}
-    source = ASTSource(getattr(kernels, name), signature, constants, attributes)
+    kernel = getattr(kernels, name, None) or getattr(hashing_kernel, name)
+    source = ASTSource(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
     made = triton.compile(source, target=target, options={"num_warps": warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -5,9 +5,8 @@ import warnings
 import pytest
 import torch
 
-from gradpolicy import MaskedOptimizer
+from gradpolicy import MaskedOptimizer, kernels
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import triton_moves
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +21,7 @@ def no_fallback(recwarn):
     """The kernels do the work: falling back is said."""
     yield
     assert not [warning for warning in recwarn if "gradpolicy" in str(warning.message)]
-    assert triton_moves.serves(torch.zeros(1, device="cuda"))
+    assert kernels.serve(torch.zeros(1, device="cuda"))
 
 
 def moved(device, dtype, frozen_state, shapes, **options):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradpolicy import MaskedOptimizer
+from gradpolicy import MaskedOptimizer, kernels
 from gradpolicy.optim import triton_moves
 
 HERE = Path(__file__).parent
@@ -56,9 +56,9 @@ capabilities = pytest.mark.parametrize("capability", [90, pytest.param(80, marks
 @needs_triton
 @capabilities
 def test_kernels_compile_and_keep_to_their_registers(capability, cache):
-    kernels = built(capability, cache)
-    assert len(kernels) == 13
-    for name, kernel in kernels.items():
+    made = built(capability, cache)
+    assert len(made) == 14
+    for name, kernel in made.items():
         assert kernel["stack"] == 0, name
         # Of 65536, so that at least two programs of 256 threads run beside each other.
         assert kernel["registers"] <= 128, name
@@ -78,12 +78,11 @@ def test_memory_is_read_and_written_in_pieces_of_16_bytes(capability, cache, nam
 @pytest.fixture
 def on_gpu(monkeypatch):
     """As if the CPU were a GPU; what is kept of failures is forgotten afterwards."""
-    monkeypatch.setattr(triton_moves, "DEVICES", {"cpu"})
-    monkeypatch.setattr(triton_moves, "_refused", set())
-    known = triton_moves.kernels
-    known.cache_clear()
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(kernels, "_refused", set())
+    kernels.available.cache_clear()
     yield
-    known.cache_clear()
+    kernels.available.cache_clear()
 
 
 def steps_with_masks():
@@ -99,11 +98,10 @@ def steps_with_masks():
 
 def test_without_triton_torch_does_the_work_which_is_said_once(on_gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "gradpolicy.optim.triton_kernels", raising=False)
-    with pytest.warns(UserWarning, match="run on plain torch operations") as said:
+    with pytest.warns(UserWarning, match="worked on by plain torch operations") as said:
         moved = steps_with_masks()
     assert len(said) == 1
-    monkeypatch.setattr(triton_moves, "DEVICES", set())
+    monkeypatch.setattr(kernels, "DEVICES", set())
     torch.testing.assert_close(moved, steps_with_masks())
 
 
@@ -115,14 +113,23 @@ class Uncompilable:
 
     WIDE = TILE
 
+    class Kind:
+        def __init__(self, **given):
+            self.columns = given["columns"]
+
+    tl = torch
+
     def __getattr__(self, name):
+        return self
+
+    def __getitem__(self, grid):
         raise RuntimeError("compute capability 3.5 is too old")
 
 
 def test_where_kernels_do_not_compile_torch_does_the_work_which_is_said_once(on_gpu, monkeypatch):
-    monkeypatch.setattr(triton_moves, "kernels", lambda: Uncompilable())
+    monkeypatch.setattr(triton_moves, "source", Uncompilable)
     with pytest.warns(UserWarning, match=r"RuntimeError: compute capability 3\.5 is too old") as said:
         moved = steps_with_masks()
     assert len(said) == 1
-    monkeypatch.setattr(triton_moves, "DEVICES", set())
+    monkeypatch.setattr(kernels, "DEVICES", set())
     torch.testing.assert_close(moved, steps_with_masks())

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradpolicy import MaskedOptimizer
+from gradpolicy import MaskedOptimizer, kernels
+from gradpolicy.freeze import hashing
 from gradpolicy.optim import adam, cohorts, jitted, moves, native, packed, triton_adam, triton_moves
 from gradpolicy.optim.packed import Held
 from gradpolicy.optim.record import GroupNumbers
@@ -24,7 +25,7 @@ SIZE = 2500
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """Tensors of a CPU go to the Triton kernels, and nothing else does their work."""
-    monkeypatch.setattr(triton_moves, "DEVICES", {"cpu"})
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
     for machinery in (native, jitted):
         monkeypatch.setattr(machinery, "library", lambda: None, raising=False)
     torch.manual_seed(0)
@@ -139,12 +140,13 @@ def test_updates_of_held_entries_are_those_of_all(dtype, rows, block):
 
 def test_many_tensors_are_updated_together(monkeypatch):
     launches = []
-    launch = triton_moves.launch
-    monkeypatch.setattr(
-        triton_moves,
-        "launch",
-        lambda name, *rest, **more: launches.append(name) or launch(name, *rest, **more),
-    )
+    launch = kernels.launch
+
+    def noted(kernel, *rest, **more):
+        launches.append(kernel.__name__)
+        return launch(kernel, *rest, **more)
+
+    monkeypatch.setattr(kernels, "launch", noted)
     rates, sizes = (0.1, 0.02, 0.3), (5, 1024, 1500, 2048, 3000)
     jobs = [
         make_job(torch.float32, size, 1, settings(lr=lr), (2, 7))
@@ -223,6 +225,17 @@ def test_a_survey_counts_and_compares(size):
         assert seen.count == flags.sum()
         assert seen.same is torch.equal(flags, other)
         assert moves.survey(other, codes, held).same is True
+
+
+@pytest.mark.parametrize(
+    ("first", "key", "threshold"),
+    [(0, (1, 2), 1), ((1 << 32) - 50, ((1 << 32) - 1, 7), 1 << 31), (9, (5, (1 << 32) - 1), (1 << 32) - 1)],
+)
+def test_random_bits_are_those_of_numpy(first, key, threshold):
+    drawn, expected = torch.empty(9000, dtype=torch.bool), torch.empty(9000, dtype=torch.bool)
+    hashing._below_cpu(expected.numpy(), first, key, threshold)
+    assert hashing._below_kernel(drawn, first, key, threshold)
+    assert torch.equal(drawn, expected)
 
 
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
