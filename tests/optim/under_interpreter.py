@@ -269,12 +269,13 @@ class Asked(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-@pytest.mark.parametrize("shape", [(40, 30), (40, 1)])
+@pytest.mark.parametrize(
+    ("frozen_state", "shape"), [("keep", (40, 1)), ("zero", (40, 30)), ("drop", (40, 30)), ("drop", (40, 1))]
+)
 def test_a_step_does_not_wait_for_the_device(frozen_state, shape):
-    parameters = [torch.nn.Parameter(torch.randn(40, 30)) for _ in range(3)]
+    parameters = [torch.nn.Parameter(torch.randn(40, 30)) for _ in range(2)]
     optimizer = MaskedOptimizer(torch.optim.AdamW(parameters, fused=True), frozen_state=frozen_state)
-    for _ in range(3):
+    for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.randn(40, 30)
             optimizer.set_mask(parameter, torch.rand(shape) < 0.5)
@@ -283,7 +284,7 @@ def test_a_step_does_not_wait_for_the_device(frozen_state, shape):
         optimizer.step()
     # What gives a number, or a shape that depends on values, waits.
     assert not {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select"} & set(asked.names)
-    assert len(asked.names) < 60
+    assert len(asked.names) < 40
 
 
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
