@@ -35,6 +35,11 @@ def seconds(function: Callable[[], Any]) -> float:
     return begin.elapsed_time(end) / 1e3 / CALLS
 
 
+def memory() -> int:
+    """Bytes of memory of the GPU; 0 where there is none."""
+    return torch.cuda.get_device_properties(HERE).total_memory if HERE.type == "cuda" else 0
+
+
 @functools.cache
 def copy_bandwidth() -> float:
     """Bytes a second that a copy reads and writes here."""

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 # One weight: 21 M parameters; on a GPU 336 M, where 21 M would be a matter of what Python takes.
 CPU_ROWS, COLUMNS = 4096, 5120
 CPU = torch.device("cpu")
-ROWS = CPU_ROWS if HERE.type == "cpu" else 65536
+ROWS = CPU_ROWS * (16 if device.memory() > 30e9 else 4 if device.memory() > 8e9 else 1)
 ADAM_BYTES = 8
 """Adam's two moments, a float32 entry."""
 STEP_BYTES = 28
