@@ -70,15 +70,11 @@ class Function(MaskSource):
             inspect.signature(function).bind("name", None, 0)
         except TypeError as error:
             raise PolicyError(
-                f"Function: {self._name(function)} must take (name, parameter, step): {error}"
+                f"Function: {_name(function)} must take (name, parameter, step): {error}"
             ) from error
         except ValueError:
             pass  # written in C, without a signature to look at
         self.function = function
-
-    @staticmethod
-    def _name(function: Callable) -> str:
-        return getattr(function, "__qualname__", type(function).__name__)
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """What the function gives for each parameter."""
@@ -87,7 +83,7 @@ class Function(MaskSource):
 
     def describe(self) -> dict[str, Any]:
         """The function's name."""
-        return {"function": self._name(self.function)}
+        return {"function": _name(self.function)}
 
 
 class Adapted(MaskSource):
@@ -162,3 +158,9 @@ def _positional_count(function: Callable) -> int:
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         return 2
     return sum(parameter.kind in kinds for parameter in parameters)
+
+
+def _name(function: Callable) -> str:
+    """The function's own name, also where some of its arguments are given beforehand."""
+    own = getattr(function, "func", function)
+    return getattr(own, "__qualname__", type(own).__name__)

@@ -1,5 +1,7 @@
 """Functions and classes of the user's own are mask sources."""
 
+import functools
+
 import pytest
 import torch
 
@@ -65,3 +67,10 @@ def test_what_is_no_source_is_an_error(prepared) -> None:
         as_source(lambda name: True)
     with pytest.raises(PolicyError, match="must give masks"):
         prepared(as_source(type("Bad", (), {"masks": lambda self, step: None}))).masks(0, 0)
+
+
+def test_a_function_with_some_arguments_given_is_told_by_its_own_name():
+    def rows(name, parameter, step, *, share):
+        return True
+
+    assert "rows" in repr(gp.masks.Function(functools.partial(rows, share=0.5)))
