@@ -36,10 +36,14 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernel; None, and one warning, where it cannot be had."""
     source = Path(__file__).with_name("kernel.c")
     loaded = compiled(source)
-    if loaded is not None:
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(loaded, f"gradpolicy_{name}")
-            function.argtypes, function.restype = arguments, _RESULTS.get(name)
+    return None if loaded is None else declared(loaded)
+
+
+def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    """The kernel with its functions' types."""
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(loaded, f"gradpolicy_{name}")
+        function.argtypes, function.restype = arguments, _RESULTS.get(name)
     return loaded
 
 

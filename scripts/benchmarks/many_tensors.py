@@ -1,4 +1,4 @@
-"""What masks cost where a model has many tensors, most of them small, against torch's fused AdamW on the same."""
+"""What masks cost where a model has many tensors, most of them small, against torch's fused AdamW."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
