@@ -1,0 +1,59 @@
+"""Triton kernels are a GPU's, come late, and are never a condition; test_triton.py checks what they do."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gradpolicy import kernels
+from gradpolicy.compiling import SWITCH
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """What is known of Triton and of devices is found out anew."""
+    monkeypatch.setattr(kernels, "_refused", set())
+    kernels.available.cache_clear()
+    yield
+    kernels.available.cache_clear()
+
+
+def test_on_a_cpu_no_kernel_is_loaded():
+    code = (
+        "import sys, torch, gradpolicy as gp; p = torch.nn.Parameter(torch.ones(4)); p.grad = torch.ones(4);"
+        "o = gp.MaskedOptimizer(torch.optim.Adam([p])); o.set_mask(p, p.detach().cumsum(0) > 2); o.step();"
+        "assert not {'gradpolicy.optim.triton_kernels', 'gradpolicy.freeze.hashing_kernel'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_kernels_serve_contiguous_tensors_of_one_gpu(monkeypatch):
+    assert not kernels.serve(torch.zeros(4))
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    assert kernels.serve(torch.zeros(4), torch.zeros(3))
+    assert not kernels.serve(torch.zeros(4), torch.zeros(4)[::2])
+    assert not kernels.serve(torch.zeros(4), torch.zeros(4, device="meta"))
+
+
+def test_they_can_be_switched_off(monkeypatch, recwarn):
+    monkeypatch.setenv(SWITCH, "0")
+    assert not kernels.available()
+    assert kernels.module("gradpolicy.optim.triton_kernels") is None
+    assert not recwarn
+
+
+def test_a_device_that_a_kernel_cannot_be_compiled_for_is_asked_once(monkeypatch):
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    device = torch.device("cpu")
+    assert kernels.launch({}, 0, device)
+    with pytest.warns(UserWarning, match="KeyError"):
+        assert not kernels.launch({}, 1, device)
+    assert not kernels.serve(torch.zeros(4))
+
+
+def test_small_tables_go_to_the_device_as_they_are():
+    values = torch.arange(3)
+    assert torch.equal(kernels.upload(values, torch.device("cpu")), values)
