@@ -14,16 +14,17 @@ from gradpolicy.compiling import SWITCH
 def forgotten(monkeypatch):
     """What is known of Triton and of devices is found out anew."""
     monkeypatch.setattr(kernels, "_refused", set())
-    kernels.available.cache_clear()
+    available = kernels.available
+    available.cache_clear()
     yield
-    kernels.available.cache_clear()
+    available.cache_clear()
 
 
 def test_on_a_cpu_no_kernel_is_loaded():
     code = (
         "import sys, torch, gradpolicy as gp; p = torch.nn.Parameter(torch.ones(4)); p.grad = torch.ones(4);"
         "o = gp.MaskedOptimizer(torch.optim.Adam([p])); o.set_mask(p, p.detach().cumsum(0) > 2); o.step();"
-        "assert not {'gradpolicy.optim.triton_kernels', 'gradpolicy.freeze.hashing_kernel'} & set(sys.modules)"
+        "assert not [n for n in sys.modules if n.endswith(('.triton_kernels', '.hashing_kernel'))]"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
