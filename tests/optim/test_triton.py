@@ -32,7 +32,9 @@ def run(*command, **variables):
 
 @needs_triton
 def test_interpreted_kernels_do_what_torch_does():
-    options = ("-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "-W", "ignore::RuntimeWarning")
+    plugins = ("cacheprovider", "xdist", "hypothesispytest")
+    options = [option for plugin in plugins for option in ("-p", f"no:{plugin}")]
+    options += ["--noconftest", "-W", "ignore::RuntimeWarning"]
     ended = run("-m", "pytest", HERE / "under_interpreter.py", *options, TRITON_INTERPRET="1")
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
 
