@@ -6,15 +6,12 @@ Where Triton is missing, or cannot compile for the device, torch operations do t
 import contextlib
 import functools
 import importlib
-import os
 import warnings
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from gradpolicy.compiling import SWITCH
 
 DEVICES = {"cuda", "xpu"}
 """Kinds of device whose builds of torch bring Triton."""
@@ -24,8 +21,6 @@ _refused: set[torch.device] = set()
 @functools.cache
 def available() -> bool:
     """Whether there is Triton; one warning where there is not."""
-    if os.environ.get(SWITCH) == "0":
-        return False
     try:
         importlib.import_module("triton")
     except ImportError as error:

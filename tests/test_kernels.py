@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gradpolicy import kernels
-from gradpolicy.compiling import SWITCH
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +37,12 @@ def test_kernels_serve_contiguous_tensors_of_one_gpu(monkeypatch):
     assert not kernels.serve(torch.zeros(4), torch.zeros(4, device="meta"))
 
 
-def test_they_can_be_switched_off(monkeypatch, recwarn):
-    monkeypatch.setenv(SWITCH, "0")
-    assert not kernels.available()
-    assert kernels.module("gradpolicy.optim.triton_kernels") is None
-    assert not recwarn
+def test_without_triton_there_are_none_which_is_said_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.warns(UserWarning, match="Triton cannot be imported") as said:
+        assert not kernels.available()
+        assert kernels.module("gradpolicy.optim.triton_kernels") is None
+    assert len(said) == 1
 
 
 def test_a_device_that_a_kernel_cannot_be_compiled_for_is_asked_once(monkeypatch):
