@@ -40,8 +40,10 @@ def test_kernels_serve_contiguous_tensors_of_one_gpu(monkeypatch):
 def test_without_triton_there_are_none_which_is_said_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.warns(UserWarning, match="Triton cannot be imported") as said:
-        assert not kernels.available()
-        assert kernels.module("gradpolicy.optim.triton_kernels") is None
+        found = [
+            kernels.module(f"gradpolicy.{name}") for name in ("optim.triton_kernels", "freeze.hashing_kernel")
+        ]
+    assert found == [None, None]
     assert len(said) == 1
 
 
