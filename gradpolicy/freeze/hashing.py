@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradpolicy import jitting, kernels
-from gradpolicy.compiling import compiled
 from gradpolicy.freeze.select import highest
+from gradpolicy.machinery import jitting, launching
+from gradpolicy.machinery.compiling import compiled
 
 _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
@@ -215,13 +215,13 @@ def _below_cpu(out: np.ndarray, first: int, key: tuple[int, int], threshold: int
 
 def _below_kernel(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> bool:
     """The same by hashing_kernel.py; False where there is no GPU, or no Triton for it."""
-    if not kernels.serve(out):
+    if not launching.serve(out):
         return False
-    source = kernels.module("gradpolicy.freeze.hashing_kernel")
+    source = launching.module("gradpolicy.freeze.hashing_kernel")
     assert source is not None
     programs = -(-out.numel() // int(source.TILE.value))
     arguments = (out.view(torch.uint8), out.numel(), first, *key, threshold)
-    return kernels.launch(source.draw, programs, out.device, *arguments)
+    return launching.launch(source.draw, programs, out.device, *arguments)
 
 
 def _below_device(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gradpolicy.jitting import loop
+from gradpolicy.machinery.jitting import loop
 
 
 @loop

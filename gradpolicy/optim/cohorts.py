@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import jitted
+from gradpolicy.optim.jitted import moves as jitted
 
 CODE_TYPES = (torch.int8, torch.int16, torch.int32)
 CHUNK = 1 << 16

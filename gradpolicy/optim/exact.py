@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import adam, moves, native_adam, triton_adam
+from gradpolicy.optim import adam, moves
+from gradpolicy.optim.gpu import adam as gpu_adam
 from gradpolicy.optim.layout import is_sharded
+from gradpolicy.optim.native import adam as native_adam
 from gradpolicy.optim.tracked import Tracked
 
 Member = tuple[Tracked, Tensor]
@@ -36,7 +38,7 @@ class _Round:
         self.scale = scale
         self.members: list[Tracked] = []
         self.records: list[native_adam.Record] = []
-        self.on_gpu: list[triton_adam.Record] = []
+        self.on_gpu: list[gpu_adam.Record] = []
         self.of_gpu: list[tuple[Tracked, dict[str, Any], adam.Settings, Tensor]] = []
         self.jobs: list[adam.Job] = []
         self.steps: list[Tensor] = []
@@ -61,7 +63,7 @@ class _Round:
                 record.correct(numbers, tracked.cohorts.clock)
             if not record.counts_up:
                 self.steps.append(tracked.state["step"])
-            if isinstance(record, triton_adam.Record):
+            if isinstance(record, gpu_adam.Record):
                 self.on_gpu.append(record)
                 self.of_gpu.append((tracked, group, settings, gradient))
             else:
@@ -74,10 +76,10 @@ class _Round:
         settings: adam.Settings,
         gradient: Tensor,
         keys: Sequence[str],
-    ) -> native_adam.Record | triton_adam.Record | None:
+    ) -> native_adam.Record | gpu_adam.Record | None:
         """What a kernel is to do for a tensor that it does not know as it is now; None where it cannot."""
         job, state, parameter = tracked.job(group, settings, gradient), tracked.state, tracked.parameter
-        kinds = ((triton_adam.takes, triton_adam.Record), (native_adam.takes, native_adam.Record))
+        kinds = ((gpu_adam.takes, gpu_adam.Record), (native_adam.takes, native_adam.Record))
         kind = next((kind for takes, kind in kinds if takes(job)), None)
         tracked.record = None
         if kind is None:
@@ -91,7 +93,7 @@ class _Round:
 
     def run(self) -> None:
         """Do it all."""
-        for index in triton_adam.run(self.on_gpu):
+        for index in gpu_adam.run(self.on_gpu):
             tracked, group, settings, gradient = self.of_gpu[index]
             tracked.record = None
             self.jobs.append(tracked.job(group, settings, gradient))

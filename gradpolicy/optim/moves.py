@@ -7,16 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradpolicy import kernels
-from gradpolicy.optim import (
-    adam,
-    cohorts,
-    compiled,
-    jitted,
-    jitted_adam,
-    native,
-    triton_moves,
-)
+from gradpolicy.machinery import launching
+from gradpolicy.optim import adam, cohorts, compiled
+from gradpolicy.optim.gpu import moves as gpu_moves
+from gradpolicy.optim.jitted import adam as jitted_adam
+from gradpolicy.optim.jitted import moves as jitted
+from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.packed import Held
 
 
@@ -39,7 +35,7 @@ def _dense(job: adam.Job) -> adam.Dense:
 
 def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor:
     """New codes; see `cohorts.recode`."""
-    for recode in (triton_moves.recode, native.recode, jitted.recode):
+    for recode in (gpu_moves.recode, native.recode, jitted.recode):
         result = recode(codes, mask, table)
         if result is not None:
             return result
@@ -61,7 +57,7 @@ def survey(flags: Tensor, codes: Tensor, held: Held | None) -> native.Survey:
     if flags.numel() != (codes.numel() if held is None else held.size):
         known = None
     packed = held is not None
-    on_gpu = triton_moves.survey(flags, known, packed=packed)
+    on_gpu = gpu_moves.survey(flags, known, packed=packed)
     if on_gpu is not None:
         count, differing = on_gpu
         return native.Survey(count, None if known is None else not differing)
@@ -90,9 +86,9 @@ def clear_frozen(vectors: Sequence[tuple[Tensor, Tensor | Held, int]]) -> None:
     together = []
     for flat, active, block in vectors:
         if isinstance(active, Held):
-            bits = None if kernels.serve(flat) else active.bits
+            bits = None if launching.serve(flat) else active.bits
             active = bits if bits is not None and native.clears(flat, bits) else active.flags()
-        if triton_moves.clear(flat, active, block):
+        if gpu_moves.clear(flat, active, block):
             continue
         if native.clears(flat, active):
             together.append((flat, active, block))

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import cohorts, jitted, native, triton_moves
+from gradpolicy.optim import cohorts
+from gradpolicy.optim.gpu import moves as gpu_moves
+from gradpolicy.optim.jitted import moves as jitted
+from gradpolicy.optim.native import moves as native
 
 GRAIN = 1 << 14
 """Entries between two stored counts, so that work can start in the middle of a tensor; fewer on a GPU."""
@@ -82,8 +85,8 @@ class Held:
             self.rows = (flags if flags.dtype is torch.bool else flags < 0).nonzero().view(-1)
             self.count = self.rows.numel()
             return
-        found = triton_moves.bits(flags) if index is None else None
-        self.grain = triton_moves.tile() if found else GRAIN
+        found = gpu_moves.bits(flags) if index is None else None
+        self.grain = gpu_moves.tile() if found else GRAIN
         found = index or found or native.bits(flags) or jitted.bits(flags)
         self.bits, counts = found or _bits(flags if flags.dtype is torch.bool else flags < 0)
         counts = counts.cumsum(0)
@@ -198,5 +201,5 @@ def _repack(old: Held | None, new: Held | None, moves: Sequence[tuple[Tensor, Te
         return True
     if len(grains) > 1 or (grains == {GRAIN} and len(moves) > 1):
         return False
-    kernel = jitted.repack if grains == {GRAIN} else triton_moves.repack
+    kernel = jitted.repack if grains == {GRAIN} else gpu_moves.repack
     return all(kernel(before, after, values, result, size, new) for values, result, new in moves)

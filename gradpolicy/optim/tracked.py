@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import adam, moves, native, native_adam, triton_adam
+from gradpolicy.optim import adam, moves
 from gradpolicy.optim.beginnings import (
     AS_PARAMETER,
     beginning,
@@ -21,6 +21,7 @@ from gradpolicy.optim.beginnings import (
 )
 from gradpolicy.optim.cohorts import Cohorts, Slots, chunk, repeat
 from gradpolicy.optim.general import Keeper
+from gradpolicy.optim.gpu import adam as gpu_adam
 from gradpolicy.optim.layout import (
     Layout,
     as_sharded,
@@ -30,6 +31,8 @@ from gradpolicy.optim.layout import (
     local_mask,
     local_shard,
 )
+from gradpolicy.optim.native import adam as native_adam
+from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.packed import Held
 
 FROZEN, PARTIAL, FULL = "frozen", "partial", "full"
@@ -80,7 +83,7 @@ class Tracked:
         self.applied_as: tuple[str, bool] | None = None
         self.views: dict[str, tuple[Tensor, Tensor]] = {}
         self.copies: list[tuple[Tensor, Tensor]] = []
-        self.record: native_adam.Record | triton_adam.Record | None = None
+        self.record: native_adam.Record | gpu_adam.Record | None = None
         self.updates = _steps(inner.state.get(parameter, {}))
         self.cohorts = Cohorts(self.layout.size, self.updates, local_shard(parameter).device)
 

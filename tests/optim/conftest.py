@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from gradpolicy.optim import jitted, native
+from gradpolicy.optim.jitted import moves as jitted
+from gradpolicy.optim.native import moves as native
 
 
 @pytest.fixture(autouse=True)

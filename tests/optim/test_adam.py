@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradpolicy import MaskedOptimizer
-from gradpolicy.optim import jitted, native_adam
+from gradpolicy.optim.jitted import moves as jitted
+from gradpolicy.optim.native import adam as native_adam
 from tests.optim.alone import run_alone
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.02}

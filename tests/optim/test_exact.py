@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gradpolicy import MaskedOptimizer
-from gradpolicy.optim import native, native_adam
+from gradpolicy.optim.native import adam as native_adam
+from gradpolicy.optim.native import moves as native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 SHAPE = (12, 12)

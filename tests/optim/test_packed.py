@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gradpolicy.optim import native
+from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.packed import GRAIN, SPARE, Held
 
 

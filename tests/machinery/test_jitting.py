@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 
-from gradpolicy import jitting
+from gradpolicy.machinery import jitting
 
 
 def test_numba_is_imported_with_the_first_loop_alone() -> None:
     program = (
-        "import sys, gradpolicy, gradpolicy.optim, gradpolicy.masks; from gradpolicy import jitting;"
+        "import sys, gradpolicy.optim, gradpolicy.masks; from gradpolicy.machinery import jitting;"
         "assert 'numba' not in sys.modules; assert jitting.loops('gradpolicy.freeze.hashing_loop');"
         "assert 'numba' in sys.modules"
     )
@@ -24,7 +24,7 @@ def test_where_numba_cannot_be_had_there_are_no_loops(monkeypatch: pytest.Monkey
         monkeypatch.setattr(jitting, cached.__name__, cached.__wrapped__)
     monkeypatch.setitem(sys.modules, "numba", None)
     assert "numba" in (jitting.hindrance() or "")
-    assert jitting.loops("gradpolicy.optim.loops") is None
+    assert jitting.loops("gradpolicy.optim.jitted.loops") is None
 
 
 def test_a_loop_is_compiled_where_no_folder_can_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:

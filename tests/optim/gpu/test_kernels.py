@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradpolicy import MaskedOptimizer, kernels
-from gradpolicy.optim import triton_moves
+from gradpolicy import MaskedOptimizer
+from gradpolicy.machinery import launching
+from gradpolicy.optim.gpu import moves as gpu_moves
 
 HERE = Path(__file__).parent
 needs_triton = pytest.mark.skipif(
@@ -24,7 +25,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def run(*command, **variables):
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables}
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), **variables}
     return subprocess.run(
         [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment, check=False
     )
@@ -80,11 +81,11 @@ def test_memory_is_read_and_written_in_pieces_of_16_bytes(capability, cache, nam
 @pytest.fixture
 def on_gpu(monkeypatch):
     """As if the CPU were a GPU; what is kept of failures is forgotten afterwards."""
-    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
-    monkeypatch.setattr(kernels, "_refused", set())
-    kernels.available.cache_clear()
+    monkeypatch.setattr(launching, "DEVICES", {"cpu"})
+    monkeypatch.setattr(launching, "_refused", set())
+    launching.available.cache_clear()
     yield
-    kernels.available.cache_clear()
+    launching.available.cache_clear()
 
 
 def steps_with_masks():
@@ -103,7 +104,7 @@ def test_without_triton_torch_does_the_work_which_is_said_once(on_gpu, monkeypat
     with pytest.warns(UserWarning, match="worked on by plain torch operations") as said:
         moved = steps_with_masks()
     assert len(said) == 1
-    monkeypatch.setattr(kernels, "DEVICES", set())
+    monkeypatch.setattr(launching, "DEVICES", set())
     torch.testing.assert_close(moved, steps_with_masks())
 
 
@@ -129,9 +130,9 @@ class Uncompilable:
 
 
 def test_where_kernels_do_not_compile_torch_does_the_work_which_is_said_once(on_gpu, monkeypatch):
-    monkeypatch.setattr(triton_moves, "source", Uncompilable)
+    monkeypatch.setattr(gpu_moves, "source", Uncompilable)
     with pytest.warns(UserWarning, match=r"RuntimeError: compute capability 3\.5 is too old") as said:
         moved = steps_with_masks()
     assert len(said) == 1
-    monkeypatch.setattr(kernels, "DEVICES", set())
+    monkeypatch.setattr(launching, "DEVICES", set())
     torch.testing.assert_close(moved, steps_with_masks())

@@ -1,6 +1,6 @@
 """The C kernel: compiled once by the system's compiler, kept in a cache folder, called without the GIL.
 
-Here are the moves that masks need; `native_adam` runs the updates. Where there is no compiler, the loops of
+Here are the moves that masks need; `adam` runs the updates. Where there is no compiler, the loops of
 `jitted` do it, which is said once.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.compiling import compiled
+from gradpolicy.machinery.compiling import compiled
 
 GRAIN = 1 << 14
 

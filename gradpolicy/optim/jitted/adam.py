@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from gradpolicy.jitting import in_parallel, parts
-from gradpolicy.optim import jitted
+from gradpolicy.machinery.jitting import in_parallel, parts
 from gradpolicy.optim.adam import Job, Settings, compute_dtype
-from gradpolicy.optim.jitted import PART, array
-from gradpolicy.optim.native import GRAIN
+from gradpolicy.optim.jitted import moves as jitted
+from gradpolicy.optim.jitted.moves import PART, array
+from gradpolicy.optim.native.moves import GRAIN
 
 
 def takes(job: Job) -> bool:

@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from gradpolicy import jitting
+from gradpolicy.machinery import jitting
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")

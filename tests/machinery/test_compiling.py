@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gradpolicy import compiling, jitting
-from gradpolicy.compiling import compiled
+from gradpolicy.machinery import compiling, jitting
+from gradpolicy.machinery.compiling import compiled
 
 pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="needs a C compiler")
 SOURCE = "int gradpolicy_twice(int x) { return 2 * x; }\n"

@@ -1,12 +1,13 @@
-"""What must hold on a real GPU, beside test_adam.py; test_triton.py checks the same kernels without one."""
+"""What must hold on a real GPU, beside test_adam.py; test_kernels.py checks the same kernels without one."""
 
 import warnings
 
 import pytest
 import torch
 
-from gradpolicy import MaskedOptimizer, kernels
+from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
+from gradpolicy.machinery import launching
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +22,7 @@ def no_fallback(recwarn):
     """The kernels do the work: falling back is said."""
     yield
     assert not [warning for warning in recwarn if "gradpolicy" in str(warning.message)]
-    assert kernels.serve(torch.zeros(1, device="cuda"))
+    assert launching.serve(torch.zeros(1, device="cuda"))
 
 
 def moved(device, dtype, frozen_state, shapes, **options):

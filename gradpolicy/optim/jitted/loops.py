@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from gradpolicy.jitting import loop
+from gradpolicy.machinery.jitting import loop
 
 TILE = 512
 """Entries whose corrections are looked up at once: with their moments they stay in the first-level cache."""

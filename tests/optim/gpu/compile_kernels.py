@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for a GPU that need not be there, and prints what came of it as JSON.
 
-python tests/optim/compile_kernels.py 90  (compute capability 9.0)
+python tests/optim/gpu/compile_kernels.py 90  (compute capability 9.0)
 """
 
 import json
@@ -16,8 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gradpolicy.freeze import hashing_kernel
-from gradpolicy.optim import triton_kernels as kernels
-from gradpolicy.optim.triton_adam import WARPS
+from gradpolicy.optim.gpu import kernels
+from gradpolicy.optim.gpu.adam import WARPS
 
 WORDS = re.compile(r"(?:ld|st)\.global[.\w]*")
 USED = re.compile(r"REG:(\d+) STACK:(\d+)")

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy import kernels
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import triton_moves
+from gradpolicy.machinery import launching
 from gradpolicy.optim.adam import Job, Settings, compute_dtype
+from gradpolicy.optim.gpu import moves as gpu_moves
 from gradpolicy.optim.record import GroupNumbers, KeptJob
 
 TYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
@@ -32,7 +32,7 @@ def takes(job: Job) -> bool:
     """Whether the kernels can do a job."""
     dtype, vectors = job.parameter.dtype, [job.parameter, job.gradient, *job.moments]
     same = dtype in TYPES and all(vector.dtype is dtype for vector in vectors)
-    return same and kernels.serve(*vectors, job.codes)
+    return same and launching.serve(*vectors, job.codes)
 
 
 class Record(KeptJob):
@@ -57,7 +57,7 @@ class Record(KeptJob):
             len(job.moments) > 2,
             packed,
             entries and not packed and job.density < SPARSE,
-            0 if entries else min(triton_moves.tile(), _power_of_two(job.block)),
+            0 if entries else min(gpu_moves.tile(), _power_of_two(job.block)),
         )
         self.tiles = _tiles(job, self._form_of_code[-1])
         self.addresses = _addresses(job)
@@ -92,7 +92,7 @@ def _kind(
     coupled: bool,
     many: bool,
 ) -> Any:
-    module = triton_moves.source()
+    module = gpu_moves.source()
     types = {"stored": _type(module, stored), "code": _type(module, code)}
     switches = {"aligned": aligned, "amsgrad": amsgrad, "coupled": coupled, "many": many}
     return module.Kind(**types, **switches, packed=packed, sparse=sparse, columns=columns)
@@ -123,7 +123,7 @@ def _power_of_two(count: int) -> int:
 
 def _tiles(job: Job, columns: int) -> int:
     """Programs that a job needs."""
-    tile = triton_moves.tile()
+    tile = gpu_moves.tile()
     if job.rows is None:
         return -(-job.parameter.numel() // tile)
     return -(-job.rows.numel() // (tile // columns)) * -(-job.block // columns)
@@ -174,9 +174,9 @@ def _launch(device: torch.device, kind: Any, records: Sequence[Record]) -> bool:
     programs = starts.pop()
     starts += [NO_PROGRAM] * (room - len(records))
     table, *places = _upload(device, kind, starts, records)
-    source = triton_moves.source()
+    source = gpu_moves.source()
     kernel = source.adam_rows if kind.columns else source.adam_entries
-    return kernels.launch(kernel, programs, device, table, *places, KIND=kind, JOBS=room, num_warps=WARPS)
+    return launching.launch(kernel, programs, device, table, *places, KIND=kind, JOBS=room, num_warps=WARPS)
 
 
 def _upload(
@@ -201,5 +201,5 @@ def _upload(
     number = "d" if records[0].dtype is torch.float64 else "f"
     form = f"{len(wholes)}q{len(numbers)}d{len(corrections)}{number}"
     written = bytearray(struct.pack(form, *wholes, *numbers, *corrections))
-    table = kernels.upload(torch.frombuffer(written, dtype=torch.int64), device)
+    table = launching.upload(torch.frombuffer(written, dtype=torch.int64), device)
     return table, len(wholes), len(wholes) + len(numbers)

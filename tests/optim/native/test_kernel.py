@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradpolicy import MaskedOptimizer, compiling
-from gradpolicy.optim import native
+from gradpolicy import MaskedOptimizer
+from gradpolicy.machinery import compiling
+from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.packed import Held
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import native
 from gradpolicy.optim.adam import Job, Settings
+from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.record import GroupNumbers, KeptJob, addresses
 
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}

@@ -1,4 +1,4 @@
-/* Masked Adam and the moves that masks need, for a CPU. native.py compiles it and mirrors `job`.
+/* Masked Adam and the moves that masks need, for a CPU. moves.py compiles it, adam.py mirrors `job`.
  * Frozen entries are written back with the bits that were read, or not at all. */
 #include <math.h>
 #include <stdint.h>

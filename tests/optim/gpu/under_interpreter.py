@@ -1,6 +1,6 @@
 """The Triton kernels beside torch, run by Triton's interpreter on CPU tensors.
 
-The interpreter is chosen before Triton is imported, so test_triton.py runs this file in a process of its own.
+The interpreter is chosen before Triton is imported, so test_kernels.py runs this file in its own process.
 """
 
 import itertools
@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradpolicy import MaskedOptimizer, kernels
+from gradpolicy import MaskedOptimizer
 from gradpolicy.freeze import hashing
-from gradpolicy.optim import adam, cohorts, jitted, moves, native, packed, triton_adam, triton_moves
+from gradpolicy.machinery import launching
+from gradpolicy.optim import adam, cohorts, moves, packed
+from gradpolicy.optim.gpu import adam as gpu_adam
+from gradpolicy.optim.gpu import moves as gpu_moves
+from gradpolicy.optim.jitted import moves as jitted
+from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.packed import Held
 from gradpolicy.optim.record import GroupNumbers
 from tests.optim.alone import run_alone
@@ -25,7 +30,7 @@ SIZE = 2500
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """Tensors of a CPU go to the Triton kernels, and nothing else does their work."""
-    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(launching, "DEVICES", {"cpu"})
     for machinery in (native, jitted):
         monkeypatch.setattr(machinery, "library", lambda: None, raising=False)
     torch.manual_seed(0)
@@ -69,10 +74,10 @@ def packed_job(job):
 def run(jobs):
     records = []
     for job in jobs:
-        assert triton_adam.takes(job)
-        records.append(triton_adam.Record(job, tuple(-age for age in job.ages)))
+        assert gpu_adam.takes(job)
+        records.append(gpu_adam.Record(job, tuple(-age for age in job.ages)))
         records[-1].correct(GroupNumbers(job.settings), 0)
-    return triton_adam.run(records)
+    return gpu_adam.run(records)
 
 
 def copy_of(job):
@@ -140,13 +145,13 @@ def test_updates_of_held_entries_are_those_of_all(dtype, rows, block):
 
 def test_many_tensors_are_updated_together(monkeypatch):
     launches = []
-    launch = kernels.launch
+    launch = launching.launch
 
     def noted(kernel, *rest, **more):
         launches.append(kernel.__name__)
         return launch(kernel, *rest, **more)
 
-    monkeypatch.setattr(kernels, "launch", noted)
+    monkeypatch.setattr(launching, "launch", noted)
     rates, sizes = (0.1, 0.02, 0.3), (5, 1024, 1500, 2048, 3000)
     jobs = [
         make_job(torch.float32, size, 1, settings(lr=lr), (2, 7))
@@ -175,7 +180,7 @@ def test_codes_are_looked_up_as_torch_does(size, wide):
     codes, flags = codes_of(torch.rand(size) < 0.5, 3), torch.rand(size) < 0.5
     table = torch.randint(-128, 128, (2, 2, 3)).to(wide)
     expected = cohorts.recode(codes, flags, table)
-    result = triton_moves.recode(codes, flags, table)
+    result = gpu_moves.recode(codes, flags, table)
     assert torch.equal(result, expected)
     assert result.dtype is wide
 
@@ -184,9 +189,9 @@ def test_codes_are_looked_up_as_torch_does(size, wide):
 @pytest.mark.parametrize("size", [1, 8, 1024, 5000])
 def test_bits_are_those_of_torch(size, of_codes):
     flags = torch.rand(size) < 0.5
-    bits, counts = triton_moves.bits(codes_of(flags, 3) if of_codes else flags)
+    bits, counts = gpu_moves.bits(codes_of(flags, 3) if of_codes else flags)
     assert torch.equal(bits, packed._bits(flags)[0])
-    assert torch.equal(counts, torch.stack([part.sum() for part in flags.split(triton_moves.tile())]))
+    assert torch.equal(counts, torch.stack([part.sum() for part in flags.split(gpu_moves.tile())]))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
@@ -197,7 +202,7 @@ def test_values_are_moved_between_sets_of_held_entries(size, dtype):
     old, new = Held(before, 1), Held(after, 1)
     packed_values = old.pack(values)
     newcomer = -77 if dtype is torch.int8 else 0
-    assert old.grain == triton_moves.tile()
+    assert old.grain == gpu_moves.tile()
     assert torch.equal(packed_values, values[before])
     assert torch.equal(old.unpack(packed_values), values.masked_fill(~before, 0))
     moved = old.move(packed_values, new, newcomer)
@@ -290,10 +295,8 @@ def test_a_step_does_not_wait_for_the_device(frozen_state, shape):
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 def test_a_change_of_an_entry_mask_waits_once(monkeypatch, frozen_state):
     waits = []
-    survey = triton_moves.survey
-    monkeypatch.setattr(
-        triton_moves, "survey", lambda *given, **more: waits.append(1) or survey(*given, **more)
-    )
+    survey = gpu_moves.survey
+    monkeypatch.setattr(gpu_moves, "survey", lambda *given, **more: waits.append(1) or survey(*given, **more))
     parameter = torch.nn.Parameter(torch.randn(40, 30))
     optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], fused=True), frozen_state=frozen_state)
     parameter.grad = torch.randn(40, 30)

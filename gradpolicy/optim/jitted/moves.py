@@ -1,6 +1,6 @@
 """The moves that masks need in numba's loops, where the C kernel cannot do them.
 
-What `native` is to kernel.c, this is to loops.py; `jitted_adam` runs the updates.
+What `native.moves` is to kernel.c, this is to loops.py; `adam` runs the updates.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradpolicy.jitting import in_parallel, loops, parts
-from gradpolicy.optim.native import GRAIN
+from gradpolicy.machinery.jitting import in_parallel, loops, parts
+from gradpolicy.optim.native.moves import GRAIN
 
 PART = 16 * GRAIN
 """Entries a thread takes at once."""
@@ -25,7 +25,7 @@ WHOLE = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 def library() -> Any:
     """The loops; None where numba cannot be had."""
-    return loops("gradpolicy.optim.loops")
+    return loops("gradpolicy.optim.jitted.loops")
 
 
 def array(tensor: Tensor, shown_as: torch.dtype | None = None) -> np.ndarray:

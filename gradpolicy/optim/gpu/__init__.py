@@ -1,0 +1,1 @@
+"""The same in Triton kernels, on a GPU."""

@@ -1,0 +1,1 @@
+"""The same in loops that numba compiles, where there is no C compiler."""

@@ -1,0 +1,1 @@
+"""Masked Adam and the moves that masks need on a CPU, in C."""
