@@ -11,9 +11,8 @@ from gradpolicy.optim import cohorts
 from gradpolicy.optim.gpu import moves as gpu_moves
 from gradpolicy.optim.jitted import moves as jitted
 from gradpolicy.optim.native import moves as native
+from gradpolicy.optim.native.moves import GRAIN
 
-GRAIN = 1 << 14
-"""Entries between two stored counts, so that work can start in the middle of a tensor; fewer on a GPU."""
 SPARE = 64
 """One value in so many is held to spare: the next random mask of the same density has a few more entries."""
 

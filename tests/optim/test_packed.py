@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from gradpolicy.optim.native import moves as native
-from gradpolicy.optim.packed import GRAIN, SPARE, Held
+from gradpolicy.optim.native.moves import GRAIN
+from gradpolicy.optim.packed import SPARE, Held
 
 
 def random_flags(size, share):

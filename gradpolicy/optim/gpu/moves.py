@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gradpolicy.machinery import launching
-from gradpolicy.machinery.launching import upload
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of so many bytes."""
@@ -43,7 +42,7 @@ def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
     if not 1 < count == mask.numel() or not launching.serve(codes, mask):
         return None
     result = codes if codes.dtype is table.dtype else torch.empty_like(codes, dtype=table.dtype)
-    by_code = upload(table.reshape(-1), device)
+    by_code = launching.upload(table.reshape(-1), device)
     flags, bits = mask.view(torch.uint8), 8 * codes.element_size()
     arguments = (codes, flags, by_code, result, count, table.shape[-1])
     return (

@@ -13,11 +13,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from gradpolicy.machinery.jitting import loop
+from gradpolicy.optim.native.moves import GRAIN
 
 TILE = 512
 """Entries whose corrections are looked up at once: with their moments they stay in the first-level cache."""
-GRAIN = 1 << 14
-"""The same as in packed.py."""
 
 
 # --- values
@@ -184,7 +183,7 @@ def adam(parameter, gradient, moments, codes, table, numbers, start, stop):  # t
         moments: two, or three with AMSGrad.
         codes: a cohort code an entry.
         table: step size and inverse root of each slot; one row alone goes for all.
-        numbers: see `numbers_of`.
+        numbers: see `_numbers` of adam.py.
         start: the first entry.
         stop: the entry after the last.
     """

@@ -8,7 +8,7 @@
 #endif
 
 #define ALWAYS static inline __attribute__((always_inline))
-#define GRAIN 16384 /* entries a thread takes at once; the same as in packed.py */
+#define GRAIN 16384 /* entries a thread takes at once; the same as in moves.py */
 #define TILE 256
 #define ANNOUNCED 256 /* bytes of a row that are fetched beforehand; the rest follows by itself */
 #define FORESIGHT 256 /* entries to look ahead where rows are short */

@@ -19,6 +19,7 @@ from torch import Tensor
 from gradpolicy.machinery.compiling import compiled
 
 GRAIN = 1 << 14
+"""Entries between two stored counts, so that work can start in the middle of a tensor; fewer on a GPU."""
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
