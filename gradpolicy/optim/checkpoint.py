@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.optim import restoring
 from gradpolicy.optim.cohorts import Slots
 from gradpolicy.optim.layout import check_mask, is_sharded
 from gradpolicy.optim.tracked import Tracked
@@ -47,7 +48,7 @@ def save(
             if "settings" not in records[index]:
                 records[index]["begun"] = bool(result["state"].get(index))
             # A process may have dropped all of its state while others have theirs.
-            state = tracked[parameter].state_to_save(bool(inner.state) or effective_steps > 0)
+            state = restoring.state_to_save(tracked[parameter], bool(inner.state) or effective_steps > 0)
             if state:
                 result["state"][index] = state
     result[KEY] = {"version": VERSION, "effective_steps": effective_steps, "parameters": records}
@@ -154,7 +155,7 @@ def _restore_sharded(tracked: Tracked, record: dict[str, Any]) -> None:
     tracked.frozen_state = settings["frozen_state"]
     tracked.bias_correction = settings["bias_correction"]
     shape = None if settings["mask_shape"] is None else tuple(settings["mask_shape"])
-    tracked.restore_parts(record["mask"], record["ages"], shape, settings["updates"])
+    restoring.restore_parts(tracked, record["mask"], record["ages"], shape, settings["updates"])
     if settings["recipe"] is not None:
         from gradpolicy.freeze.recipe import recipe_from_state
 
@@ -186,7 +187,7 @@ def restore(tracked: Tracked, record: dict[str, Any], name: str) -> None:
     tracked.frozen_state = record["frozen_state"]
     tracked.bias_correction = record["bias_correction"]
     slots = Slots(tuple(record["ages"]["active"]), tuple(record["ages"]["frozen"]))
-    tracked.restore(mask, slots, record["ages"].get("slots"), int(record["updates"]))
+    restoring.restore(tracked, mask, slots, record["ages"].get("slots"), int(record["updates"]))
     if not record.get("begun", True):
         # Its first step is still to come, and is not that of a parameter with an empty state.
         tracked.inner.state.pop(tracked.parameter, None)

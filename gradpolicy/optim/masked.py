@@ -17,7 +17,8 @@ from gradpolicy.optim import checkpoint, exact, moves
 from gradpolicy.optim.beginnings import empty, entry_state, is_torchs_own
 from gradpolicy.optim.general import begin_momenta
 from gradpolicy.optim.layout import check_mask, is_sharded, local_shard
-from gradpolicy.optim.tracked import FULL, Tracked
+from gradpolicy.optim.parameter import FULL
+from gradpolicy.optim.tracked import Tracked
 from gradpolicy.optim.ways import Ways
 
 FROZEN_STATES = ("keep", "zero", "drop")
