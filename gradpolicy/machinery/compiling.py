@@ -5,9 +5,11 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from gradpolicy.machinery import jitting
@@ -28,21 +30,29 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     Args:
         source: The C file; it may include others of its folder.
     """
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    compiler = _compiler()
     if os.environ.get(SWITCH) == "0":
         reason = f"{SWITCH}=0"
-    elif compiler is None:
+    elif not compiler:
         reason = "no C compiler was found"
     else:
         try:
             return ctypes.CDLL(str(_build_somehow(source, compiler)))
         except (OSError, subprocess.SubprocessError) as error:
             output = getattr(error, "stderr", None) or str(error)
-            reason = f"{compiler} failed: {output.strip()[:300]}"
+            reason = f"{' '.join(compiler)} failed: {output.strip()[:300]}"
     if not said:
         said.append(reason)
         warnings.warn(f"gradpolicy: {_consequence()} ({reason})", stacklevel=2)
     return None
+
+
+def _compiler() -> list[str]:
+    """The compiler and its own arguments, as of ``CC="ccache gcc"``; empty where there is none."""
+    named = os.environ.get("CC")
+    if named:
+        return [named] if shutil.which(named) else named.split()
+    return [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
 
 
 def _consequence() -> str:
@@ -59,7 +69,7 @@ def _consequence() -> str:
     )
 
 
-def _build_somehow(source: Path, compiler: str) -> Path:
+def _build_somehow(source: Path, compiler: list[str]) -> Path:
     """With threads where the compiler can, else without."""
     try:
         return _build(source, compiler, (*FLAGS, *THREAD_FLAGS))
@@ -67,20 +77,20 @@ def _build_somehow(source: Path, compiler: str) -> Path:
         return _build(source, compiler, FLAGS)
 
 
-def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
+def _build(source: Path, compiler: list[str], flags: tuple[str, ...]) -> Path:
     """Compiles, or finds what was compiled before.
 
     Raises:
         OSError, subprocess.SubprocessError: If there is no compiler, or it fails.
     """
     texts = [path.read_text() for path in sorted(source.parent.glob("*.c"))]
-    parts = [*texts, source.name, compiler, *flags, platform.machine(), _processor()]
+    parts = [*texts, source.name, *compiler, *flags, platform.machine(), _processor()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     library = _cache_folder() / f"{source.stem}-{digest}.so"
     if not library.exists():
         # Under a name of its own until it is whole: other processes may be looking for it.
         fresh = library.with_suffix(f".{os.getpid()}")
-        command = [compiler, *flags, str(source), "-o", str(fresh), *LINK_FLAGS]
+        command = [*compiler, *flags, str(source), "-o", str(fresh), *LINK_FLAGS]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         os.replace(fresh, library)
     return library
@@ -88,14 +98,27 @@ def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
 
 def _cache_folder() -> Path:
     """A folder that only this user can write to: what lies in it is run."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradpolicy"
+    return next(filter(_is_made, _folders()), None) or Path(tempfile.mkdtemp(prefix="gradpolicy-"))
+
+
+def _folders() -> Iterator[Path]:
+    """Where a user's caches lie, and what serves processes without a home that they can write to."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(caches):  # a container's user may have no home
+        yield Path(caches, "gradpolicy")
+    if hasattr(os, "getuid"):
+        yield Path(tempfile.gettempdir()) / f"gradpolicy-{os.getuid()}"
+
+
+def _is_made(folder: Path) -> bool:
+    """Whether a folder is there, made if need be, for this user to write to and for no other."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
+        status = folder.stat()
     except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="gradpolicy-"))
+        return False
+    own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.access(folder, os.W_OK)
 
 
 def _processor() -> str:

@@ -1,5 +1,6 @@
 """C sources are compiled once, and are never a condition for running."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -65,3 +66,35 @@ def test_an_error_in_a_source_is_no_error_of_the_run(source: Path) -> None:
     with pytest.warns(UserWarning, match="failed"):
         assert compiled(source) is None
     assert libraries(source) == []
+
+
+def test_the_compiler_named_may_have_arguments(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", f"{shutil.which('cc') or shutil.which('gcc')} -DNONE")
+    library = compiled(source)
+    assert library is not None
+    assert library.gradpolicy_twice(21) == 42
+
+
+def test_a_process_without_a_home_shares_a_folder_with_others_of_its_user(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.setattr("tempfile.tempdir", str(source.parent))
+    assert compiled(source) is not None
+    (library,) = source.parent.glob(f"gradpolicy-{os.getuid()}/*.so")
+    stamp = library.stat().st_mtime_ns
+    assert compiled(source) is not None
+    assert library.stat().st_mtime_ns == stamp
+
+
+def test_no_library_is_run_from_a_folder_that_others_can_write_to(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(source.parent))
+    for folder in (source.parent / "cache" / "gradpolicy", source.parent / f"gradpolicy-{os.getuid()}"):
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+    assert compiled(source) is not None
+    (library,) = source.parent.glob("**/*.so")
+    assert library.parent.stat().st_mode & 0o777 == 0o700
