@@ -1,15 +1,18 @@
 """Freezing under ZeroRedundancyOptimizer, where each rank holds the optimizer state of some parameters."""
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import MaskedOptimizer, checkpoint
 from gradpolicy.optim.tracked import Tracked
+
+if TYPE_CHECKING:  # torch compiles TorchScript for half a second when this is imported
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 class MaskedZero(MaskedOptimizer):
@@ -28,10 +31,10 @@ class MaskedZero(MaskedOptimizer):
         PolicyError: If it overlaps its step with the backward pass, where no mask can come in between.
     """
 
-    inner: ZeroRedundancyOptimizer
+    inner: "ZeroRedundancyOptimizer"
 
     def __init__(
-        self, inner: ZeroRedundancyOptimizer, frozen_state: str = "keep", bias_correction: str = "entry"
+        self, inner: "ZeroRedundancyOptimizer", frozen_state: str = "keep", bias_correction: str = "entry"
     ) -> None:
         if inner._overlap_with_ddp:
             raise PolicyError(
@@ -124,7 +127,9 @@ def kind_for(optimizer: Optimizer) -> type[MaskedOptimizer]:
     Raises:
         PolicyError: For DeepSpeed's.
     """
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    # An optimizer of that class has had its module imported.
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return MaskedZero
     if type(optimizer).__module__.startswith("deepspeed"):
         raise deepspeed_refused(type(optimizer).__name__)

@@ -1,6 +1,7 @@
 """Composes and checks a config, also each job of a sweep, before Hydra makes any directory."""
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from gradpolicy.launch.targets import ALLOWED, check_targets, locate_target
 
 VERSION_BASE = "1.3"
 WHEN = "gradpolicy.When"
+# The plugin's own config has that name, so that `hydra/launcher=submitit_slurm` means this project's.
+NAMESAKE = r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema"
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,11 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
             raise PolicyError(f"config directory {directory} does not exist")
     former = HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(source.directory), job_name="train", version_base=VERSION_BASE):
+    with (
+        warnings.catch_warnings(),
+        initialize_config_dir(str(source.directory), job_name="train", version_base=VERSION_BASE),
+    ):
+        warnings.filterwarnings("ignore", NAMESAKE)
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         if source.more is not None:
