@@ -237,16 +237,16 @@ class GradientPolicies(Callback):
         """Masks gradients: after unscaling, before clipping, once per effective step."""
         logs = self.log_policies and self._logs_now(trainer)
         before = self._freeze_norms() if logs else {}
-        if self.freezer is not None:
-            self.freezer.observe(optimizer if optimizer in self._masked else None)
+        if self.freezer is not None and optimizer in self._masked:
+            self.freezer.observe(optimizer)
         if logs:
             pl_module.log_dict({**self._flow_metrics("fit"), **self._freeze_metrics(before)})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts an update that was done; after the first batch, checks that every operation was met."""
-        if self.freezer is not None and self._updates(trainer) != self._updates_seen:
+        """Finishes an update that was done; after the first batch, checks that every operation was met."""
+        if self.freezer is not None:
             self.freezer.finish_step()
         self._check_operations_met("fit")
 

@@ -144,6 +144,39 @@ def test_under_manual_optimization_too(two_layers, loader, make_trainer, sees_gr
     assert torch.equal(module.head.weight != before, half("", before, 0))
 
 
+@pytest.mark.parametrize("order", [("trunk", "head"), ("head", "trunk")])
+def test_an_optimizer_without_masks_leaves_the_gradients_of_others_alone(
+    two_layers, loader, make_trainer, order
+):
+    """Both gradients are there when the first of two optimizers steps; each is scaled once."""
+
+    class Two(type(two_layers)):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(getattr(self, name).parameters(), lr=0.05) for name in order]
+
+        def training_step(self, batch, batch_idx):
+            optimizers = self.optimizers()
+            self.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            for optimizer in optimizers:
+                optimizer.step()
+
+    module = Two()
+    module.load_state_dict(two_layers.state_dict())
+    before = bits(module)
+    mask = gp.masks.Random(0.5, rescale=True)
+    callback = gp.GradientPolicies({"half": gp.Freeze(mask, params="head.weight")})
+    make_trainer(limit_train_batches=1, callbacks=[callback]).fit(module, loader)
+    batch = next(iter(loader))
+    two_layers.zero_grad()
+    torch.nn.functional.cross_entropy(two_layers(batch[0]), batch[1]).backward()
+    moved = module.head.weight.detach() - before["head.weight"]
+    active = callback.freezer.mask_of("head.weight").materialize((2, 8))
+    torch.testing.assert_close(moved, -0.05 * 2 * two_layers.head.weight.grad * active)
+
+
 def test_the_model_is_left_as_found(two_layers, loader, make_trainer):
     shape = {
         name: (dict(m._forward_hooks), "forward" in m.__dict__) for name, m in two_layers.named_modules()

@@ -43,6 +43,8 @@ class BlockCyclic(MaskSource):
         ['h.2', 'h.2', 'h.1', 'h.0', 'h.2']
     """
 
+    repeats_masks = True
+
     def __init__(
         self,
         order: str = "forward",

@@ -2,12 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.freeze.mask import Mask, active_entries, check_mask, same_mask
+from gradpolicy.freeze.mask import (
+    Mask,
+    active_entries,
+    check_mask,
+    mask_from_state,
+    mask_to_state,
+    same_mask,
+)
 from gradpolicy.freeze.recipe import RandomMask
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.when import When
@@ -70,10 +77,13 @@ class BoundPolicy:
     asked: bool = False
     period: int | None = None
     counted: int | None = None
+    # The optimizers whose gradients the source has seen in this step.
+    shown: set[int] = field(default_factory=set)
 
     def ask(self, step: int, epoch: int, phase: str) -> set[str]:
         """Takes the source's masks where they may have changed; gives the names of those that did."""
         self.asked = True
+        self.shown.clear()
         held, self.holds = self.holds, self.policy.when.active(phase=phase, step=step, epoch=epoch)
         if not self.holds:
             return set(self.parameters) if held else set()
@@ -88,6 +98,36 @@ class BoundPolicy:
         if not held:
             return set(self.parameters)
         return {name for name in self.parameters if not same_mask(before.get(name), self.masks[name])}
+
+    def show(self, gradients: Mapping[str, Tensor], optimizer: int) -> None:
+        """Shows the source gradients of this step; those of several optimizers belong to one step.
+
+        Args:
+            gradients: By parameter name.
+            optimizer: Tells the optimizers apart.
+        """
+        if self.shown and optimizer not in self.shown:
+            self.source.observe_more(gradients)
+        else:
+            self.shown.clear()
+            self.source.observe(gradients)
+        self.shown.add(optimizer)
+
+    def mask_state(self) -> dict[str, Any] | None:
+        """The masks in force and their period; None where there are none, or the source can repeat them."""
+        if self.source.repeats_masks or not self.holds:
+            return None
+        return {"period": self.period, "masks": {name: mask_to_state(m) for name, m in self.masks.items()}}
+
+    def load_mask_state(self, state: Mapping[str, Any] | None) -> None:
+        """Takes up what :meth:`mask_state` gave; without it, the source is asked at the next step."""
+        self.period, self.holds, self.counted = None, False, None
+        if state is None or state["masks"].keys() != self.parameters.keys():
+            return
+        self.masks = self._checked(
+            {name: mask_from_state(state["masks"][name], p.device) for name, p in self.parameters.items()}
+        )
+        self.period, self.holds = state["period"], True
 
     def _ask(self, step: int, epoch: int) -> dict[str, Mask]:
         try:

@@ -42,6 +42,8 @@ class Fixed(MaskSource):
         [True, False]
     """
 
+    repeats_masks = True
+
     @knows_its_arguments
     def __init__(
         self,

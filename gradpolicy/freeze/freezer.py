@@ -17,6 +17,7 @@ from gradpolicy.freeze.mask import Mask, intersect, same_mask
 from gradpolicy.freeze.sharding import local
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.freeze.toggling import GradientSwitch
+from gradpolicy.freeze.window import all_finite
 from gradpolicy.where import match_names, plain_name
 
 # Torch's optimizers whose update is not proportional to the learning rate.
@@ -155,7 +156,8 @@ class Freezer:
     def observe(self, optimizer: MaskingOptimizer | None = None) -> None:
         """Takes the gradients of an effective step: after backward and unscaling, before clipping.
 
-        Sources that ask for gradients get the whole ones; then those of frozen entries are removed.
+        Sources that ask for gradients get the whole ones, unless one of the optimizer's is not finite, for
+        which mixed precision skips the step; then those of frozen entries are removed.
 
         Args:
             optimizer: The one that is about to step, where there are several; None means all.
@@ -164,7 +166,8 @@ class Freezer:
         mine = self.parameters
         if optimizer is not None and len(self.optimizers) > 1:
             mine = {name: p for name, p in mine.items() if self._owner[id(p)] is optimizer}
-        self._show_gradients(mine)
+        if self._gradients_wanted() and _finite_gradients(chosen):
+            self._show_gradients(mine, optimizer)
         for each in chosen:
             each.mask_gradients()
         self._scale_gradients(mine)
@@ -173,11 +176,7 @@ class Freezer:
     @torch.no_grad()
     def finish_step(self) -> None:
         """Is called after an effective step: scales what it changed where a source sets learning rates."""
-        for name, rate in self._rates.items():
-            parameter, before = local(self.parameters[name].detach()), self._before[name]
-            # What was frozen keeps its bits, an infinite value or a negative zero too.
-            parameter.copy_(torch.where(parameter == before, before, torch.lerp(before, parameter, rate)))
-        self._rates = {}
+        self._scale_updates(self.parameters)
 
     def restore(self) -> None:
         """Gives every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
@@ -225,16 +224,24 @@ class Freezer:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What the sources remember; masks and ages are in the optimizer's own state_dict."""
-        return {"sources": {bound.name: bound.source.state_dict() for bound in self._bound}}
+        """What the sources remember, and masks in force that they could not give again.
+
+        The optimizer's own state_dict holds the masks as they are combined, and the ages.
+        """
+        return {
+            "sources": {bound.name: bound.source.state_dict() for bound in self._bound},
+            "masks": {
+                bound.name: state for bound in self._bound if (state := bound.mask_state()) is not None
+            },
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Gives the sources what they remember; policies that the state does not know start anew."""
-        saved = state.get("sources", {})
+        saved, masks = state.get("sources", {}), state.get("masks", {})
         for bound in self._bound:
             if bound.name in saved:
                 bound.source.load_state_dict(saved[bound.name])
-            bound.period, bound.holds = None, False
+            bound.load_mask_state(masks.get(bound.name))
         self._combined = {}
         self._step = None
 
@@ -276,7 +283,11 @@ class Freezer:
         frozen = {name for name, mask in self._combined.items() if mask is False}
         self._switch.turn_off(frozen - wanted)
 
-    def _show_gradients(self, mine: Mapping[str, Tensor]) -> None:
+    def _gradients_wanted(self) -> bool:
+        times = (self._step or 0, self._epoch)
+        return any(bound.holds and bound.source.wants_gradients(*times) for bound in self._bound)
+
+    def _show_gradients(self, mine: Mapping[str, Tensor], optimizer: MaskingOptimizer | None) -> None:
         times = (self._step or 0, self._epoch)
         for bound in self._bound:
             if not bound.holds or not bound.source.wants_gradients(*times):
@@ -288,7 +299,7 @@ class Freezer:
                 if name in wanted and name in mine and parameter.grad is not None
             }
             if gradients:
-                bound.source.observe(gradients)
+                bound.show(gradients, id(optimizer))
 
     def _scale_gradients(self, mine: Mapping[str, Tensor]) -> None:
         for name, scale in self._scales("gradient_scale").items():
@@ -297,16 +308,25 @@ class Freezer:
 
     def _remember_weights(self, mine: Mapping[str, Tensor]) -> None:
         """Keeps the weights whose coming update is to be scaled, as a change of its rate would scale it."""
-        self._rates = {
-            name: rate
-            for name, rate in self._scales("learning_rate_scale").items()
-            if name in mine and mine[name].grad is not None and rate != 1.0
-        }
-        for name in self._rates:
+        # Whatever stepped since it was last asked, and was not finished.
+        self._scale_updates(mine)
+        rates = self._scales("learning_rate_scale")
+        for name in mine:
+            rate = rates.get(name, 1.0)
+            if mine[name].grad is None or rate == 1.0:
+                self._before.pop(name, None)
+                continue
             parameter = local(mine[name].detach())
             self._before.setdefault(name, torch.empty_like(parameter)).copy_(parameter)
-        for name in self._before.keys() - self._rates.keys():
-            del self._before[name]
+            self._rates[name] = rate
+
+    def _scale_updates(self, mine: Mapping[str, Tensor]) -> None:
+        """Scales the updates since the weights were kept; one that was skipped has changed nothing."""
+        for name in [name for name in self._rates if name in mine]:
+            rate, before = self._rates.pop(name), self._before[name]
+            parameter = local(mine[name].detach())
+            # What was frozen keeps its bits, an infinite value or a negative zero too.
+            parameter.copy_(torch.where(parameter == before, before, torch.lerp(before, parameter, rate)))
 
     def _scales(self, method: str) -> dict[str, float]:
         """The product of what the policies that hold ask for."""
@@ -335,6 +355,12 @@ def _for_optimizer(mask: Mask, parameter: Tensor) -> Any:
     if isinstance(mask, bool):
         return None if mask else torch.zeros((), dtype=torch.bool, device=parameter.device)
     return mask.to(parameter.device) if isinstance(mask, Tensor) else mask
+
+
+def _finite_gradients(optimizers: Iterable[MaskingOptimizer]) -> bool:
+    """Whether all gradients of the optimizers are finite."""
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return all_finite(parameter.grad for parameter in parameters if parameter.grad is not None)
 
 
 def _check_optimizers(optimizers: Iterable[object]) -> None:

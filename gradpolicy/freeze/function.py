@@ -30,6 +30,7 @@ _METHODS = (
     "due",
     "overdue",
     "observe",
+    "observe_more",
     "wants_gradients",
     "gradient_names",
     "gradient_scale",

@@ -37,6 +37,8 @@ class Gradual(MaskSource):
         [1, 2, 3, 4, 4]
     """
 
+    repeats_masks = True
+
     def __init__(
         self,
         initial: int = 1,

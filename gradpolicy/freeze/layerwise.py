@@ -42,6 +42,8 @@ class Layerwise(MaskSource):
         (True, True, 1)
     """
 
+    repeats_masks = True
+
     def __init__(
         self,
         active: int = 2,

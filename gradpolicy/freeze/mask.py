@@ -5,13 +5,15 @@ A mask is ``True`` or ``False`` for the whole tensor, a bool tensor that broadca
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.freeze.recipe import RandomMask
+from gradpolicy.freeze.recipe import RandomMask, recipe_from_state
+from gradpolicy.freeze.sharding import whole
 
 Mask = bool | Tensor | RandomMask
 
@@ -78,3 +80,17 @@ def same_mask(first: Mask | None, second: Mask | None) -> bool:
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return first is second
     return type(first) is type(second) and first == second
+
+
+def mask_to_state(mask: Mask) -> bool | Tensor | dict[str, Any]:
+    """A mask as a checkpoint holds it under ``weights_only=True``: a recipe as its numbers."""
+    if isinstance(mask, RandomMask):
+        return mask.state()
+    return whole(mask) if isinstance(mask, Tensor) else mask
+
+
+def mask_from_state(state: bool | Tensor | Mapping[str, Any], device: torch.device | str = "cpu") -> Mask:
+    """The mask that :func:`mask_to_state` gave."""
+    if isinstance(state, Mapping):
+        return recipe_from_state(state)
+    return state.to(device) if isinstance(state, Tensor) else state

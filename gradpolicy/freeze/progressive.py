@@ -51,6 +51,8 @@ class Progressive(MaskSource):
         [False, True, True]
     """
 
+    repeats_masks = True
+
     def __init__(
         self,
         total: int,

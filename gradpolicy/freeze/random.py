@@ -37,6 +37,8 @@ class Random(MaskSource):
         RandomMask(seed=0, step=20, name='fc.weight', density=0.5, level='entry')
     """
 
+    repeats_masks = True
+
     def __init__(
         self,
         density: float | Schedule = 0.1,

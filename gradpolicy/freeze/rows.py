@@ -38,6 +38,8 @@ class Rows(MaskSource):
         [False, False, False, True, True]
     """
 
+    repeats_masks = True
+
     @knows_its_arguments
     def __init__(self, rows: Indices, *, dim: int = 0, size: int = 1, seed: int | None = None) -> None:
         super().__init__(every=None, seed=seed)

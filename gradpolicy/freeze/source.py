@@ -42,6 +42,9 @@ class MaskSource:
     """
 
     needs_gradients: bool = False
+    # Whether masks() gives the masks in force again, from arguments and state_dict alone, at any later step
+    # of their period. Where it does not, as where it goes by the weights, a checkpoint holds them.
+    repeats_masks: bool = False
 
     def __init__(
         self,
@@ -137,7 +140,14 @@ class MaskSource:
         return set(self.parameters) if self.wants_gradients(step, epoch) else set()
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """Takes the whole gradients of an effective step, before clipping and masking."""
+        """Takes the whole gradients of an effective step, before clipping and masking.
+
+        A step in which any gradient of the optimizer is not finite is not shown.
+        """
+
+    def observe_more(self, gradients: Mapping[str, Tensor]) -> None:
+        """Takes those of a further optimizer in the same step; as another step, unless a subclass counts."""
+        self.observe(gradients)
 
     def gradient_scale(self, step: int, epoch: int) -> Mapping[str, float]:
         """What the gradients of active entries are multiplied by; what is not named stays as it is."""

@@ -1,6 +1,6 @@
 """Gradients gathered over a window of effective steps, for the sources that decide by them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,13 +21,12 @@ class GradientSums:
         self.steps = 0
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Adds one effective step."""
+        """Adds what a step gave, or one of its optimizers."""
         for name, value in values.items():
             if name in self.sums:
                 self.sums[name] += value
             else:
                 self.sums[name] = value.clone()
-        self.steps += 1
 
     def clear(self) -> None:
         """Starts anew."""
@@ -56,6 +55,7 @@ class GradientSource(MaskSource):
     """
 
     needs_gradients = True
+    repeats_masks = True
 
     def __init__(self, *, window: int | None = 1, **timetable: Any) -> None:
         super().__init__(**timetable)
@@ -110,17 +110,19 @@ class GradientSource(MaskSource):
         return self.gathered.steps >= (self.window or 1)
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """Adds the gradients of an effective step, unless one of them is not finite."""
-        if not gradients or not all_finite(gradients):
-            return
-        with torch.no_grad():
-            self.gathered.add(
-                {
-                    name: self.statistic(wide(self.parameters[name].detach()), wide(gradient))
-                    for name, gradient in gradients.items()
-                    if name in self.parameters
-                }
-            )
+        """Adds the gradients of an effective step."""
+        self.observe_more(gradients)
+        self.gathered.steps += 1
+
+    @torch.no_grad()
+    def observe_more(self, gradients: Mapping[str, Tensor]) -> None:
+        """Adds further gradients of the same step."""
+        self.gathered.add(
+            {
+                name: self.statistic(wide(self.parameters[name].detach()), wide(gradient))
+                for name, gradient in gradients.items()
+            }
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The gradients gathered so far, and the last decision."""
@@ -132,11 +134,12 @@ class GradientSource(MaskSource):
         self.decided = state["decided"]
 
 
-def all_finite(tensors: Mapping[str, Tensor]) -> bool:
+def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every entry of every tensor is finite."""
-    plain = [tensor for tensor in tensors.values() if not hasattr(tensor, "full_tensor")]
+    tensors = list(tensors)
+    plain = [tensor for tensor in tensors if not hasattr(tensor, "full_tensor")]
     # A sum over all shards is known to all processes, so that they agree; in float64 it cannot overflow.
-    sums = [whole(t.double().abs().sum()) for t in tensors.values() if hasattr(t, "full_tensor")]
+    sums = [whole(t.double().abs().sum()) for t in tensors if hasattr(t, "full_tensor")]
     flags = [tensor.isfinite().all() for tensor in (*plain, *sums)]
     return all(
         bool(torch.stack([flag for flag in flags if flag.device == device]).all())

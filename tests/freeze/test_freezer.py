@@ -401,6 +401,87 @@ def test_several_optimizers_get_the_masks_of_their_own(stack, tokens) -> None:
     assert all(0 < optimizer.active_share() < 1 for optimizer in optimizers)
 
 
+def by_magnitude(name: str, parameter: torch.Tensor, step: int) -> torch.Tensor:
+    return parameter.detach().abs() > parameter.detach().abs().median()
+
+
+@pytest.mark.parametrize("cut", [2, 3, 4, 6, 7])
+@pytest.mark.parametrize("when", [None, gp.When(start=3, stop=7)])
+def test_masks_that_no_source_could_give_again_are_saved(stack, tokens, tmp_path, cut: int, when) -> None:
+    """A function may go by the weights of the step at which it was asked."""
+    mask = gp.masks.Function(by_magnitude, every=3)
+    runs = []
+    for stops in ((8,), (cut, 8)):
+        model, first = copy.deepcopy(stack), 0
+        for stop in stops:
+            optimizer = masked(model)
+            freezer = Freezer(model, optimizer, {"large": gp.Freeze(copy.deepcopy(mask), when=when)})
+            if first:
+                saved = torch.load(tmp_path / "state.pt", weights_only=True)
+                optimizer.load_state_dict(saved["optimizer"])
+                freezer.load_state_dict(saved["freezer"])
+            train(model, optimizer, freezer, tokens, range(first, stop))
+            state = {"optimizer": optimizer.state_dict(), "freezer": freezer.state_dict()}
+            torch.save(state, tmp_path / "state.pt")
+            first = stop
+        runs.append(weights(model))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_a_saved_recipe_is_a_few_numbers(stack) -> None:
+    source = gp.masks.Function(lambda name, parameter, step: RandomMask(0, step, name, 0.5), every=5)
+    freezer = Freezer(stack, masked(stack), {"all": gp.Freeze(source)})
+    freezer.begin_step(7)
+    recipe = {"seed": 0, "step": 5, "name": "head.bias", "density": 0.5, "level": "entry"}
+    state = freezer.state_dict()
+    assert state["masks"]["all"]["masks"]["head.bias"] == recipe
+    freezer.load_state_dict(state)
+    freezer.begin_step(8)
+    assert freezer.mask_of("head.bias") == RandomMask(**recipe)
+
+
+def test_masks_of_other_parameters_are_not_taken_up(stack) -> None:
+    def run(params: str) -> Freezer:
+        mask = gp.masks.Function(by_magnitude, every=5)
+        freezer = Freezer(stack, masked(stack), {"large": gp.Freeze(mask, params=params)})
+        freezer.begin_step(0)
+        return freezer
+
+    other = run("embed.*")
+    other.load_state_dict(run("head.*").state_dict())
+    other.begin_step(1)
+    assert torch.equal(other.mask_of("embed.weight"), by_magnitude("", stack.embed.weight, 0))
+
+
+def two_optimizers(model: nn.Module) -> list[gp.MaskedOptimizer]:
+    named = list(model.named_parameters())
+    halves = [p for n, p in named if "blocks" in n], [p for n, p in named if "blocks" not in n]
+    return [gp.MaskedOptimizer(torch.optim.SGD(half, lr=0.1, momentum=0.9)) for half in halves]
+
+
+def test_two_optimizers_take_one_step_together(stack, tokens) -> None:
+    """Windows and rates are those of one optimizer that holds all."""
+    runs = []
+    for make in (two_optimizers, lambda m: [gp.MaskedOptimizer(torch.optim.SGD(m.parameters(), 0.1, 0.9))]):
+        model = copy.deepcopy(stack)
+        optimizers = make(model)
+        policies = {
+            "top": gp.Freeze(gp.masks.TopK(0.5, window=2, every=2)),
+            "out": gp.Freeze(gp.masks.Progressive(total=8, first=0.5)),
+        }
+        freezer = Freezer(model, optimizers, policies)
+        for step in range(6):
+            freezer.begin_step(step)
+            model.zero_grad()
+            loss_of(model, tokens).backward()
+            for optimizer in optimizers:
+                freezer.observe(optimizer)
+                optimizer.step()
+            freezer.finish_step()
+        runs.append(weights(model))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
 def test_a_row_says_what_a_policy_does(stack) -> None:
     policies = {"layers": gp.Freeze(gp.masks.Layerwise(active=1, every=20), params="blocks.*")}
     freezer = Freezer(stack, masked(stack), policies)
