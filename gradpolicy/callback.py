@@ -1,6 +1,7 @@
 """All of Lightning's timing in one place: when policies go on, change, are measured, saved and come off."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -236,6 +237,8 @@ class GradientPolicies(Callback):
     ) -> None:
         """Masks gradients: after unscaling, before clipping, once per effective step."""
         logs = self.log_policies and self._logs_now(trainer)
+        if logs or self._gradients_wanted(self._updates_seen, trainer.current_epoch):
+            _unscale(trainer, optimizer)
         before = self._freeze_norms() if logs else {}
         if self.freezer is not None and optimizer in self._masked:
             self.freezer.observe(optimizer)
@@ -402,6 +405,15 @@ def _check_optimized(
 def _loss_scale(trainer: Trainer) -> float:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
+    """Removes the loss scale from gradients that a fused optimizer would get with it."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        # Under manual optimization it may have been done.
+        with suppress(RuntimeError):
+            scaler.unscale_(optimizer)
 
 
 def _gradient_norm(parameters: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import functools
 import itertools
 import math
 
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 import gradpolicy as gp
 
@@ -142,6 +144,38 @@ def test_under_manual_optimization_too(two_layers, loader, make_trainer, sees_gr
     make_trainer(max_steps=3, callbacks=[gp.GradientPolicies(policies)]).fit(module, loader)
     assert norms == pytest.approx([1e-3] * 3, rel=1e-3)
     assert torch.equal(module.head.weight != before, half("", before, 0))
+
+
+class Shown(gp.masks.MaskSource):
+    """Writes down the gradients that it is shown."""
+
+    needs_gradients = True
+
+    def prepare(self):
+        self.seen = []
+
+    def masks(self, step, epoch):
+        return {}
+
+    def observe(self, gradients):
+        self.seen.append(torch.cat([gradient.flatten() for gradient in gradients.values()]))
+
+
+def test_sources_see_no_loss_scale_and_no_skipped_step(two_layers, loader, make_trainer):
+    """A fused optimizer would take the gradients with their scale, which changes within a window."""
+    runs = []
+    for fused in (False, True):
+        module, source = copy.deepcopy(two_layers), Shown()
+        module.optimizer = functools.partial(torch.optim.AdamW, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=2)
+        precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        callback = gp.GradientPolicies({"head": gp.Freeze(source, params="head.*")})
+        trainer = make_trainer(max_epochs=2, plugins=[precision], callbacks=[callback])
+        trainer.fit(module, loader)
+        runs.append(source.seen)
+        assert len(source.seen) == trainer.strategy.optimizers[0].effective_steps < trainer.global_step
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("order", [("trunk", "head"), ("head", "trunk")])
