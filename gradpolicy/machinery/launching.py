@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -50,11 +51,48 @@ def serve(*tensors: Tensor) -> bool:
 
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> bool:
     """Run a kernel; False, and one warning, where it cannot be compiled for the device."""
-    if not programs:
-        return True
+    return not programs or _attempt(device, lambda: kernel[(programs,)](*arguments, **constants))
+
+
+class Launcher:
+    """A kernel that is run again and again, each time with arguments of the same types and alignment.
+
+    Triton looks at every argument at each launch, to find the code compiled for such; here that is kept.
+
+    Args:
+        kernel: the kernel.
+        device: where it runs.
+        warps: how many each program has.
+        constants: its last arguments.
+    """
+
+    def __init__(self, kernel: Any, device: torch.device, warps: int, constants: tuple[Any, ...]) -> None:
+        self._kernel, self._device, self._warps, self._constants = kernel, device, warps, constants
+        self._compiled: Any = None
+
+    def __call__(self, programs: int, *arguments: Any) -> bool:
+        """Run it; False, and one warning, where it cannot be compiled for the device."""
+        return not programs or _attempt(self._device, lambda: self._run(programs, arguments))
+
+    def _run(self, programs: int, arguments: tuple[Any, ...]) -> None:
+        if self._compiled is None:
+            run = self._kernel[(programs,)]
+            # None by Triton's interpreter.
+            self._compiled = run(*arguments, *self._constants, num_warps=self._warps)
+        else:
+            self._compiled[programs, 1, 1](*arguments, *self._constants)
+
+
+@functools.cache
+def launcher(kernel: Any, device: torch.device, warps: int, *constants: Any) -> Launcher:
+    """The launcher of a kernel with these constants as its last arguments."""
+    return Launcher(kernel, device, warps, constants)
+
+
+def _attempt(device: torch.device, run: Callable[[], Any]) -> bool:
     try:
         with _current(device):
-            kernel[(programs,)](*arguments, **constants)
+            run()
     except Exception as error:  # compilers fail in many ways, before anything is written
         _refused.add(device)
         _say(f"{type(error).__name__}: {error}")
@@ -66,10 +104,36 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Within, kernels are launched on this device."""
     if device.type == "cpu":  # Triton's interpreter
         return contextlib.nullcontext()
-    guard: contextlib.AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    module = torch.get_device_module(device)
+    if module.current_device() == device.index:
+        return contextlib.nullcontext()
+    guard: contextlib.AbstractContextManager[Any] = module.device(device)
     return guard
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """A small CPU tensor on the device, without waiting for the work that it has."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+class Resident:
+    """A small CPU tensor, and a copy on the device that is made once, and again where the stream changes.
+
+    Args:
+        values: what to copy.
+        device: where to.
+    """
+
+    def __init__(self, values: Tensor, device: torch.device) -> None:
+        self._values, self._device = values, device
+        self._copy: Tensor | None = None
+        self._stream: Any = None
+
+    def here(self) -> Tensor:
+        """The copy, for work on the current stream."""
+        stream = None
+        if self._device.type != "cpu":
+            stream = torch.get_device_module(self._device).current_stream(self._device)
+        if self._copy is None or stream != self._stream:
+            self._copy, self._stream = upload(self._values, self._device), stream
+        return self._copy

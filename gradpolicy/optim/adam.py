@@ -9,7 +9,6 @@ decoupled decay: Loshchilov & Hutter 2019, arXiv:1711.05101; AMSGrad: Reddi et a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +59,15 @@ class Settings:
             scale,
         )
 
-    @functools.lru_cache(maxsize=512)  # noqa: B019 - settings are few and small
+    @property
+    def coupled(self) -> bool:
+        """Whether weight decay goes through the gradient."""
+        return self.weight_decay != 0 and not self.decoupled
+
     def corrections(self, ages: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For entries of these ages: lr / (1 - b1^t) and sqrt(1 - b2^t) at the next update."""
-        step_sizes = tuple(self.lr / (1 - self.beta1 ** (age + 1)) for age in ages)
-        roots = tuple((1 - self.beta2 ** (age + 1)) ** 0.5 for age in ages)
+        step_sizes = tuple([self.lr / (1 - self.beta1 ** (age + 1)) for age in ages])
+        roots = tuple([(1 - self.beta2 ** (age + 1)) ** 0.5 for age in ages])
         return step_sizes, roots
 
 
@@ -152,8 +155,9 @@ def run(job: Job, dense: Dense) -> None:
     if job.block > 1:
         _run_rows(job, tables(job))
     elif job.held is not None:
+        both = tables(job)
         for positions, place in job.held.chunks():
-            _gathered(job, job.parameter, job.gradient, positions, place, tables(job))
+            _gathered(job, job.parameter, job.gradient, positions, place, both)
     else:
         dense(job)
 

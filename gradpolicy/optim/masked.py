@@ -91,6 +91,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._patch_step_function()
         self._places: dict[int, tuple[int, int]] = {}
         self._exact = _is_adam(self.inner)
+        self._update_exactly = exact.Updates()
         self._closure_needed = _needs_closure(self.inner)
         # Some third-party optimizers need it although it may be left out, such as SAM, or call it twice.
         self._closure_is_its_own = not is_torchs_own(self.inner)
@@ -348,7 +349,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         for tracked in ways.elsewhere:
             tracked.count_update_elsewhere()
         scale = getattr(self, "grad_scale", None)
-        exact.update(ways.exact, 1.0 if scale is None else float(scale))
+        self._update_exactly(ways.exact, 1.0 if scale is None else float(scale))
         self._effective_steps += 1
         return result
 

@@ -173,7 +173,9 @@ class Tracked(MaskedParameter):
     def forget_addresses(self) -> None:
         """Have the next update find out anew where all lies."""
         self._views.clear()
-        self.record = None
+        if self.record is not None:
+            self.record.forget()
+            self.record = None
 
     # --- taking flags, ages and state from elsewhere
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.machinery import launching
-from gradpolicy.optim.adam import Job, Settings, compute_dtype
+from gradpolicy.optim.adam import Job, compute_dtype
 from gradpolicy.optim.gpu import moves as gpu_moves
-from gradpolicy.optim.record import GroupNumbers, KeptJob
+from gradpolicy.optim.record import KeptJob, Numbers, State
 
 TYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 SPARSE = 0.15
@@ -26,6 +26,8 @@ ALIGNMENT = 16
 WARPS = 8
 """Four entries a thread: as many float32 as one instruction reads."""
 NO_PROGRAM = (1 << 63) - 1
+_OTHERS, _STEP = slice(2, 6), 8
+"""Where addresses of moments and codes, and of the step count, stand in ADDRESSES."""
 
 
 def takes(job: Job) -> bool:
@@ -40,44 +42,42 @@ class Record(KeptJob):
 
     Attributes:
         device: where it runs.
+        dtype: what it computes in.
         tiles: how many programs it needs.
-        addresses: ADDRESSES of the kernels.
-        kind: what code it needs.
-        constants: the first of NUMBERS.
-        pairs: corrections of each slot.
+        addresses: ADDRESSES of the kernels, less the places of numbers and corrections.
     """
 
-    def __init__(self, job: Job, births: tuple[int, ...]) -> None:
-        super().__init__(job, births)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self.device, self.dtype = job.parameter.device, compute_dtype(job.parameter.dtype)
         packed, entries = job.held is not None, job.block == 1
-        self._form_of_code = (
-            job.parameter.dtype,
-            job.codes.dtype,
-            len(job.moments) > 2,
-            packed,
-            entries and not packed and job.density < SPARSE,
-            0 if entries else min(gpu_moves.tile(), _power_of_two(job.block)),
-        )
-        self.tiles = _tiles(job, self._form_of_code[-1])
-        self.addresses = _addresses(job)
+        columns = 0 if entries else min(gpu_moves.tile(), _power_of_two(job.block))
+        sparse = entries and not packed and job.density < SPARSE
+        self._form = (job.parameter.dtype, job.codes.dtype, self.amsgrad, packed, sparse, columns)
+        self.tiles = _tiles(job, columns)
+        self.addresses = _addresses(job, self.places, self.moments)
         # Of held entries, single ones are read.
-        own = functools.reduce(int.__or__, self.addresses[2:6])
+        own = functools.reduce(int.__or__, self.addresses[_OTHERS])
         whole_rows = entries or job.block % ALIGNMENT == 0
         self._own_aligned = not (entries and packed) and own % ALIGNMENT == 0 and whole_rows
-        self.place(*self.addresses[:2])
+        self.place(*self.places)
+
+    def watch(self, parameter: Tensor, gradient: Tensor, moments: Sequence[Tensor], state: State) -> bool:
+        """Serve at later steps too; False where that cannot be."""
+        step = state["step"]
+        if step.device == self.device and step.numel() == 1 and step.dtype is torch.float32:
+            self.counts_up = True
+            self.addresses[_STEP] = step.data_ptr()
+        return super().watch(parameter, gradient, moments, state)
 
     def place(self, parameter: int, gradient: int) -> None:
-        """Take the addresses of parameter and gradient."""
+        """Write these addresses down."""
         self.addresses[:2] = parameter, gradient
         self._aligned = self._own_aligned and (parameter | gradient) % ALIGNMENT == 0
 
-    def correct(self, numbers: GroupNumbers, clock: int, births: tuple[int, ...] | None = None) -> None:
-        """Use these numbers, and the ages at this clock; with `births`, not the job's but these."""
-        self.pairs = numbers.pairs(self.births if births is None else births, clock)
-        self.constants = numbers.constants = numbers.constants or _constants(numbers.settings)
-        coupled = self.constants[1] != 0
-        self.kind = _kind(*self._form_of_code, self._aligned, coupled, len(self.pairs) > 2)
+    def kind(self, many: bool, shared: bool = False) -> Any:
+        """What code it needs; see `kernels.Kind`."""
+        return _kind(*self._form, self._aligned, self.coupled, many, shared)
 
 
 @functools.cache
@@ -91,10 +91,11 @@ def _kind(
     aligned: bool,
     coupled: bool,
     many: bool,
+    shared: bool,
 ) -> Any:
     module = gpu_moves.source()
     types = {"stored": _type(module, stored), "code": _type(module, code)}
-    switches = {"aligned": aligned, "amsgrad": amsgrad, "coupled": coupled, "many": many}
+    switches = {"aligned": aligned, "amsgrad": amsgrad, "coupled": coupled, "many": many, "shared": shared}
     return module.Kind(**types, **switches, packed=packed, sparse=sparse, columns=columns)
 
 
@@ -102,17 +103,18 @@ def _type(module: Any, dtype: torch.dtype) -> Any:
     return getattr(module.tl, str(dtype).removeprefix("torch."))
 
 
-def _constants(settings: Settings) -> tuple[float, ...]:
-    """All of NUMBERS but the corrections."""
-    sign = -1.0 if settings.maximize else 1.0
+def _numbers(numbers: Numbers) -> tuple[float, ...]:
+    """NUMBERS of the kernels."""
+    settings = numbers.settings
     return (
-        sign / settings.scale,
-        0.0 if settings.decoupled else settings.weight_decay,
+        (-1.0 if settings.maximize else 1.0) / settings.scale,
+        settings.weight_decay if settings.coupled else 0.0,
         1 - settings.lr * settings.weight_decay if settings.decoupled else 1.0,
         1 - settings.beta1,
         settings.beta2,
         1 - settings.beta2,
         settings.eps,
+        *numbers.pairs[:2],
     )
 
 
@@ -129,8 +131,8 @@ def _tiles(job: Job, columns: int) -> int:
     return -(-job.rows.numel() // (tile // columns)) * -(-job.block // columns)
 
 
-def _addresses(job: Job) -> list[int]:
-    """ADDRESSES of the kernels; the last one, where the corrections begin, is filled in later."""
+def _addresses(job: Job, places: tuple[int, int], moments: list[int]) -> list[int]:
+    """ADDRESSES of the kernels, less the places of numbers and corrections."""
     index, offsets, size = 0, 0, job.parameter.numel()
     if job.rows is not None:
         index, size = job.rows.data_ptr(), job.rows.numel()
@@ -138,68 +140,92 @@ def _addresses(job: Job) -> list[int]:
         assert job.held.bits is not None
         assert job.held.offsets is not None
         index, offsets = job.held.bits.data_ptr(), job.held.offsets.data_ptr()
-    moments = [moment.data_ptr() for moment in job.moments]
-    vectors = [job.parameter.data_ptr(), job.gradient.data_ptr(), *moments, *[0] * (3 - len(moments))]
-    return [*vectors, job.codes.data_ptr(), index, offsets, size, job.block, 0]
+    vectors = [*places, *moments, *[0] * (3 - len(moments))]
+    return [*vectors, job.codes.data_ptr(), index, offsets, 0, size, job.block]
 
 
-def run(records: Sequence[Record]) -> list[int]:
-    """Carry out what records say.
+class Batch:
+    """Jobs for a launch of each kernel that they need, again and again.
 
-    Returns:
-        Which of them the device's compiler failed for, and are untouched.
-
-    Raises:
-        PolicyError: a CUDA graph is being recorded.
+    Args:
+        records: the jobs, each with the place of its numbers.
     """
-    batches: defaultdict[tuple[torch.device, Any], list[int]] = defaultdict(list)
-    for index, record in enumerate(records):
-        batches[record.device, record.kind].append(index)
-    if any(device.type == "cuda" for device, _ in batches) and torch.cuda.is_current_stream_capturing():
-        raise PolicyError(
-            "a masked step cannot be recorded in a CUDA graph: ages grow from step to step; "
-            "record forward and backward, and step outside of the graph"
-        )
-    failed: list[int] = []
-    for (device, kind), indices in batches.items():
-        if not _launch(device, kind, [records[index] for index in indices]):
-            failed += indices
-    return failed
+
+    def __init__(self, records: Sequence[tuple[Record, int]]) -> None:
+        self._records = records
+        self._on_cuda = any(record.device.type == "cuda" for record, _ in records)
+        self._sorted_for: list[tuple[int, int]] = []
+        self._launches: list[tuple[_Launch, list[int]]] = []
+
+    def run(self, numbers: Sequence[Numbers]) -> list[int]:
+        """Carry the jobs out with these numbers.
+
+        Returns:
+            Which of them the device's compiler failed for, and are untouched.
+
+        Raises:
+            PolicyError: a CUDA graph is being recorded.
+        """
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            raise PolicyError(
+                "a masked step cannot be recorded in a CUDA graph: ages grow from step to step; "
+                "record forward and backward, and step outside of the graph"
+            )
+        places = [record.places for record, _ in self._records]
+        if places != self._sorted_for:
+            self._sort(numbers)
+            self._sorted_for = places
+        failed: list[int] = []
+        for launch, indices in self._launches:
+            if not launch.run(numbers):
+                failed += indices
+        return failed
+
+    def _sort(self, numbers: Sequence[Numbers]) -> None:
+        """Put jobs that need the same code together."""
+        together: defaultdict[tuple[torch.device, Any], list[int]] = defaultdict(list)
+        for index, (record, place) in enumerate(self._records):
+            together[record.device, record.kind(len(numbers[place].pairs) > 2)].append(index)
+        self._launches = [
+            (_Launch([self._records[index] for index in indices], numbers), indices)
+            for indices in together.values()
+        ]
 
 
-def _launch(device: torch.device, kind: Any, records: Sequence[Record]) -> bool:
-    """Update tensors that need the same code."""
-    room = _power_of_two(len(records))
-    starts = [0, *itertools.accumulate(record.tiles for record in records)]
-    programs = starts.pop()
-    starts += [NO_PROGRAM] * (room - len(records))
-    table, *places = _upload(device, kind, starts, records)
-    source = gpu_moves.source()
-    kernel = source.adam_rows if kind.columns else source.adam_entries
-    return launching.launch(kernel, programs, device, table, *places, KIND=kind, JOBS=room, num_warps=WARPS)
+class _Launch:
+    """Jobs that need the same code, as the kernel reads them; what stays is on the device already."""
 
+    def __init__(self, records: Sequence[tuple[Record, int]], numbers: Sequence[Numbers]) -> None:
+        first = records[0][0]
+        self._device, self._double = first.device, first.dtype is torch.float64
+        self._places = list(dict.fromkeys(place for _, place in records))
+        self._many = len(numbers[self._places[0]].pairs) > 2
+        # Arguments of a kernel have single precision.
+        self._shared = len(self._places) == 1 and not self._double
+        kind = first.kind(self._many, self._shared)
+        room = _power_of_two(len(records))
+        starts = [0, *itertools.accumulate(record.tiles for record, _ in records)]
+        self._programs = starts.pop()
+        wholes = starts + [NO_PROGRAM] * (room - len(records))
+        lengths = itertools.accumulate((len(numbers[place].pairs) for place in self._places), initial=0)
+        own = dict(zip(self._places, enumerate(lengths), strict=False))
+        for record, place in records:
+            wholes += [*record.addresses, *own[place]]
+        self._table = launching.Resident(torch.tensor(wholes), self._device)
+        source = gpu_moves.source()
+        kernel = source.adam_rows if kind.columns else source.adam_entries
+        self._launch = launching.launcher(kernel, self._device, WARPS, kind, room)
 
-def _upload(
-    device: torch.device, kind: Any, starts: list[int], records: Sequence[Record]
-) -> tuple[Tensor, int, int]:
-    """All that the kernels read of jobs, in one copy, and where numbers and corrections begin in it."""
-    wholes = list(starts)
-    numbers: list[float] = []
-    corrections: list[float] = []
-    places: dict[int, int] = {}
-    for record in records:
-        pairs = record.pairs
-        if kind.many:
-            # Tensors that have been masked at the same steps share a table.
-            place = places.setdefault(id(pairs), len(corrections))
-            if place == len(corrections):
-                corrections += pairs
-            record.addresses[-1] = place
-        wholes += record.addresses
-        numbers += record.constants
-        numbers += pairs[:2]
-    number = "d" if records[0].dtype is torch.float64 else "f"
-    form = f"{len(wholes)}q{len(numbers)}d{len(corrections)}{number}"
-    written = bytearray(struct.pack(form, *wholes, *numbers, *corrections))
-    table = launching.upload(torch.frombuffer(written, dtype=torch.int64), device)
-    return table, len(wholes), len(wholes) + len(numbers)
+    def run(self, numbers: Sequence[Numbers]) -> bool:
+        """Update the tensors; False where the device's compiler failed."""
+        own, table = [numbers[place] for place in self._places], self._table.here()
+        moving, at = (table, 0) if self._shared and not self._many else self._upload(own)
+        return self._launch(self._programs, table, moving, at, *_numbers(own[0]))
+
+    def _upload(self, own: Sequence[Numbers]) -> tuple[Tensor, int]:
+        """What is new at each step, and where corrections begin in it."""
+        shared = [] if self._shared else [part for each in own for part in _numbers(each)]
+        corrections = [part for each in own for part in each.pairs] if self._many else []
+        form = f"{len(shared)}d{len(corrections)}{'d' if self._double else 'f'}"
+        written = bytearray(struct.pack(form, *shared, *corrections))
+        return launching.upload(torch.frombuffer(written, dtype=torch.uint8), self._device), len(shared)

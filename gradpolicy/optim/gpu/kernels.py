@@ -3,8 +3,9 @@
 All work on flat vectors in memory order, a tile a program. Frozen entries are selected, never computed
 on: what the arithmetic makes of them is thrown away before anything is written.
 
-One launch updates many tensors. Each is a *job*, written down in ADDRESSES whole numbers and NUMBERS float64
-numbers, whose places are named below.
+One launch updates many tensors. Each is a *job*, written down in ADDRESSES whole numbers, whose places are
+named below. The NUMBERS that belong to a param group and an age come as arguments where all jobs share them,
+so that nothing need be sent to the device from step to step.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ TILE = tl.constexpr(1024)
 WIDE = tl.constexpr(4096)
 """Entries a program of what reads single bytes alone."""
 
-ADDRESSES, NUMBERS = tl.constexpr(11), tl.constexpr(9)
+ADDRESSES = tl.constexpr(13)
 PARAMETER, GRADIENT, FIRST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SECOND, LARGEST, CODES = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 INDEX = tl.constexpr(6)
 """Bits of held entries, or the rows to update."""
 OFFSETS = tl.constexpr(7)
-SIZE = tl.constexpr(8)
+STEP = tl.constexpr(8)
+"""A float32 to count up, or 0."""
+SIZE = tl.constexpr(9)
 """Entries of the tensor, or rows to update."""
-BLOCK = tl.constexpr(9)
-CORRECTIONS = tl.constexpr(10)
+BLOCK = tl.constexpr(10)
+OWN_NUMBERS = tl.constexpr(11)
+"""Which of several sets of numbers is the job's."""
+CORRECTIONS = tl.constexpr(12)
 """Where a job's pairs of corrections begin, counted in values."""
 
+NUMBERS = tl.constexpr(9)
 FACTOR, DECAY, SHRINK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 COMPLEMENT1, BETA2, COMPLEMENT2 = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 EPSILON = tl.constexpr(6)
@@ -49,6 +55,7 @@ class Kind:
         amsgrad: whether there is a maximum of second moments.
         coupled: whether weight decay goes through the gradient.
         many: whether corrections are looked up by code.
+        shared: whether the numbers of all jobs are those given as arguments (not for float64).
         packed: whether moments and codes are of held entries alone.
         sparse: whether so few are active that memory is best read entry by entry.
         columns: entries of a row that a program takes; 0: codes are of single entries.
@@ -60,6 +67,7 @@ class Kind:
     amsgrad: bool
     coupled: bool
     many: bool
+    shared: bool
     packed: bool
     sparse: bool
     columns: int
@@ -77,20 +85,37 @@ class Kind:
 # --- the update
 
 
-@triton.jit(do_not_specialize=["numbers_at", "corrections_at"])
-def adam_entries(table, numbers_at, corrections_at, KIND: tl.constexpr, JOBS: tl.constexpr):
+@triton.jit(do_not_specialize=["corrections_at"])
+def adam_entries(
+    table, moving, corrections_at,
+    factor, decay, shrink, complement1, beta2, complement2, epsilon, step_size, inverse_root,
+    KIND: tl.constexpr, JOBS: tl.constexpr,
+):  # fmt: skip
     """Update tensors that have a code an entry.
 
     Args:
-        table: all 8 bytes wide: the first program of each of JOBS jobs, ADDRESSES of each job, from
-            `numbers_at` on NUMBERS of each job (float64), from `corrections_at` on the pairs
-            lr / (1 - b1^t) and 1 / sqrt(1 - b2^t), in the type to compute in.
-        numbers_at: see `table`.
-        corrections_at: see `table`.
+        table: int64: the first program of each of JOBS jobs, then ADDRESSES of each job.
+        moving: what is new at each step: sets of NUMBERS (float64), unless they are shared; for KIND.many,
+            from `corrections_at` (counted in 8 bytes) on, pairs lr / (1 - b1^t) and 1 / sqrt(1 - b2^t) in the
+            type to compute in.
+        corrections_at: see `moving`.
+        factor: what gradients are multiplied by; this and the others are the NUMBERS that are shared.
+        decay: weight decay through the gradient.
+        shrink: what parameters are multiplied by.
+        complement1: 1 - b1.
+        beta2: b2.
+        complement2: 1 - b2.
+        epsilon: eps.
+        step_size: lr / (1 - b1^t).
+        inverse_root: 1 / sqrt(1 - b2^t).
         KIND: a `Kind`.
         JOBS: a power of two.
     """
-    tile, addresses, numbers, corrections = _job_of(table, numbers_at, corrections_at, KIND, JOBS)
+    given = (factor, decay, shrink, complement1, beta2, complement2, epsilon, step_size, inverse_root)
+    tile, addresses = _job_of(table, JOBS)
+    numbers = given if KIND.shared else _own_numbers(moving, addresses)
+    corrections = _own_corrections(moving, corrections_at, addresses, KIND) if KIND.many else None
+    _count_up(addresses, tile)
     size = tl.load(addresses + SIZE)
     # Only where nothing bounds a tile is memory read in pieces of 16 bytes.
     if tile * TILE + TILE <= size:
@@ -113,16 +138,24 @@ def _tile_of_entries(addresses, numbers, corrections, tile, size, BOUNDED: tl.co
         code = _load(_pointer(addresses, CODES, KIND.code, KIND.aligned) + positions, inside)
         active = code < 0
         places = positions
-    step_size, inverse_root = _corrections(addresses, numbers, corrections, code, active, KIND)
+    step_size, inverse_root = _corrections(numbers, corrections, code, active, KIND)
     reached = active if KIND.packed or KIND.sparse else inside
     _update(addresses, numbers, positions, places, active, reached, step_size, inverse_root, KIND)
 
 
-@triton.jit(do_not_specialize=["numbers_at", "corrections_at"])
-def adam_rows(table, numbers_at, corrections_at, KIND: tl.constexpr, JOBS: tl.constexpr):
+@triton.jit(do_not_specialize=["corrections_at"])
+def adam_rows(
+    table, moving, corrections_at,
+    factor, decay, shrink, complement1, beta2, complement2, epsilon, step_size, inverse_root,
+    KIND: tl.constexpr, JOBS: tl.constexpr,
+):  # fmt: skip
     """Update the listed rows of tensors that have a code a row; see `adam_entries`."""
     ROWS: tl.constexpr = TILE // KIND.columns
-    tile, addresses, numbers, corrections = _job_of(table, numbers_at, corrections_at, KIND, JOBS)
+    given = (factor, decay, shrink, complement1, beta2, complement2, epsilon, step_size, inverse_root)
+    tile, addresses = _job_of(table, JOBS)
+    numbers = given if KIND.shared else _own_numbers(moving, addresses)
+    corrections = _own_corrections(moving, corrections_at, addresses, KIND) if KIND.many else None
+    _count_up(addresses, tile)
     size, block = tl.load(addresses + SIZE), tl.load(addresses + BLOCK)
     if KIND.aligned:
         block = tl.multiple_of(block, 16)
@@ -136,7 +169,7 @@ def adam_rows(table, numbers_at, corrections_at, KIND: tl.constexpr, JOBS: tl.co
     if KIND.many:
         codes = _pointer(addresses, CODES, KIND.code, False)
         code = tl.load(codes + own, mask=listed < size, other=0)[:, None]
-    step_size, inverse_root = _corrections(addresses, numbers, corrections, code, None, KIND)
+    step_size, inverse_root = _corrections(numbers, corrections, code, None, KIND)
     positions = row[:, None] * block + column[None, :]
     places = own[:, None] * block + column[None, :]
     _update(addresses, numbers, positions, places, inside, inside, step_size, inverse_root, KIND)
@@ -166,37 +199,36 @@ def _update(
     parameter, first, second = _load(parameters, reached), _load(firsts, reached), _load(seconds, reached)
 
     TYPE: tl.constexpr = KIND.computed
-    gradient = gradient.to(TYPE) * tl.load(numbers + FACTOR).to(TYPE)
+    gradient = gradient.to(TYPE) * _number(numbers, FACTOR, KIND)
     if KIND.coupled:
-        gradient += parameter.to(TYPE) * tl.load(numbers + DECAY).to(TYPE)
+        gradient += parameter.to(TYPE) * _number(numbers, DECAY, KIND)
     moment = first.to(TYPE)
-    moment += (gradient - moment) * tl.load(numbers + COMPLEMENT1).to(TYPE)
-    square = second.to(TYPE) * tl.load(numbers + BETA2).to(TYPE)
-    square += gradient * gradient * tl.load(numbers + COMPLEMENT2).to(TYPE)
+    moment += (gradient - moment) * _number(numbers, COMPLEMENT1, KIND)
+    square = second.to(TYPE) * _number(numbers, BETA2, KIND)
+    square += gradient * gradient * _number(numbers, COMPLEMENT2, KIND)
     most = square
     if KIND.amsgrad:
         largests = _pointer(addresses, LARGEST, KIND.stored, KIND.aligned) + places
         largest = _load(largests, reached)
         most = tl.maximum(largest.to(TYPE), square, propagate_nan=tl.PropagateNan.ALL)
         _store(largests, most, largest, active, reached, KIND)
-    divisor = _root(most) * inverse_root + tl.load(numbers + EPSILON).to(TYPE)
-    new = parameter.to(TYPE) * tl.load(numbers + SHRINK).to(TYPE) - step_size * _quotient(moment, divisor)
+    divisor = _root(most) * inverse_root + _number(numbers, EPSILON, KIND)
+    new = parameter.to(TYPE) * _number(numbers, SHRINK, KIND) - step_size * _quotient(moment, divisor)
     _store(firsts, moment, first, active, reached, KIND)
     _store(seconds, square, second, active, reached, KIND)
     _store(parameters, new, parameter, active, reached, KIND)
 
 
 @triton.jit
-def _corrections(addresses, numbers, corrections, code, active, KIND: tl.constexpr):
+def _corrections(numbers, corrections, code, active, KIND: tl.constexpr):
     """Step size and inverse root of each entry, or of all."""
     if KIND.many:
         slot = code.to(tl.int32) & (2 ** (KIND.code.primitive_bitwidth - 1) - 1)
-        pairs = corrections + tl.load(addresses + CORRECTIONS) + 2 * slot
+        pairs = corrections + 2 * slot
         # Slots of frozen entries are none of the table's.
         step_size, inverse_root = _load(pairs, active), _load(pairs + 1, active)
     else:
-        step_size = tl.load(numbers + STEP_SIZE).to(KIND.computed)
-        inverse_root = tl.load(numbers + INVERSE_ROOT).to(KIND.computed)
+        step_size, inverse_root = _number(numbers, STEP_SIZE, KIND), _number(numbers, INVERSE_ROOT, KIND)
     return step_size, inverse_root
 
 
@@ -220,16 +252,38 @@ def _quotient(values, divisors):
 
 
 @triton.jit
-def _job_of(table, numbers_at, corrections_at, KIND: tl.constexpr, JOBS: tl.constexpr):
+def _job_of(table, JOBS: tl.constexpr):
     """Which of a job's tiles this program works on, and what is written down of the job."""
     tile = tl.program_id(0).to(tl.int64)
     job = 0
     if JOBS > 1:
         job = tl.sum((tl.load(table + tl.arange(0, JOBS)) <= tile).to(tl.int32), 0) - 1
         tile -= tl.load(table + job)
-    numbers = (table + numbers_at).to(tl.pointer_type(tl.float64), bitcast=True) + job * NUMBERS
-    corrections = (table + corrections_at).to(tl.pointer_type(KIND.computed), bitcast=True)
-    return tile, table + JOBS + job * ADDRESSES, numbers, corrections
+    return tile, table + JOBS + job * ADDRESSES
+
+
+@triton.jit
+def _own_numbers(moving, addresses):
+    return moving.to(tl.pointer_type(tl.float64)) + tl.load(addresses + OWN_NUMBERS) * NUMBERS
+
+
+@triton.jit
+def _own_corrections(moving, corrections_at, addresses, KIND: tl.constexpr):
+    corrections = (moving.to(tl.pointer_type(tl.int64)) + corrections_at).to(tl.pointer_type(KIND.computed))
+    return corrections + tl.load(addresses + CORRECTIONS)
+
+
+@triton.jit
+def _number(numbers, WHICH: tl.constexpr, KIND: tl.constexpr):
+    return numbers[WHICH] if KIND.shared else tl.load(numbers + WHICH).to(KIND.computed)
+
+
+@triton.jit
+def _count_up(addresses, tile):
+    """Count the tensor's step up, once."""
+    if tile == 0:
+        step = tl.load(addresses + STEP)
+        tl.atomic_add(step.to(tl.pointer_type(tl.float32)), 1.0, mask=step != 0)
 
 
 @triton.jit

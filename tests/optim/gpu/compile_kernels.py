@@ -26,9 +26,13 @@ TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 def kind(**other):
     plain = {"stored": tl.float32, "code": tl.int8, "aligned": True, "amsgrad": False, "coupled": False}
-    return kernels.Kind(**{**plain, "many": False, "packed": False, "sparse": False, "columns": 0, **other})
+    return kernels.Kind(
+        **{**plain, "many": False, "shared": True, "packed": False, "sparse": False, "columns": 0, **other}
+    )
 
 
+NUMBERS = ["factor", "decay", "shrink", "complement1", "beta2", "complement2", "epsilon", "step_size"]
+NUMBERS += ["inverse_root"]
 UPDATES = {
     "entries": kind(),
     "entries, many ages": kind(many=True, amsgrad=True, coupled=True),
@@ -37,7 +41,7 @@ UPDATES = {
     "rows": kind(columns=1024),
     "held rows": kind(columns=1024, packed=True, many=True),
     "bfloat16": kind(stored=tl.bfloat16),
-    "float64": kind(stored=tl.float64),
+    "float64": kind(stored=tl.float64, shared=False, many=True),
 }
 WHOLE, FLAGS = "*i32", "*u8"
 MOVES = {
@@ -99,7 +103,12 @@ def built(name, arguments, warps, capability):
 def main(capability):
     results = {}
     for name, own in UPDATES.items():
-        arguments = {"table": "*i64", "numbers_at": "i32", "corrections_at": "i32"}
+        arguments = {
+            "table": "*i64",
+            "moving": "*u8",
+            "corrections_at": "i32",
+            **dict.fromkeys(NUMBERS, "fp32"),
+        }
         kernel = "adam_rows" if own.columns else "adam_entries"
         results[name] = built(kernel, {**arguments, "KIND": own, "JOBS": 4}, WARPS, capability)
     for name, arguments in MOVES.items():

@@ -18,7 +18,7 @@ from gradpolicy.optim.gpu import moves as gpu_moves
 from gradpolicy.optim.jitted import moves as jitted
 from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.packed import Held
-from gradpolicy.optim.record import GroupNumbers
+from gradpolicy.optim.record import Numbers
 from tests.optim.alone import run_alone
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -75,9 +75,8 @@ def run(jobs):
     records = []
     for job in jobs:
         assert gpu_adam.takes(job)
-        records.append(gpu_adam.Record(job, tuple(-age for age in job.ages)))
-        records[-1].correct(GroupNumbers(job.settings), 0)
-    return gpu_adam.run(records)
+        records.append((gpu_adam.Record(job), len(records)))
+    return gpu_adam.Batch(records).run([Numbers.of(job.settings, job.ages) for job in jobs])
 
 
 def copy_of(job):
@@ -145,13 +144,13 @@ def test_updates_of_held_entries_are_those_of_all(dtype, rows, block):
 
 def test_many_tensors_are_updated_together(monkeypatch):
     launches = []
-    launch = launching.launch
+    run_kernel = launching.Launcher._run
 
-    def noted(kernel, *rest, **more):
-        launches.append(kernel.__name__)
-        return launch(kernel, *rest, **more)
+    def noted(launcher, *given):
+        launches.append(launcher._kernel.__name__)
+        return run_kernel(launcher, *given)
 
-    monkeypatch.setattr(launching, "launch", noted)
+    monkeypatch.setattr(launching.Launcher, "_run", noted)
     rates, sizes = (0.1, 0.02, 0.3), (5, 1024, 1500, 2048, 3000)
     jobs = [
         make_job(torch.float32, size, 1, settings(lr=lr), (2, 7))
