@@ -159,6 +159,10 @@ class Cohorts:
         """All that is held in memory."""
         return [self.codes] if self._rows is None else [self.codes, self._rows]
 
+    def to(self, device: torch.device) -> None:
+        """Move to another device."""
+        self.codes, self._rows = self.codes.to(device), None
+
     def active_blocks(self) -> Tensor:
         """The active blocks' places (int64), found once a change of the mask."""
         if self._rows is None:

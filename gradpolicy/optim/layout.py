@@ -73,7 +73,8 @@ def check_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
     """The mask with as many dimensions as the parameter.
 
     Raises:
-        PolicyError: it is not a bool tensor, or does not broadcast to the parameter.
+        PolicyError: it is not a dense bool tensor, does not broadcast to the parameter, or one of the two
+            has no values.
     """
     if not isinstance(mask, Tensor):
         raise PolicyError(
@@ -81,6 +82,11 @@ def check_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
         )
     if mask.dtype is not torch.bool:
         raise PolicyError(f"{name}: a mask is a bool tensor (True = trains), this one is {mask.dtype}")
+    if mask.layout is not torch.strided:
+        raise PolicyError(f"{name}: a mask is a dense tensor, this one is {mask.layout}; use mask.to_dense()")
+    if mask.is_meta or parameter.is_meta:
+        which = "the parameter" if parameter.is_meta else "the mask"
+        raise PolicyError(f"{name}: {which} lies on the meta device, where tensors have no values")
     shape = (1,) * (parameter.dim() - mask.dim()) + tuple(mask.shape)
     fits = len(shape) == parameter.dim() and all(
         size in (1, full) for size, full in zip(shape, parameter.shape, strict=True)

@@ -290,6 +290,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             elif tracked.kind is not FULL:
                 if gradient.layout is not torch.strided:
                     self._refuse_sparse(tracked.parameter)
+                tracked.follow()
                 flat = tracked.layout.flat(gradient)
                 vectors.append((flat, *tracked.active_flags()))
                 copied.append((tracked.layout, flat, gradient))
@@ -357,6 +358,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's step, without effect on frozen entries."""
         for tracked in kept:
             assert tracked.keeper is not None
+            tracked.follow()
             if tracked.parameter.grad is not None:
                 flat = tracked.layout.flat(tracked.parameter.grad)
                 moves.fill_frozen(flat, *tracked.active_flags(), 0.0)

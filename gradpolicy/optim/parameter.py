@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy.errors import PolicyError
 from gradpolicy.optim import moves
 from gradpolicy.optim.cohorts import Cohorts, chunk, repeat
 from gradpolicy.optim.layout import (
@@ -33,6 +34,7 @@ class MaskedParameter:
 
     Attributes:
         parameter: the parameter.
+        shape: its shape, which must not change.
         layout: the order of this process's entries in memory.
         cohorts: flags and ages, as codes; only those of active blocks while `held` is set.
         held: which blocks have memory for codes and moments; None: all of them.
@@ -45,6 +47,7 @@ class MaskedParameter:
 
     def __init__(self, parameter: Tensor, age: int) -> None:
         self.parameter = parameter
+        self.shape = parameter.shape
         self.layout = Layout.of(parameter)
         self.cohorts = Cohorts(self.layout.size, age, local_shard(parameter).device)
         self.held: Held | None = None
@@ -52,6 +55,28 @@ class MaskedParameter:
         self.empty_part: Tensor | None = None
         self.kind, self.rests = FULL, False
         self.active_entries = self.layout.size
+
+    def follow(self) -> bool:
+        """Go where the parameter has gone, if that is to another device.
+
+        Returns:
+            Whether it has.
+
+        Raises:
+            PolicyError: it has been given another shape: a kernel would read and write beyond its end.
+        """
+        if self.parameter.shape != self.shape:
+            raise PolicyError(
+                f"a parameter of shape {tuple(self.shape)} now has the shape {tuple(self.parameter.shape)}; "
+                "its masks and ages are no longer known: make a new optimizer for the model and wrap that"
+            )
+        device = self.parameter.device
+        if self.cohorts.codes.device == device:
+            return False
+        if self.held is not None:
+            self.held = Held(self.held.flags().to(device), self.held.block, self.held.count)
+        self.cohorts.to(device)
+        return True
 
     # --- taking a mask
 
@@ -141,6 +166,7 @@ class MaskedParameter:
 
     def mask(self) -> Tensor:
         """The mask as it was set."""
+        self.follow()
         if self.mask_shape is None:
             return torch.ones((), dtype=torch.bool, device=self.parameter.device).expand(self.parameter.shape)
         if self.empty_part is not None:
@@ -150,6 +176,7 @@ class MaskedParameter:
 
     def ages(self) -> Tensor:
         """Each entry's age (int64), as coarse as the masks were."""
+        self.follow()
         ages = self._of_all_blocks(self.cohorts.ages())
         return self.layout.logical(ages, self.cohorts.block, self.parameter)
 

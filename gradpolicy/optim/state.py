@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy.errors import PolicyError
 from gradpolicy.optim import adam, moves
 from gradpolicy.optim.beginnings import (
     AS_PARAMETER,
@@ -87,9 +88,29 @@ class ParameterState:
         dtype = own.dtype.to_real() if own.is_complex() else own.dtype
         return held.vector(dtype, own.device).zero_()
 
-    def moments(self) -> dict[str, Tensor]:
-        """All but the step count."""
-        return {key: value for key, value in self.values.items() if key != "step"}
+    def moments(self, held: Held | None) -> dict[str, Tensor]:
+        """The moments that there are, of so many entries as have memory (None: all); see `check`."""
+        values = self.values
+        moments = {key: values[key] for key in (*adam.MOMENTS, adam.LARGEST) if key in values}
+        self.check(moments, held)
+        return moments
+
+    def check(self, moments: dict[str, Tensor], held: Held | None) -> None:
+        """Make sure that moments are of so many entries as have memory (None: all).
+
+        Raises:
+            PolicyError: one is not, or lies on another device: somebody has put it there since.
+        """
+        count = self.layout.size if held is None else held.count * held.block
+        device = self.parameter.device
+        for key, moment in moments.items():
+            size = local_shard(moment).numel() * (2 if moment.is_complex() else 1)
+            if size != count or moment.device != device:
+                raise PolicyError(
+                    f"the optimizer's state {key!r} of a parameter of shape {tuple(self.parameter.shape)} on "
+                    f"{device} has the shape {tuple(moment.shape)} and lies on {moment.device}; "
+                    "load a state_dict of this model, or move the state along with it"
+                )
 
     def pack(self, held: Held, before: Held | None) -> None:
         """Have moments of some entries alone.
@@ -98,7 +119,7 @@ class ParameterState:
             held: whose moments to have from now on.
             before: whose moments there are; None: those of all entries.
         """
-        for key, value in self.moments().items():
+        for key, value in self.moments(before).items():
             packed = before.move(value, held) if before else held.pack(self.layout.flat(value))
             self.values[key] = packed
 
@@ -111,7 +132,7 @@ class ParameterState:
         return self.values if held is None else {**self.values, **self._dense_moments(held)}
 
     def _dense_moments(self, held: Held) -> dict[str, Tensor]:
-        return {key: self._spread(value, held) for key, value in self.moments().items()}
+        return {key: self._spread(value, held) for key, value in self.moments(held).items()}
 
     def _spread(self, packed: Tensor, held: Held) -> Tensor:
         dense = torch.zeros_like(self.parameter, memory_format=torch.preserve_format)

@@ -78,10 +78,20 @@ class Tracked(MaskedParameter):
         """Whether only active entries shall have memory."""
         return self.kind is PARTIAL and self.exact and self.frozen_state == "drop"
 
+    def follow(self) -> bool:
+        """Go where the parameter has gone; see `MaskedParameter.follow`."""
+        moved = super().follow()
+        if moved:
+            self.forget_addresses()
+            self.keeper = None
+            self._ready_keeper()
+        return moved
+
     # --- a new mask
 
     def set_mask(self, mask: Tensor | None) -> None:
         """Take a mask that fits; see `check_mask`."""
+        self.follow()
         mask = self.take_shape(mask)
         if not self.layout.size:
             self.take_empty_part(mask)
@@ -112,7 +122,7 @@ class Tracked(MaskedParameter):
         if code is None:
             return False
         self.held = held = Held(flags, block, seen.count, seen.index)
-        moments = self.stored.moments()
+        moments = self.stored.moments(old)
         vectors = [(self.cohorts.codes, code), *((moment, 0) for moment in moments.values())]
         self.cohorts.codes, *moved = old.move_together(vectors, held)
         self.state.update(zip(moments, moved, strict=True))
@@ -251,12 +261,13 @@ class Tracked(MaskedParameter):
 
     def job(self, group: dict[str, Any], settings: adam.Settings, gradient: Tensor) -> adam.Job:
         """The exact update of this parameter."""
+        self.follow()
         state = self.stored.begin(group, self.updates, self.held)
         slots = self.cohorts.slots
         ages = (self.updates,) if self.bias_correction == "tensor" else slots.active
-        moments = [state[key] for key in adam.moment_keys(group)]
-        if self.held is None:
-            moments = [self._flat(key, state[key]) for key in adam.moment_keys(group)]
+        keys = adam.moment_keys(group)
+        self.stored.check({key: state[key] for key in keys}, self.held)
+        moments = [state[key] if self.held else self._flat(key, state[key]) for key in keys]
         return adam.Job(
             self._flat("", self.parameter),
             self.layout.flat(gradient),

@@ -373,6 +373,8 @@ def test_copies_and_pickles_stand_alone():
         (torch.ones(4, 5, dtype=torch.bool), "does not broadcast"),
         (torch.ones(1, 6, 5, dtype=torch.bool), "does not broadcast"),
         ([True], "list"),
+        (torch.eye(6, 5, dtype=torch.bool).to_sparse(), "dense"),
+        (torch.ones(6, 5, dtype=torch.bool, device="meta"), "the mask lies on the meta device"),
     ],
 )
 def test_a_wrong_mask_is_named(parameter, mask, message):

@@ -124,3 +124,21 @@ def test_a_masked_step_refuses_to_be_recorded():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(PolicyError, match="cannot be recorded in a CUDA graph"), torch.cuda.graph(graph):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("frozen_state", STATES)
+def test_masks_that_were_set_on_a_cpu_come_along(kind, frozen_state):
+    model = torch.nn.Linear(40, 30)
+    optimizer = MaskedOptimizer(kind(model.parameters(), lr=0.1), frozen_state=frozen_state)
+    mask = torch.rand(30, 40) < 0.5
+    optimizer.set_mask(model.weight, mask)
+    model.cuda()
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.mask_gradients()
+        optimizer.step()
+    assert torch.equal(model.weight.detach() != before, mask.cuda())
+    assert torch.equal(optimizer.get_mask(model.weight), mask.cuda())
