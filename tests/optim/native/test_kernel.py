@@ -1,8 +1,6 @@
 """The C kernel, with the processor's vectors and without, does what plain torch does."""
 
 import ctypes
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,8 @@ SIZES = [1, 31, 100, 3 * native.GRAIN + 77]
 @pytest.fixture(scope="module")
 def plain_library():
     """The kernel compiled for any processor of this kind."""
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")))
     flags = [flag for flag in compiling.FLAGS if not flag.startswith("-march")]
-    path = compiling._build(Path(native.__file__).with_name("kernel.c"), compiler, tuple(flags))
+    path = compiling._build(Path(native.__file__).with_name("kernel.c"), compiling._compiler(), tuple(flags))
     return native.declared(ctypes.CDLL(str(path)))
 
 
