@@ -15,6 +15,8 @@ from gradpolicy.optim.native.moves import GRAIN
 
 SPARE = 64
 """One value in so many is held to spare: the next random mask of the same density has a few more entries."""
+SHIFT = 2 * GRAIN
+"""Values from one to the other place where packed memory may begin: twice as far as random masks move entries."""
 
 
 def _pack_bits(flags: Tensor) -> Tensor:
@@ -43,12 +45,17 @@ def _with_spare(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _in_place(packed: Tensor, count: int) -> Tensor | None:
-    """The memory of `packed` as `count` values; None where it is too little or over twice the spare."""
+    """The memory of `packed` as `count` values; None where it is too little or over twice the spare.
+
+    The values begin somewhat after those of `packed`, or before them, where there is room for that: most can
+    then be moved without a copy, since their places are read before they are written over.
+    """
     room = packed.untyped_storage().nbytes() // packed.element_size()
-    own = packed.is_cpu and packed.is_contiguous() and packed.storage_offset() == 0
+    own = packed.is_cpu and packed.is_contiguous()
     if not own or not count <= room <= count + 2 * count // SPARE:
         return None
-    return packed.new_empty(0).set_(packed.untyped_storage(), 0, (count,))  # type: ignore[call-overload]
+    start = SHIFT if packed.storage_offset() == 0 and count + SHIFT <= room else 0
+    return packed.new_empty(0).set_(packed.untyped_storage(), start, (count,))  # type: ignore[call-overload]
 
 
 class Held:

@@ -3,7 +3,7 @@ import torch
 
 from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.native.moves import GRAIN
-from gradpolicy.optim.packed import SPARE, Held
+from gradpolicy.optim.packed import SHIFT, SPARE, Held
 
 
 def random_flags(size, share):
@@ -57,11 +57,65 @@ def test_vectors_move_together_as_each_alone(count, share, dtype):
 def test_masks_of_the_same_density_are_moved_between_in_the_same_memory():
     first, *others = (Held(random_flags(10 * GRAIN, 0.3), 1) for _ in range(4))
     packed = first.pack(torch.rand(10 * GRAIN))
-    place, held = packed.data_ptr(), first
+    place, held = packed.untyped_storage().data_ptr(), first
     for other in others:
         packed, held = held.move(packed, other), other
-        assert packed.data_ptr() == place
+        assert packed.untyped_storage().data_ptr() == place
         assert packed.untyped_storage().nbytes() <= 4 * held.count * (1 + 2 / SPARE)
+
+
+def values_at(start, values, room):
+    """`values` in the midst of memory of their own."""
+    memory = torch.zeros(room, dtype=values.dtype)
+    memory[start : start + len(values)] = values
+    return memory
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("shift", [-4 * GRAIN, -GRAIN, -3, 0, 5, GRAIN, 4 * GRAIN])
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.9, 0.2), (0.05, 0.95), (1.0, 1.0)])
+@pytest.mark.parametrize("halves", [False, True], ids=["even", "uneven"])
+def test_new_values_may_begin_anywhere_in_the_memory_of_the_old_ones(halves, shares, shift, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    size, start = 12 * GRAIN + 77, 4 * GRAIN
+    before, after = (random_flags(size, share) for share in shares)
+    if halves:
+        before[: size // 2], after[size // 2 :] = False, False
+    old, new = Held(before, 1), Held(after, 1)
+    codes, moment = torch.randint(-128, 0, (old.count,), dtype=torch.int8), torch.rand(old.count)
+    expected = [old.move(codes.clone(), new, -77), old.move(moment.clone(), new)]
+    memory = [values_at(start, values, start + size + 4 * GRAIN) for values in (codes, moment)]
+    results = [part[start + shift :][: new.count] for part in memory]
+    moves = [
+        (part[start:][: old.count], result, newcomer)
+        for part, result, newcomer in zip(memory, results, (-77, 0), strict=True)
+    ]
+    assert native.repack((old.bits, old.offsets), (new.bits, new.offsets), moves, size)
+    assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+def test_streams_that_are_shifted_differently_are_moved_too():
+    size = 6 * GRAIN
+    old, new = (Held(random_flags(size, 0.5), 1) for _ in range(2))
+    vectors = [torch.rand(old.count) for _ in range(2)]
+    expected = [old.move(values.clone(), new) for values in vectors]
+    memory = [values_at(GRAIN, values, size) for values in vectors]
+    results = [part[start:][: new.count] for part, start in zip(memory, (0, 2 * GRAIN), strict=True)]
+    moves = [(part[GRAIN:][: old.count], result, 0) for part, result in zip(memory, results, strict=True)]
+    assert native.repack((old.bits, old.offsets), (new.bits, new.offsets), moves, size)
+    assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.9])
+def test_many_masks_in_turn_leave_the_values_of_what_stays(share):
+    size = 2 * SHIFT * SPARE
+    first, second = (Held(random_flags(size, share), 1) for _ in range(2))
+    values = torch.rand(size)
+    packed, kept = first.pack(values), first.flags() & second.flags()
+    for _ in range(2):
+        packed = second.move(first.move(packed, second), first)
+    assert torch.equal(packed, first.pack(values * kept))
 
 
 def test_a_much_smaller_mask_gives_memory_back():

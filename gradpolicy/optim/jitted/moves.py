@@ -130,7 +130,7 @@ def repack(
     index = [everything if each is None else tuple(map(array, each)) for each in (old, new)]
     whole = WHOLE[values.element_size()]
     arrays = [array(tensor, whole) for tensor in (values, result)]
-    if values.data_ptr() == result.data_ptr():
+    if values.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
         arrays[0] = _copy(arrays[0])  # parts are written in no order that would leave what others still read
     kind = arrays[0].dtype.type
     first = kind(newcomer % (1 << (8 * values.element_size())))

@@ -1,6 +1,5 @@
 /* Memory for active entries alone: bits that say which are held, and moves between sets of held entries.
  * kernel.c includes this. */
-#include <sched.h>
 #include <stdlib.h>
 
 /* Bit `shift` of each of eight bytes; the product gathers their lowest bits. */
@@ -72,7 +71,7 @@ typedef struct {
     const int64_t *old_offsets, *new_offsets;
     const stream *streams;
     int64_t size;
-    int32_t count, row_bytes; /* streams, and what an entry takes in all of them */
+    int32_t count; /* streams */
 } repacking;
 
 /* Where a part's values are read and written. */
@@ -80,8 +79,6 @@ typedef struct {
     const char *from[STREAMS];
     char *to[STREAMS];
     int64_t leaving, coming;
-    const char *soon[STREAMS]; /* what will be read after this part, to be fetched meanwhile; or NULL */
-    int64_t soon_bytes[STREAMS]; /* for each 64 entries of this part */
 } passage;
 
 static inline int64_t ranked(uint64_t word, int bit) { return __builtin_popcountll(word & ((1ull << bit) - 1)); }
@@ -180,15 +177,6 @@ ALWAYS void one_by_one(const passage *at, uint64_t had, uint64_t wanted, int cou
     }
 }
 
-/* Memory is slower than the work on a part: meanwhile it can bring what comes next. */
-ALWAYS void fetch_ahead(passage *at, int count)
-{
-    for (int k = 0; k < count; k++) {
-        for (int64_t byte = 0; byte < at->soon_bytes[k]; byte += 64) __builtin_prefetch(at->soon[k] + byte, 0, 2);
-        at->soon[k] += at->soon_bytes[k];
-    }
-}
-
 /* `vectors`: by the eight, else all newcomers at once and then what stays, which is less work where that is little. */
 ALWAYS void repack_as(const repacking *r, int64_t part, passage at, int vectors, int count, const int *bytes)
 {
@@ -199,7 +187,6 @@ ALWAYS void repack_as(const repacking *r, int64_t part, passage at, int vectors,
     for (int k = 0; !vectors && k < count; k++) fill_values(at.to[k], room, bytes[k], newcomers[k]);
     for (int64_t base = part * GRAIN; base < stop; base += 64) {
         const uint64_t had = held_at(r->old_bits, base, r->size), wanted = held_at(r->new_bits, base, r->size);
-        if (at.soon[0]) fetch_ahead(&at, count);
         const int64_t leave = __builtin_popcountll(had), come = __builtin_popcountll(wanted);
         if (vectors && left >= leave + 8 && room >= come + 8) sixty_four(newcomers, at, had, wanted, count, bytes);
         else {
@@ -254,94 +241,118 @@ static void repack_part(const void *context, int64_t part)
 
 /* --- in place: fresh memory costs more than the move itself
  *
- * A part is copied out, then written to its new place. What it is written over must have been copied out before:
- * where the new memory of part p + 1 begins further on than the old one did, p + 1 goes before p, else p before
- * p + 1. Each order follows from its neighbours alone, so there always is one. Threads take parts in that order;
- * before one writes it waits for the parts before its own, of which only the other threads' present ones can be
- * unfinished. */
+ * The new values begin a little before or after the old ones. Threads take segments of parts, and within one go away
+ * from what is still to be read, so that most parts are read where they lie. The others, at the ends of segments (all,
+ * where the old and new place are too close), are copied out before anything is written. */
+
+#define SEGMENTS_PER_THREAD 2
 
 typedef struct {
     const repacking *r;
-    const int64_t *order;
-    int64_t parts, *next;
-    int threads;
+    int64_t parts, segments, shift; /* shift: where new values begin, counted from where the old ones do */
+    int64_t *copy_at;               /* of each part: its place in `copies`, or -1 */
     char *copies;
-    uint8_t *copied;
 } moving;
 
-static void copy_out(const moving *m, passage *at, int64_t thread)
+static int64_t segment_start(const moving *m, int64_t segment) { return segment * m->parts / m->segments; }
+
+/* Whether values of a part of the segment first..last-1 would be written over before they are read. */
+static int is_in_danger(const moving *m, int64_t part, int64_t first, int64_t last)
 {
-    char *copy = m->copies + thread * (GRAIN * m->r->row_bytes + 8192);
+    const int64_t *old = m->r->old_offsets, *new = m->r->new_offsets;
+    if (m->shift < 0) return new[part + 1] + m->shift > old[part] || new[last] + m->shift < old[part + 1];
+    return new[part] + m->shift < old[part + 1] || new[first] + m->shift > old[part];
+}
+
+static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+/* Decides which parts are copied out; returns how many bytes they take. */
+static int64_t place_copies(const moving *m, int together)
+{
+    const repacking *r = m->r;
+    int64_t bytes = 0;
+    for (int64_t segment = 0; segment < m->segments; segment++) {
+        const int64_t first = segment_start(m, segment), last = segment_start(m, segment + 1);
+        for (int64_t part = first; part < last; part++) {
+            const int64_t leaving = r->old_offsets[part + 1] - r->old_offsets[part];
+            m->copy_at[part] = -1;
+            if (together && !is_in_danger(m, part, first, last)) continue;
+            m->copy_at[part] = bytes;
+            for (int k = 0; k < r->count; k++) bytes += aligned(leaving * r->streams[k].bytes);
+        }
+    }
+    return bytes;
+}
+
+/* Where a part's copy is read, or made with `makes`. */
+static void use_copy(const moving *m, int64_t part, passage *at, int makes)
+{
+    if (m->copy_at[part] < 0) return;
+    char *copy = m->copies + m->copy_at[part];
     for (int k = 0; k < m->r->count; k++) {
         const int64_t bytes = at->leaving * m->r->streams[k].bytes;
-        memcpy(copy, at->from[k], (size_t)bytes);
+        if (makes) memcpy(copy, at->from[k], (size_t)bytes);
         at->from[k] = copy;
-        copy += GRAIN * m->r->streams[k].bytes + 1088;
+        copy += aligned(bytes);
     }
 }
 
-static void fetch_next(const moving *m, int64_t turn, passage *at)
-{
-    const passage next = passage_of(m->r, m->order[turn]);
-    for (int k = 0; k < m->r->count; k++) {
-        at->soon[k] = next.from[k];
-        at->soon_bytes[k] = next.leaving * m->r->streams[k].bytes / (GRAIN / 64);
-    }
-}
-
-static void move_parts(const void *context, int64_t thread)
+static void copy_part(const void *context, int64_t part)
 {
     const moving *m = (const moving *)context;
-    for (int64_t turn; (turn = __atomic_fetch_add(m->next, 1, __ATOMIC_RELAXED)) < m->parts;) {
-        passage at = passage_of(m->r, m->order[turn]);
-        copy_out(m, &at, thread);
-        __atomic_store_n(m->copied + turn, 1, __ATOMIC_RELEASE);
-        for (int64_t other = turn < m->threads ? 0 : turn - m->threads; other < turn; other++)
-            while (!__atomic_load_n(m->copied + other, __ATOMIC_ACQUIRE)) sched_yield();
-        if (turn + m->threads < m->parts) fetch_next(m, turn + m->threads, &at);
-        repack_from(m->r, m->order[turn], at);
+    passage at = passage_of(m->r, part);
+    use_copy(m, part, &at, 1);
+}
+
+static void move_segment(const void *context, int64_t segment)
+{
+    const moving *m = (const moving *)context;
+    const int64_t first = segment_start(m, segment), last = segment_start(m, segment + 1);
+    for (int64_t turn = first; turn < last; turn++) {
+        const int64_t part = m->shift < 0 ? turn : first + last - 1 - turn;
+        passage at = passage_of(m->r, part);
+        use_copy(m, part, &at, 0);
+        repack_from(m->r, part, at);
     }
 }
 
-static void order_parts(const repacking *r, int64_t *order, int64_t parts)
+static int repack_in_place(const repacking *r, int64_t shift, int together, int threads)
 {
-    for (int64_t first = 0, last; first < parts; first = last + 1) {
-        for (last = first; last + 1 < parts && r->new_offsets[last + 1] > r->old_offsets[last + 1];) last++;
-        for (int64_t part = last; part >= first; part--) *order++ = part;
-    }
-}
-
-static int repack_in_place(const repacking *r, int64_t parts, int threads)
-{
-    const int64_t worth = parts / PARTS_PER_THREAD, together = worth < threads ? worth : threads, team = together < 1 ? 1 : together;
-    int64_t next = 0, *order = malloc((size_t)parts * sizeof *order);
-    char *copies = malloc((size_t)(team * (GRAIN * r->row_bytes + 8192)));
-    uint8_t *copied = calloc((size_t)parts, 1);
-    const int possible = order && copies && copied;
+    const int64_t parts = parts_of(r->size), worth = parts / PARTS_PER_THREAD, team = worth < threads ? worth : threads;
+    moving m = {.r = r, .parts = parts, .segments = team > 1 ? team * SEGMENTS_PER_THREAD : 1, .shift = shift};
+    m.copy_at = malloc((size_t)parts * sizeof *m.copy_at);
+    const int64_t bytes = m.copy_at ? place_copies(&m, together) : 0;
+    m.copies = malloc((size_t)bytes + 1);
+    const int possible = m.copy_at && m.copies;
     if (possible) {
-        order_parts(r, order, parts);
-        const moving m = {r, order, parts, &next, (int)team, copies, copied};
-        share_out(move_parts, &m, team, team, threads);
+        if (bytes) share_out(copy_part, &m, parts, team, threads);
+        share_out(move_segment, &m, m.segments, team, threads);
     }
-    free(order);
-    free(copies);
-    free(copied);
+    free(m.copy_at);
+    free(m.copies);
     return possible;
 }
 
+/* Whether a stream's new values take memory of the old ones. */
+static int overlap(const stream *s, int64_t old_count, int64_t new_count)
+{
+    return s->old < s->result + new_count * s->bytes && s->result < s->old + old_count * s->bytes;
+}
+
 /* Moves values from the entries held before to those held now; newcomers get a whole number. NULL bits: all are held.
- * Each result may be `old` where neither is NULL bits. Returns 0 where it could not, with nothing written. */
+ * Results may overlap with `old` where neither is NULL bits. Returns 0 where it could not, with nothing written. */
 int gradpolicy_repack(const uint8_t *old_bits, const int64_t *old_offsets, const uint8_t *new_bits,
                       const int64_t *new_offsets, const stream *streams, int count, int64_t size, int threads)
 {
-    repacking r = {old_bits, new_bits, old_offsets, new_offsets, streams, size, count, 0};
-    int in_place = 0;
-    for (int k = 0; k < count; k++) {
-        r.row_bytes += streams[k].bytes;
-        in_place |= streams[k].old == streams[k].result;
-    }
     if (count < 1 || count > STREAMS) return 0;
-    if (in_place && size) return repack_in_place(&r, parts_of(size), threads);
-    in_parallel(repack_part, &r, parts_of(size), threads);
+    repacking r = {old_bits, new_bits, old_offsets, new_offsets, streams, size, count};
+    const int64_t parts = parts_of(size), shift = (streams[0].result - streams[0].old) / streams[0].bytes;
+    int in_place = 0, together = 1;
+    for (int k = 0; k < count; k++) {
+        in_place |= old_bits && new_bits && overlap(streams + k, old_offsets[parts], new_offsets[parts]);
+        together &= (streams[k].result - streams[k].old) / streams[k].bytes == shift;
+    }
+    if (in_place) return repack_in_place(&r, shift, together, threads);
+    in_parallel(repack_part, &r, parts, threads);
     return 1;
 }

@@ -209,9 +209,9 @@ def repack(
     Args:
         old: bits and offsets of the entries in `values`; None: all.
         new: bits and offsets of the entries in `result`; None: all.
-        moves: what is held now; the result, which is filled, and may share its beginning with the former
-            where `old` and `new` are given; and a number for entries that are not held now, 0 where these
-            are no codes.
+        moves: what is held now; the result, which is filled, and may share memory with the former where
+            `old` and `new` are given; and a number for entries that are not held now, 0 where these are no
+            codes.
         size: entries of the whole tensor.
     """
     vectors = [vector for values, result, _ in moves for vector in (values, result)]
