@@ -16,7 +16,7 @@ from gradpolicy.optim.native.moves import GRAIN
 SPARE = 64
 """One value in so many is held to spare: the next random mask of the same density has a few more entries."""
 SHIFT = 2 * GRAIN
-"""Values from one to the other place where packed memory may begin: twice as far as random masks move entries."""
+"""Values between the two places where packed memory may begin; random masks move entries half as far."""
 
 
 def _pack_bits(flags: Tensor) -> Tensor:
