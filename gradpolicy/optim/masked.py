@@ -343,8 +343,10 @@ class MaskedOptimizer(torch.optim.Optimizer):
         for tracked in ways.stepped:
             tracked.complete_state()
         kept = [tracked for tracked in ways.stepped if tracked.keeper is not None]
-        with ways.hidden_gradients(), self._scaling():
-            result = self._step_and_restore(kept, closure)
+        result = None
+        if closure is not None or ways.leaves_any or self._inner_is_heard():
+            with ways.hidden_gradients(), self._scaling():
+                result = self._step_and_restore(kept, closure)
         for tracked in ways.stepped:
             tracked.count_update()
         for tracked in ways.elsewhere:
@@ -353,6 +355,13 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._update_exactly(ways.exact, 1.0 if scale is None else float(scale))
         self._effective_steps += 1
         return result
+
+    def _inner_is_heard(self) -> bool:
+        """Whether a step of the wrapped optimizer that has no gradients is still one for somebody."""
+        inner = self.inner
+        hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
+        # Learning rate schedulers put theirs in the place of an optimizer's step.
+        return not self._exact or any(hooks) or "step" in vars(inner)
 
     def _step_and_restore(self, kept: list[Tracked], closure: Callable[[], Any] | None) -> Any:
         """The wrapped optimizer's step, without effect on frozen entries."""

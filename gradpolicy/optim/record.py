@@ -118,9 +118,10 @@ def follow(
         and _forms(parameters, gradients) == [record.form for record in records]
     )
     if stands:
-        for record, *places in zip(records, addresses(parameters), addresses(gradients), strict=True):
-            if record.places != places:
-                record.move(*places)
+        places = zip(addresses(parameters), addresses(gradients), strict=True)
+        for record, place in zip(records, places, strict=True):
+            if record.places != place:
+                record.move(*place)
     return stands
 
 

@@ -29,6 +29,7 @@ class Ways:
         exact: for the exact update.
         stepped: for the wrapped optimizer, which sees them as they are.
         elsewhere: updated by other processes alone.
+        leaves_any: whether the wrapped optimizer has any gradient to step by.
     """
 
     def __init__(
@@ -42,16 +43,20 @@ class Ways:
         self.stepped: list[Tracked] = []
         self.elsewhere: list[Tracked] = []
         self._hidden: list[tuple[Tensor, Tensor]] = []
+        present = 0
         for group in groups:
             own: list[tuple[Tracked, Tensor]] = []
             for parameter in group["params"]:
                 gradient = parameter.grad
-                if gradient is not None and gradient.layout is not torch.strided:
-                    refuse(parameter)
+                if gradient is not None:
+                    present += 1
+                    if gradient.layout is not torch.strided:
+                        refuse(parameter)
                 tracked = tracked_of.get(parameter)
                 if tracked is not None:
                     self._sort(tracked, gradient, closure, own)
             self.exact.append((group, own))
+        self.leaves_any = present > len(self._hidden)
 
     def _sort(
         self, tracked: Tracked, gradient: Tensor | None, closure: bool, own: list[tuple[Tracked, Tensor]]
