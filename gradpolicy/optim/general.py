@@ -5,6 +5,8 @@ Buffers are kept from step to step and hold only what the masks need.
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,15 @@ def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
                 buffer.add_(parameter.grad, alpha=sign / scale).add_(parameter, alpha=group["weight_decay"])
                 buffer.mul_(group["dampening"] / group["momentum"])
             optimizer.state[parameter]["momentum_buffer"] = buffer
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is impossible without a closure; such optimizers move tensors that have no gradient.
+
+    LBFGS is one: it goes where the gradients of former steps lead, too.
+    """
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class Keeper:

@@ -12,17 +12,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError
 from gradpolicy.optim import checkpoint, exact, moves
 from gradpolicy.optim.beginnings import empty, entry_state, is_torchs_own
-from gradpolicy.optim.general import begin_momenta
+from gradpolicy.optim.general import begin_momenta, needs_closure
 from gradpolicy.optim.layout import check_mask, is_sharded, local_shard
+from gradpolicy.optim.options import checked
 from gradpolicy.optim.parameter import FULL
 from gradpolicy.optim.tracked import Tracked
 from gradpolicy.optim.ways import Ways
 
-FROZEN_STATES = ("keep", "zero", "drop")
-BIAS_CORRECTIONS = ("entry", "tensor")
 _WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[MaskedOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
@@ -73,8 +72,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
     ) -> None:
         _check_inner(inner)
         self.inner = inner
-        self.frozen_state = _choice("frozen_state", frozen_state, FROZEN_STATES)
-        self.bias_correction = _choice("bias_correction", bias_correction, BIAS_CORRECTIONS)
+        self._frozen_state = checked("frozen_state", frozen_state)
+        self._bias_correction = checked("bias_correction", bias_correction)
         self._tracked: dict[Tensor, Tracked] = {}
         self._effective_steps = 0
         for group in inner.param_groups:
@@ -92,17 +91,27 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._places: dict[int, tuple[int, int]] = {}
         self._exact = _is_adam(self.inner)
         self._update_exactly = exact.Updates()
-        self._closure_needed = _needs_closure(self.inner)
+        self._closure_needed = needs_closure(self.inner)
         # Some third-party optimizers need it although it may be left out, such as SAM, or call it twice.
         self._closure_is_its_own = not is_torchs_own(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "frozen_state", "bias_correction", "_tracked", "_effective_steps")
+        names = ("inner", "_frozen_state", "_bias_correction", "_tracked", "_effective_steps")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._set_up()
+
+    @property
+    def frozen_state(self) -> str:
+        """What becomes of frozen entries' state, where `set_mask` does not say otherwise for a parameter."""
+        return self._frozen_state
+
+    @property
+    def bias_correction(self) -> str:
+        """Whose age counts in bias correction, where `set_mask` does not say otherwise for a parameter."""
+        return self._bias_correction
 
     # --- what is shared with the wrapped optimizer
 
@@ -179,9 +188,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         if mask is not None and tracked.differentiable:
             raise PolicyError(f"{name}: an optimizer with differentiable=True cannot freeze entries")
         if frozen_state is not None:
-            tracked.frozen_state = _choice("frozen_state", frozen_state, FROZEN_STATES)
+            tracked.frozen_state = checked("frozen_state", frozen_state)
         if bias_correction is not None:
-            tracked.bias_correction = _choice("bias_correction", bias_correction, BIAS_CORRECTIONS)
+            tracked.bias_correction = checked("bias_correction", bias_correction)
         with torch.no_grad():
             tracked.set_mask(mask)
         tracked.recipe = recipe
@@ -291,6 +300,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 if gradient.layout is not torch.strided:
                     self._refuse_sparse(tracked.parameter)
                 tracked.follow()
+                gradient = _writable(tracked.parameter, gradient)
                 flat = tracked.layout.flat(gradient)
                 vectors.append((flat, *tracked.active_flags()))
                 copied.append((tracked.layout, flat, gradient))
@@ -342,7 +352,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
             return self._rehearse()
         for tracked in ways.stepped:
             tracked.complete_state()
-        kept = [tracked for tracked in ways.stepped if tracked.keeper is not None]
+        stepped = self._tracked.values() if self._closure_needed else ways.stepped
+        kept = [tracked for tracked in stepped if tracked.keeper is not None]
         result = None
         if closure is not None or ways.leaves_any or self._inner_is_heard():
             with ways.hidden_gradients(), self._scaling():
@@ -369,9 +380,10 @@ class MaskedOptimizer(torch.optim.Optimizer):
             assert tracked.keeper is not None
             tracked.follow()
             if tracked.parameter.grad is not None:
-                flat = tracked.layout.flat(tracked.parameter.grad)
+                gradient = _writable(tracked.parameter, tracked.parameter.grad)
+                flat = tracked.layout.flat(gradient)
                 moves.fill_frozen(flat, *tracked.active_flags(), 0.0)
-                tracked.layout.write_back(flat, tracked.parameter.grad)
+                tracked.layout.write_back(flat, gradient)
             tracked.keeper.saved.clear()
             tracked.keeper.save("", tracked.parameter)
             if not tracked.forgets:
@@ -489,18 +501,14 @@ def _check_inner(inner: Any) -> None:
         )
 
 
-def _choice(key: str, value: Any, valid: tuple[str, ...]) -> str:
-    if value not in valid:
-        raise PolicyError(f"{key}: {value!r} does not exist; {nearest(str(value), valid)}")
-    return str(value)
-
-
 def _is_adam(inner: torch.optim.Optimizer) -> bool:
     """Whether its step is torch's own Adam or AdamW."""
     own = inspect.unwrap(type(inner).step)
     return any(own is inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW))
 
 
-def _needs_closure(inner: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(inspect.unwrap(type(inner).step)).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+def _writable(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A parameter's gradient, to be written to: a copy where entries share memory, as expanded ones do."""
+    if 0 in gradient.stride() and gradient.numel() > 1:
+        parameter.grad = gradient = gradient.clone(memory_format=torch.contiguous_format)
+    return gradient

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradpolicy.optim import adam, moves
 from gradpolicy.optim.beginnings import entry_state
 from gradpolicy.optim.cohorts import Cohorts
-from gradpolicy.optim.general import Keeper
+from gradpolicy.optim.general import Keeper, needs_closure
 from gradpolicy.optim.gpu import adam as gpu_adam
 from gradpolicy.optim.layout import is_sharded, local_shard
 from gradpolicy.optim.native import adam as native_adam
@@ -174,7 +174,7 @@ class Tracked(MaskedParameter):
         self.updates = count
 
     def _ready_keeper(self) -> None:
-        if self.exact or self.kind is FULL or self.waits:
+        if self.exact or self.kind is FULL or (self.waits and not needs_closure(self.inner)):
             self.keeper = None
             return
         self.keeper = self.keeper or Keeper(self.layout)

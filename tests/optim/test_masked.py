@@ -275,6 +275,43 @@ def test_lbfgs_moves_only_active_entries():
         optimizer.step()
 
 
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_lbfgs_leaves_a_tensor_alone_that_freezes_after_it_has_moved(frozen_state):
+    first, second = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
+    optimizer = MaskedOptimizer(torch.optim.LBFGS([first, second], lr=0.5, max_iter=3), frozen_state)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (first.square() + (first - second).pow(4)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.set_mask(second, torch.tensor(False))
+    before = [first.detach().clone(), second.detach().clone()]
+    optimizer.step(closure)
+    assert not torch.equal(first.detach(), before[0])
+    assert torch.equal(second.detach(), before[1])
+    optimizer.set_mask(second, None)
+    optimizer.step(closure)
+    assert not torch.equal(second.detach(), before[1])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_gradient_whose_entries_share_memory_can_be_masked(kind):
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = MaskedOptimizer(kind([weight], lr=1.0, weight_decay=0.0))
+    optimizer.set_mask(weight, torch.eye(2, dtype=torch.bool))
+    for masked_before in (True, False):
+        (weight.grad,) = torch.autograd.grad(weight.sum(), weight)
+        assert weight.grad.stride() == (0, 0)
+        if masked_before:
+            optimizer.mask_gradients()
+            assert weight.grad.tolist() == [[1, 0], [0, 1]]
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), -2 * torch.eye(2))
+
+
 def test_third_party_optimizers_freeze_too():
     from pytorch_optimizer import SPAM, AdaBelief, Lion
 
@@ -402,6 +439,8 @@ def test_other_wrong_input_is_named(parameter):
         MaskedOptimizer(torch.optim.SGD([parameter]), frozen_state="zeros")
     with pytest.raises(PolicyError, match="bias_correction"):
         optimizer.set_mask(parameter, None, bias_correction="row")
+    with pytest.raises(AttributeError, match="frozen_state"):
+        optimizer.frozen_state = "zero"
     with pytest.raises(PolicyError, match="Linear"):
         MaskedOptimizer(torch.nn.Linear(1, 1))
     embedding = torch.nn.Embedding(4, 2, sparse=True)
