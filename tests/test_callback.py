@@ -302,6 +302,7 @@ def test_learning_rate_schedulers_see_the_steps_of_the_wrapped_optimizer(two_lay
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.125)
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_resumed_run_ends_with_the_same_bits(two_layers, loader, make_trainer, tmp_path):
     def policies():
         return {

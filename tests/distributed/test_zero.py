@@ -1,5 +1,7 @@
 import copy
 import io
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +16,12 @@ from gradpolicy import MaskedOptimizer, PolicyError
 from gradpolicy.distributed.zero import masked
 
 STEPS = 9
+
+
+def test_who_does_not_use_it_does_not_load_it():
+    """Torch compiles TorchScript for half a second then, and warns of it."""
+    program = "import sys, gradpolicy.distributed.zero; assert 'torch.distributed.optim' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def network() -> nn.Sequential:

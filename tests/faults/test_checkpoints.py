@@ -51,6 +51,7 @@ def test_a_full_disk_keeps_the_former_checkpoint_and_says_so(
     assert os.listdir(tmp_path) == ["last.ckpt"], "nothing half written stays"
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
 def test_training_on_a_full_disk_ends_with_the_former_checkpoint(
     tmp_path: Path,
     two_layers: LightningModule,

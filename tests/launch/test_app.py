@@ -104,6 +104,7 @@ def test_no_other_group_loses_the_policies(train, choice: str) -> None:
     assert "policy.random_freeze.params" in ended.message
 
 
+@pytest.mark.filterwarnings("ignore:train=false without ckpt_path")
 def test_flags_may_stand_between_overrides(train) -> None:
     ended = train("-m", "seed=1,2", "train=false", "test=true")
     assert ended.code == 0
@@ -161,6 +162,16 @@ def test_last_resumes_the_newest_good_checkpoint(train) -> None:
     assert resumed.code == 0
     ends = [torch.load(path, weights_only=True) for path in resumed.folder.rglob("last.ckpt")]
     assert sorted(end["global_step"] for end in ends) == [2, 4]
+
+
+@pytest.mark.filterwarnings("ignore:train=false without ckpt_path")
+def test_the_last_checkpoint_is_of_the_last_epoch_also_where_nothing_got_better(train) -> None:
+    ended = train("trainer.max_epochs=3", "optimizer.lr=0", "policy=none", "model.model.dropout=0")
+    epochs = {
+        name: torch.load(ended.run / f"checkpoints/{name}.ckpt", weights_only=True)["epoch"]
+        for name in ("best", "last")
+    }
+    assert epochs == {"best": 0, "last": 2}
 
 
 def test_a_package_of_the_users_own_is_allowed_by_one_key(

@@ -34,6 +34,12 @@ def needs_gpu(choice: str) -> bool:
     return "accelerator: gpu" in (CONF / group / f"{name}.yaml").read_text()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:optimized_metric.* was not logged",
+    "ignore:callbacks.initial_weights.path names no checkpoint",
+    "ignore:You requested to overfit",
+    "ignore:The ``noload`` loader strategy",
+)
 @pytest.mark.parametrize("choice", sorted(set(choices()) - TESTED_ELSEWHERE))
 def test_two_steps_under(train, choice: str) -> None:
     if needs_gpu(choice) and not torch.cuda.is_available():

@@ -267,6 +267,7 @@ def test_frozen_entries_keep_every_bit(machinery, dtype, frozen_state):
     assert (parameter.detach() != before)[mask].all()
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_updates_as_its_parent_does(use, monkeypatch):
     """Threads are not inherited: those that the parent has must not be waited for."""
     use("numba")
