@@ -22,7 +22,7 @@ from gradpolicy.insight.plan import check_met
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.when import When
-from gradpolicy.where import match_names, plain_name
+from gradpolicy.where import named_parameters, once_each, pick
 
 # Lightning calls these, and never the forward of the LightningModule itself: it replaces that for a while.
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -151,12 +151,8 @@ class GradientPolicies(Callback):
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise deepspeed_refused(type(trainer.strategy).__name__)
-        named = {plain_name(name): parameter for name, parameter in pl_module.named_parameters()}
-        wanted = {
-            id(named[name])
-            for policy in policies.values()
-            for name in match_names(policy.params, named, "parameter")
-        }
+        named = named_parameters(pl_module)
+        wanted = {id(p) for policy in policies.values() for p in pick(named, policy.params).values()}
         optimizers = [_masked_if_needed(optimizer, wanted) for optimizer in trainer.strategy.optimizers]
         self._masked = [optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)]
         _check_optimized(named, wanted, self._masked)
@@ -166,7 +162,7 @@ class GradientPolicies(Callback):
     def _join_ranks(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ranks = Ranks(
             trainer.strategy.model,
-            {plain_name(name): parameter for name, parameter in pl_module.named_parameters()},
+            once_each(named_parameters(pl_module)),
             self.freezer,
             self._masked,
             # One process has nothing to send: the same configuration runs there too.

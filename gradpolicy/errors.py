@@ -85,18 +85,19 @@ def knows_its_arguments(
     @functools.wraps(constructor)
     def checked(self: Made, /, *values: Arguments.args, **named: Arguments.kwargs) -> None:
         owner = next(base for base in type(self).__mro__ if vars(base).get("__init__") is checked)
-        refuse_unknown_arguments(owner, named)
+        refuse_unknown_arguments(owner, named, called=type(self).__name__)
         constructor(self, *values, **named)
 
     return checked
 
 
-def refuse_unknown_arguments(kind: type, names: Iterable[str]) -> None:
+def refuse_unknown_arguments(kind: type, names: Iterable[str], *, called: str | None = None) -> None:
     """Refuses arguments that neither a class nor its base classes take.
 
     Args:
         kind: The class.
         names: The names of the arguments that it was given.
+        called: What to call it in the message; None: by its name.
 
     Raises:
         PolicyError: At the first that is unknown.
@@ -109,7 +110,9 @@ def refuse_unknown_arguments(kind: type, names: Iterable[str]) -> None:
     ]
     for name in names:
         if name not in known:
-            raise PolicyError(f"{kind.__name__}: takes no argument {name!r}; {nearest(name, known)}")
+            raise PolicyError(
+                f"{called or kind.__name__}: takes no argument {name!r}; {nearest(name, known)}"
+            )
 
 
 def constructors(kind: type) -> list[Callable[..., Any]]:

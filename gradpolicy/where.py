@@ -3,12 +3,14 @@
 import importlib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, nearest
 
 ModulePattern = str | type[nn.Module]
+Named = TypeVar("Named", bound=Tensor)
 
 # Names that wrappers put into a module's own; a pattern is written without them.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -70,7 +72,7 @@ def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) 
         and not any(fnmatchcase(name, pattern) for pattern in unwanted)
     ]
     if not chosen:
-        raise PolicyError(f"{kind}s {list(written)!r}: the '!' patterns take away everything that matched")
+        raise _nothing_left(written, kind)
     return chosen
 
 
@@ -80,6 +82,10 @@ def no_match(pattern: str, names: Iterable[str], kind: str) -> PolicyError:
     # A module is a place, but no parameter: those below it are meant.
     candidates = _with_parents(names, ".*" if kind == "parameter" else "")
     return PolicyError(f"{kind} pattern {pattern!r} matches nothing; {nearest(stem, candidates)}")
+
+
+def _nothing_left(written: Iterable[object], kind: str) -> PolicyError:
+    return PolicyError(f"{kind}s {list(written)!r}: the '!' patterns take away everything that matched")
 
 
 def match_modules(
@@ -110,23 +116,53 @@ def match_modules(
         chosen = dict(modules)
     left = {name: module for name, module in modules.items() if name in chosen and name not in taken_away}
     if not left:
-        raise PolicyError(f"modules {list(written)!r}: the '!' patterns take away everything that matched")
+        raise _nothing_left(written, "module")
     return left
 
 
 def match_parameters(model: nn.Module, patterns: str | Iterable[str]) -> dict[str, nn.Parameter]:
-    """Finds the parameters whose qualified names the globs match; a shared one under its first name.
+    """Finds the parameters that globs match, as :func:`pick` does.
 
     Raises:
         PolicyError: If a pattern matches nothing.
     """
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    return {name: parameters[name] for name in match_names(patterns, parameters, "parameter")}
+    return pick(named_parameters(model), patterns)
 
 
-def pick(named: Mapping[str, Tensor], patterns: str | Iterable[str]) -> dict[str, Tensor]:
-    """Selects from named tensors those whose names the globs match."""
-    return {name: named[name] for name in match_names(patterns, named, "parameter")}
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by plain name; a shared one under each of its names."""
+    return {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def once_each(named: Mapping[str, Named]) -> dict[str, Named]:
+    """The tensors by name, a shared one under its first name only."""
+    first: dict[int, str] = {}
+    return {name: tensor for name, tensor in named.items() if first.setdefault(id(tensor), name) == name}
+
+
+def pick(named: Mapping[str, Named], patterns: str | Iterable[str]) -> dict[str, Named]:
+    """Selects the tensors whose names the globs match; a shared one by any of its names.
+
+    Returns:
+        The tensors in their order, a shared one under its first name.
+
+    Raises:
+        PolicyError: If a pattern matches nothing, or nothing is left.
+    """
+    written = as_patterns(patterns)
+    chosen = {id(named[name]) for name in match_names(written, named, "parameter")}
+    away = [pattern[1:] for pattern in written if pattern.startswith("!")]
+    if away:
+        chosen -= {id(named[name]) for name in match_names(away, named, "parameter")}
+    if not chosen:
+        raise _nothing_left(written, "parameter")
+    return {name: tensor for name, tensor in once_each(named).items() if id(tensor) in chosen}
+
+
+def match_any(patterns: str | Iterable[str] | None, names: Iterable[str], kind: str) -> set[str]:
+    """The names that patterns match, as :func:`match_names` does; none where there is no pattern."""
+    written = as_patterns(patterns)
+    return set(match_names(written, names, kind)) if written else set()
 
 
 def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> list[str]:

@@ -3,7 +3,15 @@ import torch
 from torch import nn
 
 from gradpolicy import PolicyError
-from gradpolicy.where import as_patterns, match_modules, match_names, match_parameters, pick, plain_name
+from gradpolicy.where import (
+    as_patterns,
+    match_any,
+    match_modules,
+    match_names,
+    match_parameters,
+    pick,
+    plain_name,
+)
 
 NAMES = ["trunk.0.weight", "trunk.0.bias", "trunk.1.weight", "head.weight"]
 
@@ -120,6 +128,21 @@ def test_compiled_modules_are_matched_by_their_own_names(model):
 def test_a_shared_parameter_is_found_once_under_its_first_name(model):
     model["trunk"][2].weight = model["trunk"][0].weight
     assert list(match_parameters(model, "trunk.*.weight")) == ["trunk.0.weight"]
+
+
+def test_a_shared_parameter_is_found_by_any_of_its_names(model):
+    model["head"].weight = model["trunk"][2].weight
+    assert list(match_parameters(model, "head.*")) == ["trunk.2.weight", "head.bias"]
+    assert list(match_parameters(model, ["*.weight", "!head.*"])) == ["trunk.0.weight"]
+    assert list(match_parameters(model, ["*.weight", "!trunk.*.weight", "head.*"])) == ["head.bias"]
+    with pytest.raises(PolicyError, match="take away everything"):
+        match_parameters(model, ["head.weight", "!trunk.2.weight"])
+
+
+def test_no_pattern_matches_nothing():
+    assert match_any(None, NAMES, "parameter") == set()
+    assert match_any([], NAMES, "parameter") == set()
+    assert match_any("head.*", NAMES, "parameter") == {NAMES[3]}
 
 
 def test_pick_selects_from_named_tensors():

@@ -5,11 +5,11 @@ from typing import Any
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.freeze.hashing import shuffled
-from gradpolicy.freeze.layers import Layer, find_layers
+from gradpolicy.freeze.layers import Layer, find_layers, layers_of, read_groups
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.freeze.source import MaskSource
-from gradpolicy.where import as_patterns, match_names
+from gradpolicy.where import match_any
 
 ORDERS = ("forward", "reverse", "random")
 
@@ -60,7 +60,7 @@ class BlockCyclic(MaskSource):
             raise unknown("order", str(order), ORDERS, key="BlockCyclic.order")
         self.order = order
         self.size = check_whole("BlockCyclic.size", size, least=1)
-        self.given = None if blocks is None else [as_patterns(block) for block in blocks]
+        self.given = None if blocks is None else read_groups("BlockCyclic.blocks", blocks)
         if self.given is not None and size != 1:
             raise PolicyError("BlockCyclic: size goes with layers, not with blocks that are given")
         self.always = always
@@ -73,12 +73,8 @@ class BlockCyclic(MaskSource):
             layers = find_layers(self.parameters)
             self.blocks = [_joined(layers[i : i + self.size]) for i in range(0, len(layers), self.size)]
         else:
-            self.blocks = [
-                Layer("+".join(globs), tuple(match_names(globs, self.parameters, "parameter")), True)
-                for globs in self.given
-            ]
-        always = [] if self.always is None else match_names(self.always, self.parameters, "parameter")
-        self._always = set(always)
+            self.blocks = layers_of(self.given, self.parameters)
+        self._always = match_any(self.always, self.parameters, "parameter")
 
     def active_block(self, step: int, epoch: int) -> Layer:
         """The block whose turn it is."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, knows_its_arguments, nearest
+from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.freeze.mask import Mask, check_mask
-from gradpolicy.freeze.source import MaskSource
+from gradpolicy.freeze.source import MaskSource, refuse_timetable
 from gradpolicy.where import as_patterns, match_names
 
 FILE_ENDING = ".safetensors"
@@ -29,6 +29,7 @@ class Fixed(MaskSource):
             - the path of a ``.safetensors`` file that holds a mask for each name, bool or uint8.
         freeze: The other way round: globs of what does not train; everything else does.
         seed: Taken for the sake of a common signature; nothing here is random.
+        **wrong: What the class does not take.
 
     Raises:
         PolicyError: If a name or glob matches no parameter, a mask does not fit, or the file is none.
@@ -44,19 +45,23 @@ class Fixed(MaskSource):
 
     repeats_masks = True
 
-    @knows_its_arguments
     def __init__(
         self,
         mask: "bool | str | Path | Iterable[str] | Tensor | Mapping[str, Mask]" = False,
         *,
         freeze: str | Iterable[str] | None = None,
         seed: int | None = None,
+        **wrong: Any,
     ) -> None:
+        refuse_timetable(Fixed, wrong)
         super().__init__(every=None, seed=seed)
         if freeze is not None and mask is not False:
             raise PolicyError("Fixed: give either mask (what trains) or freeze (what does not), not both")
         self.mask = mask
         self.frozen = None if freeze is None else as_patterns(freeze)
+        key, given = ("mask", mask) if freeze is None else ("freeze", self.frozen)
+        if isinstance(given, Mapping | list | tuple) and not given:
+            raise PolicyError(f"Fixed.{key}: is empty; False means nothing, True everything")
         self._masks: dict[str, Mask] = {}
 
     def prepare(self) -> None:
@@ -125,4 +130,6 @@ def read_masks(path: str | Path) -> dict[str, Mask]:
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.bool, torch.uint8):
             raise PolicyError(f"Fixed: {str(path)!r} holds {name!r} as {tensor.dtype}, not bool or uint8")
+    if not tensors:
+        raise PolicyError(f"Fixed: {str(path)!r} holds no mask")
     return {name: tensor.bool() for name, tensor in tensors.items()}

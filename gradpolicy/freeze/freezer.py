@@ -18,7 +18,7 @@ from gradpolicy.freeze.sharding import local
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.freeze.toggling import GradientSwitch
 from gradpolicy.freeze.window import all_finite
-from gradpolicy.where import match_names, plain_name
+from gradpolicy.where import named_parameters, once_each, pick, plain_name
 
 # Torch's optimizers whose update is not proportional to the learning rate.
 _NOT_PROPORTIONAL = ("ASGD", "Adafactor", "LBFGS", "Rprop")
@@ -105,7 +105,7 @@ class Freezer:
             check_agreement(name, {bound.name: bound.policy for bound in bounds})
         # Empty at first: an optimizer may bring masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
-        self._switch = GradientSwitch(named)
+        self._switch = GradientSwitch(once_each(named))
         self._before: dict[str, Tensor] = {}
         self._rates: dict[str, float] = {}
         self._wanting: tuple[bool, ...] = ()
@@ -117,10 +117,10 @@ class Freezer:
         if not isinstance(getattr(policy, "mask", None), MaskSource):
             raise PolicyError(f"policy.{name}: must be a freeze policy, got {type(policy).__name__}")
         try:
-            matched = match_names(policy.params, named, "parameter")
-            parameters = {key: named[key] for key in matched if id(named[key]) in self._owner}
+            matched = pick(named, policy.params)
+            parameters = {key: p for key, p in matched.items() if id(p) in self._owner}
             if not parameters:
-                raise PolicyError(f"no optimizer holds what it matches: {', '.join(matched[:5])}")
+                raise PolicyError(f"no optimizer holds what it matches: {', '.join(list(matched)[:5])}")
             policy.mask.setup(parameters, seed=seed)
             if policy.mask.learning_rate_scale(0, 0):
                 _check_rates(policy.mask, [self._owner[id(parameter)] for parameter in parameters.values()])
@@ -343,11 +343,10 @@ class Freezer:
 
 
 def _named_parameters(model: NamedParameters) -> dict[str, Tensor]:
-    """Parameters by plain name, each once."""
+    """Parameters by plain name; of a model, shared ones under each of their names."""
     if isinstance(model, nn.Module):
-        pairs: Iterable[tuple[str, Tensor]] = model.named_parameters()
-    else:
-        pairs = model.items() if isinstance(model, Mapping) else model
+        return dict(named_parameters(model))
+    pairs = model.items() if isinstance(model, Mapping) else model
     return {plain_name(name): parameter for name, parameter in pairs}
 
 

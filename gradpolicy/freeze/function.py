@@ -94,14 +94,16 @@ class Adapted(MaskSource):
         source: The object. Its ``masks`` takes ``(step, epoch)`` or ``(step)``.
 
     Raises:
-        PolicyError: When it is asked, if its ``masks`` gives no dict.
+        PolicyError: If its ``masks`` or ``setup`` takes other arguments; when it is asked, if ``masks`` gives
+            no dict.
     """
 
     def __init__(self, source: Any) -> None:
         super().__init__()
         self.source = source
+        _check_signatures(source)
         self.needs_gradients = bool(getattr(source, "needs_gradients", False))
-        self._takes_epoch = _positional_count(source.masks) >= 2
+        self._takes_epoch = _takes(source.masks, 0, 0)
         for method in _METHODS:
             own = getattr(source, method, None)
             if callable(own) and method != "setup":
@@ -140,7 +142,7 @@ def as_source(value: SourceLike) -> MaskSource:
     if isinstance(value, MaskSource):
         return value
     if isinstance(value, type) and callable(getattr(value, "masks", None)):
-        return as_source(value())
+        return as_source(_made(value))
     if callable(getattr(value, "masks", None)):
         return Adapted(value)
     if isinstance(value, bool | str | Path | Tensor | Mapping | list | tuple):
@@ -148,17 +150,38 @@ def as_source(value: SourceLike) -> MaskSource:
     if callable(value):
         return Function(value)
     raise PolicyError(
-        "mask: must be a mask source, a function (name, parameter, step) -> mask, a mask tensor or a dict of "
-        f"masks, got {value!r}"
+        "Freeze.mask: must be a mask source, a function (name, parameter, step) -> mask, a mask tensor or a "
+        f"dict of masks, got {value!r}"
     )
 
 
-def _positional_count(function: Callable) -> int:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        return 2
-    return sum(parameter.kind in kinds for parameter in parameters)
+def _made(source: type) -> Any:
+    try:
+        inspect.signature(source).bind()
+    except TypeError as error:
+        raise PolicyError(
+            f"Freeze.mask: {source.__name__} cannot be made without arguments ({error}); give an object of it"
+        ) from error
+    return source()
+
+
+def _check_signatures(source: Any) -> None:
+    kind = type(source).__name__
+    if not _takes(source.masks, 0) and not _takes(source.masks, 0, 0):
+        raise PolicyError(f"{kind}.masks: must take (step, epoch) or (step)")
+    setup = getattr(source, "setup", None)
+    if callable(setup) and not _takes(setup, {}, seed=0):
+        raise PolicyError(f"{kind}.setup: must take (parameters, *, seed)")
+
+
+def _takes(function: Callable, *values: Any, **named: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*values, **named)
+    except TypeError:
+        return False
+    except ValueError:
+        pass  # written in C, without a signature to look at
+    return True
 
 
 def _name(function: Callable) -> str:

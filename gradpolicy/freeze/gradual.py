@@ -1,14 +1,14 @@
 """ULMFiT: unfreezes one layer group after the other, from the output to the input."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.freeze.layers import Layer, find_layers
+from gradpolicy.freeze.layers import Layer, find_layers, layers_of, read_groups
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.freeze.source import MaskSource
-from gradpolicy.where import as_patterns, match_names
 
 
 class Gradual(MaskSource):
@@ -50,7 +50,7 @@ class Gradual(MaskSource):
     ) -> None:
         super().__init__(every=every, unit=unit, **timetable)
         self.initial = check_whole("Gradual.initial", initial, least=1)
-        self.given = None if groups is None else [as_patterns(group) for group in groups]
+        self.given = None if groups is None else read_groups("Gradual.groups", groups)
         self.groups: list[Layer] = []
 
     def prepare(self) -> None:
@@ -58,14 +58,11 @@ class Gradual(MaskSource):
         if self.given is None:
             self.groups = find_layers(self.parameters)
             return
-        self.groups = [
-            Layer("+".join(globs), tuple(match_names(globs, self.parameters, "parameter")), True)
-            for globs in self.given
-        ]
-        members = [name for group in self.groups for name in group.parameters]
+        self.groups = layers_of(self.given, self.parameters)
+        members = Counter(name for group in self.groups for name in group.parameters)
         for name in self.parameters:
-            if members.count(name) != 1:
-                raise PolicyError(f"Gradual.groups: {name!r} must be in one group, not {members.count(name)}")
+            if members[name] != 1:
+                raise PolicyError(f"Gradual.groups: {name!r} must be in one group, not {members[name]}")
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """True for the groups that train already."""

@@ -65,9 +65,37 @@ def find_layers(names: Iterable[str], stacks: str | Iterable[str] | None = None)
     ]
 
 
+def read_groups(key: str, groups: Iterable[str | Iterable[str]]) -> list[tuple[str, ...]]:
+    """Takes groups of parameters, each given as a glob or several.
+
+    Args:
+        key: What the groups are called in the message of an error.
+        groups: A list; one glob by itself would be no group of groups.
+
+    Raises:
+        PolicyError: If it is text, or a group or the list of them is empty.
+    """
+    if isinstance(groups, str):
+        raise PolicyError(f"{key}: must be a list of groups, each a glob or a list of them, got {groups!r}")
+    read = [as_patterns(group) for group in groups]
+    if not read or not all(read):
+        raise PolicyError(f"{key}: must name at least one glob in each of one group or more, got {read!r}")
+    return read
+
+
+def layers_of(groups: Iterable[tuple[str, ...]], names: Iterable[str]) -> list[Layer]:
+    """The groups with the parameters that their globs match.
+
+    Raises:
+        PolicyError: If a glob matches nothing.
+    """
+    names = list(names)
+    return [Layer("+".join(globs), tuple(match_names(globs, names, "parameter")), True) for globs in groups]
+
+
 def _chosen_stacks(names: list[str], stacks: str | Iterable[str] | None) -> set[str] | None:
     """The containers whose members are layers; None where the outermost of each name counts."""
-    if stacks is None:
+    if stacks is None or not as_patterns(stacks):
         return None
     containers = list(dict.fromkeys(stack for name in names for stack, _ in _numbered(name)))
     if not containers:

@@ -9,7 +9,7 @@ from gradpolicy.freeze.layers import Layer, find_layers
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.freeze.source import MaskSource
-from gradpolicy.where import match_names
+from gradpolicy.where import match_any
 
 
 class Layerwise(MaskSource):
@@ -68,8 +68,7 @@ class Layerwise(MaskSource):
             raise PolicyError(
                 f"Layerwise.active: {self.active} layers wanted, but there are {len(self.layers)}: {names}"
             )
-        always = [] if self.always is None else match_names(self.always, self.parameters, "parameter")
-        self._always = set(always)
+        self._always = match_any(self.always, self.parameters, "parameter")
 
     def active_layers(self, step: int, epoch: int) -> list[str]:
         """The names of the layers that train at a step, from the input to the output."""

@@ -5,6 +5,7 @@ A mask is ``True`` or ``False`` for the whole tensor, a bool tensor that broadca
 """
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,10 @@ def check_mask(name: str, mask: object, shape: Sequence[int]) -> Mask:
     if isinstance(mask, bool | RandomMask):
         return mask
     if not isinstance(mask, Tensor):
-        raise PolicyError(f"mask of {name!r}: must be True, False, a bool tensor or a recipe, got {mask!r}")
+        given = reprlib.repr(mask)
+        raise PolicyError(
+            f"mask of {name!r}: must be True, False, a bool tensor or a RandomMask, got {given}"
+        )
     if mask.dtype != torch.bool:
         raise PolicyError(f"mask of {name!r}: must be bool, got {str(mask.dtype).removeprefix('torch.')}")
     padded = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)

@@ -7,7 +7,7 @@ from typing import Any
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.freeze.layers import Layer, find_layers
 from gradpolicy.freeze.mask import Mask
-from gradpolicy.freeze.schedule import check_share, check_whole
+from gradpolicy.freeze.schedule import check_flag, check_share, check_whole
 from gradpolicy.freeze.source import MaskSource
 
 POWERS = {"linear": 1, "squared": 2, "cubic": 3}
@@ -70,7 +70,9 @@ class Progressive(MaskSource):
             raise PolicyError("Progressive.first: must be above 0, or the first layer would never train")
         if curve not in POWERS:
             raise unknown("curve", str(curve), POWERS, key="Progressive.curve")
-        self.curve, self.anneal, self.scale = curve, anneal, scale
+        self.curve = curve
+        self.anneal = check_flag("Progressive.anneal", anneal)
+        self.scale = check_flag("Progressive.scale", scale)
         self.shares: dict[str, float] = {}
         self._share_of: dict[str, float] = {}
 

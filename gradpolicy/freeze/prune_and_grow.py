@@ -15,7 +15,7 @@ from gradpolicy.freeze.sharding import like, local, whole, write_at
 from gradpolicy.freeze.sparsity import DISTRIBUTIONS, densities
 from gradpolicy.freeze.topology import DROPS, grown_at_random, grown_entries, kept_entries, normal
 from gradpolicy.freeze.window import GradientSource, wide
-from gradpolicy.where import match_names
+from gradpolicy.where import match_any
 
 RULES = {
     "gradient": {"drop": "magnitude", "grow_init": "zero", "anneal": "cosine"},
@@ -102,7 +102,7 @@ class PruneAndGrow(GradientSource):
     ) -> None:
         super().__init__(window=window, every=every, **timetable)
         if grow not in RULES:
-            raise unknown("grow", str(grow), RULES, key="PruneAndGrow.grow")
+            raise unknown("value", str(grow), RULES, key="PruneAndGrow.grow")
         rule = RULES[grow]
         self.drop = drop or rule["drop"]
         self.grow_init = grow_init or rule["grow_init"]
@@ -114,7 +114,7 @@ class PruneAndGrow(GradientSource):
             ("distribution", distribution, DISTRIBUTIONS),
         ):
             if value not in valid:
-                raise unknown(key, str(value), valid, key=f"PruneAndGrow.{key}")
+                raise unknown("value", str(value), valid, key=f"PruneAndGrow.{key}")
         if self.anneal != "constant" and self.stop is None:
             raise PolicyError(f"PruneAndGrow.stop: anneal={anneal!r} needs the count that it ends at")
         self.density = as_schedule("PruneAndGrow.density", density)
@@ -128,7 +128,7 @@ class PruneAndGrow(GradientSource):
     def prepare(self) -> None:
         """Draws the first masks."""
         super().prepare()
-        dense = set() if self.dense is None else set(match_names(self.dense, self.parameters, "parameter"))
+        dense = match_any(self.dense, self.parameters, "parameter")
         shapes = {
             name: tuple(parameter.shape)
             for name, parameter in self.parameters.items()

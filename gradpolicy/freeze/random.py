@@ -6,7 +6,7 @@ from typing import Any
 from gradpolicy.errors import unknown
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.recipe import LEVELS, RandomMask
-from gradpolicy.freeze.schedule import Schedule, as_schedule, density_at
+from gradpolicy.freeze.schedule import Schedule, as_schedule, check_flag, density_at
 from gradpolicy.freeze.source import MaskSource
 
 
@@ -52,7 +52,7 @@ class Random(MaskSource):
             raise unknown("level", str(level), LEVELS, key="Random.level")
         self.density = as_schedule("Random.density", density)
         self.level = level
-        self.rescale = rescale
+        self.rescale = check_flag("Random.rescale", rescale)
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """A recipe for each parameter; the same until the next change."""

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, knows_its_arguments
+from gradpolicy.errors import PolicyError
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
-from gradpolicy.freeze.source import MaskSource
+from gradpolicy.freeze.source import MaskSource, refuse_timetable
 
 Indices = int | str | slice | Tensor | Iterable[int | str | slice]
 
@@ -19,13 +19,14 @@ class Rows(MaskSource):
 
     Args:
         rows: What trains: a number (negative ones count from the end), a slice as Python writes it
-            (``"50257:"``, ``"2:10:2"``), a list of either, a tensor of numbers or flags, or a whole index
-            (``"3, 0, 5:"`` or ``"..., :2"``, or as a tuple with a slice in it); the dimensions that an index
-            leaves out train in full.
+            (``"50257:"``, ``"2:10:2"``), a list of either, a flag for each row, a tensor or numpy array of
+            numbers or flags, or a whole index (``"3, 0, 5:"`` or ``"..., :2"``, or as a tuple with a slice in
+            it); the dimensions that an index leaves out train in full.
         dim: The dimension that the rows are of (for an index with commas it has no meaning).
         size: How many neighbouring rows one number stands for: with ``size=head_width`` the numbers are
             attention heads.
         seed: Taken for the sake of a common signature; nothing here is random.
+        **wrong: What the class does not take.
 
     Raises:
         PolicyError: If an index cannot be read, or a row does not exist in a parameter.
@@ -40,11 +41,20 @@ class Rows(MaskSource):
 
     repeats_masks = True
 
-    @knows_its_arguments
-    def __init__(self, rows: Indices, *, dim: int = 0, size: int = 1, seed: int | None = None) -> None:
+    def __init__(
+        self, rows: Indices, *, dim: int = 0, size: int = 1, seed: int | None = None, **wrong: Any
+    ) -> None:
+        refuse_timetable(Rows, wrong)
         super().__init__(every=None, seed=seed)
         self.rows, self._index = _read(rows)
+        self._flags: int | None = None
+        if all(isinstance(part, bool) for part in self.rows):
+            self._flags, self.rows = len(self.rows), [row for row, flag in enumerate(self.rows) if flag]
+        if not self.rows:
+            raise PolicyError("Rows: no row is given")
         self.size = check_whole("Rows.size", size, least=1)
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise PolicyError(f"Rows.dim: must be a whole number, got {dim!r}")
         self.dim = dim
         if self._index is not None and (dim != 0 or size != 1):
             raise PolicyError(f"Rows: an index ({rows!r}) goes with neither dim nor size")
@@ -75,6 +85,8 @@ class Rows(MaskSource):
             raise PolicyError(
                 f"Rows.size: the {length} rows of {name!r} cannot be cut into pieces of {self.size}"
             )
+        if self._flags not in (None, length // self.size):
+            raise PolicyError(f"Rows: {self._flags} flags for the {length // self.size} rows of {name!r}")
         pieces = torch.zeros(length // self.size, dtype=torch.bool, device=parameter.device)
         pieces[_numbers(name, self.rows, len(pieces))] = True
         line = pieces.repeat_interleave(self.size)
@@ -104,16 +116,13 @@ def _read(rows: Indices) -> tuple[list[Any], tuple | None]:
         return (parts, tuple(parts)) if len(parts) > 1 or ... in parts else (parts, None)
     if isinstance(rows, tuple) and any(isinstance(part, slice) or part is ... for part in rows):
         return list(rows), rows
-    if isinstance(rows, Tensor):
-        rows = rows.nonzero().flatten().tolist() if rows.dtype == torch.bool else rows.flatten().tolist()
+    if hasattr(rows, "tolist"):  # a tensor, a numpy array, or one of its numbers
+        rows = rows.tolist()
     if isinstance(rows, int | slice):
         rows = [rows]
-    if not isinstance(rows, Iterable):
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping):
         raise PolicyError(f"Rows: must be numbers, a slice or an index, got {rows!r}")
-    listed = [_read_part(part) if isinstance(part, str) else part for part in rows]
-    if not listed:
-        raise PolicyError("Rows: no row is given")
-    return listed, None
+    return [_read_part(part) if isinstance(part, str) else part for part in rows], None
 
 
 def _numbers(name: str, rows: list[Any], length: int) -> list[int]:
@@ -126,7 +135,8 @@ def _numbers(name: str, rows: list[Any], length: int) -> list[int]:
                 raise PolicyError(f"Rows: {_shown([part])} leaves none of the {length} rows of {name!r}")
             numbers += within
         elif isinstance(part, bool) or not isinstance(part, int) or not -length <= part < length:
-            raise PolicyError(f"Rows: {name!r} has no row {part!r}; it has {length}")
+            hint = '; an index is written as text: "2, 0, 3:"' if isinstance(part, Mapping) else ""
+            raise PolicyError(f"Rows: {name!r} has no row {part!r}; it has {length}{hint}")
         else:
             numbers.append(part % length)
     return numbers

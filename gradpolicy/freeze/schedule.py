@@ -14,7 +14,7 @@ Cubic      ``stop + (start − stop) · (1 − τ)³`` (Zhu, Gupta 2017, arXiv:1
 import math
 from collections.abc import Callable
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, knows_its_arguments
 
 Schedule = Callable[[int], float]
 
@@ -27,6 +27,7 @@ class Constant:
         key: What to call it in the message of an error.
     """
 
+    @knows_its_arguments
     def __init__(self, value: float, *, key: str = "Constant.value") -> None:
         self.value = check_share(key, value)
 
@@ -51,6 +52,7 @@ class Ramp:
         PolicyError: For a share outside [0, 1] or fewer than one step.
     """
 
+    @knows_its_arguments
     def __init__(self, start: float, stop: float, steps: int, begin: int = 0) -> None:
         kind = type(self).__name__
         self.start = check_share(f"{kind}.start", start)
@@ -134,6 +136,17 @@ def check_share(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
         raise PolicyError(f"{key}: must be a number between 0 and 1, got {value!r}")
     return float(value)
+
+
+def check_flag(key: str, value: object) -> bool:
+    """Takes True or False.
+
+    Raises:
+        PolicyError: For anything else.
+    """
+    if not isinstance(value, bool):
+        raise PolicyError(f"{key}: must be True or False, got {value!r}")
+    return value
 
 
 def check_whole(key: str, value: object, *, least: int) -> int:

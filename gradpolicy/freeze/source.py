@@ -10,6 +10,8 @@ from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.when import UNITS
 
+TIMETABLE = ("every", "unit", "start", "stop")
+
 
 class MaskSource:
     """Gives the masks for an effective optimizer step. True = this entry trains.
@@ -80,8 +82,11 @@ class MaskSource:
         Raises:
             PolicyError: If the source cannot mask these parameters.
         """
+        kind = type(self).__name__
+        if not hasattr(self, "own_seed"):
+            raise PolicyError(f"{kind}.__init__: must call super().__init__(**timetable)")
         if not parameters:
-            raise PolicyError(f"{type(self).__name__}: there is no parameter to mask")
+            raise PolicyError(f"{kind}: there is no parameter to mask")
         self.parameters = dict(parameters)
         self.seed = seed if self.own_seed is None else self.own_seed
         self.prepare()
@@ -168,7 +173,7 @@ class MaskSource:
         """Takes up where :meth:`state_dict` left off."""
 
     def __repr__(self) -> str:
-        timetable = {"every": self.every, "unit": self.unit, "start": self.start, "stop": self.stop}
+        timetable = {key: getattr(self, key) for key in TIMETABLE}
         if self.own_seed is not None:
             timetable["seed"] = self.own_seed
         shown = ", ".join(f"{key}={value!r}" for key, value in {**self.describe(), **timetable}.items())
@@ -177,3 +182,18 @@ class MaskSource:
     def describe(self) -> dict[str, Any]:
         """The source's own arguments, as a report or plot shows them."""
         return {}
+
+
+def refuse_timetable(kind: type[MaskSource], wrong: Mapping[str, Any]) -> None:
+    """Refuses a timetable for a source whose masks never change, and what no source takes.
+
+    Raises:
+        PolicyError: If there is any such argument.
+    """
+    for key in wrong:
+        if key in TIMETABLE:
+            raise PolicyError(
+                f"{kind.__name__}: takes no {key!r}, since its masks never change; for a policy that holds "
+                "only at some times, give the policy when=gradpolicy.When(...)"
+            )
+    refuse_unknown_arguments(kind, wrong)

@@ -34,6 +34,8 @@ class Stable(GradientSource):
     """
 
     def __init__(self, percentile: float = 50.0, *, every: int = 100, **timetable: Any) -> None:
+        if "window" in timetable:
+            raise PolicyError("Stable: takes no argument 'window'; it sums over all of an interval of every")
         super().__init__(window=None, every=every, **timetable)
         is_number = isinstance(percentile, int | float) and not isinstance(percentile, bool)
         if not is_number or not 0 <= percentile <= 100:

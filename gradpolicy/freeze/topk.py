@@ -10,7 +10,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.recipe import LEVELS
-from gradpolicy.freeze.schedule import Schedule, as_schedule, density_at
+from gradpolicy.freeze.schedule import Schedule, as_schedule, check_flag, density_at
 from gradpolicy.freeze.select import highest, highest_together, kept_of
 from gradpolicy.freeze.sharding import like, local, whole
 from gradpolicy.freeze.window import GradientSource, wide
@@ -86,7 +86,7 @@ class TopK(GradientSource):
             ("before", before, BEFORE),
         ):
             if value not in valid:
-                raise unknown(key, str(value), valid, key=f"TopK.{key}")
+                raise unknown("value", str(value), valid, key=f"TopK.{key}")
         if rewind and by != "change":
             raise PolicyError("TopK.rewind: goes with by='change' only")
         if by == "change" and self.start == 0:
@@ -95,7 +95,7 @@ class TopK(GradientSource):
             )
         self.density = as_schedule("TopK.density", density)
         self.by, self.scope, self.level = by, scope, level
-        self.before, self.rewind = before, rewind
+        self.before, self.rewind = before, check_flag("TopK.rewind", rewind)
         self.needs_gradients = by not in ("weight", "change")
         self._masks: dict[str, Mask] = {}
         self._initial: dict[str, Tensor] = {}

@@ -59,6 +59,8 @@ def test_a_safetensors_file_holds_masks(prepared, tmp_path, dtype) -> None:
         ({"head.weight": 1.0}, "must be True, False, a bool tensor"),
         ("nowhere.safetensors", "cannot read masks"),
         ([1, 2], "must be a bool, globs"),
+        ([], "Fixed.mask: is empty"),
+        ({}, "Fixed.mask: is empty"),
     ],
 )
 def test_what_does_not_fit_is_an_error(prepared, mask, message: str) -> None:
@@ -70,6 +72,22 @@ def test_a_file_of_numbers_is_no_file_of_masks(prepared, tmp_path) -> None:
     save_file({"head.weight": torch.ones(3, 4)}, tmp_path / "weights.safetensors")
     with pytest.raises(PolicyError, match="not bool or uint8"):
         prepared(gp.masks.Fixed(tmp_path / "weights.safetensors"))
+
+
+def test_a_file_without_masks_is_an_error(prepared, tmp_path) -> None:
+    save_file({}, tmp_path / "masks.safetensors")
+    with pytest.raises(PolicyError, match="holds no mask"):
+        prepared(gp.masks.Fixed(tmp_path / "masks.safetensors"))
+
+
+def test_to_freeze_no_glob_is_an_error() -> None:
+    with pytest.raises(PolicyError, match=r"Fixed.freeze: is empty"):
+        gp.masks.Fixed(freeze=[])
+
+
+def test_a_timetable_is_refused_since_the_masks_never_change() -> None:
+    with pytest.raises(PolicyError, match=r"takes no 'every', since its masks never change; .* when="):
+        gp.masks.Fixed("head.*", every=5)
 
 
 def test_mask_and_freeze_exclude_each_other() -> None:

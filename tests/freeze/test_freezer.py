@@ -499,6 +499,18 @@ def test_parameters_can_be_given_by_name(stack) -> None:
         assert list(freezer.parameters_of("head")) == ["head.weight", "head.bias"]
 
 
+def test_a_tied_parameter_is_matched_by_any_of_its_names(stack, tokens) -> None:
+    stack.head = nn.Linear(4, 6)
+    stack.head.weight = stack.embed.weight
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
+    before = weights(stack)
+    train(stack, optimizer, freezer, tokens, range(2))
+    assert list(freezer.parameters) == ["embed.weight", "head.bias"]
+    assert torch.equal(stack.head.weight, before["embed.weight"])
+    assert not torch.equal(stack.blocks[0].weight, before["blocks.0.weight"])
+
+
 def test_names_of_wrappers_do_not_count(stack) -> None:
     compiled = {f"_orig_mod.{name}": parameter for name, parameter in stack.named_parameters()}
     freezer = Freezer(compiled, masked(stack), {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})

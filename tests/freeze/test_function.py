@@ -65,6 +65,19 @@ def test_what_is_no_source_is_an_error(prepared) -> None:
         as_source(3)
     with pytest.raises(PolicyError, match="must take \\(name, parameter, step\\)"):
         as_source(lambda name: True)
+    for methods, message in (
+        ({"masks": lambda self: {}}, r"Bad.masks: must take \(step, epoch\)"),
+        (
+            {"masks": lambda self, step: {}, "setup": lambda self, p: None},
+            r"Bad.setup: must take \(parameters",
+        ),
+        (
+            {"masks": lambda self, step: {}, "__init__": lambda self, k: None},
+            "Bad cannot be made without arg",
+        ),
+    ):
+        with pytest.raises(PolicyError, match=message):
+            as_source(type("Bad", (), methods))
     with pytest.raises(PolicyError, match="must give masks"):
         prepared(as_source(type("Bad", (), {"masks": lambda self, step: None}))).masks(0, 0)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.freeze.layers import find_layers
 
@@ -69,6 +70,22 @@ def test_the_stacks_that_count_can_be_named() -> None:
         ("1.blocks.1", True),
         ("2", False),
     ]
+
+
+@pytest.mark.parametrize(
+    "source", [lambda g: gp.masks.BlockCyclic(blocks=g), lambda g: gp.masks.Gradual(groups=g)]
+)
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ("head.*", r"(blocks|groups): must be a list of groups, .* got 'head.\*'"),
+        ([], "must name at least one glob in each"),
+        (["head.*", []], "must name at least one glob in each"),
+    ],
+)
+def test_groups_that_are_given_name_something(source, groups, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        source(groups)
 
 
 def test_a_stack_that_does_not_exist_is_an_error_with_the_nearest() -> None:

@@ -88,6 +88,15 @@ def test_only_these_rows_move(stack, tokens) -> None:
         ({"rows": "1, 2, 3"}, "does not fit 'w'"),
         ({"rows": "1, 9"}, "does not fit 'w'"),
         ({"rows": "1, 2", "dim": 1}, "neither dim nor size"),
+        ({"rows": torch.tensor([True, False])}, "2 flags for the 6 rows"),
+        ({"rows": [True] * 6, "size": 2}, "6 flags for the 3 rows"),
+        ({"rows": [False] * 6}, "no row is given"),
+        ({"rows": torch.ones(6, 4, dtype=torch.bool)}, r"has no row \[True, True, True, True\]"),
+        ({"rows": [2, 0, {"3": None}]}, 'an index is written as text: "2, 0, 3:"'),
+        ({"rows": {"a": 1}}, "must be numbers, a slice or an index"),
+        ({"rows": 0, "dim": "first"}, "Rows.dim: must be a whole number, got 'first'"),
+        ({"rows": 0, "start": 5}, "takes no 'start', since its masks never change; .* when="),
+        ({"row": 0, "rows": 0}, "takes no argument 'row'; did you mean 'rows'"),
     ],
 )
 def test_rows_that_do_not_exist_are_errors(prepared, arguments: dict, message: str) -> None:

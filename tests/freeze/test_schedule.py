@@ -50,6 +50,16 @@ def test_a_schedule_that_leaves_the_shares_is_an_error() -> None:
         density_at(lambda count: float(count), 3)
 
 
+def test_an_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(PolicyError, match="Cubic: takes no argument 'stp'; did you mean 'stop'"):
+        gp.masks.Cubic(1.0, stp=0.1, steps=3)
+
+
+def test_a_flag_is_true_or_false() -> None:
+    with pytest.raises(PolicyError, match=r"Random.rescale: must be True or False, got 'no'"):
+        gp.masks.Random(0.5, rescale="no")
+
+
 def test_a_ramp_without_steps_is_an_error() -> None:
     with pytest.raises(PolicyError, match=r"Linear\.steps"):
         gp.masks.Linear(1.0, 0.0, steps=0)

@@ -86,6 +86,23 @@ def test_a_source_without_parameters_is_an_error() -> None:
         MaskSource().setup({}, seed=0)
 
 
+def test_a_source_that_was_not_begun_says_so(prepared) -> None:
+    class Own(MaskSource):
+        def __init__(self) -> None:
+            self.share = 0.5
+
+    with pytest.raises(PolicyError, match=r"Own.__init__: must call super\(\).__init__"):
+        prepared(Own())
+
+
+@pytest.mark.parametrize("nothing", [None, [], ()])
+def test_no_glob_means_no_parameter(prepared, nothing) -> None:
+    plain = prepared(gp.masks.Layerwise(1, layers=nothing, always=nothing)).masks(0, 0)
+    assert sum(mask for name, mask in plain.items() if name.startswith("blocks.")) == 2
+    assert sum(prepared(gp.masks.BlockCyclic(always=nothing)).masks(0, 0).values()) == 1
+    assert "head.weight" in prepared(gp.masks.PruneAndGrow(dense=nothing)).targets(0)
+
+
 def test_a_source_without_masks_says_so(prepared) -> None:
     with pytest.raises(TypeError, match="must define masks"):
         prepared(MaskSource()).masks(0, 0)

@@ -100,6 +100,11 @@ def test_a_resumed_run_compares_with_what_was_before(prepared, tmp_path) -> None
     assert second.frozen == 2
 
 
+def test_a_window_is_refused_since_the_interval_is_the_window() -> None:
+    with pytest.raises(PolicyError, match="Stable: takes no argument 'window'"):
+        gp.masks.Stable(window=3)
+
+
 def test_a_percentile_beyond_100_is_an_error() -> None:
     with pytest.raises(PolicyError, match="between 0 and 100"):
         gp.masks.Stable(101)
