@@ -177,7 +177,8 @@ class StraightThrough(FlowPolicy):
         ops: Operations = STEP_OPERATIONS,
         **where_and_when: Any,
     ) -> None:
-        super().__init__(get_rule(surrogate, **(parameters or {})), ops=ops, **where_and_when)
+        rule = _chosen_rule("StraightThrough.surrogate", surrogate, parameters)
+        super().__init__(rule, ops=ops, **where_and_when)
 
 
 class Guided(FlowPolicy):
@@ -279,7 +280,7 @@ class UseRule(FlowPolicy):
     def __init__(
         self, rule: RuleLike, *, parameters: Mapping[str, Any] | None = None, **where_and_when: Any
     ) -> None:
-        super().__init__(get_rule(rule, **(parameters or {})), **where_and_when)
+        super().__init__(_chosen_rule("UseRule.rule", rule, parameters), **where_and_when)
 
 
 class Freeze(Policy):
@@ -336,6 +337,15 @@ class Freeze(Policy):
             f"frozen_state={self.frozen_state!r}",
             f"bias_correction={self.bias_correction!r}",
         ]
+
+
+def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None) -> Rule:
+    """The rule that an argument names; an error says which argument."""
+    try:
+        found = get_rule(rule)
+    except PolicyError as error:
+        raise PolicyError(f"{key}: {error}") from error
+    return found.with_parameters(**(parameters or {}))
 
 
 def _number_or_schedule(key: str, value: object) -> Any:

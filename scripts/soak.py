@@ -72,9 +72,8 @@ class Setting:
             "logger=csv",
             "+logger.csv.flush_logs_every_n_steps=1",
             "callbacks=model_checkpoint",
-            "callbacks.model_checkpoint.monitor=null",
-            "callbacks.model_checkpoint.filename=newest",
-            f"+callbacks.model_checkpoint.every_n_train_steps={save_every}",
+            "~callbacks.model_checkpoint",
+            f"+callbacks.last_checkpoint.every_n_train_steps={save_every}",
             # What is compared: the state at the end of the last epoch.
             "+callbacks.final._target_=lightning.pytorch.callbacks.ModelCheckpoint",
             "+callbacks.final.dirpath=${paths.output_dir}/checkpoints",

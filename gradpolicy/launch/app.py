@@ -38,7 +38,7 @@ from gradpolicy.launch.errors import (
 from gradpolicy.launch.launchers import check_launcher
 from gradpolicy.launch.ranks import is_first_rank
 from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.rundir import empty_directories_removed
+from gradpolicy.launch.rundir import check_writable, empty_directories_removed
 from gradpolicy.launch.sweep import RESULTS, SUMMARY, collect, summarize
 
 CONFIG_NAME = "train"
@@ -110,6 +110,7 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
     callbacks = Callbacks(config)
     callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
     job = Job(in_sweep=False)
+    check_writable(Path(config.hydra.run.dir), "hydra.run.dir")
     with empty_directories_removed(Path(config.hydra.run.dir).absolute()):
         returned = hydra_utils.run_job(
             hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
@@ -126,6 +127,7 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
 def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
     """Has Hydra's sweeper and launcher run the jobs, and prints the summary, also when some failed."""
     directory = Path(config.hydra.sweep.dir).absolute()
+    check_writable(directory, "hydra.sweep.dir")
     with empty_directories_removed(directory):
         try:
             prepared.multirun(

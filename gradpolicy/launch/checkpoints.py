@@ -77,7 +77,8 @@ def read_checkpoint(path: Path, key: str = KEY) -> Mapping[str, Any]:
         readable = sharded or zipfile.is_zipfile(path)
         reason = _first_line(error) if readable else "it is no checkpoint, or it is truncated"
         raise PolicyError(f"{key}: {path} cannot be read: {reason}") from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:
+        # Bytes that are no checkpoint make torch's reader stumble in any way there is.
         raise PolicyError(f"{key}: {path} is truncated or damaged ({_first_line(error)})") from error
     if not isinstance(content, Mapping) or "state_dict" not in content:
         raise PolicyError(f"{key}: {path} holds no 'state_dict': it is no checkpoint of a run")

@@ -95,6 +95,8 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
         raise _unknown_choice(error, source) from error
     except ConfigCompositionException as error:
         raise _unknown_key(error, source.name, overrides) from error
+    except ValueError as error:
+        raise _no_choice(error, source, overrides) from error
     with read_write(config), open_dict(config):
         # Hydra sets it when a job starts; until then any directory will do for what refers to it.
         config.hydra.runtime.output_dir = str(Path.cwd())
@@ -133,6 +135,8 @@ def check_config(config: DictConfig) -> Settings:
     """
     container = resolved(config)
     settings = read_settings(container)
+    if not (settings.train or settings.test or settings.plan_only):
+        raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
     groups = {key: value for key, value in container.items() if isinstance(value, dict)}
     # The optimizer first: the model refers to it, and a message should name the key that a person set.
     groups = {key: groups[key] for key in sorted(groups, key=lambda key: key == "model")}
@@ -169,7 +173,8 @@ def _without_hydra(config: DictConfig) -> DictConfig:
 
 def _allowed(config: DictConfig) -> tuple[str, ...]:
     allowed = config.get("allowed_targets") or ()
-    return (allowed,) if isinstance(allowed, str) else tuple(allowed)
+    # What is neither a word nor a list is refused where the types are checked.
+    return (allowed,) if isinstance(allowed, str) else tuple(allowed if OmegaConf.is_list(allowed) else ())
 
 
 # ---- what Hydra says too little about
@@ -185,6 +190,17 @@ def _unknown_choice(error: MissingConfigException, source: Source) -> HydraExcep
     return MissingConfigException(str(error), error.missing_cfg_file, options)
 
 
+def _no_choice(error: ValueError, source: Source, overrides: Iterable[str]) -> ValueError:
+    """Says what to choose instead: Hydra takes no `null` for a group."""
+    for line in overrides:
+        group, _, value = line.partition("=")
+        if value == "null" and (source.directory / group).is_dir():
+            names = [path.stem for path in (source.directory / group).glob("*.yaml")]
+            hint = f"for nothing {group}=none" if "none" in names else nearest(value, names)
+            return PolicyError(f"{line}: a group takes the name of one of its configs; {hint}")
+    return error
+
+
 def _unknown_key(error: ConfigCompositionException, config_name: str, overrides: list[str]) -> Exception:
     found = re.match(r"Could not (?:override|delete|append to config\b.*) ?'?([^'\s]*)'?", str(error))
     key = re.sub(r"^[+~]+", "", found.group(1)).rstrip(".") if found else ""
@@ -196,7 +212,7 @@ def _unknown_key(error: ConfigCompositionException, config_name: str, overrides:
     above = key[: -len(missing) - 1] if key != missing else ""
     name = missing.split(".")[0]
     arguments = _arguments(parent)
-    if name in arguments:
+    if name in arguments or above.split(".")[0] == "user":
         return PolicyError(f"{key}: is not set in the config; add it by a plus: +{key}=…")
     hint = nearest(name, {*map(str, siblings), *arguments} - {"_target_", "_partial_", "hydra"})
     return PolicyError(f"{above + '.' if above else ''}{name}: there is no such key; {hint}")

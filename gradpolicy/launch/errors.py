@@ -37,6 +37,8 @@ def explain(error: BaseException) -> str:
         return _missing_choice(error)
     if isinstance(error, InstantiationException):
         return _failed_instance(error)
+    if isinstance(error, OverrideParseException) and "=" not in error.override.lstrip("~"):
+        return f"{error.override}: is no override; write key=value"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read as an override: {_first_line(error)}; quote what is special"
     if isinstance(error, ConfigCompositionException) and error.__cause__ is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -35,10 +36,11 @@ from gradpolicy.insight.plan import make_plan, training_loss
 from gradpolicy.launch.checkpoints import check_fits, find_checkpoint
 from gradpolicy.launch.compose import check_config, resolved
 from gradpolicy.launch.instantiate import build, build_all
+from gradpolicy.launch.optimizer import check_optimizer
 from gradpolicy.launch.places import check_places
 from gradpolicy.launch.ranks import is_first_rank, own_command_line
 from gradpolicy.launch.report import Result, print_config, print_results, saved_in
-from gradpolicy.launch.rundir import RunDirectory, run_directory
+from gradpolicy.launch.rundir import RunDirectory, check_writable, run_directory
 from gradpolicy.launch.schema import Settings
 from gradpolicy.launch.signals import termination_exits
 from gradpolicy.policies import Policy
@@ -95,6 +97,7 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
     settings = check_config(config)
     container = resolved(config)
     console = Console(quiet=not is_first_rank(), width=None if sys.stdout.isatty() else 120)
+    check_writable(Path(settings.paths.output_dir), "paths.output_dir")
     with termination_exits(), quieter(), run_directory(Path(settings.paths.output_dir)) as directory:
         if settings.extras.print_config:
             print_config(OmegaConf.to_container(config), console)
@@ -103,8 +106,12 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         subject = build_subject(container)
         if checkpoint is not None:
             check_fits(checkpoint, subject.model)
-            if settings.train:
-                console.print(f"going on from {checkpoint}", soft_wrap=True)
+        if settings.train:
+            check_optimizer(subject.model, checkpoint)
+        if checkpoint is None and not settings.train and not settings.plan_only:
+            rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
+        if checkpoint is not None and settings.train:
+            console.print(f"going on from {checkpoint}", soft_wrap=True)
         check_places(subject.model, subject.policies)
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
             console.print(make_run_plan(subject, settings.seed))
@@ -196,7 +203,8 @@ def train_and_test(
     with own_command_line(), finished_loggers():
         trainer = build_trainer(container, settings, subject, directory)
         if settings.train:
-            trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
+            with monitors_named(settings, trainer):
+                trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
             metrics |= best_scores(trainer)
             checkpoint = best_checkpoint(trainer)
@@ -235,18 +243,26 @@ def best_scores(trainer: Trainer) -> dict[str, float]:
 
 def best_checkpoint(trainer: Trainer) -> Path | None:
     """The best checkpoint of this run; None where none was kept, which means the weights as they are."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
-            return Path(callback.best_model_path)
-    return None
+    kept = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint) and callback.best_model_path
+    ]
+    # One that watches no metric keeps the newest, not the best.
+    kept.sort(key=lambda callback: callback.monitor is None)
+    return Path(kept[0].best_model_path) if kept else None
 
 
 def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float | None:
-    """The value that a sweep compares; None, with a warning, where it was not logged."""
+    """The value that a sweep compares; None, with a warning, where it was not logged.
+
+    A run that keeps no checkpoints (``trainer.fast_dev_run``, most of ``debug=``) has no best value to log.
+    """
     name = settings.optimized_metric
     if name is None or not settings.train:
         return None
-    if name not in metrics:
+    quiet = name.endswith("_best") and name.removesuffix("_best") in metrics
+    if name not in metrics and not quiet:
         rank_zero_warn(f"optimized_metric: {name!r} was not logged; {nearest(name, metrics)}")
     return metrics.get(name)
 
@@ -267,10 +283,39 @@ def _settle_wandb(loggers: list[Any]) -> None:
 
 
 @contextmanager
-def finished_loggers() -> Iterator[None]:
-    """Ends the W&B run, so that the next one in this process is another."""
+def monitors_named(settings: Settings, trainer: Trainer) -> Iterator[None]:
+    """Names the key of a callback whose metric is not logged, and the metrics that are.
+
+    Raises:
+        PolicyError: In place of what the callback raises.
+    """
     try:
         yield
+    except (RuntimeError, MisconfigurationException) as error:
+        logged = trainer.callback_metrics
+        for name, node in (settings.callbacks or {}).items():
+            monitor = (node or {}).get("monitor")
+            if monitor and str(monitor) in str(error) and monitor not in logged:
+                message = f"callbacks.{name}.monitor: {monitor!r} is not logged; {nearest(monitor, logged)}"
+                raise PolicyError(message) from error
+        raise
+
+
+@contextmanager
+def finished_loggers() -> Iterator[None]:
+    """Ends the W&B run, so that the next one in this process is another.
+
+    Raises:
+        PolicyError: If W&B refuses to begin one, for want of an account or of a network.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith("wandb.errors"):
+            raise PolicyError(
+                f"logger.wandb: {' '.join(str(error).split())}; logger.wandb.mode=offline needs no account"
+            ) from error
+        raise
     finally:
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish()

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from gradpolicy.errors import PolicyError
 from gradpolicy.launch.errors import wrong_input_errors
 from gradpolicy.launch.ranks import is_first_rank
 
@@ -86,6 +88,27 @@ def run_directory(path: Path) -> Iterator[RunDirectory]:
     except wrong_input_errors():
         directory.remove_unless_begun()
         raise
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Makes sure that a run can leave something in a directory, before it has trained for hours.
+
+    Args:
+        path: The directory, which need not exist yet.
+        key: The config key that names it.
+
+    Raises:
+        PolicyError: If it cannot be made or written to.
+    """
+    path = path.absolute()
+    with empty_directories_removed(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise PolicyError(f"{key}: nothing can be written to {path}: {reason}") from error
 
 
 @contextmanager

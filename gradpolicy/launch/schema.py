@@ -87,6 +87,8 @@ def _first_problem(error: ValidationError) -> PolicyError:
         return PolicyError(f"{key}: there is no such key; {hint} (values of your own go under `user`)")
     if problem["type"] == "missing":
         return PolicyError(f"{key}: is missing")
+    if problem["type"] == "dict_type":
+        return PolicyError(f"{key}: must be a mapping of keys to values, got {problem['input']!r}")
     return PolicyError(f"{key}: {_lowered(problem['msg'])}, got {problem['input']!r}")
 
 

@@ -5,9 +5,11 @@ config names, and no second list of its arguments has to be kept.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
+import torch
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
@@ -17,29 +19,38 @@ from gradpolicy.policies import Policy
 
 HYDRAS_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 PLAIN = (str, int, float, bool, type(None))
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def check_arguments(config: Any, allowed: tuple[str, ...] = (), key: str = "") -> None:
+def check_arguments(
+    config: Any, allowed: tuple[str, ...] = (), key: str = "", *, complete: bool = True
+) -> None:
     """Checks the arguments of every `_target_` in a resolved config.
 
     Args:
         config: The config.
         allowed: Packages that are allowed beside the usual ones.
         key: Where it stands, for the messages.
+        complete: Whether Hydra makes it as it stands, so that it must hold every argument that is needed.
 
     Raises:
-        PolicyError: For an argument that its target does not take, or a value of another type.
+        PolicyError: For an argument that is needed and not there, one that its target does not take, or a
+            value of another type.
     """
     if isinstance(config, list):
         for index, value in enumerate(config):
-            check_arguments(value, allowed, f"{key}[{index}]")
+            check_arguments(value, allowed, f"{key}[{index}]", complete=complete)
     if not isinstance(config, Mapping):
         return
     if "_target_" in config:
         target = locate_target(f"{key}._target_", config["_target_"], (*ALLOWED, *allowed))
         _check_call(target, config, key)
+        if complete and not config.get("_partial_") and "_args_" not in config:
+            _check_complete(target, config, key)
+    # Below a node that is not recursive the code that gets the rest of it makes what is there.
+    complete = complete and config.get("_recursive_") is not False
     for name, value in config.items():
-        check_arguments(value, allowed, f"{key}.{name}" if key else str(name))
+        check_arguments(value, allowed, f"{key}.{name}" if key else str(name), complete=complete)
 
 
 def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
@@ -63,6 +74,11 @@ def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parame
 def _signed(target: Callable[..., Any]) -> list[Callable[..., Any]]:
     if isinstance(target, type) and issubclass(target, Policy):
         return constructors(target)
+    if getattr(target, "__name__", "") == "WandbLogger":
+        # Lightning's logger hands what it does not know itself on to W&B.
+        import wandb
+
+        return [target, wandb.init]
     return [target]
 
 
@@ -97,19 +113,60 @@ def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str)
             raise PolicyError(
                 f"{key}.{name}: {config['_target_']} takes no such argument; {nearest(str(name), parameters)}"
             )
-    if isinstance(target, type) and issubclass(target, Policy) and "_args_" not in config:
-        # Others may be handed arguments that no config can hold, such as a model's parameters.
-        for name, parameter in inspect.signature(target).parameters.items():
-            if parameter.kind in NAMED and parameter.default is parameter.empty and name not in config:
-                raise PolicyError(f"{key}.{name}: {config['_target_']} needs a value for it")
+
+
+def _check_complete(target: Callable[..., Any], config: Mapping[str, Any], key: str) -> None:
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return
+    for name, parameter in _by_name(parameters).items():
+        if parameter.default is not parameter.empty or name in config:
+            continue
+        path = config["_target_"]
+        if isinstance(target, type) and issubclass(target, torch.optim.Optimizer):
+            raise PolicyError(f"{key}._partial_: must be true: the model gives {path} its {name}")
+        raise PolicyError(f"{key}.{name}: {path} needs a value for it")
 
 
 def _check_type(key: str, parameter: inspect.Parameter, value: Any) -> None:
     if parameter.annotation is inspect.Parameter.empty or value == parameter.default or _has_target(value):
         return
     if not fits(value, parameter.annotation):
-        wanted = inspect.formatannotation(parameter.annotation)
-        raise PolicyError(f"{key}: must be {wanted}, got {value!r}")
+        raise PolicyError(f"{key}: must be {in_words(parameter.annotation)}, got {value!r}")
+
+
+def in_words(annotation: Any) -> str:
+    """What an annotation allows, as a person says it.
+
+    Example:
+        >>> in_words(int | None), in_words(tuple[float, float]), in_words(Literal["min", "max"])
+        ('a whole number or null', 'a list of 2: a number, a number', "'min' or 'max'")
+    """
+    *others, last = dict.fromkeys(_alternatives(annotation))
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _alternatives(annotation: Any) -> list[str]:
+    parts = get_args(annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return [words for part in parts for words in _alternatives(part)]
+    if get_origin(annotation) is Literal:
+        return [repr(part) for part in parts]
+    return [WORDS.get(annotation) or _kind(annotation)]
+
+
+def _kind(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is tuple and parts and parts[-1] is not Ellipsis:
+        return f"a list of {len(parts)}: {', '.join(map(in_words, parts))}"
+    if origin is Callable:
+        return "a function, such as a schedule"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "a mapping"
+    if isinstance(origin, type) and issubclass(origin, Iterable):
+        return f"a list of {in_words(parts[0])}" if parts else "a list"
+    return inspect.formatannotation(annotation)
 
 
 def fits(value: Any, annotation: Any) -> bool:

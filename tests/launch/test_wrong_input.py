@@ -20,6 +20,10 @@ UNKNOWN = {
     "optimizer.lrr=0.1": ("optimizer.lrr", "lr"),
     "+sede=3": ("sede", "seed"),
     "optimized_mode=mx": ("optimized_mode", "max"),
+    "policy=null": ("policy=null", "policy=none"),
+    "trainer=null": ("trainer=null", "ddp_sim"),
+    "user.mine=3": ("user.mine", "+user.mine"),
+    "+logger.csv.nme=mine": ("logger.csv.nme", "name"),
 }
 WRONG_TYPE = {
     "optimizer.lr=abc": "optimizer.lr",
@@ -31,6 +35,9 @@ WRONG_TYPE = {
     "seed=-1": "seed",
     "train=perhaps": "train",
     "tags=3": "tags",
+    "allowed_targets=3": "allowed_targets",
+    "policy.stop=3": "policy.stop",
+    "optimizer.lr=-1": "optimizer",
 }
 UNREADABLE = {
     "policy=rows policy.rows.mask.rows=word": ("policy.rows.mask", "'word' is no number, no slice"),
@@ -118,6 +125,37 @@ def test_a_missing_checkpoint_is_named_with_those_beside_it(train, tmp_path: Pat
     message = train(f"ckpt_path={tmp_path}/bst.ckpt").refusal
     assert message.startswith("ckpt_path:")
     assert "best.ckpt" in message
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(train) -> None:
+    adam = train("policy=none")
+    last = f"ckpt_path={adam.run}/checkpoints/last.ckpt"
+    refusal = train(last, "optimizer=sgd", "trainer.max_epochs=2").refusal
+    assert refusal.startswith("ckpt_path: ")
+    assert "another optimizer than SGD: its state has no momentum" in refusal
+    assert train(last, "optimizer=adam", "policy=none", "trainer.max_epochs=2").code == 0
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(train, tmp_path: Path) -> None:
+    (tmp_path / "notes.ckpt").write_text("hello\n")
+    assert train(f"ckpt_path={tmp_path}/notes.ckpt").refusal.startswith("ckpt_path: ")
+
+
+def test_a_place_that_cannot_be_written_to_is_told(train, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = train(f"hydra.run.dir={tmp_path}/file/run")
+    assert ended.refusal.startswith(f"hydra.run.dir: nothing can be written to {tmp_path}/file/run")
+
+
+def test_a_run_that_would_do_nothing_is_refused(train) -> None:
+    assert "nothing to do" in train("train=false", "test=false").refusal
+
+
+def test_a_metric_that_no_one_logs_is_named_with_the_nearest(train) -> None:
+    ended = train("callbacks.model_checkpoint.monitor=val/acuracy")
+    assert ended.code == 2
+    assert ended.message.startswith("callbacks.model_checkpoint.monitor: 'val/acuracy' is not logged")
+    assert "val/accuracy" in ended.message
 
 
 @pytest.mark.parametrize("length", [0, 1000, 30000])

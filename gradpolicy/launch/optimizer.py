@@ -1,0 +1,47 @@
+"""Checks, before anything trains, that the optimizer can be made and that a checkpoint's state is its own."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from gradpolicy.errors import PolicyError, shortened
+from gradpolicy.launch.checkpoints import read_checkpoint
+from gradpolicy.tasks.task import Task
+
+
+def check_optimizer(model: LightningModule, checkpoint: Path | None) -> None:
+    """Makes the optimizer once, and looks whether it could go on from a checkpoint.
+
+    Args:
+        model: The model. Only that of a :class:`~gradpolicy.tasks.task.Task` is checked: others make theirs
+            in ways of their own.
+        checkpoint: What the run is resumed from, if anything.
+
+    Raises:
+        PolicyError: For arguments that the optimizer refuses, or a checkpoint of another kind of optimizer.
+    """
+    if not isinstance(model, Task):
+        return
+    try:
+        optimizer = model.make_optimizer(model.parameters())
+    except (TypeError, ValueError) as error:
+        raise PolicyError(f"optimizer: {error}") from error
+    if checkpoint is not None:
+        _check_state(optimizer, checkpoint)
+
+
+def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    states: Any = read_checkpoint(checkpoint).get("optimizer_states") or [{}]
+    groups = states[0].get("param_groups", [])
+    # What newer versions of torch have added is filled in here, as it is when a state is loaded.
+    optimizer.__setstate__({"state": {}, "param_groups": [{**group, "params": []} for group in groups]})
+    lacking = [name for name in optimizer.defaults for group in optimizer.param_groups if name not in group]
+    if lacking:
+        raise PolicyError(
+            f"ckpt_path: {checkpoint} was written with another optimizer than {type(optimizer).__name__}: "
+            f"its state has no {shortened(list(dict.fromkeys(lacking)))}; resume with that run's optimizer, "
+            "or begin a new run with its weights by callbacks=[default,initial_weights] "
+            "callbacks.initial_weights.path=…"
+        )
