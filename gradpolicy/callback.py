@@ -172,7 +172,7 @@ class GradientPolicies(Callback):
 
     def _check_installed(self) -> None:
         flow = {row.name for row in self.installed.report().rows} if self.installed else set()
-        freeze = {row.name for row in self.freezer.report()} if self.freezer else set()
+        freeze = set(self.freezer.policies) if self.freezer else set()
         missing = set(self.policies) - flow - freeze
         if missing:
             raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")

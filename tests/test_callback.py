@@ -211,6 +211,18 @@ def test_an_optimizer_without_masks_leaves_the_gradients_of_others_alone(
     torch.testing.assert_close(moved, -0.05 * 2 * two_layers.head.weight.grad * active)
 
 
+def test_a_source_is_asked_once_a_step_and_not_before(two_layers, loader, make_trainer):
+    asked = []
+
+    def everything(name, parameter, step):
+        asked.append(step)
+        return True
+
+    policies = {"all": gp.Freeze(everything, params="head.bias")}
+    make_trainer(max_steps=3, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+    assert asked == [0, 1, 2]
+
+
 def test_the_model_is_left_as_found(two_layers, loader, make_trainer):
     shape = {
         name: (dict(m._forward_hooks), "forward" in m.__dict__) for name, m in two_layers.named_modules()

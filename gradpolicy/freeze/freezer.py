@@ -185,6 +185,11 @@ class Freezer:
 
     # ---- what a person sees
 
+    @property
+    def policies(self) -> list[str]:
+        """The names of the policies."""
+        return [bound.name for bound in self._bound]
+
     def report(self) -> list[FreezeRow]:
         """A row for each policy: what it matched and what trains now (or will in the first step)."""
         return [
@@ -209,7 +214,7 @@ class Freezer:
         for bound in self._bound:
             if bound.name == policy:
                 return bound.parameters
-        raise PolicyError(f"no freeze policy {policy!r}; {nearest(policy, [b.name for b in self._bound])}")
+        raise PolicyError(f"no freeze policy {policy!r}; {nearest(policy, self.policies)}")
 
     def mask_of(self, name: str) -> Mask:
         """The mask in force on a parameter: the intersection of all policies that hold.
