@@ -91,7 +91,7 @@ def _build(source: Path, compiler: list[str], flags: tuple[str, ...]) -> Path:
         # Under a name of its own until it is whole: other processes may be looking for it.
         fresh = library.with_suffix(f".{os.getpid()}")
         command = [*compiler, *flags, str(source), "-o", str(fresh), *LINK_FLAGS]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
         os.replace(fresh, library)
     return library
 
