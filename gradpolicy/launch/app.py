@@ -29,6 +29,7 @@ from gradpolicy.launch.compose import (
 )
 from gradpolicy.launch.errors import (
     FAILED,
+    INTERRUPTED,
     TERMINATED,
     WRONG_INPUT,
     explain,
@@ -52,7 +53,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         arguments: The command line; that of this process unless given.
 
     Returns:
-        The exit code: 0, 1 for a failure, 2 for wrong input, 143 when told to go.
+        The exit code: 0, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, 143 when told to go.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = get_args_parser().parse_intermixed_args(arguments)
@@ -71,7 +72,12 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
                 compose_job(source, options.overrides)
         _ask_hydra(config_dir, [*flags, *options.overrides])
         return 0
+    except KeyboardInterrupt:
+        return _interrupted()
     except SystemExit as leaving:
+        # Lightning leaves so when it was interrupted while it trained.
+        if isinstance(leaving.__context__, KeyboardInterrupt):
+            return _interrupted()
         if leaving.code == TERMINATED and is_first_rank():
             print("ended by SIGTERM; ckpt_path=last goes on from the last checkpoint", file=sys.stderr)
         return leaving.code if isinstance(leaving.code, int) else FAILED
@@ -185,6 +191,12 @@ def quoted(value: str) -> str:
     # A backslash is only special before a quote.
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
     return f"'{escaped}'"
+
+
+def _interrupted() -> int:
+    if is_first_rank():
+        print("interrupted; ckpt_path=last goes on from the newest checkpoint", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _only_tells(options: Namespace) -> bool:

@@ -18,6 +18,7 @@ from gradpolicy.errors import PolicyError, nearest
 
 WRONG_INPUT = 2
 FAILED = 1
+INTERRUPTED = 130
 TERMINATED = 143
 
 

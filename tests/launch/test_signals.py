@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradpolicy.launch.run import RunBegins
 from gradpolicy.launch.signals import termination_exits
 
 from .conftest import QUICK, ROOT
@@ -31,6 +32,20 @@ def test_outside_of_training_it_unwinds_and_exits_with_143() -> None:
     assert leaving.value.code == 143
     assert closed == [True]
     assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_ctrl_c_in_training_is_told_in_one_line(train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunBegins, "on_train_batch_end", interrupt)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        ended = train()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert ended.code == 130
+    assert ended.err == "interrupted; ckpt_path=last goes on from the newest checkpoint\n"
 
 
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
