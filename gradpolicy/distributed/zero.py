@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import MaskedOptimizer, checkpoint
+from gradpolicy.optim.saving import restore
 from gradpolicy.optim.tracked import Tracked
 
 if TYPE_CHECKING:  # torch compiles TorchScript for half a second when this is imported
@@ -86,7 +87,7 @@ class MaskedZero(MaskedOptimizer):
             parameter = parameters[index]
             if self.owns(parameter):
                 tracked = self.local._tracked.get(parameter) or self.local._track(parameter)
-                checkpoint.restore(tracked, record, self._name(parameter))
+                restore(tracked, record, self._name(parameter))
 
     def _record_of(self, parameter: Tensor, updates: int) -> dict[str, Any]:
         """A parameter's mask as it is now, every entry as old as its tensor."""

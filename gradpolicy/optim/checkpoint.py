@@ -3,21 +3,20 @@
     {"state": ..., "param_groups": ...,
      "gradpolicy": {"version", "effective_steps", "parameters": {index: record}}}
 
-A record holds the mask (bool, as it was set) or the recipe that makes it, and the ages: two numbers where all
-active entries share one and all frozen entries share one, else a small integer an entry and a table.
-`torch.distributed.checkpoint.state_dict` passes on "state" and "param_groups" alone, so that each param group
-refers to its records too. Torch's own optimizers hand on what stands in a group when they save: there each
-record goes with a mark of the state it belongs to, so that one that plain steps have outdated is known.
+What a record is, `saving` tells.
 
-What `torch.distributed.checkpoint` loads must have the form of what it saved, whatever the processes have
-done before and however many they are. So the record of a sharded parameter always has the same three entries:
-the mask and the ages of each entry, sharded as the parameter, and the rest as text.
+`torch.distributed.checkpoint.state_dict` passes on "state" and "param_groups" alone, so each param group
+holds the records of its parameters too. Torch's own optimizers hand on what stands in a group when they save:
+there each record goes with a mark of the state it belongs to, so that one that plain steps have outdated is
+known. With `full_state_dict=True` only tensors with a dimension reach an optimizer that has nothing of their
+name yet: so a group holds records as such tensors, what is text in them as bytes.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
+from math import prod
 from typing import Any
 
 import torch
@@ -25,14 +24,16 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import restoring
-from gradpolicy.optim.cohorts import Slots
-from gradpolicy.optim.layout import check_mask, is_sharded
+from gradpolicy.optim.layout import is_sharded
+from gradpolicy.optim.saving import record_of
 from gradpolicy.optim.tracked import Tracked
 
 KEY = "gradpolicy"
 VERSION = 1
 # So many values of a tensor tell whether it has changed.
 _SAMPLE = 64
+# A text's length in bytes is a multiple of this, so that texts of one run are mostly of one length.
+_TEXT_BYTES = 1024
 
 
 def save(
@@ -44,7 +45,7 @@ def save(
     records: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(parameters):
         if parameter in tracked:
-            records[index] = _record(tracked[parameter])
+            records[index] = record_of(tracked[parameter])
             if "settings" not in records[index]:
                 records[index]["begun"] = bool(result["state"].get(index))
             # A process may have dropped all of its state while others have theirs.
@@ -53,25 +54,89 @@ def save(
                 result["state"][index] = state
     result[KEY] = {"version": VERSION, "effective_steps": effective_steps, "parameters": records}
     if records:
-        _refer(result, records, effective_steps)
+        _put_into_groups(result, records, inner.param_groups)
     return result
 
 
-def _refer(result: dict[str, Any], records: dict[int, dict[str, Any]], effective_steps: int) -> None:
+# --- the same within param groups
+
+
+def _put_into_groups(
+    result: dict[str, Any], records: dict[int, dict[str, Any]], live: list[dict[str, Any]]
+) -> None:
+    """Give each param group of a state_dict the records of its parameters, by their positions in the group.
+
+    Args:
+        result: the state_dict.
+        records: by the index of the parameter.
+        live: the optimizer's own param groups.
+    """
     first = 0
-    for group in result["param_groups"]:
-        count = len(group["params"])
-        inside = [index for index in range(first, first + count) if index in records]
-        group[KEY] = {
-            "effective_steps": effective_steps,
-            "parameters": {str(index - first): records[index] for index in inside},
-            "marks": {
-                str(index - first): _mark(result["state"].get(index, {}))
-                for index in inside
-                if "settings" not in records[index]
-            },
-        }
-        first += count
+    for group, own in zip(result["param_groups"], live, strict=True):
+        inside = range(first, first + len(group["params"]))
+        first = inside.stop
+        device = next((parameter.device for parameter in own["params"]), torch.device("cpu"))
+        texts: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
+        for position, index in enumerate(inside):
+            if index not in records:
+                continue
+            record = records[index]
+            if "settings" in record:
+                tensors[str(position)] = {**record, "settings": _as_bytes(record["settings"], device)}
+                continue
+            text, tensors[str(position)] = _part(record)
+            texts[str(position)] = {**text, "mark": _mark(result["state"].get(index, {}))}
+        saved = {key: result[KEY][key] for key in ("version", "effective_steps")}
+        text_of_all = _as_bytes(json.dumps({**saved, "parameters": texts}), device)
+        group[KEY] = {"text": text_of_all, "tensors": tensors}
+
+
+def _part(record: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A record as what can be written as text, and its tensors with one dimension."""
+    text, tensors = dict(record), {}
+    if record.get("mask") is not None:
+        tensors["mask"], text["mask"] = record["mask"].reshape(-1), list(record["mask"].shape)
+    if "slots" in record["ages"]:
+        slots = record["ages"]["slots"]
+        tensors["slots"], text["ages"] = slots.reshape(-1), {**record["ages"], "slots": list(slots.shape)}
+    return text, tensors
+
+
+def _join(text: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The record that `_part` has parted.
+
+    Raises:
+        PolicyError: a tensor is missing, or has another size.
+    """
+    record = dict(text)
+    if text.get("mask") is not None:
+        record["mask"] = _shaped(tensors, "mask", text["mask"])
+    if "slots" in text["ages"]:
+        record["ages"] = {**text["ages"], "slots": _shaped(tensors, "slots", text["ages"]["slots"])}
+    return record
+
+
+def _shaped(tensors: dict[str, Tensor], name: str, shape: list[int]) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None or tensor.numel() != prod(shape):
+        raise PolicyError(
+            f"{KEY}: the saved {name!r} of shape {tuple(shape)} did not come through: "
+            "torch.distributed.checkpoint.load reads what its target has, too; "
+            "set masks of the saved shapes before the target's state is asked for"
+        )
+    return tensor.reshape(shape)
+
+
+def _as_bytes(text: str, device: torch.device) -> Tensor:
+    """A text as uint8, filled up with spaces."""
+    content = text.encode()
+    content = content.ljust(-(-len(content) // _TEXT_BYTES) * _TEXT_BYTES)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+
+
+def _as_text(content: Tensor) -> str:
+    return content.cpu().numpy().tobytes().decode()
 
 
 def _mark(state: dict[str, Any]) -> int:
@@ -93,7 +158,7 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Part a saved state_dict into the wrapped optimizer's own and ours (empty where there is none)."""
     own = {key: value for key, value in state_dict.items() if key != KEY}
     saved = state_dict.get(KEY)
-    own["param_groups"] = [{k: v for k, v in group.items() if k != KEY} for group in own["param_groups"]]
+    own["param_groups"] = [_without_ours(group) for group in own["param_groups"]]
     if saved is None:
         saved = _gather(state_dict["param_groups"], own["state"])
     if saved.get("version", VERSION) > VERSION:
@@ -101,94 +166,33 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return own, saved
 
 
+def _without_ours(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != KEY}
+
+
 def _gather(groups: list[dict[str, Any]], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    parameters, first, steps = {}, 0, {}
+    """What param groups hold, less what plain steps have outdated, in the form of the whole."""
+    gathered: dict[str, Any] = {}
+    parameters: dict[int, dict[str, Any]] = {}
+    first = 0
     for group in groups:
-        saved = group.get(KEY, {})
-        marks = saved.get("marks", {})
-        for position, record in saved.get("parameters", {}).items():
-            index = first + int(position)
-            if not _is_outdated(states.get(index, {}), marks.get(position)):
-                parameters[index] = record
-        steps.update({key: value for key, value in saved.items() if key == "effective_steps"})
+        if KEY in group:
+            saved = json.loads(_as_text(group[KEY]["text"]))
+            tensors = group[KEY].get("tensors", {})
+            for position, text in saved.pop("parameters").items():
+                index = first + int(position)
+                if not _is_outdated(states.get(index, {}), text.pop("mark")):
+                    parameters[index] = _join(text, tensors.get(position, {}))
+            for position, record in tensors.items():
+                if "settings" in record:
+                    settings = _as_text(record["settings"])
+                    parameters[first + int(position)] = {**record, "settings": settings}
+            gathered.update(saved)
         first += len(group["params"])
-    return {"parameters": parameters, **steps}
+    return {**gathered, "parameters": parameters}
 
 
-def _is_outdated(state: dict[str, Any], mark: int | None) -> bool:
-    """Whether a state has changed since its mark was made; not where one of them is missing or sharded."""
+def _is_outdated(state: dict[str, Any], mark: int) -> bool:
+    """Whether a state has changed since its mark was made; not known where it is missing or sharded."""
     sharded = any(isinstance(value, Tensor) and is_sharded(value) for value in state.values())
-    return bool(state) and mark is not None and not sharded and _mark(state) != mark
-
-
-def _record(tracked: Tracked) -> dict[str, Any]:
-    """One parameter's masks and ages."""
-    if is_sharded(tracked.parameter):
-        return _sharded_record(tracked)
-    record: dict[str, Any] = {
-        "frozen_state": tracked.frozen_state,
-        "bias_correction": tracked.bias_correction,
-        "updates": tracked.updates,
-        "ages": _ages(tracked),
-    }
-    if tracked.recipe is not None:
-        record["recipe"] = dict(tracked.recipe.state())
-    else:
-        record["mask"] = None if tracked.mask_shape is None else tracked.mask().clone()
-    return record
-
-
-def _sharded_record(tracked: Tracked) -> dict[str, Any]:
-    settings = {
-        "frozen_state": tracked.frozen_state,
-        "bias_correction": tracked.bias_correction,
-        "updates": tracked.updates,
-        "mask_shape": tracked.mask_shape,
-        "recipe": None if tracked.recipe is None else dict(tracked.recipe.state()),
-    }
-    mask, ages = tracked.entrywise()
-    return {"mask": mask, "ages": ages, "settings": json.dumps(settings)}
-
-
-def _restore_sharded(tracked: Tracked, record: dict[str, Any]) -> None:
-    settings = json.loads(record["settings"])
-    tracked.frozen_state = settings["frozen_state"]
-    tracked.bias_correction = settings["bias_correction"]
-    shape = None if settings["mask_shape"] is None else tuple(settings["mask_shape"])
-    restoring.restore_parts(tracked, record["mask"], record["ages"], shape, settings["updates"])
-    if settings["recipe"] is not None:
-        from gradpolicy.freeze.recipe import recipe_from_state
-
-        tracked.recipe = recipe_from_state(settings["recipe"])
-
-
-def _ages(tracked: Tracked) -> dict[str, Any]:
-    slots = tracked.cohorts.slots
-    ages: dict[str, Any] = {"active": list(slots.active), "frozen": list(slots.frozen)}
-    if slots.most > 1:
-        ages["slots"] = tracked.slot_numbers()
-    return ages
-
-
-def restore(tracked: Tracked, record: dict[str, Any], name: str) -> None:
-    """Give a parameter the masks and ages of a record; its state is loaded already, and dense."""
-    if "settings" in record:
-        _restore_sharded(tracked, record)
-        return
-    mask = record.get("mask")
-    recipe = None
-    if "recipe" in record:
-        from gradpolicy.freeze.recipe import recipe_from_state
-
-        recipe = recipe_from_state(record["recipe"])
-        mask = recipe.materialize(tracked.parameter.shape, tracked.parameter.device)
-    if mask is not None:
-        mask = check_mask(mask, tracked.parameter, name)
-    tracked.frozen_state = record["frozen_state"]
-    tracked.bias_correction = record["bias_correction"]
-    slots = Slots(tuple(record["ages"]["active"]), tuple(record["ages"]["frozen"]))
-    restoring.restore(tracked, mask, slots, record["ages"].get("slots"), int(record["updates"]))
-    if not record.get("begun", True):
-        # Its first step is still to come, and is not that of a parameter with an empty state.
-        tracked.inner.state.pop(tracked.parameter, None)
-    tracked.recipe = recipe
+    return bool(state) and not sharded and _mark(state) != mark

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import checkpoint, exact, moves
+from gradpolicy.optim import checkpoint, exact, moves, saving
 from gradpolicy.optim.beginnings import empty, entry_state, is_torchs_own
 from gradpolicy.optim.general import begin_momenta, needs_closure
 from gradpolicy.optim.layout import check_mask, is_sharded, local_shard
@@ -469,26 +469,49 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
         Masks and ages become what was saved. Without saved ones, masks stay and every entry's age becomes its
         tensor's step count.
+
+        Raises:
+            PolicyError: a saved mask, its ages or Adam's moments do not fit their parameter, or there is no
+                such parameter; nothing is loaded then.
         """
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         own, saved = checkpoint.split(state_dict)
+        saved_ones = self._records_by_parameter(own, saved)
         self.inner.load_state_dict(own)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        records = saved.get("parameters", {})
-        saved_ones = {parameters[int(index)]: record for index, record in records.items()}
         for parameter, tracked in self._tracked.items():
             # Present masks must not touch state that comes with masks of its own.
             if parameter not in saved_ones:
                 tracked.adopt_state()
         for parameter, record in saved_ones.items():
             tracked = self._tracked.get(parameter) or self._track(parameter)
-            checkpoint.restore(tracked, record, self._name(parameter))
+            saving.restore(tracked, record, self._name(parameter))
         self._effective_steps = int(saved.get("effective_steps", self._effective_steps))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _records_by_parameter(
+        self, own: dict[str, Any], saved: dict[str, Any]
+    ) -> dict[Tensor, saving.Record]:
+        """The records of a state_dict, when all of it is known to fit: a load that fails changes nothing."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        found: dict[Tensor, saving.Record] = {}
+        for index, record in saved.get("parameters", {}).items():
+            place = int(index)
+            if not 0 <= place < len(parameters):
+                raise PolicyError(
+                    f"the state_dict has a mask for parameter {place}; "
+                    f"the wrapped optimizer has {len(parameters)}, counted from 0"
+                )
+            parameter = parameters[place]
+            name = self._name(parameter)
+            saving.check(record, parameter, name)
+            if self._exact:
+                saving.check_state(own["state"].get(place, {}), parameter, name)
+            found[parameter] = record
+        return found
 
 
 def _check_inner(inner: Any) -> None:

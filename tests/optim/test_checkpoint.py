@@ -3,9 +3,14 @@ import io
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from gradpolicy import MaskedOptimizer
+from gradpolicy.errors import PolicyError
 
 KINDS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, amsgrad=True),
@@ -131,6 +136,94 @@ def test_distributed_checkpoint_functions_carry_masks_and_ages(when, frozen_stat
     assert_same(model, resumed)
     assert_same(model, untouched)
     assert optimizer.effective_steps == 9
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+@pytest.mark.parametrize("target", ["without masks", "with other masks", "plain torch"])
+def test_full_states_reach_optimizers_that_have_nothing_of_ours_yet(kind, frozen_state, target):
+    model, optimizer = model_and_optimizer(kind, frozen_state)
+    run(model, optimizer, range(5))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    saved = through_a_file(get_optimizer_state_dict(model, optimizer, options=options))
+    resumed, other = model_and_optimizer(kind, "zero")
+    resumed.load_state_dict(model.state_dict())
+    if target == "with other masks":
+        _, *masked = resumed.parameters()
+        other.set_masks({weight: torch.rand(weight.shape) < 0.5 for weight in masked})
+    if target == "plain torch":
+        other = KINDS[kind](resumed.parameters())
+    set_optimizer_state_dict(resumed, other, saved, options=options)
+    if target == "plain torch":
+        run(resumed, other, range(5, 6), change=False)
+        assert all(weight.isfinite().all() for weight in resumed.parameters())
+        return
+    run(model, optimizer, range(5, 9))
+    run(resumed, other, range(5, 9))
+    assert_same(model, resumed)
+
+
+def test_a_target_without_room_for_masks_is_told_so(tmp_path):
+    def prepared():
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.ones(6, 5))
+        optimizer = MaskedOptimizer(torch.optim.AdamW([("weight", weight)]))
+        optimizer.set_mask(weight, torch.rand(6, 5) < 0.5)
+        weight.grad = torch.ones(6, 5)
+        optimizer.step()
+        return optimizer
+
+    optimizer, other = prepared(), prepared()
+    saved = optimizer.state_dict()
+    del saved["gradpolicy"]
+    # What torch.distributed.checkpoint.load leaves out where its target has no such entry.
+    del saved["param_groups"][0]["gradpolicy"]["tensors"]["0"]["mask"]
+    with pytest.raises(PolicyError, match=r"'mask' of shape \(6, 5\) did not come through"):
+        other.load_state_dict(saved)
+
+
+def damaged(change):
+    """A checkpoint of one masked parameter, changed."""
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight]))
+    for _ in range(3):
+        optimizer.set_mask(weight, torch.rand(4, 3) < 0.5)
+        weight.grad = torch.ones(4, 3)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved, saved["gradpolicy"]["parameters"][0])
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _, record: record.update(mask=torch.ones(2, 2, dtype=torch.bool)), "does not broadcast"),
+        (lambda _, record: record.update(mask=torch.ones(4, 3)), "bool"),
+        (lambda _, record: record.update(frozen_state="kept"), "saved frozen_state.*'keep'"),
+        (lambda _, record: record["ages"].update(slots=torch.zeros(5, 5)), r"'ages'.*\(5, 5\)"),
+        (lambda _, record: record["ages"]["slots"].fill_(99), "beyond their table"),
+        (lambda _, record: record.pop("updates"), "no 'updates'"),
+        (lambda _, record: record.update(recipe={"seeds": 1}), "seeds"),
+        (lambda saved, _: saved["state"][0].update(exp_avg=torch.zeros(4, 1)), r"'exp_avg'.*\(4, 1\)"),
+        (lambda saved, _: saved["gradpolicy"].update(version=99), "newer"),
+        (lambda saved, record: saved["gradpolicy"]["parameters"].update({7: record}), "parameter 7"),
+        (lambda saved, record: saved["gradpolicy"]["parameters"].update({-1: record}), "parameter -1"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_of_it_loaded(change, message):
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.5))
+    optimizer.set_mask(weight, torch.eye(4, 3, dtype=torch.bool))
+    weight.grad = torch.randn(4, 3)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(PolicyError, match=message):
+        optimizer.load_state_dict(damaged(change))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert torch.equal(optimizer.get_mask(weight), torch.eye(4, 3, dtype=torch.bool))
+    assert torch.equal(optimizer.state[weight]["exp_avg"], before["state"][0]["exp_avg"])
+    assert optimizer.age(weight).max() == 1
 
 
 def test_ages_do_not_advance_when_the_state_is_looked_at_before_the_first_step():
