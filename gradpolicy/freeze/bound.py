@@ -66,7 +66,20 @@ class FreezeRow:
 
 @dataclass
 class BoundPolicy:
-    """A policy with the parameters it matches and the masks it last gave."""
+    """A policy with the parameters it matches and the masks it last gave.
+
+    Attributes:
+        name: The policy's name.
+        policy: The policy.
+        source: Its mask source, set up on the parameters.
+        parameters: The parameters by name.
+        masks: The masks that the source last gave, one for each parameter.
+        holds: Whether the policy's ``when`` lets it act in this step.
+        asked: Whether a step has begun at all.
+        period: The period of the source's timetable that the masks are of.
+        counted: How many entries the masks let train; None until they are counted.
+        shown: The optimizers whose gradients the source has seen in this step.
+    """
 
     name: str
     policy: FreezePolicy
@@ -77,7 +90,6 @@ class BoundPolicy:
     asked: bool = False
     period: int | None = None
     counted: int | None = None
-    # The optimizers whose gradients the source has seen in this step.
     shown: set[int] = field(default_factory=set)
 
     def ask(self, step: int, epoch: int, phase: str) -> set[str]:

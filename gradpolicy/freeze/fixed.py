@@ -29,7 +29,7 @@ class Fixed(MaskSource):
             - the path of a ``.safetensors`` file that holds a mask for each name, bool or uint8.
         freeze: The other way round: globs of what does not train; everything else does.
         seed: Taken for the sake of a common signature; nothing here is random.
-        **wrong: What the class does not take.
+        **wrong: Any other argument is refused; a timetable too, since the masks never change.
 
     Raises:
         PolicyError: If a name or glob matches no parameter, a mask does not fit, or the file is none.

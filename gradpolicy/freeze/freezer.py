@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, check_named, nearest
 from gradpolicy.freeze.bound import BoundPolicy, FreezePolicy, FreezeRow, check_agreement
 from gradpolicy.freeze.mask import Mask, intersect, same_mask
-from gradpolicy.freeze.sharding import local
+from gradpolicy.freeze.rates import ScaledUpdates, check_rates
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.freeze.toggling import GradientSwitch
 from gradpolicy.freeze.window import all_finite
 from gradpolicy.where import named_parameters, once_each, pick, plain_name
 
-# Torch's optimizers whose update is not proportional to the learning rate.
-_NOT_PROPORTIONAL = ("ASGD", "Adafactor", "LBFGS", "Rprop")
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -106,8 +104,7 @@ class Freezer:
         # Empty at first: an optimizer may bring masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
         self._switch = GradientSwitch(once_each(named))
-        self._before: dict[str, Tensor] = {}
-        self._rates: dict[str, float] = {}
+        self._updates = ScaledUpdates(self.parameters)
         self._wanting: tuple[bool, ...] = ()
         self._step: int | None = None
         self._epoch = 0
@@ -123,7 +120,7 @@ class Freezer:
                 raise PolicyError(f"no optimizer holds what it matches: {', '.join(list(matched)[:5])}")
             policy.mask.setup(parameters, seed=seed)
             if policy.mask.learning_rate_scale(0, 0):
-                _check_rates(policy.mask, [self._owner[id(parameter)] for parameter in parameters.values()])
+                check_rates(policy.mask, [self._owner[id(parameter)] for parameter in parameters.values()])
         except PolicyError as error:
             raise PolicyError(f"policy.{name}: {error}") from error
         return BoundPolicy(name, policy, policy.mask, parameters)
@@ -171,12 +168,12 @@ class Freezer:
         for each in chosen:
             each.mask_gradients()
         self._scale_gradients(mine)
-        self._remember_weights(mine)
+        self._updates.begin(mine, self._scales("learning_rate_scale"))
 
     @torch.no_grad()
     def finish_step(self) -> None:
         """Is called after an effective step: scales what it changed where a source sets learning rates."""
-        self._scale_updates(self.parameters)
+        self._updates.finish(self.parameters)
 
     def restore(self) -> None:
         """Gives every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
@@ -311,28 +308,6 @@ class Freezer:
             if name in mine and (gradient := mine[name].grad) is not None:
                 gradient.mul_(scale)
 
-    def _remember_weights(self, mine: Mapping[str, Tensor]) -> None:
-        """Keeps the weights whose coming update is to be scaled, as a change of its rate would scale it."""
-        # Whatever stepped since it was last asked, and was not finished.
-        self._scale_updates(mine)
-        rates = self._scales("learning_rate_scale")
-        for name in mine:
-            rate = rates.get(name, 1.0)
-            if mine[name].grad is None or rate == 1.0:
-                self._before.pop(name, None)
-                continue
-            parameter = local(mine[name].detach())
-            self._before.setdefault(name, torch.empty_like(parameter)).copy_(parameter)
-            self._rates[name] = rate
-
-    def _scale_updates(self, mine: Mapping[str, Tensor]) -> None:
-        """Scales the updates since the weights were kept; one that was skipped has changed nothing."""
-        for name in [name for name in self._rates if name in mine]:
-            rate, before = self._rates.pop(name), self._before[name]
-            parameter = local(mine[name].detach())
-            # What was frozen keeps its bits, an infinite value or a negative zero too.
-            parameter.copy_(torch.where(parameter == before, before, torch.lerp(before, parameter, rate)))
-
     def _scales(self, method: str) -> dict[str, float]:
         """The product of what the policies that hold ask for."""
         scales: dict[str, float] = {}
@@ -372,16 +347,6 @@ def _check_optimizers(optimizers: Iterable[object]) -> None:
         if not hasattr(optimizer, "set_mask"):
             kind = type(optimizer).__name__
             raise PolicyError(f"optimizers: {kind} takes no masks; wrap it: gradpolicy.MaskedOptimizer(...)")
-
-
-def _check_rates(source: MaskSource, optimizers: Iterable[MaskingOptimizer]) -> None:
-    """Refuses to scale learning rates where updates are not proportional to them."""
-    for name in sorted({type(getattr(each, "inner", each)).__name__ for each in optimizers}):
-        if name in _NOT_PROPORTIONAL:
-            raise PolicyError(
-                f"{type(source).__name__} gives layers learning rates of their own, and {name}'s updates are "
-                "not proportional to the rate; use another optimizer, such as SGD or AdamW"
-            )
 
 
 def _check_sources(bound: Sequence[BoundPolicy]) -> None:

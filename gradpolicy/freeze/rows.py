@@ -26,7 +26,7 @@ class Rows(MaskSource):
         size: How many neighbouring rows one number stands for: with ``size=head_width`` the numbers are
             attention heads.
         seed: Taken for the sake of a common signature; nothing here is random.
-        **wrong: What the class does not take.
+        **wrong: Any other argument is refused; a timetable too, since the masks never change.
 
     Raises:
         PolicyError: If an index cannot be read, or a row does not exist in a parameter.

@@ -21,7 +21,7 @@ class MaskSource:
     at other times, give the policy a ``when``.) What a source gives depends on (seed, step, parameter name)
     only, and for some on weights and averaged gradients, so that every rank and resumed run agrees.
 
-    A subclass writes :meth:`masks`, mostly with the help of :meth:`period`, and may write the rest.
+    A subclass defines :meth:`masks`, mostly with the help of :meth:`period`; all other methods are optional.
 
     Args:
         every: After how many steps (or epochs) the masks may change again; None: they are chosen once.
@@ -29,7 +29,7 @@ class MaskSource:
         start: The count at which masks may change for the first time.
         stop: The count from which they no longer change; None for never.
         seed: The source's own seed; None takes the run's.
-        **wrong: What no class of the source takes.
+        **wrong: Any other argument is refused, with the nearest valid names.
 
     Raises:
         PolicyError: For an unknown argument or unit, or an impossible timetable.
