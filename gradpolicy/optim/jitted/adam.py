@@ -12,7 +12,6 @@ from gradpolicy.machinery.jitting import in_parallel, parts
 from gradpolicy.optim.adam import Job, Settings, compute_dtype
 from gradpolicy.optim.jitted import moves as jitted
 from gradpolicy.optim.jitted.moves import PART, array
-from gradpolicy.optim.native.moves import GRAIN
 
 
 def takes(job: Job) -> bool:
@@ -48,7 +47,7 @@ def _tasks(job: Job) -> Iterator[Callable[[], Any]]:
     assert held.bits is not None
     assert held.offsets is not None
     index = (array(held.bits), array(held.offsets))
-    return parts(kernel.adam_held, *common, *index, size=held.size, part=GRAIN)
+    return parts(kernel.adam_held, *common, *index, size=held.size, part=PART)
 
 
 @functools.lru_cache(maxsize=64)
