@@ -257,3 +257,10 @@ def as_sharded(value: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor
         shape=torch.Size(shape),
         stride=stride,
     )
+
+
+def own_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A parameter's gradient, to be written to: a copy where entries share memory, as expanded ones do."""
+    if 0 in gradient.stride() and gradient.numel() > 1:
+        parameter.grad = gradient = gradient.clone(memory_format=torch.contiguous_format)
+    return gradient

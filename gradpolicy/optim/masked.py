@@ -14,11 +14,12 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import checkpoint, exact, moves, saving
-from gradpolicy.optim.beginnings import empty, entry_state, is_torchs_own
+from gradpolicy.optim.beginnings import is_torchs_own
 from gradpolicy.optim.general import begin_momenta, needs_closure
-from gradpolicy.optim.layout import check_mask, is_sharded, local_shard
+from gradpolicy.optim.layout import check_mask, is_sharded, local_shard, own_gradient
 from gradpolicy.optim.options import checked
 from gradpolicy.optim.parameter import FULL
+from gradpolicy.optim.rehearsal import is_rehearsal, rehearse
 from gradpolicy.optim.tracked import Tracked
 from gradpolicy.optim.ways import Ways
 
@@ -300,7 +301,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 if gradient.layout is not torch.strided:
                     self._refuse_sparse(tracked.parameter)
                 tracked.follow()
-                gradient = _writable(tracked.parameter, gradient)
+                gradient = own_gradient(tracked.parameter, gradient)
                 flat = tracked.layout.flat(gradient)
                 vectors.append((flat, *tracked.active_flags()))
                 copied.append((tracked.layout, flat, gradient))
@@ -348,8 +349,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """One update: the wrapped optimizer's own for what it can do, then the exact one for the rest."""
         ways = Ways(self.param_groups, self._tracked, closure is not None, self._refuse_sparse)
-        if closure is None and self._is_rehearsal():
-            return self._rehearse()
+        if closure is None and is_rehearsal(self.inner):
+            return rehearse(self.inner, self._tracked.values())
         for tracked in ways.stepped:
             tracked.complete_state()
         stepped = self._tracked.values() if self._closure_needed else ways.stepped
@@ -377,25 +378,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def _step_and_restore(self, kept: list[Tracked], closure: Callable[[], Any] | None) -> Any:
         """The wrapped optimizer's step, without effect on frozen entries."""
         for tracked in kept:
-            assert tracked.keeper is not None
-            tracked.follow()
-            if tracked.parameter.grad is not None:
-                gradient = _writable(tracked.parameter, tracked.parameter.grad)
-                flat = tracked.layout.flat(gradient)
-                moves.fill_frozen(flat, *tracked.active_flags(), 0.0)
-                tracked.layout.write_back(flat, gradient)
-            tracked.keeper.saved.clear()
-            tracked.keeper.save("", tracked.parameter)
-            if not tracked.forgets:
-                for key, value in entry_state(tracked.state, tracked.parameter).items():
-                    tracked.keeper.save(key, value)
+            tracked.save_frozen()
         if isinstance(self.inner, torch.optim.SGD):
             begin_momenta(self.inner, float(getattr(self, "grad_scale", None) or 1.0))
         result = self.inner.step(closure) if closure is not None else self.inner.step()
         for tracked in kept:
-            assert tracked.keeper is not None
-            tracked.keeper.restore("", tracked.parameter)
-            tracked.restore_state()
+            tracked.restore_frozen()
         return result
 
     @contextmanager
@@ -415,34 +403,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
             f"{self._name(parameter)} has a sparse gradient; MaskedOptimizer needs dense ones "
             "(for an embedding: sparse=False, and a mask of rows)"
         )
-
-    # --- the step that torch.distributed.checkpoint makes only to see the state
-
-    def _is_rehearsal(self) -> bool:
-        """Whether this is a first step with learning rate 0 and gradients 0, which changes nothing."""
-        if self.state or not all("lr" in group and float(group["lr"]) == 0 for group in self.param_groups):
-            return False
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return bool(gradients) and not any(bool(g.count_nonzero()) for g in gradients)
-
-    def _rehearse(self) -> Any:
-        """Make the state of every parameter without counting an update."""
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        result = self.inner.step()
-        for group, before in zip(self.param_groups, settings, strict=True):
-            group.update(before)
-        for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p in self.state):
-                state = self.state[parameter]
-                # Weight decay has gone into the momentum of SGD.
-                empty(self.inner, group, parameter, state)
-                if isinstance(state.get("step"), Tensor):
-                    state["step"].zero_()
-                elif "step" in state:
-                    state["step"] = 0
-        for tracked in self._tracked.values():
-            tracked.adopt_state()
-        return result
 
     # --- saving and loading
 
@@ -528,10 +488,3 @@ def _is_adam(inner: torch.optim.Optimizer) -> bool:
     """Whether its step is torch's own Adam or AdamW."""
     own = inspect.unwrap(type(inner).step)
     return any(own is inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW))
-
-
-def _writable(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """A parameter's gradient, to be written to: a copy where entries share memory, as expanded ones do."""
-    if 0 in gradient.stride() and gradient.numel() > 1:
-        parameter.grad = gradient = gradient.clone(memory_format=torch.contiguous_format)
-    return gradient

@@ -12,7 +12,7 @@ from gradpolicy.optim.beginnings import entry_state
 from gradpolicy.optim.cohorts import Cohorts
 from gradpolicy.optim.general import Keeper, needs_closure
 from gradpolicy.optim.gpu import adam as gpu_adam
-from gradpolicy.optim.layout import is_sharded, local_shard
+from gradpolicy.optim.layout import is_sharded, local_shard, own_gradient
 from gradpolicy.optim.native import adam as native_adam
 from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.packed import Held
@@ -239,9 +239,25 @@ class Tracked(MaskedParameter):
         if self.exact and (self.updates or self.state) and adam.MOMENTS[0] not in self.state:
             self.stored.begin(self.stored.group, self.updates, self.held)
 
-    def restore_state(self) -> None:
-        """After a step of an optimizer without an exact path: put frozen entries' state back."""
+    def save_frozen(self) -> None:
+        """Before the wrapped optimizer steps: zero frozen entries' gradients, remember what it may change."""
         assert self.keeper is not None
+        self.follow()
+        if self.parameter.grad is not None:
+            gradient = own_gradient(self.parameter, self.parameter.grad)
+            flat = self.layout.flat(gradient)
+            moves.fill_frozen(flat, *self.active_flags(), 0.0)
+            self.layout.write_back(flat, gradient)
+        self.keeper.saved.clear()
+        self.keeper.save("", self.parameter)
+        if not self.forgets:
+            for key, value in entry_state(self.state, self.parameter).items():
+                self.keeper.save(key, value)
+
+    def restore_frozen(self) -> None:
+        """After the wrapped optimizer has stepped: put frozen entries and their state back."""
+        assert self.keeper is not None
+        self.keeper.restore("", self.parameter)
         for key, value in entry_state(self.state, self.parameter).items():
             if key in self.keeper.saved:
                 self.keeper.restore(key, value)

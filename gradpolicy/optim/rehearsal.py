@@ -1,0 +1,56 @@
+"""The step that `torch.distributed.checkpoint.state_dict` makes only to see what the state looks like.
+
+Before the first step it sets all gradients and learning rates to 0 and calls `step`. That must not count as
+an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.optim.beginnings import empty
+from gradpolicy.optim.tracked import Tracked
+
+
+def is_rehearsal(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the next step is an optimizer's first, and changes nothing: all rates and gradients are 0."""
+    groups = optimizer.param_groups
+    if optimizer.state or not all("lr" in group and float(group["lr"]) == 0 for group in groups):
+        return False
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return bool(gradients) and not any(bool(gradient.count_nonzero()) for gradient in gradients)
+
+
+def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> Any:
+    """Make the state of every parameter without counting an update.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        tracked: its masked parameters.
+
+    Returns:
+        What its step returns.
+    """
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    result = optimizer.step()
+    for group, before in zip(optimizer.param_groups, settings, strict=True):
+        group.update(before)
+        for parameter in (p for p in group["params"] if p in optimizer.state):
+            state = optimizer.state[parameter]
+            # Weight decay has gone into the momentum of SGD.
+            empty(optimizer, group, parameter, state)
+            _restart_count(state)
+    for each in tracked:
+        each.adopt_state()
+    return result
+
+
+def _restart_count(state: dict[str, Any]) -> None:
+    if isinstance(state.get("step"), Tensor):
+        state["step"].zero_()
+    elif "step" in state:
+        state["step"] = 0
