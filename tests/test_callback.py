@@ -178,6 +178,33 @@ def test_sources_see_no_loss_scale_and_no_skipped_step(two_layers, loader, make_
         torch.testing.assert_close(one, other)
 
 
+def test_a_network_that_freezes_leaves_its_own_loss_a_backward_pass(two_layers, loader, make_trainer):
+    """Under manual optimization nothing but one optimizer's parameters may be on."""
+
+    class Turns(type(two_layers)):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.trunk, self.head)]
+
+        def training_step(self, batch, batch_idx):
+            for part, optimizer in zip((self.trunk, self.head), self.optimizers(), strict=True):
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(self.head(self.trunk(batch[0])).square().mean())
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+                assert all(parameter.requires_grad for parameter in part.parameters())
+
+    module = Turns()
+    before = bits(module)
+    policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}
+    make_trainer(max_epochs=1, callbacks=[gp.GradientPolicies(policies)]).fit(module, loader)
+    after = bits(module)
+    assert torch.equal(after["trunk.0.weight"], before["trunk.0.weight"])
+    assert not torch.equal(after["head.weight"], before["head.weight"])
+
+
 @pytest.mark.parametrize("order", [("trunk", "head"), ("head", "trunk")])
 def test_an_optimizer_without_masks_leaves_the_gradients_of_others_alone(
     two_layers, loader, make_trainer, order

@@ -103,7 +103,8 @@ class Freezer:
             check_agreement(name, {bound.name: bound.policy for bound in bounds})
         # Empty at first: an optimizer may bring masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
-        self._switch = GradientSwitch(once_each(named))
+        held = [{key for key, owner in self._owner.items() if owner is each} for each in self.optimizers]
+        self._switch = GradientSwitch(once_each(named), held)
         self._updates = ScaledUpdates(self.parameters)
         self._wanting: tuple[bool, ...] = ()
         self._step: int | None = None

@@ -1,6 +1,6 @@
 """Turns ``requires_grad`` off for a while, so that the backward pass skips what is frozen."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from torch import Tensor
@@ -10,21 +10,28 @@ class GradientSwitch:
     """Turns the gradients of parameters off and on again, and remembers whose it was.
 
     Parameters whose ``requires_grad`` somebody else turned off are never touched. If nothing would be left
-    for a backward pass, everything stays on: masks alone keep the values then.
+    for a backward pass, everything stays on: masks alone keep the values then. That goes for each optimizer
+    by itself, which may have a loss of its own.
 
     Args:
         parameters: All parameters of the model by name, in model order.
+        groups: The parameters of each optimizer, by their ids; None: one has them all.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], groups: Iterable[set[int]] | None = None) -> None:
         self.parameters = dict(parameters)
+        self._groups = [
+            {name for name, parameter in parameters.items() if group is None or id(parameter) in group}
+            for group in ([None] if groups is None else groups)
+        ]
         self._turned_off: set[str] = set()
 
     def turn_off(self, idle: set[str]) -> None:
         """Turns exactly these off; what was turned off before and is not among them comes on again."""
         idle = idle - _needed_before_norms(self.parameters, idle)
-        if not any(name not in idle and self._can_train(name) for name in self.parameters):
-            idle = set()
+        for group in self._groups:
+            if not any(name not in idle and self._can_train(name) for name in group):
+                idle = idle - group
         for name in sorted(self._turned_off - idle):
             self.parameters[name].requires_grad_(True)
             self._turned_off.discard(name)

@@ -10,7 +10,7 @@ from gradpolicy.freeze.rates import ScaledUpdates
 @pytest.fixture
 def parameters() -> dict[str, Tensor]:
     made = {name: torch.nn.Parameter(torch.randn(3, dtype=torch.float64)) for name in "abc"}
-    made["a"].grad, made["b"].grad = torch.ones(3), torch.ones(3)
+    made["a"].grad, made["b"].grad = torch.ones_like(made["a"]), torch.ones_like(made["b"])
     return made
 
 

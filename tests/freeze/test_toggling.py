@@ -48,6 +48,17 @@ def test_something_is_always_left_for_the_backward_pass(stack, switch) -> None:
     assert off(stack) == {"head.bias"}
 
 
+def test_something_is_left_for_the_backward_pass_of_each_optimizer(stack) -> None:
+    """Each may have a loss of its own, as in adversarial training."""
+    named = dict(stack.named_parameters())
+    head = {id(parameter) for parameter in stack.head.parameters()}
+    switch = GradientSwitch(named, [head, {id(p) for p in named.values()} - head])
+    switch.turn_off({"head.weight", "head.bias", "embed.weight"})
+    assert off(stack) == {"embed.weight"}
+    switch.turn_off({"head.weight"})
+    assert off(stack) == {"head.weight"}
+
+
 def test_a_stale_gradient_goes_when_its_tensor_freezes(stack, switch) -> None:
     for parameter in stack.parameters():
         parameter.grad = torch.ones_like(parameter)
