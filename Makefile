@@ -36,7 +36,7 @@ clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gradpolicy needs Python 3.11 or later; name one: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "gradpolicy needs Python 3.11 to 3.13; name one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 
 # torch first, so that nothing that comes after can choose another one.
