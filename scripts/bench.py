@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
     try:
         parsed = parse(arguments, sorted(found))
     except PolicyError as error:
-        console.print(f"[red]{error}[/red]")
+        console.print(str(error), style="red", markup=False)
         return 2
     if not parsed.names:
         console.print("Benchmarks: " + ", ".join(sorted(found)))

@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
             finish_with_progress(runs)
         rows = make_rows(family, runs)
     except PolicyError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False)
         return 2
     console.print(printed(family.title, rows, family.columns))
     for path in save(family, rows, runs, out):

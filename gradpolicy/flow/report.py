@@ -48,13 +48,14 @@ class Report:
 
     def __str__(self) -> str:
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table(title="Gradient policies", title_justify="left")
         for heading in ("policy", "kind", "where", "active", "modules", "matched", "parameters"):
             table.add_column(heading, overflow="fold")
         for row in self.rows:
-            table.add_row(
+            cells = (
                 row.name,
                 row.kind,
                 row.where,
@@ -63,6 +64,8 @@ class Report:
                 _matched(row),
                 _count(row.parameters),
             )
+            # Brackets are of globs, not of rich's markup.
+            table.add_row(*map(escape, cells))
         console = Console(width=120, color_system=None, force_terminal=False)
         with console.capture() as captured:
             console.print(table)

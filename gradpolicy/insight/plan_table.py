@@ -21,7 +21,7 @@ def table(rows: tuple["PlanRow", ...]) -> Table:
     for row in rows:
         when = f" ({row.when})" if row.when else ""
         trains = f"{row.active_share:.1%} of {row.entries:,}" if row.entries else ""
-        drawn.add_row(row.name, row.kind + when, row.where, _matched(row), trains)
+        drawn.add_row(*map(escape, (row.name, row.kind + when, row.where, _matched(row), trains)))
     return drawn
 
 
@@ -45,10 +45,10 @@ def remarks(plan: "Plan") -> list[str]:
     lines += [
         _intersection(plan, names) for names in dict.fromkeys(names for names, _ in plan.combined.values())
     ]
-    lines += [f"The gradient is cut at: {cut}" for cut in plan.cuts]
+    lines += [escape(f"The gradient is cut at: {cut}") for cut in plan.cuts]
     for names, what in ((plan.without_gradient, "no gradient at all"), (plan.zero_gradient, "only zeros")):
         if names:
-            lines.append(f"[yellow]These get {what}[/yellow]: {shortened(names, most=8)}")
+            lines.append(f"[yellow]These get {what}[/yellow]: {escape(shortened(names, most=8))}")
     return lines
 
 

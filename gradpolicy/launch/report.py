@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.tree import Tree
@@ -75,13 +76,13 @@ def print_results(result: Result, saved: Mapping[str, str], console: Console) ->
     table.add_column("metric")
     table.add_column("value", justify="right")
     for name, value in sorted(result.metrics.items(), key=_by_stage):
-        table.add_row(name, f"{value:.4g}")
+        table.add_row(escape(name), f"{value:.4g}")
     console.print(table)
     places = Table(title="Saved", title_justify="left", title_style="bold", show_header=False, box=None)
     places.add_column(style="bold")
     places.add_column(overflow="fold")
     for what, where in saved.items():
-        places.add_row(what, where)
+        places.add_row(what, escape(where))
     console.print(places)
 
 

@@ -111,7 +111,7 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         if checkpoint is None and not settings.train and not settings.plan_only:
             rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
         if checkpoint is not None and settings.train:
-            console.print(f"going on from {checkpoint}", soft_wrap=True)
+            console.print(f"going on from {checkpoint}", markup=False, soft_wrap=True)
         check_places(subject.model, subject.policies)
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
             console.print(make_run_plan(subject, settings.seed))
@@ -328,6 +328,8 @@ def quieter() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.WARNING)
+    # A profiler's report is what it was asked for.
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
     with warnings.catch_warnings():
         for message in QUIET:
             warnings.filterwarnings("ignore", message)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gradpolicy.launch.report import Result
@@ -53,13 +54,14 @@ def summarize(
         style = "bold green" if index == best else "red" if result.status == "failed" else ""
         mark = "*" if index == best else ""
         own = " ".join(line for line in result.overrides if line not in common)
-        table.add_row(str(index), own or "–", value, mark, style=style)
+        # Brackets are lists here, not rich's markup.
+        table.add_row(str(index), escape(own) or "–", escape(value), mark, style=style)
     console.print(table)
     if common:
-        console.print(f"all with {' '.join(sorted(common))}", highlight=False)
+        console.print(escape(f"all with {' '.join(sorted(common))}"), highlight=False)
     if path is not None:
         _write(results, heading, best, path)
-        console.print(f"saved in {path}")
+        console.print(escape(f"saved in {path}"), soft_wrap=True)
 
 
 def _write(results: Sequence[Result], heading: str, best: int | None, path: Path) -> None:

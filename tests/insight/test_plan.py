@@ -34,6 +34,15 @@ def test_a_row_counts_operations_modules_parameters_and_the_share_that_trains(tw
     assert random.active_share == pytest.approx(0.25)
 
 
+def test_brackets_of_a_glob_are_printed_as_they_were_written(two_layers, batch):
+    policies = {"cut": gp.Stop(modules="[h]ead"), "frozen": gp.Freeze(False, params="[t]runk.*")}
+    text = str(plan_of(two_layers, batch, policies))
+    assert "[h]ead" in text
+    assert "[t]runk.*" in text
+    with gp.install(two_layers, [gp.Stop(modules="[h]ead")]) as installed:
+        assert "[h]ead" in str(installed.report())
+
+
 def test_it_names_the_parameters_that_get_no_gradient_and_those_that_get_only_zeros(two_layers, batch):
     cut = plan_of(two_layers, batch, {"cut": gp.Stop(modules="head")})
     assert set(cut.without_gradient) == {f"trunk.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}

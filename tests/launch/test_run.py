@@ -8,6 +8,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from gradpolicy.faults.checkpoints import WholeCheckpointIO
 from gradpolicy.launch.run import build_plugins, quieter
 
+from .conftest import SHORT
+
 PLUGINS = "lightning.pytorch.plugins"
 
 
@@ -26,6 +28,12 @@ def test_what_only_wraps_the_writing_wraps_whole_checkpoints() -> None:
     (wrapping,) = build_plugins([{"_target_": f"{PLUGINS}.AsyncCheckpointIO"}])
     assert isinstance(wrapping, AsyncCheckpointIO)
     assert isinstance(wrapping.checkpoint_io, WholeCheckpointIO)
+
+
+def test_a_profilers_report_is_said(train, caplog) -> None:
+    ended = train(*SHORT, "debug=profiler", quick=False)
+    assert ended.code == 0
+    assert "Profiler Report" in caplog.text
 
 
 def test_a_warning_is_one_line_without_its_place_in_the_code() -> None:

@@ -44,6 +44,13 @@ def test_the_table_names_what_differs_and_marks_the_best(tmp_path: Path) -> None
     assert rows[3]["val/accuracy"] == "0.75"
 
 
+def test_lists_in_overrides_are_printed_as_they_were_written() -> None:
+    console = Console(width=100)
+    with console.capture() as capture:
+        summarize([Result(["policy=[stop,guided]"]), Result(["policy=none"])], None, "max", console)
+    assert "policy=[stop,guided]" in capture.get()
+
+
 def sweep_of(ended: Ended) -> Path:
     (found,) = ended.folder.glob("train/sweeps/*")
     return found
