@@ -22,11 +22,15 @@ AS_PARAMETER = "as the parameter"
 _FOUND_OUT: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, dict[str, float | str] | None]] = (
     weakref.WeakKeyDictionary()
 )
-EMPTY_VALUES: dict[tuple[str, str], Callable[[dict[str, Any]], float]] = {
-    ("Adagrad", "sum"): lambda group: float(group["initial_accumulator_value"]),
-    ("Rprop", "step_size"): lambda group: float(group["lr"]),
+EMPTY_VALUES: dict[tuple[str, str], Callable[[torch.optim.Optimizer, dict[str, Any]], float]] = {
+    # Torch does not look at what a param group says of it.
+    ("Adagrad", "sum"): lambda optimizer, _: float(optimizer.defaults["initial_accumulator_value"]),
+    ("Rprop", "step_size"): lambda _, group: float(group["lr"]),
 }
-"""What "empty" means for state that does not begin at 0."""
+"""What "empty" means for state that does not begin at 0, given the optimizer and a param group.
+
+Both parts of a complex number begin there.
+"""
 
 
 @functools.cache
@@ -66,7 +70,7 @@ def empty(
         if begin == AS_PARAMETER:
             value.copy_(parameter.detach())
         elif begin is not None:
-            value.fill_(float(begin))
+            (torch.view_as_real(value) if value.is_complex() else value).fill_(float(begin))
 
 
 def beginning(
@@ -79,7 +83,7 @@ def beginning(
     """
     for kind in type(optimizer).__mro__:
         if (kind.__name__, key) in EMPTY_VALUES:
-            return EMPTY_VALUES[kind.__name__, key](group)
+            return EMPTY_VALUES[kind.__name__, key](optimizer, group)
     if type(optimizer).__module__.startswith("torch.optim."):
         return 0.0
     known = _FOUND_OUT.setdefault(optimizer, {})

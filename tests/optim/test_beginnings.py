@@ -31,6 +31,32 @@ def test_entries_that_thaw_go_on_from_where_they_are(kind, frozen_state):
         assert (weight != before)[optimizer.get_mask(weight).expand(4, 6)].all()
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (4, 1), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Rprop])
+def test_state_that_does_not_begin_at_zero_begins_anew(kind, dtype, shape):
+    settings = {"initial_accumulator_value": 0.3} if kind is torch.optim.Adagrad else {"lr": 0.2}
+    start, gradients = torch.randn(4, 6, dtype=dtype), torch.randn(3, 4, 6, dtype=dtype)
+    weight = torch.nn.Parameter(start.clone())
+    # Torch goes by the constructor's accumulator, whatever a group says.
+    group = {"params": [weight], "initial_accumulator_value": 7.0}
+    optimizer = MaskedOptimizer(kind([group], **settings), frozen_state="zero")
+    mask = (torch.arange(4).view(4, 1) + torch.arange(6))[: shape[0], : shape[1]] % 2 == 1
+    for now, gradient in zip((None, mask, None), gradients, strict=True):
+        optimizer.set_mask(weight, now)
+        weight.grad = gradient.clone()
+        optimizer.step()
+    anew = torch.nn.Parameter(start.clone())
+    for used in ([0], [2]):
+        alone = kind([anew], **settings)
+        for step in used:
+            anew.grad = gradients[step].clone()
+            alone.step()
+    frozen = ~mask.expand(4, 6)
+    assert frozen.any()
+    torch.testing.assert_close(weight.detach()[frozen], anew.detach()[frozen], rtol=1e-12, atol=1e-12)
+
+
 def test_what_a_strangers_state_begins_with_is_seen_in_a_first_step():
     weight = torch.nn.Parameter(torch.randn(5, 3))
     optimizer = pytorch_optimizer.Prodigy([weight], weight_decay=0.1)
