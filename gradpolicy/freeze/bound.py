@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.freeze.hashing import derive
 from gradpolicy.freeze.mask import (
     Mask,
     active_entries,
@@ -125,6 +126,11 @@ class BoundPolicy:
             self.source.observe(gradients)
         self.shown.add(optimizer)
 
+    def identity(self) -> str:
+        """Tells whether a saved state is this policy's: the kind of its source, and the parameters."""
+        kind = type(getattr(self.source, "source", self.source)).__name__
+        return f"{kind} {derive(*self.parameters):016x}"
+
     def mask_state(self) -> dict[str, Any] | None:
         """The masks in force and their period; None where there are none, or the source can repeat them."""
         if self.source.repeats_masks or not self.holds:
@@ -134,7 +140,7 @@ class BoundPolicy:
     def load_mask_state(self, state: Mapping[str, Any] | None) -> None:
         """Takes up what :meth:`mask_state` gave; without it, the source is asked at the next step."""
         self.period, self.holds, self.counted = None, False, None
-        if state is None or state["masks"].keys() != self.parameters.keys():
+        if state is None:
             return
         self.masks = self._checked(
             {name: mask_from_state(state["masks"][name], p.device) for name, p in self.parameters.items()}

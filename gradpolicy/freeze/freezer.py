@@ -5,6 +5,7 @@ It knows neither Lightning nor the optimizer's arithmetic. A training loop calls
 ``finish_step`` after the update.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -231,20 +232,33 @@ class Freezer:
 
         The optimizer's own state_dict holds the masks as they are combined, and the ages.
         """
+        masks = {bound.name: bound.mask_state() for bound in self._bound}
         return {
             "sources": {bound.name: bound.source.state_dict() for bound in self._bound},
-            "masks": {
-                bound.name: state for bound in self._bound if (state := bound.mask_state()) is not None
-            },
+            "masks": {name: state for name, state in masks.items() if state is not None},
+            "identities": {bound.name: bound.identity() for bound in self._bound},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Gives the sources what they remember; policies that the state does not know start anew."""
-        saved, masks = state.get("sources", {}), state.get("masks", {})
+        """Gives the sources what they remember.
+
+        A policy that the state does not know starts anew; with a warning, one that has another kind of mask
+        source now, or other parameters.
+        """
+        saved, masks, identities = (state.get(key, {}) for key in ("sources", "masks", "identities"))
         for bound in self._bound:
-            if bound.name in saved:
+            own = bound.identity()
+            known = bound.name in saved
+            if known and identities.get(bound.name, own) != own:
+                warnings.warn(
+                    f"policy.{bound.name}: was saved with another kind of mask source or other parameters; "
+                    "it starts anew",
+                    stacklevel=2,
+                )
+                known = False
+            if known:
                 bound.source.load_state_dict(saved[bound.name])
-            bound.load_mask_state(masks.get(bound.name))
+            bound.load_mask_state(masks.get(bound.name) if known else None)
         self._combined = {}
         self._step = None
 

@@ -448,9 +448,36 @@ def test_masks_of_other_parameters_are_not_taken_up(stack) -> None:
         return freezer
 
     other = run("embed.*")
-    other.load_state_dict(run("head.*").state_dict())
+    with pytest.warns(UserWarning, match=r"policy.large: was saved with .* other parameters; it starts anew"):
+        other.load_state_dict(run("head.*").state_dict())
     other.begin_step(1)
     assert torch.equal(other.mask_of("embed.weight"), by_magnitude("", stack.embed.weight, 0))
+
+
+CHANGED = [
+    (gp.masks.TopK(0.5), "*", gp.masks.PruneAndGrow(0.5), "*"),
+    (gp.masks.PruneAndGrow(0.5), "*", gp.masks.Stable(), "*"),
+    (gp.masks.Random(0.5), "*", gp.masks.TopK(0.5), "*"),
+    (gp.masks.TopK(0.5), "*", gp.masks.TopK(0.5), "blocks.*"),
+    (gp.masks.PruneAndGrow(0.5), "blocks.*", gp.masks.PruneAndGrow(0.5), "*"),
+]
+
+
+@pytest.mark.parametrize(("before", "first", "after", "then"), CHANGED)
+def test_a_policy_that_has_become_another_starts_anew(stack, tokens, before, first, after, then) -> None:
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"it": gp.Freeze(copy.deepcopy(before), params=first)})
+    train(stack, optimizer, freezer, tokens, range(2))
+    fresh, resumed = (
+        Freezer(stack, optimizer, {"it": gp.Freeze(copy.deepcopy(after), params=then)}) for _ in range(2)
+    )
+    with pytest.warns(UserWarning, match=r"policy.it: .* it starts anew"):
+        resumed.load_state_dict(freezer.state_dict())
+    for each in (fresh, resumed):
+        each.begin_step(2)
+    for name in fresh.parameters:
+        one, other = fresh.mask_of(name), resumed.mask_of(name)
+        assert one is other or torch.equal(one, other)
 
 
 def two_optimizers(model: nn.Module) -> list[gp.MaskedOptimizer]:
