@@ -103,6 +103,8 @@ class Adapted(MaskSource):
         self.source = source
         _check_signatures(source)
         self.needs_gradients = bool(getattr(source, "needs_gradients", False))
+        self.repeats_masks = bool(getattr(source, "repeats_masks", False))
+        self._says_when_due = callable(getattr(source, "due", None))
         self._takes_epoch = _takes(source.masks, 0, 0)
         for method in _METHODS:
             own = getattr(source, method, None)
@@ -113,6 +115,10 @@ class Adapted(MaskSource):
         """Hands the parameters on."""
         if callable(getattr(self.source, "setup", None)):
             self.source.setup(self.parameters, seed=self.seed)
+
+    def period(self, step: int, epoch: int) -> int:
+        """Always the same where the object says itself when its masks may change."""
+        return 0 if self._says_when_due else super().period(step, epoch)
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """What the object gives."""

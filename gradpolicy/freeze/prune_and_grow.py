@@ -121,6 +121,7 @@ class PruneAndGrow(GradientSource):
         self.grow, self.distribution, self.dense = grow, distribution, dense
         self.fraction = check_share("PruneAndGrow.fraction", fraction)
         self.needs_gradients = grow == "gradient"
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._active: dict[str, Tensor] = {}
         self._deviations: dict[str, float] = {}
         self._begun: dict[str, tuple[Tensor, Tensor]] = {}
@@ -129,14 +130,13 @@ class PruneAndGrow(GradientSource):
         """Draws the first masks."""
         super().prepare()
         dense = match_any(self.dense, self.parameters, "parameter")
-        shapes = {
+        self._shapes = shapes = {
             name: tuple(parameter.shape)
             for name, parameter in self.parameters.items()
             if parameter.dim() > 1 and name not in dense
         }
         if not shapes:
             raise PolicyError("PruneAndGrow: no parameter with two dimensions or more is left to make sparse")
-        self._shapes = shapes
         targets = self.targets(self.changed_at(0))
         self._active = {
             name: grown_at_random(self._nothing(name), self._key(name, -1), targets[name]) for name in shapes
@@ -164,6 +164,10 @@ class PruneAndGrow(GradientSource):
         passed = min(max((count - self.start) / (self.stop - self.start), 0.0), 1.0)
         left = 1.0 - passed if self.anneal == "linear" else 0.5 * (1.0 + math.cos(math.pi * passed))
         return self.fraction * left
+
+    def gradient_names(self, step: int, epoch: int) -> set[str]:
+        """The sparse tensors; what stays dense needs no decision."""
+        return super().gradient_names(step, epoch) & self._shapes.keys()
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """The topology; a new one where it is due and the gradients are there."""

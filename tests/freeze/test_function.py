@@ -49,6 +49,21 @@ def test_a_class_with_masks_needs_no_base_class(prepared, given) -> None:
     assert [step for step in range(7) if source.due(step, 0)] == [0, 3, 6]
 
 
+def test_a_class_is_asked_when_it_says_that_it_is_due(stack) -> None:
+    asked = []
+
+    class Watched(OneParameter):
+        def masks(self, step: int) -> dict[str, bool]:
+            asked.append(step)
+            return super().masks(step)
+
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
+    freezer = gp.Freezer(stack, optimizer, {"one": gp.Freeze(Watched())})
+    for step in range(8):
+        freezer.begin_step(step)
+    assert asked == [0, 3, 6]
+
+
 def test_a_tensor_and_a_dict_are_fixed_masks(prepared) -> None:
     mask = torch.tensor([[True], [False]])
     assert torch.equal(prepared(as_source(mask), {"w": torch.zeros(2, 3)}).masks(0, 0)["w"], mask)

@@ -259,6 +259,12 @@ def test_only_the_window_before_a_change_is_observed(prepared) -> None:
     assert wanted == [3, 4, 8, 9]
 
 
+def test_what_stays_dense_is_not_observed(prepared) -> None:
+    source = prepared(sources(every=5, stop=100, dense="head.*"))
+    assert source.gradient_names(4, 0) == {"embed.weight", *(f"blocks.{i}.weight" for i in range(4))}
+    assert source.gradient_names(5, 0) == set()
+
+
 @pytest.mark.parametrize("grow", ["gradient", "random"])
 @pytest.mark.parametrize("cut", [1, 3, 4, 5, 8])
 def test_a_resumed_run_is_the_run(stack, tokens, tmp_path, grow: str, cut: int) -> None:
