@@ -133,7 +133,7 @@ class PruneAndGrow(GradientSource):
         self._shapes = shapes = {
             name: tuple(parameter.shape)
             for name, parameter in self.parameters.items()
-            if parameter.dim() > 1 and name not in dense
+            if parameter.dim() > 1 and parameter.numel() and name not in dense
         }
         if not shapes:
             raise PolicyError("PruneAndGrow: no parameter with two dimensions or more is left to make sparse")

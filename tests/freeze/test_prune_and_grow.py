@@ -259,6 +259,11 @@ def test_only_the_window_before_a_change_is_observed(prepared) -> None:
     assert wanted == [3, 4, 8, 9]
 
 
+def test_a_tensor_without_entries_stays_as_it_is(prepared) -> None:
+    source = prepared(sources(distribution="erk"), {"w": torch.randn(4, 4), "none": torch.zeros(0, 3)})
+    assert source.masks(0, 0)["none"] is True
+
+
 def test_what_stays_dense_is_not_observed(prepared) -> None:
     source = prepared(sources(every=5, stop=100, dense="head.*"))
     assert source.gradient_names(4, 0) == {"embed.weight", *(f"blocks.{i}.weight" for i in range(4))}
