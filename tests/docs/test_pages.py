@@ -13,7 +13,7 @@ import yaml
 from hydra.utils import instantiate
 
 import gradpolicy as gp
-from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
+from gradpolicy.launch.compose import Source, check_job, compose_job, fixed_overrides, hydra_at, jobs_of
 from gradpolicy.policies import Policy
 
 ROOT = Path(__file__).parents[2]
@@ -83,9 +83,12 @@ def configs(tmp_path_factory):
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[command for _, command in COMMANDS])
 def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
+    words = [word for word in shlex.split(command, comments=True) if word != "-m"]
     with hydra_at(configs):
-        job = compose_job(configs, [word for word in shlex.split(command, comments=True) if word != "-m"])
+        job = compose_job(configs, fixed_overrides(words))
         check_job(job)
+        for overrides in jobs_of(job, words):
+            check_job(compose_job(configs, overrides))
     assert "policy" in job
 
 
