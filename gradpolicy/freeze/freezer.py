@@ -143,11 +143,15 @@ class Freezer:
         self._step, self._epoch = step, epoch
         asked = [(bound, bound.ask(step, epoch, phase)) for bound in self._bound]
         changed = set(self.parameters) if not self._combined else set().union(*(names for _, names in asked))
-        for name in self.parameters if changed else ():
-            if name in changed:
+        renewing = [bound for bound in self._bound if bound.holds and bound.source.renews_state]
+        renewed = set().union(*(bound.parameters for bound in renewing))
+        for name in self.parameters if changed or renewed else ():
+            if name in renewed:
+                self._empty_state(name)
+            if name in changed or name in renewed:
                 self._set_mask(name)
         for bound, names in asked:
-            if names and bound.holds:
+            if bound.holds and (names or bound.source.renews_state):
                 bound.source.apply()
         self._toggle(bool(changed))
 
@@ -263,6 +267,14 @@ class Freezer:
         self._step = None
 
     # ---- the parts
+
+    def _empty_state(self, name: str) -> None:
+        """Freezes a whole parameter for a moment, which leaves nothing of its optimizer state."""
+        self._combined.pop(name, None)
+        parameter = self.parameters[name]
+        self._owner[id(parameter)].set_mask(
+            parameter, _for_optimizer(False, parameter), frozen_state="zero", bias_correction=None
+        )
 
     def _set_mask(self, name: str) -> None:
         """Hands the optimizer the intersection of the masks that hold on a parameter."""

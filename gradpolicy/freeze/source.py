@@ -162,6 +162,11 @@ class MaskSource:
         """What the learning rate of a parameter is multiplied by; what is not named stays as it is."""
         return {}
 
+    @property
+    def renews_state(self) -> bool:
+        """Whether the masks that were just given come with empty optimizer state, as of a new optimizer."""
+        return False
+
     def apply(self) -> None:
         """Is called after new masks are in force: writes to the weights what the masks demand."""
 

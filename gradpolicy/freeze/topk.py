@@ -45,8 +45,8 @@ class TopK(GradientSource):
         window: How many steps of gradients are summed.
         before: What happens until there are scores: ``"train"`` (everything) or ``"freeze"`` (nothing moves
             while gradients are gathered, as Child-Tuning_D and FISH do it).
-        rewind: With ``by="change"``: put the weights back to w₀ when the entries are first chosen, as
-            lottery-ticket fine-tuning does.
+        rewind: With ``by="change"``: put the weights back to w₀ when the entries are first chosen, and begin
+            with empty optimizer state, as lottery-ticket fine-tuning does.
         every: After how many steps (or epochs) entries are chosen anew; None: once.
         **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. With ``by="change"``,
             ``start`` says how long the weights move before the choice.
@@ -125,6 +125,11 @@ class TopK(GradientSource):
             self._masks = self._choose(density_at(self.density, self.changed_at(period)))
             self.gathered.clear()
         return self._masks
+
+    @property
+    def renews_state(self) -> bool:
+        """Where the weights go back to where they began, their optimizer does too."""
+        return self._to_rewind
 
     def apply(self) -> None:
         """Puts the weights back to where they began, once, where ``rewind`` is on."""

@@ -104,6 +104,51 @@ def test_a_lottery_ticket_starts_again_from_the_first_weights(stack, tokens) -> 
     assert 0.25 < freezer.report()[0].active_share < 0.35
 
 
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_a_lottery_ticket_is_trained_by_a_new_optimizer(stack, tokens, frozen_state: str) -> None:
+    """As LT-SFT's code does it: AdamW begins with empty moments after the weights went back."""
+    stack.double()
+    again = copy.deepcopy(stack)
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
+    source = gp.masks.TopK(0.3, by="change", start=4, rewind=True)
+    freezer = gp.Freezer(stack, optimizer, {"ticket": gp.Freeze(source, frozen_state=frozen_state)})
+    for step in range(8):
+        freezer.begin_step(step)
+        optimizer.zero_grad()
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+    first = [parameter.detach().clone() for parameter in again.parameters()]
+    chosen = [freezer.mask_of(name) for name, _ in again.named_parameters()]
+    new = torch.optim.AdamW(again.parameters(), lr=0.05)
+    for _ in range(4):
+        new.zero_grad()
+        again(tokens).square().mean().backward()
+        new.step()
+        with torch.no_grad():
+            for parameter, start, mask in zip(again.parameters(), first, chosen, strict=True):
+                parameter.copy_(torch.where(mask, parameter, start))
+    for ours, theirs in zip(stack.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_ticket_of_everything_goes_back_too(stack, tokens) -> None:
+    """Also where the choice leaves every mask as it was, and only once."""
+    first = copy.deepcopy(stack.state_dict())
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
+    source = gp.masks.TopK(1.0, by="change", start=2, rewind=True, level="tensor")
+    freezer = gp.Freezer(stack, optimizer, {"ticket": gp.Freeze(source)})
+    for step in range(4):
+        freezer.begin_step(step)
+        if step == 2:
+            assert all(torch.equal(stack.state_dict()[name], first[name]) for name in first)
+        optimizer.zero_grad()
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+    assert optimizer.age(stack.head.weight).max() == 2
+
+
 def test_tensors_are_chosen_by_their_mean(prepared, weights) -> None:
     source = prepared(gp.masks.TopK(0.5, by="fisher", level="tensor"), weights)
     gradients = gradients_like(weights, 0)
