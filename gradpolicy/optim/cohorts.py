@@ -103,9 +103,9 @@ class Slots:
 
     def table(self) -> Tensor:
         """Ages (int64) of [frozen or active][slot], flattened, as `slot_index` points into it."""
-        table = torch.zeros(2, self.most, dtype=torch.int64)
-        table[0, : len(self.frozen)] = torch.tensor(self.frozen, dtype=torch.int64)
-        table[1, : len(self.active)] = torch.tensor(self.active, dtype=torch.int64)
+        table = torch.zeros(2, self.most, dtype=torch.int64, device="cpu")
+        table[0, : len(self.frozen)] = torch.tensor(self.frozen, dtype=torch.int64, device="cpu")
+        table[1, : len(self.active)] = torch.tensor(self.active, dtype=torch.int64, device="cpu")
         return table.view(-1)
 
 
@@ -276,4 +276,4 @@ def _transition(old: Slots, new: Slots, pairs: Sequence[Pair], forget: bool) -> 
         table[flag][was_active] = [
             known.get(slot, slot + first if flag == was_active else other) for slot in range(old.most)
         ]
-    return torch.tensor(table, dtype=new.dtype)
+    return torch.tensor(table, dtype=new.dtype, device="cpu")

@@ -192,7 +192,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
             tracked.frozen_state = checked("frozen_state", frozen_state)
         if bias_correction is not None:
             tracked.bias_correction = checked("bias_correction", bias_correction)
-        with torch.no_grad():
+        # Whatever the caller's mode, later steps write to what is made here.
+        with torch.inference_mode(mode=False), torch.no_grad():
             tracked.set_mask(mask)
         tracked.recipe = recipe
 

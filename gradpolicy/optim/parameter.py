@@ -88,7 +88,7 @@ class MaskedParameter:
         """
         self.mask_shape = None if mask is None else tuple(mask.shape)
         if mask is None:
-            mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool)
+            mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool, device=self.parameter.device)
         if is_sharded(self.parameter):
             self.rests = freezes_whole_tensor(mask)
         return mask

@@ -211,7 +211,7 @@ class _Launch:
         own = dict(zip(self._places, enumerate(lengths), strict=False))
         for record, place in records:
             wholes += [*record.addresses, *own[place]]
-        self._table = launching.Resident(torch.tensor(wholes), self._device)
+        self._table = launching.Resident(torch.tensor(wholes, device="cpu"), self._device)
         source = gpu_moves.source()
         kernel = source.adam_rows if kind.columns else source.adam_entries
         self._launch = launching.launcher(kernel, self._device, WARPS, kind, room)

@@ -79,9 +79,9 @@ def _by_byte(table: Tensor) -> tuple[Tensor, int, int]:
     The codes are (0, 0) where these have more than one, or where others change too.
     """
     width = table.shape[-1]
-    by_byte = torch.zeros(2, 2, 128, dtype=torch.int8)
+    by_byte = torch.zeros(2, 2, 128, dtype=torch.int8, device="cpu")
     by_byte[..., :width] = table
-    slots = torch.arange(width, dtype=torch.int8)
+    slots = torch.arange(width, dtype=torch.int8, device="cpu")
     stay = torch.equal(table[0, 0], slots) and torch.equal(table[1, 1], slots - 128)
     freeze, thaw = int(table[0, 1, 0]), int(table[1, 0, 0])
     if stay and bool((table[0, 1] == freeze).all() and (table[1, 0] == thaw).all()):
@@ -164,9 +164,9 @@ def survey(
     if kernel is None:
         return None
     size = flags.numel()
-    bits = torch.empty(-(-size // 8), dtype=torch.uint8) if indexed else None
+    bits = torch.empty(-(-size // 8), dtype=torch.uint8, device="cpu") if indexed else None
     parts = -(-size // GRAIN)
-    counts = torch.empty(parts, dtype=torch.int64) if indexed else None
+    counts = torch.empty(parts, dtype=torch.int64, device="cpu") if indexed else None
     room = (ctypes.c_int64 * parts)() if counts is None else counts.data_ptr()
     differ = ctypes.c_int()
     vectors = (flags.data_ptr(), _address(codes), _address(known), _address(bits))
