@@ -11,6 +11,8 @@ from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.when import UNITS
 
 TIMETABLE = ("every", "unit", "start", "stop")
+# What a repr does not mention.
+_USUAL = {"every": None, "unit": "step", "start": 0, "stop": None, "seed": None}
 
 
 class MaskSource:
@@ -178,10 +180,9 @@ class MaskSource:
         """Takes up where :meth:`state_dict` left off."""
 
     def __repr__(self) -> str:
-        timetable = {key: getattr(self, key) for key in TIMETABLE}
-        if self.own_seed is not None:
-            timetable["seed"] = self.own_seed
-        shown = ", ".join(f"{key}={value!r}" for key, value in {**self.describe(), **timetable}.items())
+        timetable = {**{key: getattr(self, key) for key in TIMETABLE}, "seed": self.own_seed}
+        given = {key: value for key, value in timetable.items() if value != _USUAL[key]}
+        shown = ", ".join(f"{key}={value!r}" for key, value in {**self.describe(), **given}.items())
         return f"{type(self).__name__}({shown})"
 
     def describe(self) -> dict[str, Any]:
