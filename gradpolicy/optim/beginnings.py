@@ -1,7 +1,8 @@
 """What an optimizer's state of a parameter begins with, and which part of it has a value for each entry.
 
-Torch's own optimizers begin at 0, but for a few. What others begin with is found out once, by a first step
-of another optimizer of the same class on a small tensor: some keep an anchor that begins as the parameter.
+The state of torch's own optimizers begins at 0, with few exceptions. What a third party's begins with is
+found out once, by a first step of another optimizer of the same class on a small tensor: some keep an anchor,
+which begins as the parameter.
 """
 
 from __future__ import annotations

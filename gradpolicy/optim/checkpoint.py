@@ -3,13 +3,15 @@
     {"state": ..., "param_groups": ...,
      "gradpolicy": {"version", "effective_steps", "parameters": {index: record}}}
 
-What a record is, `saving` tells.
+See `saving` for what a record holds.
 
-`torch.distributed.checkpoint.state_dict` passes on "state" and "param_groups" alone, so each param group
-holds the records of its parameters too. Torch's own optimizers hand on what stands in a group when they save:
-there each record goes with a mark of the state it belongs to, so that one that plain steps have outdated is
-known. With `full_state_dict=True` only tensors with a dimension reach an optimizer that has nothing of their
-name yet: so a group holds records as such tensors, what is text in them as bytes.
+`torch.distributed.checkpoint.state_dict` passes on only "state" and "param_groups". So each param group holds
+the records of its parameters, too. This form has two peculiarities:
+
+- A plain torch optimizer that has loaded a group saves all that stands in it again, whatever steps it has
+  made since. So a record carries a checksum of the state it belongs to, which tells whether it is outdated.
+- With `full_state_dict=True`, an entry that the loading optimizer does not have yet arrives only if it is a
+  tensor of at least one dimension. So records are tensors, and the text in them is stored as bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _TEXT_BYTES = 1024
 def save(
     inner: torch.optim.Optimizer, tracked: dict[Tensor, Tracked], effective_steps: int
 ) -> dict[str, Any]:
-    """The whole state_dict."""
+    """The wrapped optimizer's state_dict, with dense moments, and the records of masked parameters."""
     result = inner.state_dict()
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     records: dict[int, dict[str, Any]] = {}
@@ -58,7 +60,7 @@ def save(
     return result
 
 
-# --- the same within param groups
+# --- records within param groups
 
 
 def _put_into_groups(
@@ -93,7 +95,7 @@ def _put_into_groups(
 
 
 def _part(record: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A record as what can be written as text, and its tensors with one dimension."""
+    """Part a record into what JSON can hold, shapes included, and its tensors, flattened."""
     text, tensors = dict(record), {}
     if record.get("mask") is not None:
         tensors["mask"], text["mask"] = record["mask"].reshape(-1), list(record["mask"].shape)
@@ -104,7 +106,7 @@ def _part(record: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _join(text: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The record that `_part` has parted.
+    """Put a record together again.
 
     Raises:
         PolicyError: a tensor is missing, or has another size.
@@ -129,7 +131,7 @@ def _shaped(tensors: dict[str, Tensor], name: str, shape: list[int]) -> Tensor:
 
 
 def _as_bytes(text: str, device: torch.device) -> Tensor:
-    """A text as uint8, filled up with spaces."""
+    """A text as a uint8 tensor, padded with spaces."""
     content = text.encode()
     content = content.ljust(-(-len(content) // _TEXT_BYTES) * _TEXT_BYTES)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)

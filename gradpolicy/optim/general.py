@@ -1,6 +1,6 @@
 """Freezing under any optimizer: let it step, then put the frozen entries and their state back.
 
-Buffers are kept from step to step and hold only what the masks need.
+The buffers that this takes are kept from step to step, and hold no more than the masks need.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from gradpolicy.optim.layout import Layout
 
 
 def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
-    """Give parameters that join torch's fused SGD after others the momentum they would begin with.
+    """Give parameters that join torch's fused SGD later than others the momentum they would begin with.
 
-    It takes momenta that exist all or not at all. With the buffer made here, ``μ · buffer + (1 − τ) · g`` is
-    ``g``, as at a first step (``μ`` momentum, ``τ`` dampening).
+    The fused step needs the momentum buffers of a group to exist all or not at all. The buffer made here has
+    ``μ · buffer + (1 − τ) · g = g``, as after a first step (``μ`` momentum, ``τ`` dampening).
 
     Args:
         optimizer: the optimizer, about to step.
@@ -48,7 +48,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Keeper:
-    """Kept copies of frozen entries: all of a tensor for entry masks, the frozen rows for row masks."""
+    """Copies of frozen entries: of the whole tensor for entry masks, of the frozen rows for row masks."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

@@ -32,11 +32,17 @@ class MaskedOptimizer(torch.optim.Optimizer):
     """An optimizer that updates only the entries that masks leave active.
 
     Frozen entries keep their value bit for bit, whatever the optimizer, the weight decay or the gradient.
-    `torch.optim.Adam` and `AdamW` are exact per entry: each moves as it would under torch's own optimizer run
-    on that entry alone over its active steps. Other optimizers step as they are, and frozen entries and their
-    state are put back; there `drop` frees memory only for tensors that are frozen as a whole, a step count
-    belongs to the tensor, and "empty" is what the optimizer's first step begins with, which for an anchor is
-    the entry's value. With every entry active the wrapped optimizer's own step runs, untouched.
+    While every entry is active, the wrapped optimizer's own step runs, untouched.
+
+    `torch.optim.Adam` and `AdamW` are exact for every entry: it moves as torch's own optimizer would move it
+    if run on that entry alone, over its active steps.
+
+    Any other optimizer steps as it is; afterwards frozen entries and their state are put back. There
+
+    - a step count belongs to the whole tensor,
+    - an entry whose state was emptied begins again as at the optimizer's first step: most state at 0, an
+      anchor such as Prodigy's `p0` at the entry's present value,
+    - "drop" frees memory only for tensors that are frozen as a whole.
 
     Args:
         inner: the optimizer to wrap. `param_groups`, `state` and `defaults` are its own.
@@ -60,7 +66,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     """
 
     def __new__(cls, inner: Any = None, *settings: Any, **named: Any) -> MaskedOptimizer:
-        """Makes the kind that is right for optimizers that share their state out over processes."""
+        """Makes the subclass that fits an optimizer whose state is spread over processes."""
         home = type(inner).__module__
         if cls is MaskedOptimizer and home.startswith(("torch.distributed.optim", "deepspeed")):
             from gradpolicy.distributed.zero import kind_for
@@ -78,11 +84,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._tracked: dict[Tensor, Tracked] = {}
         self._effective_steps = 0
         for group in inner.param_groups:
+            # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
             group.pop(checkpoint.KEY, None)
         self._set_up()
 
     def _set_up(self) -> None:
-        """What `Optimizer.__init__` does, less what is the wrapped optimizer's own."""
+        """Do what `Optimizer.__init__` does, except for what is the wrapped optimizer's own."""
         _WRAPPERS[self.inner] = weakref.ref(self)
         for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
             setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
@@ -93,7 +100,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._exact = _is_adam(self.inner)
         self._update_exactly = exact.Updates()
         self._closure_needed = needs_closure(self.inner)
-        # Some third-party optimizers need it although it may be left out, such as SAM, or call it twice.
+        # Some third-party optimizers, SAM for one, call the closure themselves, and more than once.
         self._closure_is_its_own = not is_torchs_own(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,7 +134,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's state; under "drop" with moments of active entries alone (1-D)."""
+        """The wrapped optimizer's state; under "drop" moments are 1-D, of the active entries alone."""
         return self.inner.state
 
     @state.setter
@@ -153,7 +160,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, as the wrapped optimizer does it."""
+        """Clear all gradients, as the wrapped optimizer does."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     # --- masks

@@ -57,13 +57,13 @@ class MaskedParameter:
         self.active_entries = self.layout.size
 
     def follow(self) -> bool:
-        """Go where the parameter has gone, if that is to another device.
+        """Bring flags and ages to the parameter's device, if it has moved to another one.
 
         Returns:
-            Whether it has.
+            Whether it has moved.
 
         Raises:
-            PolicyError: it has been given another shape: a kernel would read and write beyond its end.
+            PolicyError: its shape has changed, so that a kernel would read and write beyond the end.
         """
         if self.parameter.shape != self.shape:
             raise PolicyError(

@@ -39,7 +39,7 @@ class ParameterState:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The optimizer's own dictionary of it; empty before the first update."""
+        """The optimizer's own dictionary for the parameter; empty before the first update."""
         return self.inner.state.get(self.parameter, {})
 
     @property
@@ -48,7 +48,7 @@ class ParameterState:
         return next(g for g in self.inner.param_groups if any(p is self.parameter for p in g["params"]))
 
     def set_step_count(self, count: int) -> None:
-        """Have the optimizer count on from here, where it counts with a tensor."""
+        """Make the optimizer count on from here, if it counts in a tensor."""
         step = self.values.get("step")
         if isinstance(step, Tensor):
             step.fill_(count)
@@ -70,7 +70,7 @@ class ParameterState:
     def beginning(
         self, group: dict[str, Any], present: set[str], updates: int, held: Held | None
     ) -> dict[str, Any]:
-        """What torch's Adam would begin with, less what is present."""
+        """What torch's Adam would begin with, except for the keys that are present."""
         state: dict[str, Any] = {}
         if "step" not in present:
             on_device = group["capturable"] or group["fused"]
@@ -89,17 +89,17 @@ class ParameterState:
         return held.vector(dtype, own.device).zero_()
 
     def moments(self, held: Held | None) -> dict[str, Tensor]:
-        """The moments that there are, of so many entries as have memory (None: all); see `check`."""
+        """The moments that exist, for the entries that have memory (None: all); see `check`."""
         values = self.values
         moments = {key: values[key] for key in (*adam.MOMENTS, adam.LARGEST) if key in values}
         self.check(moments, held)
         return moments
 
     def check(self, moments: dict[str, Tensor], held: Held | None) -> None:
-        """Make sure that moments are of so many entries as have memory (None: all).
+        """Make sure that moments belong to the entries that have memory (None: all).
 
         Raises:
-            PolicyError: one is not, or lies on another device: somebody has put it there since.
+            PolicyError: one has another number of entries or lies on another device; it was replaced by hand.
         """
         count = self.layout.size if held is None else held.count * held.block
         device = self.parameter.device

@@ -79,7 +79,7 @@ class Tracked(MaskedParameter):
         return self.kind is PARTIAL and self.exact and self.frozen_state == "drop"
 
     def follow(self) -> bool:
-        """Go where the parameter has gone; see `MaskedParameter.follow`."""
+        """Bring all that is kept to the parameter's device; see `MaskedParameter.follow`."""
         moved = super().follow()
         if moved:
             self.forget_addresses()

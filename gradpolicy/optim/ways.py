@@ -1,4 +1,4 @@
-"""Which way each masked tensor goes in an update: the wrapped optimizer's own step, ours, or none."""
+"""How each masked tensor is updated in a step: by the wrapped optimizer, by the exact arithmetic, or not."""
 
 from __future__ import annotations
 
