@@ -38,7 +38,7 @@ from gradpolicy.insight.attribution import Attribution, find_convolution, get_me
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
 from gradpolicy.launch.checkpoints import check_fits, find_checkpoint, read_checkpoint
 from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.run import Subject, build_subject
+from gradpolicy.launch.run import Subject, build_subject, quieter
 from gradpolicy.launch.targets import check_targets
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
 from gradpolicy.tasks.images import ImageShape, find_images, read_image
@@ -109,11 +109,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else WRONG_INPUT
     try:
         options = read_options(arguments)
-        directory = attribute(options)
+        with quieter():
+            directory = attribute(options)
     except wrong_input_errors() as error:
         report_error(error, show_traceback="debug=true" in arguments)
         return WRONG_INPUT
-    Console().print(f"Saved in {directory}", soft_wrap=True)
+    Console().print(f"Saved in {directory}", markup=False, soft_wrap=True)
     return 0
 
 
