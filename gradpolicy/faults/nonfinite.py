@@ -1,6 +1,6 @@
 """Where a NaN or an infinity first appeared: which module, and which policies act there."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from gradpolicy.callback import GradientPolicies
 from gradpolicy.errors import PolicyError
+from gradpolicy.finite import all_finite
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.where import plain_name
 
@@ -92,20 +93,6 @@ class StopOnNonFinite(Callback):
         with _unlogged(pl_module):
             result = pl_module.training_step(*(self._batch or ()))  # type: ignore[operator]
         return result["loss"] if isinstance(result, Mapping) else result
-
-
-def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no entry of any tensor is infinite or NaN.
-
-    One pass without copies: a norm is not finite if an entry is not. Where the norm of finite entries
-    overflows, the entries decide.
-    """
-    if not tensors:
-        return True
-    norms = torch._foreach_norm([tensor.detach() for tensor in tensors])
-    if bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all()):
-        return True
-    return _finite(list(tensors))
 
 
 def first_nonfinite_value(

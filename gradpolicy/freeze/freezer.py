@@ -16,9 +16,9 @@ from gradpolicy.errors import PolicyError, check_named, nearest
 from gradpolicy.freeze.bound import BoundPolicy, FreezePolicy, FreezeRow, check_agreement
 from gradpolicy.freeze.mask import Mask, intersect, same_mask
 from gradpolicy.freeze.rates import ScaledUpdates, check_rates
+from gradpolicy.freeze.sharding import finite_everywhere
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.freeze.toggling import GradientSwitch
-from gradpolicy.freeze.window import all_finite
 from gradpolicy.where import named_parameters, once_each, pick, plain_name
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -366,7 +366,7 @@ def _for_optimizer(mask: Mask, parameter: Tensor) -> Any:
 def _finite_gradients(optimizers: Iterable[MaskingOptimizer]) -> bool:
     """Whether all gradients of the optimizers are finite."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return all_finite(parameter.grad for parameter in parameters if parameter.grad is not None)
+    return finite_everywhere(parameter.grad for parameter in parameters if parameter.grad is not None)
 
 
 def _check_optimizers(optimizers: Iterable[object]) -> None:

@@ -3,10 +3,13 @@
 A decision about masks is made on whole tensors, the same on every process; what it needs is gathered then.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradpolicy.finite import all_finite
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -29,6 +32,15 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
     sharded: Any = other
     # Every process has the whole tensor already: nothing is sent.
     return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
+    """Whether every entry of every tensor is finite, on all processes alike."""
+    tensors = list(tensors)
+    plain = [tensor for tensor in tensors if not hasattr(tensor, "to_local")]
+    # A sum over all shards is known to all processes, so that they agree; in float64 it cannot overflow.
+    sums = [whole(tensor.double().abs().sum()) for tensor in tensors if hasattr(tensor, "to_local")]
+    return all_finite([*plain, *sums])
 
 
 def write_at(tensor: Tensor, places: Tensor, values: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Gradients gathered over a window of effective steps, for the sources that decide by them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -132,19 +132,6 @@ class GradientSource(MaskSource):
         """Takes up where :meth:`state_dict` left off."""
         self.gathered.load_state_dict(state["gathered"], self.parameters)
         self.decided = state["decided"]
-
-
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every entry of every tensor is finite."""
-    tensors = list(tensors)
-    plain = [tensor for tensor in tensors if not hasattr(tensor, "full_tensor")]
-    # A sum over all shards is known to all processes, so that they agree; in float64 it cannot overflow.
-    sums = [whole(t.double().abs().sum()) for t in tensors if hasattr(t, "full_tensor")]
-    flags = [tensor.isfinite().all() for tensor in (*plain, *sums)]
-    return all(
-        bool(torch.stack([flag for flag in flags if flag.device == device]).all())
-        for device in {flag.device for flag in flags}
-    )
 
 
 def wide(tensor: Tensor) -> Tensor:
