@@ -25,6 +25,8 @@ from gradpolicy.launch.targets import ALLOWED, check_targets, locate_target
 
 VERSION_BASE = "1.3"
 WHEN = "gradpolicy.When"
+# Lightning takes less: it divides by the one, and with a negative norm turns gradients round.
+TRAINER_LEAST = {"accumulate_grad_batches": 1, "gradient_clip_val": 0}
 # The plugin's own config has that name, so that `hydra/launcher=submitit_slurm` means this project's.
 NAMESAKE = r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema"
 
@@ -143,6 +145,10 @@ def check_config(config: DictConfig) -> Settings:
     for name, node in (settings.policy or {}).items():
         if node is not None and "_target_" not in node:
             raise PolicyError(f"policy.{name}: needs a _target_, such as gradpolicy.Freeze")
+    for name, least in TRAINER_LEAST.items():
+        given = settings.trainer.get(name)
+        if isinstance(given, int | float) and given < least:
+            raise PolicyError(f"trainer.{name}: {given} given, at least {least} needed")
     check_targets(groups, settings.allowed_targets)
     check_arguments(groups, tuple(settings.allowed_targets))
     return settings

@@ -161,7 +161,7 @@ def _kind(annotation: Any) -> str:
     if origin is tuple and parts and parts[-1] is not Ellipsis:
         return f"a list of {len(parts)}: {', '.join(map(in_words, parts))}"
     if origin is Callable:
-        return "a function, such as a schedule"
+        return "a function"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, Iterable):

@@ -92,7 +92,7 @@ def test_what_a_target_takes_passes(node: dict) -> None:
     [
         (int | None, "a whole number or null"),
         (tuple[float, float], "a list of 2: a number, a number"),
-        (float | Callable[[int], float], "a number or a function, such as a schedule"),
+        (float | Callable[[int], float], "a number or a function"),
         (Optional[Union[Literal["a", "b"], bool]], "'a', 'b', true or false or null"),  # noqa: UP007, UP045
     ],
 )

@@ -38,6 +38,8 @@ WRONG_TYPE = {
     "allowed_targets=3": "allowed_targets",
     "policy.stop=3": "policy.stop",
     "optimizer.lr=-1": "optimizer",
+    "trainer.accumulate_grad_batches=0": "trainer.accumulate_grad_batches",
+    "trainer.gradient_clip_val=-1": "trainer.gradient_clip_val",
 }
 UNREADABLE = {
     "policy=rows policy.rows.mask.rows=word": ("policy.rows.mask", "'word' is no number, no slice"),
