@@ -186,6 +186,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
             PolicyError: the parameter is not the optimizer's; the mask is not bool or does not fit; the
                 optimizer was made with differentiable=True.
         """
+        if torch.is_inference_mode_enabled():
+            # Later steps write to what is made here, as they could not to tensors of that mode.
+            with torch.inference_mode(mode=False):
+                self.set_mask(parameter, mask, frozen_state=frozen_state, bias_correction=bias_correction)
+            return
         name = self._name(parameter)
         recipe = mask if hasattr(mask, "materialize") else None
         if recipe is not None:
@@ -199,8 +204,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             tracked.frozen_state = checked("frozen_state", frozen_state)
         if bias_correction is not None:
             tracked.bias_correction = checked("bias_correction", bias_correction)
-        # Whatever the caller's mode, later steps write to what is made here.
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with torch.no_grad():
             tracked.set_mask(mask)
         tracked.recipe = recipe
 
