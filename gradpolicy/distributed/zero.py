@@ -1,7 +1,7 @@
 """Freezing under ZeroRedundancyOptimizer, where each rank holds the optimizer state of some parameters."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -64,6 +64,11 @@ class MaskedZero(MaskedOptimizer):
         super().set_mask(parameter, mask, **options)
         if self.owns(parameter):
             self.local.set_mask(parameter, mask, **options)
+
+    def set_masks(self, masks: Mapping[Tensor, Any], **options: Any) -> None:
+        """Sets many masks, as MaskedOptimizer does; every rank must set the same."""
+        super().set_masks(masks, **options)
+        self.local.set_masks({key: mask for key, mask in masks.items() if self.owns(key)}, **options)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Brings all state to one rank, as must be done on every rank before ``state_dict`` there."""

@@ -201,6 +201,16 @@ class Cohorts:
             mask = mask if self.uniform or mask.numel() > 1 else repeat(mask, self.codes.numel())
             self.codes = apply(self.codes, mask, table)
         self.block = size // max(self.codes.numel(), 1)
+        self.take(slots)
+
+    def transition(self, forget: bool) -> tuple[Slots, Tensor]:
+        """The slots after any new mask of the same blocks, and the table that `recode` reads for it."""
+        pairs = _all_pairs((False, True), len(self.paused), len(self.births))
+        return _after(self.slots, pairs, forget)
+
+    def take(self, slots: Slots) -> None:
+        """Note that codes stand for these slots now."""
+        self._rows = None
         self.births = [self.clock - age for age in slots.active]
         self.paused = list(slots.frozen)
 

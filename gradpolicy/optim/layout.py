@@ -87,6 +87,8 @@ def check_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
     if mask.is_meta or parameter.is_meta:
         which = "the parameter" if parameter.is_meta else "the mask"
         raise PolicyError(f"{name}: {which} lies on the meta device, where tensors have no values")
+    if mask.shape == parameter.shape:
+        return mask
     shape = (1,) * (parameter.dim() - mask.dim()) + tuple(mask.shape)
     fits = len(shape) == parameter.dim() and all(
         size in (1, full) for size, full in zip(shape, parameter.shape, strict=True)

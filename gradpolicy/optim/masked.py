@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import checkpoint, exact, moves, saving
+from gradpolicy.optim import checkpoint, exact, moves, saving, together
 from gradpolicy.optim.beginnings import is_torchs_own
 from gradpolicy.optim.general import begin_momenta, needs_closure
 from gradpolicy.optim.layout import check_mask, is_sharded, local_shard, own_gradient
@@ -186,15 +186,62 @@ class MaskedOptimizer(torch.optim.Optimizer):
             PolicyError: the parameter is not the optimizer's; the mask is not bool or does not fit; the
                 optimizer was made with differentiable=True.
         """
+<<<<<<< ours
         if torch.is_inference_mode_enabled():
             # Later steps write to what is made here, as they could not to tensors of that mode.
             with torch.inference_mode(mode=False):
                 self.set_mask(parameter, mask, frozen_state=frozen_state, bias_correction=bias_correction)
             return
+=======
+        # Whatever the caller's mode, later steps write to what is made here.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tracked, fitting = self._ready(parameter, mask, frozen_state, bias_correction)
+            tracked.set_mask(fitting)
+        tracked.recipe = mask if hasattr(mask, "materialize") else None
+
+    def set_masks(
+        self,
+        masks: Mapping[Tensor, Any],
+        *,
+        frozen_state: str | None = None,
+        bias_correction: str | None = None,
+    ) -> None:
+        """Set the masks of many parameters, in less time than one after the other; others keep theirs.
+
+        Args:
+            masks: by parameter, what `set_mask` takes.
+            frozen_state: overrides the optimizer's for these parameters, from now on.
+            bias_correction: overrides the optimizer's for these parameters, from now on.
+
+        Raises:
+            PolicyError: as `set_mask`; masks before the one that is wrong are set.
+        """
+        several: list[tuple[Tracked, Tensor]] = []
+        entries = 0
+        with torch.inference_mode(mode=False), torch.no_grad():
+            try:
+                for parameter, mask in masks.items():
+                    tracked, fitting = self._ready(parameter, mask, frozen_state, bias_correction)
+                    tracked.recipe = mask if hasattr(mask, "materialize") else None
+                    if fitting is None:
+                        tracked.set_mask(None)
+                        continue
+                    several.append((tracked, fitting))
+                    entries += fitting.numel()
+                    if entries > together.AT_ONCE:
+                        several, entries, ready = [], 0, several
+                        together.set_masks(ready)
+            finally:
+                together.set_masks(several)
+
+    def _ready(
+        self, parameter: Tensor, mask: Any, frozen_state: str | None, bias_correction: str | None
+    ) -> tuple[Tracked, Tensor | None]:
+        """What is known of a parameter, with options taken, and a mask that fits it."""
+>>>>>>> theirs
         name = self._name(parameter)
-        recipe = mask if hasattr(mask, "materialize") else None
-        if recipe is not None:
-            mask = recipe.materialize(parameter.shape, parameter.device)
+        if hasattr(mask, "materialize"):
+            mask = mask.materialize(parameter.shape, parameter.device)
         if mask is not None:
             mask = check_mask(mask, parameter, name)
         tracked = self._tracked.get(parameter) or self._track(parameter)
@@ -204,6 +251,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             tracked.frozen_state = checked("frozen_state", frozen_state)
         if bias_correction is not None:
             tracked.bias_correction = checked("bias_correction", bias_correction)
+<<<<<<< ours
         with torch.no_grad():
             tracked.set_mask(mask)
         tracked.recipe = recipe
@@ -212,6 +260,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Set the masks of many parameters; those not named keep theirs."""
         for parameter, mask in masks.items():
             self.set_mask(parameter, mask)
+=======
+        return tracked, mask
+>>>>>>> theirs
 
     def get_mask(self, parameter: Tensor) -> Tensor:
         """The parameter's mask as it was set (bool, broadcastable to it); all True where there is none."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradpolicy.machinery import launching
 from gradpolicy.optim import adam, cohorts, compiled
 from gradpolicy.optim.gpu import moves as gpu_moves
 from gradpolicy.optim.jitted import adam as jitted_adam
@@ -66,6 +65,19 @@ def survey(flags: Tensor, codes: Tensor, held: Held | None) -> native.Survey:
     return found or native.Survey(int(flags.count_nonzero()))
 
 
+def survey_many(members: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[int, bool]] | None:
+    """Of many codes (bytes) and flags: how many are set, and whether they differ; None: no kernel can."""
+    return gpu_moves.survey_many(members) or native.survey_many(members)
+
+
+def recode_many(members: Sequence[tuple[Tensor, Tensor]], table: Tensor) -> None:
+    """New codes in place of many old ones, by one table of bytes."""
+    if gpu_moves.recode_many(members, table) or native.recode_many(members, table):
+        return
+    for codes, flags in members:
+        codes.copy_(recode(codes, flags, table))
+
+
 def fill_frozen(flat: Tensor, active: Tensor | Held, block: int, value: float) -> None:
     """Set entries of frozen blocks to a value, in place.
 
@@ -82,20 +94,31 @@ def fill_frozen(flat: Tensor, active: Tensor | Held, block: int, value: float) -
 
 
 def clear_frozen(vectors: Sequence[tuple[Tensor, Tensor | Held, int]]) -> None:
-    """`fill_frozen` with 0 for many vectors, at once where the C kernel can do it."""
-    together = []
-    for flat, active, block in vectors:
-        if isinstance(active, Held):
-            bits = None if launching.serve(flat) else active.bits
-            active = bits if bits is not None and native.clears(flat, bits) else active.flags()
-        if gpu_moves.clear(flat, active, block):
-            continue
-        if native.clears(flat, active):
+    """`fill_frozen` with 0 for many vectors, at once where a kernel can do it."""
+    together: list[tuple[Tensor, Tensor, int]] = []
+    on_gpu: list[tuple[Tensor, Tensor, int]] = []
+    for flat, given, block in vectors:
+        active = _plain(flat, given)
+        if gpu_moves.clears(flat, active):
+            on_gpu.append((flat, active, block))
+        elif native.clears(flat, active):
             together.append((flat, active, block))
         elif not (block == 1 and jitted.clear(flat, active)):
             _fill(flat, active, block, 0.0)
     if together:
         native.clear(together)
+    if on_gpu and not gpu_moves.clear(on_gpu):
+        # From now on no kernel is used there; what is zero already stays so.
+        clear_frozen(vectors)
+
+
+def _plain(flat: Tensor, active: Tensor | Held) -> Tensor:
+    """Flags, codes, or bits where a kernel can read them."""
+    if not isinstance(active, Held):
+        return active
+    bits = active.bits
+    usable = bits is not None and (gpu_moves.clears(flat, bits) or native.clears(flat, bits))
+    return bits if bits is not None and usable else active.flags()
 
 
 def _fill(flat: Tensor, active: Tensor, block: int, value: float) -> None:

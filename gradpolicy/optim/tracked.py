@@ -78,6 +78,11 @@ class Tracked(MaskedParameter):
         """Whether only active entries shall have memory."""
         return self.kind is PARTIAL and self.exact and self.frozen_state == "drop"
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the mask was put in force under the settings there are."""
+        return self._applied_as == (self.frozen_state, self.rests)
+
     def follow(self) -> bool:
         """Bring all that is kept to the parameter's device; see `MaskedParameter.follow`."""
         moved = super().follow()
@@ -100,7 +105,7 @@ class Tracked(MaskedParameter):
             return
         before = self.kind
         flags, block, seen = self.take_flags(mask)
-        unchanged = self._applied_as == (self.frozen_state, self.rests) and self.kind is before
+        unchanged = self.is_settled and self.kind is before
         if unchanged and (self.kind is not PARTIAL or self.is_in_force(flags, block, seen.same)):
             return
         self._applied_as = (self.frozen_state, self.rests)

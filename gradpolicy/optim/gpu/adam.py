@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +22,8 @@ from gradpolicy.optim.record import KeptJob, Numbers, State
 TYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 SPARSE = 0.15
 """Below this share of active entries it is less memory to read them one by one than to read all."""
-ALIGNMENT = 16
-"""Bytes that one instruction reads at most, and so where it must begin."""
 WARPS = 8
 """Four entries a thread: as many float32 as one instruction reads."""
-NO_PROGRAM = (1 << 63) - 1
 _OTHERS, _STEP = slice(2, 6), 8
 """Where addresses of moments and codes, and of the step count, stand in ADDRESSES."""
 
@@ -45,21 +43,22 @@ class Record(KeptJob):
         dtype: what it computes in.
         tiles: how many programs it needs.
         addresses: ADDRESSES of the kernels, less the places of numbers and corrections.
+        aligned: whether all begins where memory is read in large pieces.
     """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.device, self.dtype = job.parameter.device, compute_dtype(job.parameter.dtype)
         packed, entries = job.held is not None, job.block == 1
-        columns = 0 if entries else min(gpu_moves.tile(), _power_of_two(job.block))
+        columns = 0 if entries else min(gpu_moves.tile(), gpu_moves.power_of_two(job.block))
         sparse = entries and not packed and job.density < SPARSE
         self._form = (job.parameter.dtype, job.codes.dtype, self.amsgrad, packed, sparse, columns)
         self.tiles = _tiles(job, columns)
         self.addresses = _addresses(job, self.places, self.moments)
         # Of held entries, single ones are read.
         own = functools.reduce(int.__or__, self.addresses[_OTHERS])
-        whole_rows = entries or job.block % ALIGNMENT == 0
-        self._own_aligned = not (entries and packed) and own % ALIGNMENT == 0 and whole_rows
+        whole_rows = entries or job.block % gpu_moves.ALIGNMENT == 0
+        self._own_aligned = not (entries and packed) and own % gpu_moves.ALIGNMENT == 0 and whole_rows
         self.place(*self.places)
 
     def watch(self, parameter: Tensor, gradient: Tensor, moments: Sequence[Tensor], state: State) -> bool:
@@ -73,11 +72,11 @@ class Record(KeptJob):
     def place(self, parameter: int, gradient: int) -> None:
         """Write these addresses down."""
         self.addresses[:2] = parameter, gradient
-        self._aligned = self._own_aligned and (parameter | gradient) % ALIGNMENT == 0
+        self.aligned = self._own_aligned and (parameter | gradient) % gpu_moves.ALIGNMENT == 0
 
     def kind(self, many: bool, shared: bool = False) -> Any:
         """What code it needs; see `kernels.Kind`."""
-        return _kind(*self._form, self._aligned, self.coupled, many, shared)
+        return _kind(*self._form, self.aligned, self.coupled, many, shared)
 
 
 @functools.cache
@@ -118,11 +117,6 @@ def _numbers(numbers: Numbers) -> tuple[float, ...]:
     )
 
 
-def _power_of_two(count: int) -> int:
-    """The next one, `count` itself where it is one."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
 def _tiles(job: Job, columns: int) -> int:
     """Programs that a job needs."""
     tile = gpu_moves.tile()
@@ -154,7 +148,8 @@ class Batch:
     def __init__(self, records: Sequence[tuple[Record, int]]) -> None:
         self._records = records
         self._on_cuda = any(record.device.type == "cuda" for record, _ in records)
-        self._sorted_for: list[tuple[int, int]] = []
+        self._places: list[tuple[int, int]] = []
+        self._aligned: list[bool] = []
         self._launches: list[tuple[_Launch, list[int]]] = []
 
     def run(self, numbers: Sequence[Numbers]) -> list[int]:
@@ -172,14 +167,23 @@ class Batch:
                 "record forward and backward, and step outside of the graph"
             )
         places = [record.places for record, _ in self._records]
-        if places != self._sorted_for:
-            self._sort(numbers)
-            self._sorted_for = places
+        if places != self._places:
+            self._follow(numbers)
+            self._places = places
         failed: list[int] = []
         for launch, indices in self._launches:
             if not launch.run(numbers):
                 failed += indices
         return failed
+
+    def _follow(self, numbers: Sequence[Numbers]) -> None:
+        """Have kernels find what has moved."""
+        aligned = [record.aligned for record, _ in self._records]
+        if aligned != self._aligned:
+            self._sort(numbers)
+            self._aligned = aligned
+        for launch, _ in self._launches:
+            launch.write_down()
 
     def _sort(self, numbers: Sequence[Numbers]) -> None:
         """Put jobs that need the same code together."""
@@ -203,18 +207,24 @@ class _Launch:
         # Arguments of a kernel have single precision.
         self._shared = len(self._places) == 1 and not self._double
         kind = first.kind(self._many, self._shared)
-        room = _power_of_two(len(records))
+        room = gpu_moves.power_of_two(len(records))
         starts = [0, *itertools.accumulate(record.tiles for record, _ in records)]
         self._programs = starts.pop()
-        wholes = starts + [NO_PROGRAM] * (room - len(records))
+        self._starts = starts + [gpu_moves.NO_PROGRAM] * (room - len(records))
         lengths = itertools.accumulate((len(numbers[place].pairs) for place in self._places), initial=0)
         own = dict(zip(self._places, enumerate(lengths), strict=False))
-        for record, place in records:
-            wholes += [*record.addresses, *own[place]]
-        self._table = launching.Resident(torch.tensor(wholes, device="cpu"), self._device)
+        self._records = [(record, own[place]) for record, place in records]
         source = gpu_moves.source()
         kernel = source.adam_rows if kind.columns else source.adam_entries
         self._launch = launching.launcher(kernel, self._device, WARPS, kind, room)
+
+    def write_down(self) -> None:
+        """Have the device told of where all lies."""
+        wholes = array("q", self._starts)
+        for record, own in self._records:
+            wholes.extend(record.addresses)
+            wholes.extend(own)
+        self._table = launching.Resident(torch.frombuffer(wholes, dtype=torch.int64), self._device)
 
     def run(self, numbers: Sequence[Numbers]) -> bool:
         """Update the tensors; False where the device's compiler failed."""

@@ -112,7 +112,7 @@ def adam_entries(
         JOBS: a power of two.
     """
     given = (factor, decay, shrink, complement1, beta2, complement2, epsilon, step_size, inverse_root)
-    tile, addresses = _job_of(table, JOBS)
+    tile, addresses = _job_of(table, JOBS, ADDRESSES)
     numbers = given if KIND.shared else _own_numbers(moving, addresses)
     corrections = _own_corrections(moving, corrections_at, addresses, KIND) if KIND.many else None
     _count_up(addresses, tile)
@@ -152,7 +152,7 @@ def adam_rows(
     """Update the listed rows of tensors that have a code a row; see `adam_entries`."""
     ROWS: tl.constexpr = TILE // KIND.columns
     given = (factor, decay, shrink, complement1, beta2, complement2, epsilon, step_size, inverse_root)
-    tile, addresses = _job_of(table, JOBS)
+    tile, addresses = _job_of(table, JOBS, ADDRESSES)
     numbers = given if KIND.shared else _own_numbers(moving, addresses)
     corrections = _own_corrections(moving, corrections_at, addresses, KIND) if KIND.many else None
     _count_up(addresses, tile)
@@ -252,14 +252,14 @@ def _quotient(values, divisors):
 
 
 @triton.jit
-def _job_of(table, JOBS: tl.constexpr):
-    """Which of a job's tiles this program works on, and what is written down of the job."""
+def _job_of(table, JOBS: tl.constexpr, FIELDS: tl.constexpr):
+    """Which of a job's tiles this program works on, and where its FIELDS begin."""
     tile = tl.program_id(0).to(tl.int64)
     job = 0
     if JOBS > 1:
         job = tl.sum((tl.load(table + tl.arange(0, JOBS)) <= tile).to(tl.int32), 0) - 1
         tile -= tl.load(table + job)
-    return tile, table + JOBS + job * ADDRESSES
+    return tile, table + JOBS + job * FIELDS
 
 
 @triton.jit
@@ -303,7 +303,7 @@ def _load(pointers, mask):
 @triton.jit
 def _held(bits, positions, inside):
     """Whether each entry is held."""
-    byte = tl.load(bits + positions // 8, mask=inside, other=0).to(tl.int32)
+    byte = _load(bits + positions // 8, inside).to(tl.int32)
     return ((byte >> (positions % 8).to(tl.int32)) & 1) != 0
 
 
@@ -385,6 +385,61 @@ def survey(flags, known, result, size, PACKED: tl.constexpr, COMPARED: tl.conste
         tl.atomic_add(result + 1, tl.sum((flag != active).to(tl.int32), 0).to(tl.int64))
 
 
+FLAGGED = tl.constexpr(4)
+OWN_CODES, OWN_FLAGS, COUNT, RESULT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""What is written down of codes and flags of many tensors: addresses, how many, and where the result goes."""
+
+
+@triton.jit
+def survey_many(table, result, JOBS: tl.constexpr, ALIGNED: tl.constexpr):
+    """`survey` of many codes (bytes) and flags, a pair of numbers each; see `adam_entries` for the table."""
+    tile, own = _job_of(table, JOBS, FLAGGED)
+    counts = result + tl.load(own + RESULT)
+    if tile * TILE + TILE <= tl.load(own + COUNT):
+        _survey_tile(own, counts, tile, False, ALIGNED)
+    else:
+        _survey_tile(own, counts, tile, True, ALIGNED)
+
+
+@triton.jit
+def _survey_tile(own, counts, tile, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr):
+    codes, flags, inside = _flagged(own, tile, BOUNDED, ALIGNED)
+    # Beyond the end both are 0: frozen.
+    flag, active = _load(flags, inside) != 0, _load(codes, inside) < 0
+    tl.atomic_add(counts, tl.sum(flag.to(tl.int32), 0).to(tl.int64))
+    tl.atomic_add(counts + 1, tl.sum((flag != active).to(tl.int32), 0).to(tl.int64))
+
+
+@triton.jit
+def recode_many(table, by_code, width, JOBS: tl.constexpr, ALIGNED: tl.constexpr):
+    """`recode` of many codes (bytes) in place."""
+    tile, own = _job_of(table, JOBS, FLAGGED)
+    if tile * TILE + TILE <= tl.load(own + COUNT):
+        _recode_tile(own, by_code, width, tile, False, ALIGNED)
+    else:
+        _recode_tile(own, by_code, width, tile, True, ALIGNED)
+
+
+@triton.jit
+def _recode_tile(own, by_code, width, tile, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr):
+    codes, flags, inside = _flagged(own, tile, BOUNDED, ALIGNED)
+    flag, code = _load(flags, inside).to(tl.int32), _load(codes, inside).to(tl.int32)
+    index = (code & 127) + width * (code < 0).to(tl.int32) + 2 * width * flag
+    new = _load(by_code + index, inside)
+    if BOUNDED:
+        tl.store(codes, new, mask=inside)
+    else:
+        tl.store(codes, new)
+
+
+@triton.jit
+def _flagged(own, tile, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr):
+    positions = tile * TILE + tl.arange(0, TILE)
+    codes = _pointer(own, OWN_CODES, tl.int8, ALIGNED) + positions
+    flags = _pointer(own, OWN_FLAGS, tl.uint8, ALIGNED) + positions
+    return codes, flags, positions < tl.load(own + COUNT) if BOUNDED else None
+
+
 @triton.jit
 def recode(codes, flags, table, result, size, width, OLD_BITS: tl.constexpr):
     """Look new codes up in [new flag][frozen or active before][old slot]; `result` may be `codes`."""
@@ -397,11 +452,48 @@ def recode(codes, flags, table, result, size, width, OLD_BITS: tl.constexpr):
     tl.store(result + positions, tl.load(table + index, mask=inside, other=0), mask=inside)
 
 
+CLEARED = tl.constexpr(4)
+VALUES, ACTIVE, ENTRIES, EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""What is written down of values to zero: their and the flags' addresses, how many, and how many a flag."""
+
+
 @triton.jit
-def clear_frozen(flat, active, size, block, BELOW_ZERO: tl.constexpr, SINGLE: tl.constexpr):
-    """Zero the entries of blocks that are not active (flags, or codes below 0)."""
-    positions = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = positions < size
-    value = tl.load(active + (positions if SINGLE else positions // block), mask=inside, other=0)
-    frozen = value >= 0 if BELOW_ZERO else value == 0
-    tl.store(flat + positions, tl.zeros((TILE,), flat.dtype.element_ty), mask=inside & frozen)
+def clear_many(
+    table, TYPE: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr, SINGLE: tl.constexpr,
+    JOBS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Zero the entries of many tensors that are not active; see `adam_entries` for the table.
+
+    Args:
+        table: int64: the first program of each of JOBS jobs, then CLEARED numbers of each.
+        TYPE: whole numbers as wide as the values.
+        CODE: type of codes, below 0 where entries are active; None: flags or bits tell.
+        BITS: whether bits do.
+        SINGLE: whether all flags are of one entry.
+        JOBS: a power of two.
+        ALIGNED: whether all begins at a multiple of 16 bytes.
+    """
+    tile, own = _job_of(table, JOBS, CLEARED)
+    if tile * TILE + TILE <= tl.load(own + ENTRIES):
+        _clear_tile(own, tile, False, TYPE, CODE, BITS, SINGLE, ALIGNED)
+    else:
+        _clear_tile(own, tile, True, TYPE, CODE, BITS, SINGLE, ALIGNED)
+
+
+@triton.jit
+def _clear_tile(
+    own, tile, BOUNDED: tl.constexpr, TYPE: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr,
+    SINGLE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    positions = tile * TILE + tl.arange(0, TILE)
+    inside = positions < tl.load(own + ENTRIES) if BOUNDED else None
+    places = positions if SINGLE else positions // tl.load(own + EACH)
+    if BITS:
+        active = _held(_pointer(own, ACTIVE, tl.uint8, ALIGNED), places, inside)
+    elif CODE is None:
+        active = _load(_pointer(own, ACTIVE, tl.uint8, ALIGNED) + places, inside) != 0
+    else:
+        active = _load(_pointer(own, ACTIVE, CODE, ALIGNED) + places, inside) < 0
+    values = _pointer(own, VALUES, TYPE, ALIGNED) + positions
+    cleared = (active == 0) & inside if BOUNDED else active == 0
+    tl.store(values, tl.zeros((TILE,), TYPE), mask=cleared)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import functools
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate, chain
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +17,12 @@ from gradpolicy.machinery import launching
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of so many bytes."""
+ALIGNMENT = 16
+"""Bytes that one instruction reads at most, and so where it must begin."""
+NO_PROGRAM = (1 << 63) - 1
+"""Where jobs begin that are not."""
+Flagged = tuple[Tensor, Tensor]
+"""Codes (int8) and as many flags."""
 
 
 @functools.cache
@@ -50,17 +61,35 @@ def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
     )
 
 
-def clear(flat: Tensor, active: Tensor, block: int) -> bool:
-    """Zero entries of blocks that are not active (flags, or codes); False where the kernel cannot do it."""
-    if flat.element_size() not in WIDTHS or flat.is_complex() or not launching.serve(flat, active):
-        return False
-    below_zero, count = active.dtype is not torch.bool, flat.numel()
-    flags = active if below_zero else active.view(torch.uint8)
-    programs = -(-count // tile())
-    constants = {"BELOW_ZERO": below_zero, "SINGLE": block == 1}
-    return launching.launch(
-        source().clear_frozen, programs, flat.device, _whole(flat), flags, count, block, **constants
-    )
+def clears(flat: Tensor, active: Tensor) -> bool:
+    """Whether `clear` can zero these."""
+    known = active.dtype in _FLAGS and flat.element_size() in WIDTHS and not flat.is_complex()
+    return known and launching.serve(flat, active)
+
+
+_FLAGS = {torch.bool: None, torch.uint8: None, torch.int8: "int8", torch.int16: "int16", torch.int32: "int32"}
+"""Codes, and what flags and bits are given as."""
+
+
+def clear(vectors: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
+    """Zero the entries of many vectors that are not active, where `clears` says so; False where it failed.
+
+    Args:
+        vectors: entries in memory order; flags (bool), codes (below 0 where active) or bits (uint8); and how
+            many entries one of the former governs.
+    """
+    together: defaultdict[tuple[Any, ...], list[tuple[int, ...]]] = defaultdict(list)
+    for flat, active, block in vectors:
+        key = (flat.device, flat.element_size(), active.dtype, block == 1)
+        together[key].append((flat.data_ptr(), active.data_ptr(), flat.numel(), block))
+    for (device, width, form, single), rows in together.items():
+        names, code = source().tl, _FLAGS[form]
+        types = {"TYPE": getattr(names, f"int{8 * width}"), "CODE": code and getattr(names, code)}
+        aligned = all((values | flags) % ALIGNMENT == 0 for values, flags, *_ in rows)
+        constants = {**types, "BITS": form is torch.uint8, "SINGLE": single, "ALIGNED": aligned}
+        if not _launch_many(source().clear_many, device, rows, **constants):
+            return False
+    return True
 
 
 def survey(flags: Tensor, known: Tensor | None, packed: bool = False) -> tuple[int, int] | None:
@@ -80,6 +109,52 @@ def survey(flags: Tensor, known: Tensor | None, packed: bool = False) -> tuple[i
         return None
     count, differing = result.tolist()
     return count, differing
+
+
+def survey_many(members: Sequence[Flagged]) -> list[tuple[int, bool]] | None:
+    """`survey` of many codes (bytes) and flags of one device, for one wait."""
+    if not launching.serve(*chain.from_iterable(members)):
+        return None
+    result = torch.zeros(2 * len(members), dtype=torch.int64, device=members[0][0].device)
+    if not _launch_flagged(source().survey_many, members, result):
+        return None
+    counts = result.tolist()
+    return [(count, bool(differing)) for count, differing in zip(counts[::2], counts[1::2], strict=True)]
+
+
+def recode_many(members: Sequence[Flagged], table: Tensor) -> bool:
+    """`recode` of many codes in place, given their new flags, by one table of bytes."""
+    if not launching.serve(*chain.from_iterable(members)):
+        return False
+    by_code = launching.upload(table.reshape(-1), members[0][0].device)
+    return _launch_flagged(source().recode_many, members, by_code, table.shape[-1])
+
+
+def _launch_flagged(kernel: Any, members: Sequence[Flagged], *arguments: Any) -> bool:
+    rows = [
+        (codes.data_ptr(), flags.data_ptr(), codes.numel(), 2 * place)
+        for place, (codes, flags) in enumerate(members)
+    ]
+    aligned = all((codes | flags) % ALIGNMENT == 0 for codes, flags, *_ in rows)
+    return _launch_many(kernel, members[0][0].device, rows, *arguments, ALIGNED=aligned)
+
+
+def _launch_many(
+    kernel: Any, device: torch.device, rows: Sequence[tuple[int, ...]], *arguments: Any, **constants: Any
+) -> bool:
+    """Run a kernel over many tensors, of each of which the third number is how many entries there are."""
+    room = power_of_two(len(rows))
+    starts = [0, *accumulate(-(-row[2] // tile()) for row in rows)]
+    programs = starts.pop()
+    starts += [NO_PROGRAM] * (room - len(rows))
+    written = array("q", chain(starts, *rows))
+    table = launching.upload(torch.frombuffer(written, dtype=torch.int64), device)
+    return launching.launch(kernel, programs, device, table, *arguments, JOBS=room, **constants)
+
+
+def power_of_two(count: int) -> int:
+    """The next one, `count` itself where it is one."""
+    return 1 << max(count - 1, 0).bit_length()
 
 
 def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:

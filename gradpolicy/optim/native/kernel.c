@@ -308,3 +308,27 @@ void gradpolicy_clear(const clearing *each, int64_t count, int64_t *first_parts,
 }
 
 #include "kernel_packed.c"
+
+/* --- new masks of many tensors */
+
+typedef struct { uint8_t *codes; const uint8_t *flags; int64_t size, set, differs; } flagged;
+
+/* Fills in how many flags of each are set, and whether they differ from the signs of its codes; `room` has a number for
+ * each GRAIN of the largest. */
+void gradpolicy_survey_many(flagged *each, int64_t count, int64_t *room, int threads)
+{
+    for (int64_t i = 0; i < count; i++) {
+        flagged *f = each + i;
+        int differs;
+        f->set = gradpolicy_survey(f->flags, f->codes, 0, 0, room, f->size, 0, &differs, threads);
+        f->differs = differs;
+    }
+}
+
+/* `gradpolicy_recode` of each, by one table. */
+void gradpolicy_recode_many(const flagged *each, int64_t count, const uint8_t *table, int64_t slots, int thaw, int freeze,
+                            int threads)
+{
+    for (int64_t i = 0; i < count; i++)
+        gradpolicy_recode(each[i].codes, each[i].flags, table, each[i].size, slots, thaw, freeze, threads);
+}

@@ -10,6 +10,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _ARGUMENTS = {
     "recode": [*[_POINTER] * 3, *[_LONG] * 2, *[_INT] * 3],
     "clear": [_POINTER, _LONG, _POINTER, _INT],
     "survey": [*[_POINTER] * 5, _LONG, _INT, _POINTER, _INT],
+    "survey_many": [_POINTER, _LONG, _POINTER, _INT],
+    "recode_many": [_POINTER, _LONG, _POINTER, _LONG, *[_INT] * 3],
     "repack": [*[_POINTER] * 5, _INT, _LONG, _INT],
 }
 _RESULTS = {"survey": _LONG, "repack": _INT}
@@ -70,6 +73,37 @@ def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
     sizes = (codes.numel(), table.shape[-1], thaw, freeze)
     kernel.gradpolicy_recode(*addresses, *sizes, torch.get_num_threads())
     return codes
+
+
+def survey_many(members: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[int, bool]] | None:
+    """Of many codes (bytes) and flags: how many are set, and whether they differ from what is in force."""
+    kernel = library() if all(_on_cpu(*member) for member in members) else None
+    if kernel is None:
+        return None
+    rows = _rows(members)
+    room = (ctypes.c_int64 * -(-max(codes.numel() for codes, _ in members) // GRAIN))()
+    kernel.gradpolicy_survey_many(rows, len(members), room, torch.get_num_threads())
+    return [(rows[place], bool(rows[place + 1])) for place in range(3, len(rows), _FIELDS)]
+
+
+def recode_many(members: Sequence[tuple[Tensor, Tensor]], table: Tensor) -> bool:
+    """`recode` of many codes in place, given their new flags, by one table of bytes."""
+    kernel = library()
+    if kernel is None:
+        return False
+    by_byte, thaw, freeze = _by_byte(table)
+    sizes = (table.shape[-1], thaw, freeze, torch.get_num_threads())
+    kernel.gradpolicy_recode_many(_rows(members), len(members), by_byte.data_ptr(), *sizes)
+    return True
+
+
+_FIELDS = 5
+
+
+def _rows(members: Sequence[tuple[Tensor, Tensor]]) -> Any:
+    """`flagged` of kernel.c, of codes and flags."""
+    fields = [(codes.data_ptr(), flags.data_ptr(), codes.numel(), 0, 0) for codes, flags in members]
+    return (ctypes.c_int64 * (_FIELDS * len(members)))(*chain.from_iterable(fields))
 
 
 @functools.lru_cache(maxsize=16)

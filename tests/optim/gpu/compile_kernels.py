@@ -64,8 +64,17 @@ MOVES = {
     },
     "recode": {"codes": "*i8", "flags": FLAGS, "table": "*i8", "result": "*i8", "size": "i32", "width": "i32"}
     | {"OLD_BITS": 8},
-    "clear_frozen": {"flat": WHOLE, "active": "*i8", "size": "i32", "block": "i32", "BELOW_ZERO": True}
-    | {"SINGLE": True},
+    "clear_many": {
+        "table": "*i64",
+        "TYPE": tl.int32,
+        "CODE": tl.int8,
+        "BITS": False,
+        "SINGLE": True,
+        "JOBS": 4,
+        "ALIGNED": True,
+    },
+    "survey_many": {"table": "*i64", "result": "*i64", "JOBS": 4, "ALIGNED": True},
+    "recode_many": {"table": "*i64", "by_code": "*i8", "width": "i32", "JOBS": 4, "ALIGNED": True},
     "draw": {
         "out": FLAGS,
         "size": "i32",

@@ -60,7 +60,7 @@ capabilities = pytest.mark.parametrize("capability", [90, pytest.param(80, marks
 @capabilities
 def test_kernels_compile_and_keep_to_their_registers(capability, cache):
     made = built(capability, cache)
-    assert len(made) == 14
+    assert len(made) == 16
     for name, kernel in made.items():
         assert kernel["stack"] == 0, name
         # Of 65536, so that at least two programs of 256 threads run beside each other.

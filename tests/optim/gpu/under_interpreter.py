@@ -184,6 +184,21 @@ def test_codes_are_looked_up_as_torch_does(size, wide):
     assert result.dtype is wide
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_many_codes_are_looked_up_as_each_alone(first):
+    sizes = (2, 5000, 4096, 9, 3)
+    old = [codes_of(torch.rand(size + first) < 0.5, 3)[first:] for size in sizes]
+    flags = [torch.rand(size + first)[first:] < 0.5 for size in sizes]
+    flags[3] = old[3] < 0
+    table = torch.randint(-128, 128, (2, 2, 3)).to(torch.int8)
+    expected = [cohorts.recode(*member, table) for member in zip(old, flags, strict=True)]
+    members = list(zip(old, flags, strict=True))
+    seen = [(int(own.sum()), not torch.equal(own, codes < 0)) for codes, own in members]
+    assert gpu_moves.survey_many(members) == seen
+    assert gpu_moves.recode_many(members, table)
+    assert all(map(torch.equal, old, expected))
+
+
 @pytest.mark.parametrize("of_codes", [True, False])
 @pytest.mark.parametrize("size", [1, 8, 1024, 5000])
 def test_bits_are_those_of_torch(size, of_codes):
@@ -218,6 +233,29 @@ def test_frozen_entries_are_emptied(rows, block, dtype, of_codes):
     moves.fill_frozen(flat, codes_of(active, 2) if of_codes else active, block, 0.0)
     assert torch.equal(flat.isnan(), active.repeat_interleave(block))
     assert torch.equal(flat == 0, ~active.repeat_interleave(block))
+
+
+def test_many_tensors_are_emptied_at_once(monkeypatch):
+    launches = []
+    launch = launching.launch
+    monkeypatch.setattr(
+        launching, "launch", lambda *given, **more: launches.append(1) or launch(*given, **more)
+    )
+    vectors, expected = [], []
+    for size, block in ((5000, 1), (7, 1), (1024, 1), (33, 40), (3, 5)):
+        for form in ("codes", "flags", "held", "wide"):
+            active = torch.rand(size) < 0.5
+            codes = codes_of(active, 2)
+            forms = {"codes": codes, "flags": active, "wide": codes.short()}
+            given = Held(active, block) if form == "held" else forms[form]
+            vectors.append((torch.randn(size * block), given, block))
+            expected.append(vectors[-1][0].where(active.repeat_interleave(block), 0.0))
+    launches.clear()
+    moves.clear_frozen(vectors)
+    for (flat, *_), wanted in zip(vectors, expected, strict=True):
+        assert torch.equal(flat, wanted)
+    # Codes, flags and wide codes of entries and of rows, and bits.
+    assert len(launches) == 7
 
 
 @pytest.mark.parametrize("size", [1, 4096, 9000])
@@ -307,4 +345,26 @@ def test_a_change_of_an_entry_mask_waits_once(monkeypatch, frozen_state):
         assert waits == [1]
         # Before the first there is one code for all.
         assert change == 0 or not {"_local_scalar_dense", "nonzero", "equal", "item"} & set(asked.names)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero"])
+def test_changes_of_many_entry_masks_wait_once(monkeypatch, frozen_state):
+    waits = []
+    survey = gpu_moves.survey_many
+    monkeypatch.setattr(gpu_moves, "survey_many", lambda members: waits.append(1) or survey(members))
+    parameters = [torch.nn.Parameter(torch.randn(40, 30)) for _ in range(3)]
+    optimizer = MaskedOptimizer(torch.optim.AdamW(parameters, fused=True), frozen_state=frozen_state)
+    for parameter in parameters:
+        parameter.grad = torch.randn(40, 30)
+        optimizer.set_mask(parameter, torch.rand(40, 30) < 0.5)
+    monkeypatch.setattr(gpu_moves, "survey", lambda *given, **more: pytest.fail("one by one"))
+    for _ in range(2):
+        masks = {parameter: torch.rand(40, 30) < 0.5 for parameter in parameters}
+        waits.clear()
+        with Asked() as asked:
+            optimizer.set_masks(masks)
+        assert waits == [1]
+        assert not {"_local_scalar_dense", "nonzero", "equal", "item"} & set(asked.names)
+        assert all(torch.equal(optimizer.get_mask(parameter), mask) for parameter, mask in masks.items())
         optimizer.step()
