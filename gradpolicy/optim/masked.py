@@ -186,13 +186,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
             PolicyError: the parameter is not the optimizer's; the mask is not bool or does not fit; the
                 optimizer was made with differentiable=True.
         """
-<<<<<<< ours
-        if torch.is_inference_mode_enabled():
-            # Later steps write to what is made here, as they could not to tensors of that mode.
-            with torch.inference_mode(mode=False):
-                self.set_mask(parameter, mask, frozen_state=frozen_state, bias_correction=bias_correction)
-            return
-=======
         # Whatever the caller's mode, later steps write to what is made here.
         with torch.inference_mode(mode=False), torch.no_grad():
             tracked, fitting = self._ready(parameter, mask, frozen_state, bias_correction)
@@ -238,7 +231,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self, parameter: Tensor, mask: Any, frozen_state: str | None, bias_correction: str | None
     ) -> tuple[Tracked, Tensor | None]:
         """What is known of a parameter, with options taken, and a mask that fits it."""
->>>>>>> theirs
         name = self._name(parameter)
         if hasattr(mask, "materialize"):
             mask = mask.materialize(parameter.shape, parameter.device)
@@ -251,18 +243,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             tracked.frozen_state = checked("frozen_state", frozen_state)
         if bias_correction is not None:
             tracked.bias_correction = checked("bias_correction", bias_correction)
-<<<<<<< ours
-        with torch.no_grad():
-            tracked.set_mask(mask)
-        tracked.recipe = recipe
-
-    def set_masks(self, masks: Mapping[Tensor, Any]) -> None:
-        """Set the masks of many parameters; those not named keep theirs."""
-        for parameter, mask in masks.items():
-            self.set_mask(parameter, mask)
-=======
         return tracked, mask
->>>>>>> theirs
 
     def get_mask(self, parameter: Tensor) -> Tensor:
         """The parameter's mask as it was set (bool, broadcastable to it); all True where there is none."""
