@@ -198,14 +198,13 @@ class Held:
 
 
 def _repack(old: Held | None, new: Held | None, moves: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
-    """Move values by a kernel, see `native.repack` (several: not by numba); False where none can do it."""
+    """Move values by a kernel, see `native.repack`; False where none can do it."""
     known = [held for held in (old, new) if held is not None]
     grains = {held.grain for held in known}
     before, after = (None if held is None else held._index for held in (old, new))
     size = known[0].size
-    if grains == {GRAIN} and native.repack(before, after, moves, size):
-        return True
-    if len(grains) > 1 or (grains == {GRAIN} and len(moves) > 1):
+    if grains == {GRAIN}:
+        return native.repack(before, after, moves, size) or jitted.repack(before, after, moves, size)
+    if len(grains) > 1:
         return False
-    kernel = jitted.repack if grains == {GRAIN} else gpu_moves.repack
-    return all(kernel(before, after, values, result, size, new) for values, result, new in moves)
+    return all(gpu_moves.repack(before, after, values, result, size, new) for values, result, new in moves)

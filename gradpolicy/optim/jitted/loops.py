@@ -110,13 +110,23 @@ def narrow(_context: Any, value: Any, stored: Any) -> Any:
 
 
 @loop
+def _byte(bits, at, k):  # type: ignore[no-untyped-def]
+    return np.uint64(bits[at + np.uintp(k)]) << np.uint64(8 * k)
+
+
+@loop
 def _word(bits, base, stop):  # type: ignore[no-untyped-def]
     """Which of 64 entries are held; no bits: all."""
-    count = min(64, stop - base)
-    held = np.uint64(0) if len(bits) else ~np.uint64(0)
-    for k in range((count + 7) // 8 if len(bits) else 0):
-        held |= np.uint64(bits[base // 8 + k]) << np.uint64(8 * k)
-    return held & (~np.uint64(0) >> np.uint64(64 - count))
+    at, left, held = np.uintp(base // 8), stop - base, np.uint64(0)
+    if not len(bits):
+        held = ~held
+    elif left >= 64:  # written out, LLVM makes one load of it
+        low = _byte(bits, at, 0) | _byte(bits, at, 1) | _byte(bits, at, 2) | _byte(bits, at, 3)
+        return low | _byte(bits, at, 4) | _byte(bits, at, 5) | _byte(bits, at, 6) | _byte(bits, at, 7)
+    else:
+        for k in range((left + 7) // 8):
+            held |= _byte(bits, at, k)
+    return held if left >= 64 else held & ((np.uint64(1) << np.uint64(left)) - np.uint64(1))
 
 
 @loop
@@ -292,19 +302,58 @@ def pack_bits(flags, shift, bits, counts, start, stop):  # type: ignore[no-untyp
 
 
 @loop
-def repack(old_bits, old_offsets, new_bits, new_offsets, values, result, size, newcomer, start, stop):  # type: ignore[no-untyped-def]
-    """Move values between sets of held entries, for GRAINs start..stop-1; see `native.repack`."""
+def copy_out(old_offsets, copy_at, sources, copies, start, stop):  # type: ignore[no-untyped-def]
+    """Copy the values of those among GRAINs start..stop-1 that have a place in `copies`."""
     for part in range(start, stop):
+        first, count = old_offsets[part], old_offsets[part + 1] - old_offsets[part]
+        at = copy_at[part]
+        for k in range(len(sources)):
+            if at >= 0:
+                copies[k][at : at + count] = sources[k][first : first + count]
+
+
+@loop
+def _repack_part(old_bits, new_bits, sources, source, results, target, newcomer, first, end):  # type: ignore[no-untyped-def]
+    """Entries first..end-1, which are held from `source` on, and afterwards from `target` on."""
+    source, target, one = np.uintp(source), np.uintp(target), np.uint64(1)
+    for base in range(first, end, 64):
+        had, wanted = _word(old_bits, base, end), _word(new_bits, base, end)
+        stays, coming = had & wanted, popcount(wanted)
+        for k in range(len(sources)):
+            for i in range(coming):
+                results[k][target + i] = newcomer
+        while stays:
+            lower = (stays & (~stays + one)) - one  # all bits below the lowest
+            for k in range(len(sources)):
+                results[k][target + popcount(wanted & lower)] = sources[k][source + popcount(had & lower)]
+            stays &= stays - one
+        source += popcount(had)
+        target += coming
+
+
+@loop
+def repack(old, new, sources, results, copies, copy_at, newcomer, size, backwards, start, stop):  # type: ignore[no-untyped-def]
+    """Move values between sets of held entries, for GRAINs start..stop-1.
+
+    Args:
+        old: bits and offsets of the entries held before; empty: all.
+        new: those held afterwards.
+        sources: vectors of one type that are moved alike.
+        results: as many.
+        copies: as many, of the values that are not to be read in `sources`.
+        copy_at: where those of each GRAIN begin, below 0 for the others; empty: there are none.
+        newcomer: value of entries that were not held.
+        size: entries of the whole tensor.
+        backwards: whether to begin with the last.
+        start: the first GRAIN.
+        stop: the GRAIN after the last.
+    """
+    for turn in range(start, stop):
+        part = start + stop - 1 - turn if backwards else turn
         first, end = part * GRAIN, min((part + 1) * GRAIN, size)
-        source = np.uintp(old_offsets[part] if len(old_bits) else first)
-        target = np.uintp(new_offsets[part] if len(new_bits) else first)
-        result[target : new_offsets[part + 1] if len(new_bits) else end] = newcomer
-        for base in range(first, end, 64):
-            had, wanted = _word(old_bits, base, end), _word(new_bits, base, end)
-            stays = had & wanted
-            while stays:
-                lower = (stays & (~stays + np.uint64(1))) - np.uint64(1)  # all bits below the lowest
-                result[target + popcount(wanted & lower)] = values[source + popcount(had & lower)]
-                stays &= stays - np.uint64(1)
-            source += popcount(had)
-            target += popcount(wanted)
+        source = old[1][part] if len(old[0]) else first
+        target = new[1][part] if len(new[0]) else first
+        if len(copy_at) and copy_at[part] >= 0:
+            _repack_part(old[0], new[0], copies, copy_at[part], results, target, newcomer, first, end)
+        else:
+            _repack_part(old[0], new[0], sources, source, results, target, newcomer, first, end)

@@ -5,8 +5,7 @@ What `native.moves` is to kernel.c, this is to loops.py; `adam` runs the updates
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,9 @@ from torch import Tensor
 from gradpolicy.machinery.jitting import in_parallel, loops, parts
 from gradpolicy.optim.native.moves import GRAIN
 
-PART = 16 * GRAIN
+SEGMENT = 16
+"""GRAINs a thread takes at once."""
+PART = SEGMENT * GRAIN
 """Entries a thread takes at once."""
 SHOWN_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.bool: torch.uint8}
 """Types that NumPy or the loops lack, and whole numbers of as many bytes."""
@@ -102,37 +103,79 @@ def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
     return packed, counts
 
 
-def _copy(values: np.ndarray) -> np.ndarray:
-    """A copy in memory that NumPy asks for, in fewer and larger pages than torch's: fresh pages are slow."""
-    copy = np.empty_like(values)
-    starts = range(0, len(values), PART)
-    pairs = [(copy[start : start + PART], values[start : start + PART]) for start in starts]
-    in_parallel([partial(np.copyto, *pair) for pair in pairs])
-    return copy
-
-
 def repack(
     old: tuple[Tensor, Tensor] | None,
     new: tuple[Tensor, Tensor] | None,
-    values: Tensor,
-    result: Tensor,
+    moves: Sequence[tuple[Tensor, Tensor, int]],
     size: int,
-    newcomer: int = 0,
 ) -> bool:
-    """Move values between sets of held entries, as `native.repack`, to memory of their own.
-
-    Returns:
-        False where the loops cannot do it.
-    """
-    if not _on_cpu(values, result) or library() is None:
+    """`native.repack`; False where the loops cannot do it."""
+    vectors = [vector for values, result, _ in moves for vector in (values, result)]
+    if not _on_cpu(*vectors) or library() is None:
         return False
-    everything = (np.empty(0, np.uint8), np.empty(0, np.int64))
-    index = [everything if each is None else tuple(map(array, each)) for each in (old, new)]
-    whole = WHOLE[values.element_size()]
-    arrays = [array(tensor, whole) for tensor in (values, result)]
-    if values.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
-        arrays[0] = _copy(arrays[0])  # parts are written in no order that would leave what others still read
-    kind = arrays[0].dtype.type
-    first = kind(newcomer % (1 << (8 * values.element_size())))
-    _run(library().repack, *index[0], *index[1], *arrays, size, first, size=-(-size // GRAIN), part=16)
+    alike: dict[tuple[int, int, int | None], list[tuple[Tensor, Tensor]]] = {}
+    for values, result, newcomer in moves:
+        key = values.element_size(), newcomer, _shift(values, result)
+        alike.setdefault(key, []).append((values, result))
+    for (_, newcomer, shift), pairs in alike.items():
+        _repack_alike(_arrays(old), _arrays(new), pairs, newcomer, shift, size)
     return True
+
+
+Index = tuple[np.ndarray, np.ndarray]
+
+
+def _arrays(index: tuple[Tensor, Tensor] | None) -> Index:
+    """Bits and offsets, empty where all entries are held."""
+    return (
+        (np.empty(0, np.uint8), np.empty(0, np.int64))
+        if index is None
+        else (array(index[0]), array(index[1]))
+    )
+
+
+def _shift(values: Tensor, result: Tensor) -> int | None:
+    """How many values after the old ones the new ones begin; None: in memory of their own."""
+    if values.untyped_storage().data_ptr() != result.untyped_storage().data_ptr():
+        return None
+    return (result.data_ptr() - values.data_ptr()) // values.element_size()
+
+
+def _repack_alike(
+    old: Index,
+    new: Index,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    newcomer: int,
+    shift: int | None,
+    size: int,
+) -> None:
+    """Move vectors of one size of value, which lie alike."""
+    width = pairs[0][0].element_size()
+    sources, results = (
+        tuple(array(vector, WHOLE[width]) for vector in each) for each in zip(*pairs, strict=True)
+    )
+    count, kind = -(-size // GRAIN), sources[0].dtype
+    copies, copy_at = tuple(source[:0] for source in sources), np.empty(0, np.int64)
+    if shift is not None:
+        copy_at, copied = _places_of_copies(old[1], _in_danger(old[1], new[1], shift))
+        copies = tuple(np.empty(copied, kind) for _ in sources)
+        _run(library().copy_out, old[1], copy_at, sources, copies, size=count, part=SEGMENT)
+    value, backwards = kind.type(newcomer % (1 << (8 * width))), shift is not None and shift >= 0
+    arguments = (old, new, sources, results, copies, copy_at, value, size, backwards)
+    _run(library().repack, *arguments, size=count, part=SEGMENT)
+
+
+def _in_danger(old: np.ndarray, new: np.ndarray, shift: int) -> np.ndarray:
+    """Whether the values of each GRAIN would be written over before they are read; see kernel_packed.c."""
+    parts = len(old) - 1
+    first = np.arange(parts) // SEGMENT * SEGMENT
+    last = np.minimum(first + SEGMENT, parts)
+    if shift < 0:
+        return np.logical_or(new[1:] + shift > old[:-1], new[last] + shift < old[1:])
+    return np.logical_or(new[:-1] + shift < old[1:], new[first] + shift > old[:-1])
+
+
+def _places_of_copies(offsets: np.ndarray, copied: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where the copy of each GRAIN begins, -1 where there is none, and how long all are."""
+    counts = np.diff(offsets) * copied
+    return np.where(copied, counts.cumsum() - counts, -1), int(counts.sum())
