@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.freeze.mask import Mask, check_mask
-from gradpolicy.freeze.source import MaskSource, refuse_timetable
+from gradpolicy.freeze.source import MaskSource, warn_of_timetable
 from gradpolicy.where import as_patterns, match_names
 
 FILE_ENDING = ".safetensors"
@@ -28,8 +28,8 @@ class Fixed(MaskSource):
             - a dict from names or globs to masks; what it does not name trains;
             - the path of a ``.safetensors`` file that holds a mask for each name, bool or uint8.
         freeze: The other way round: globs of what does not train; everything else does.
-        seed: Taken for the sake of a common signature; nothing here is random.
-        **wrong: Any other argument is refused; a timetable too, since the masks never change.
+        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. They make no
+            difference here, which a warning says: the masks never change.
 
     Raises:
         PolicyError: If a name or glob matches no parameter, a mask does not fit, or the file is none.
@@ -50,11 +50,10 @@ class Fixed(MaskSource):
         mask: "bool | str | Path | Iterable[str] | Tensor | Mapping[str, Mask]" = False,
         *,
         freeze: str | Iterable[str] | None = None,
-        seed: int | None = None,
-        **wrong: Any,
+        **timetable: Any,
     ) -> None:
-        refuse_timetable(Fixed, wrong)
-        super().__init__(every=None, seed=seed)
+        super().__init__(**{"every": None, **timetable})
+        warn_of_timetable(self)
         if freeze is not None and mask is not False:
             raise PolicyError("Fixed: give either mask (what trains) or freeze (what does not), not both")
         self.mask = mask

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
-from gradpolicy.freeze.source import MaskSource, refuse_timetable
+from gradpolicy.freeze.source import MaskSource, warn_of_timetable
 
 Indices = int | str | slice | Tensor | Iterable[int | str | slice]
 
@@ -25,8 +25,8 @@ class Rows(MaskSource):
         dim: The dimension that the rows are of (for an index with commas it has no meaning).
         size: How many neighbouring rows one number stands for: with ``size=head_width`` the numbers are
             attention heads.
-        seed: Taken for the sake of a common signature; nothing here is random.
-        **wrong: Any other argument is refused; a timetable too, since the masks never change.
+        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. They make no
+            difference here, which a warning says: the masks never change.
 
     Raises:
         PolicyError: If an index cannot be read, or a row does not exist in a parameter.
@@ -41,11 +41,9 @@ class Rows(MaskSource):
 
     repeats_masks = True
 
-    def __init__(
-        self, rows: Indices, *, dim: int = 0, size: int = 1, seed: int | None = None, **wrong: Any
-    ) -> None:
-        refuse_timetable(Rows, wrong)
-        super().__init__(every=None, seed=seed)
+    def __init__(self, rows: Indices, *, dim: int = 0, size: int = 1, **timetable: Any) -> None:
+        super().__init__(**{"every": None, **timetable})
+        warn_of_timetable(self)
         self.rows, self._index = _read(rows)
         self._flags: int | None = None
         if all(isinstance(part, bool) for part in self.rows):

@@ -1,5 +1,6 @@
 """What every mask source has: a timetable, a seed, the parameters it masks."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -190,16 +191,12 @@ class MaskSource:
         return {}
 
 
-def refuse_timetable(kind: type[MaskSource], wrong: Mapping[str, Any]) -> None:
-    """Refuses a timetable for a source whose masks never change, and what no source takes.
-
-    Raises:
-        PolicyError: If there is any such argument.
-    """
-    for key in wrong:
-        if key in TIMETABLE:
-            raise PolicyError(
-                f"{kind.__name__}: takes no {key!r}, since its masks never change; for a policy that holds "
-                "only at some times, give the policy when=gradpolicy.When(...)"
-            )
-    refuse_unknown_arguments(kind, wrong)
+def warn_of_timetable(source: MaskSource) -> None:
+    """Says so where a source whose masks never change was given a timetable, which is as good as none."""
+    given = [key for key in TIMETABLE if getattr(source, key) != _USUAL[key]]
+    if given:
+        warnings.warn(
+            f"{type(source).__name__}: {' and '.join(given)} make no difference, since its masks never "
+            "change; for a policy that holds only at some times, give the policy when=gradpolicy.When(...)",
+            stacklevel=3,
+        )

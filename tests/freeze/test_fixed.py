@@ -85,9 +85,21 @@ def test_to_freeze_no_glob_is_an_error() -> None:
         gp.masks.Fixed(freeze=[])
 
 
-def test_a_timetable_is_refused_since_the_masks_never_change() -> None:
-    with pytest.raises(PolicyError, match=r"takes no 'every', since its masks never change; .* when="):
-        gp.masks.Fixed("head.*", every=5)
+@pytest.mark.parametrize("kind", [gp.masks.Fixed, gp.masks.Rows])
+def test_a_timetable_is_taken_and_said_to_make_no_difference(
+    kind: type, recwarn: pytest.WarningsRecorder
+) -> None:
+    source = kind(True if kind is gp.masks.Fixed else 0, every=5, start=3)
+    (warning,) = [str(found.message) for found in recwarn]
+    assert warning.startswith(f"{kind.__name__}: every and start make no difference")
+    assert "when=" in warning
+    source.setup({"weight": torch.zeros(2, 2)}, seed=0)
+    assert source.masks(0, 0) == source.masks(9, 1)
+
+
+def test_a_source_whose_masks_never_change_names_an_unknown_argument() -> None:
+    with pytest.raises(PolicyError, match="Fixed: takes no argument 'evry'; did you mean 'every'"):
+        gp.masks.Fixed("head.*", evry=5)
 
 
 def test_mask_and_freeze_exclude_each_other() -> None:

@@ -95,7 +95,6 @@ def test_only_these_rows_move(stack, tokens) -> None:
         ({"rows": [2, 0, {"3": None}]}, 'an index is written as text: "2, 0, 3:"'),
         ({"rows": {"a": 1}}, "must be numbers, a slice or an index"),
         ({"rows": 0, "dim": "first"}, "Rows.dim: must be a whole number, got 'first'"),
-        ({"rows": 0, "start": 5}, "takes no 'start', since its masks never change; .* when="),
         ({"row": 0, "rows": 0}, "takes no argument 'row'; did you mean 'rows'"),
     ],
 )
