@@ -6,7 +6,7 @@ It knows neither Lightning nor the optimizer's arithmetic. A training loop calls
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,8 @@ from gradpolicy.freeze.toggling import GradientSwitch
 from gradpolicy.where import named_parameters, once_each, pick, plain_name
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Options = tuple[str | None, str | None]
+"""``frozen_state`` and ``bias_correction``."""
 
 
 class MaskingOptimizer(Protocol):
@@ -29,10 +31,10 @@ class MaskingOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def set_mask(
-        self, parameter: Tensor, mask: Any, *, frozen_state: str | None, bias_correction: str | None
+    def set_masks(
+        self, masks: Mapping[Tensor, Any], *, frozen_state: str | None, bias_correction: str | None
     ) -> None:
-        """Sets the mask of a parameter; None lets every entry train."""
+        """Sets the masks of parameters; None lets every entry train."""
 
     def mask_gradients(self) -> None:
         """Removes the gradients of frozen entries."""
@@ -145,11 +147,10 @@ class Freezer:
         changed = set(self.parameters) if not self._combined else set().union(*(names for _, names in asked))
         renewing = [bound for bound in self._bound if bound.holds and bound.source.renews_state]
         renewed = set().union(*(bound.parameters for bound in renewing))
-        for name in self.parameters if changed or renewed else ():
-            if name in renewed:
-                self._empty_state(name)
-            if name in changed or name in renewed:
-                self._set_mask(name)
+        if renewed:
+            self._empty_state(renewed)
+        if changed or renewed:
+            self._set_masks(changed | renewed)
         for bound, names in asked:
             if bound.holds and (names or bound.source.renews_state):
                 bound.source.apply()
@@ -268,31 +269,38 @@ class Freezer:
 
     # ---- the parts
 
-    def _empty_state(self, name: str) -> None:
-        """Freezes a whole parameter for a moment, which leaves nothing of its optimizer state."""
-        self._combined.pop(name, None)
-        parameter = self.parameters[name]
-        self._owner[id(parameter)].set_mask(
-            parameter, _for_optimizer(False, parameter), frozen_state="zero", bias_correction=None
-        )
+    def _empty_state(self, names: Collection[str]) -> None:
+        """Freezes whole parameters for a moment, which leaves nothing of their optimizer state."""
+        for name in names:
+            self._combined.pop(name, None)
+        self._hand_over({name: (False, ("zero", None)) for name in self.parameters if name in names})
 
-    def _set_mask(self, name: str) -> None:
-        """Hands the optimizer the intersection of the masks that hold on a parameter."""
-        parameter, bounds = self.parameters[name], self._policies_of[name]
-        masks = [bound.masks[name] for bound in bounds if bound.holds]
-        combined: Mask = True
-        for mask in masks:
-            combined = intersect(combined, mask, parameter.shape, parameter.device)
-        if same_mask(self._combined.get(name), combined):
-            return
-        self._combined[name] = combined
-        policy = bounds[0].policy
-        self._owner[id(parameter)].set_mask(
-            parameter,
-            _for_optimizer(combined, parameter),
-            frozen_state=policy.frozen_state,
-            bias_correction=policy.bias_correction,
-        )
+    def _set_masks(self, names: Collection[str]) -> None:
+        """Hands the optimizers the intersections of the masks that hold, where those are new."""
+        new: dict[str, tuple[Mask, Options]] = {}
+        for name, parameter in self.parameters.items():
+            if name not in names:
+                continue
+            bounds = self._policies_of[name]
+            combined: Mask = True
+            for mask in (bound.masks[name] for bound in bounds if bound.holds):
+                combined = intersect(combined, mask, parameter.shape, parameter.device)
+            if not same_mask(self._combined.get(name), combined):
+                policy = bounds[0].policy
+                self._combined[name] = combined
+                new[name] = combined, (policy.frozen_state, policy.bias_correction)
+        self._hand_over(new)
+
+    def _hand_over(self, masks: Mapping[str, tuple[Mask, Options]]) -> None:
+        """Gives each optimizer all its masks of the same options at once."""
+        alike: dict[tuple[int, Options], dict[Tensor, Any]] = {}
+        for name, (mask, options) in masks.items():
+            parameter = self.parameters[name]
+            key = (id(self._owner[id(parameter)]), options)
+            alike.setdefault(key, {})[parameter] = _for_optimizer(mask, parameter)
+        for (_, (frozen_state, bias_correction)), together in alike.items():
+            owner = self._owner[id(next(iter(together)))]
+            owner.set_masks(together, frozen_state=frozen_state, bias_correction=bias_correction)
 
     def _toggle(self, changed: bool) -> None:
         """Turns ``requires_grad`` off where nothing trains and nobody wants the gradient."""
@@ -371,7 +379,7 @@ def _finite_gradients(optimizers: Iterable[MaskingOptimizer]) -> bool:
 
 def _check_optimizers(optimizers: Iterable[object]) -> None:
     for optimizer in optimizers:
-        if not hasattr(optimizer, "set_mask"):
+        if not hasattr(optimizer, "set_masks"):
             kind = type(optimizer).__name__
             raise PolicyError(f"optimizers: {kind} takes no masks; wrap it: gradpolicy.MaskedOptimizer(...)")
 

@@ -18,11 +18,12 @@ class FakeOptimizer:
 
     def __init__(self, parameters) -> None:
         self.param_groups = [{"params": list(parameters)}]
-        self.masks, self.settings, self.calls, self.masked = {}, {}, 0, 0
+        self.masks, self.settings, self.calls, self.masked = {}, {}, [], 0
 
-    def set_mask(self, parameter, mask, **settings) -> None:
-        self.masks[parameter], self.settings[parameter] = mask, settings
-        self.calls += 1
+    def set_masks(self, masks, **settings) -> None:
+        self.masks |= masks
+        self.settings |= dict.fromkeys(masks, settings)
+        self.calls.append(len(masks))
 
     def mask_gradients(self) -> None:
         self.masked += 1
@@ -91,7 +92,7 @@ def test_masks_change_at_effective_steps_only(stack) -> None:
     optimizer = FakeOptimizer(stack.parameters())
     freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Random(density=0.5))})
     freezer.begin_step(0)
-    first, calls = dict(optimizer.masks), optimizer.calls
+    first, calls = dict(optimizer.masks), list(optimizer.calls)
     freezer.begin_step(0, epoch=1)
     assert (optimizer.masks, optimizer.calls) == (first, calls)
     freezer.begin_step(1)
@@ -103,7 +104,16 @@ def test_a_mask_that_stays_is_not_set_again(stack) -> None:
     freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Layerwise(active=1, every=3))})
     for step in range(3):
         freezer.begin_step(step)
-    assert optimizer.calls == len(list(stack.parameters()))
+    assert optimizer.calls == [len(list(stack.parameters()))]
+
+
+def test_masks_with_the_same_options_are_set_in_one_call(stack) -> None:
+    optimizer, blocks = FakeOptimizer(stack.parameters()), list(stack.blocks.parameters())
+    kept = gp.Freeze(gp.masks.Random(density=0.5), params="blocks.*")
+    zeroed = gp.Freeze(gp.masks.Random(density=0.5), params="!blocks.*", frozen_state="zero")
+    Freezer(stack, optimizer, {"blocks": kept, "others": zeroed}).begin_step(0)
+    assert sorted(optimizer.calls) == sorted([len(blocks), len(list(stack.parameters())) - len(blocks)])
+    assert {optimizer.settings[parameter]["frozen_state"] for parameter in blocks} == {"keep"}
 
 
 def test_the_optimizer_gets_recipes_tensors_and_none(stack) -> None:
