@@ -302,17 +302,6 @@ def pack_bits(flags, shift, bits, counts, start, stop):  # type: ignore[no-untyp
 
 
 @loop
-def copy_out(old_offsets, copy_at, sources, copies, start, stop):  # type: ignore[no-untyped-def]
-    """Copy the values of those among GRAINs start..stop-1 that have a place in `copies`."""
-    for part in range(start, stop):
-        first, count = old_offsets[part], old_offsets[part + 1] - old_offsets[part]
-        at = copy_at[part]
-        for k in range(len(sources)):
-            if at >= 0:
-                copies[k][at : at + count] = sources[k][first : first + count]
-
-
-@loop
 def _repack_part(old_bits, new_bits, sources, source, results, target, newcomer, first, end):  # type: ignore[no-untyped-def]
     """Entries first..end-1, which are held from `source` on, and afterwards from `target` on."""
     source, target, one = np.uintp(source), np.uintp(target), np.uint64(1)

@@ -6,6 +6,7 @@ What `native.moves` is to kernel.c, this is to loops.py; `adam` runs the updates
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -157,9 +158,7 @@ def _repack_alike(
     count, kind = -(-size // GRAIN), sources[0].dtype
     copies, copy_at = tuple(source[:0] for source in sources), np.empty(0, np.int64)
     if shift is not None:
-        copy_at, copied = _places_of_copies(old[1], _in_danger(old[1], new[1], shift))
-        copies = tuple(np.empty(copied, kind) for _ in sources)
-        _run(library().copy_out, old[1], copy_at, sources, copies, size=count, part=SEGMENT)
+        copies, copy_at = _copy_out(sources, old[1], _in_danger(old[1], new[1], shift))
     value, backwards = kind.type(newcomer % (1 << (8 * width))), shift is not None and shift >= 0
     arguments = (old, new, sources, results, copies, copy_at, value, size, backwards)
     _run(library().repack, *arguments, size=count, part=SEGMENT)
@@ -175,7 +174,23 @@ def _in_danger(old: np.ndarray, new: np.ndarray, shift: int) -> np.ndarray:
     return np.logical_or(new[:-1] + shift < old[1:], new[first] + shift > old[:-1])
 
 
-def _places_of_copies(offsets: np.ndarray, copied: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where the copy of each GRAIN begins, -1 where there is none, and how long all are."""
+def _copy_out(
+    sources: Sequence[np.ndarray], offsets: np.ndarray, copied: np.ndarray
+) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Copies of the values of some GRAINs, one behind the other, and where those of each begin, or -1."""
     counts = np.diff(offsets) * copied
-    return np.where(copied, counts.cumsum() - counts, -1), int(counts.sum())
+    ends = counts.cumsum()
+    copies = tuple(np.empty(counts.sum(), source.dtype) for source in sources)
+    tasks: list[Callable[[], Any]] = []
+    edges = np.flatnonzero(np.diff(copied, prepend=False, append=False)).tolist()
+    for first, last in zip(edges[::2], edges[1::2], strict=True):
+        for start in range(first, last, SEGMENT):
+            stop = min(start + SEGMENT, last)
+            place = slice(ends[start] - counts[start], ends[stop - 1])
+            own = slice(offsets[start], offsets[stop])
+            tasks += [
+                partial(np.copyto, copy[place], source[own])
+                for copy, source in zip(copies, sources, strict=True)
+            ]
+    in_parallel(tasks)
+    return copies, np.where(copied, ends - counts, -1)
