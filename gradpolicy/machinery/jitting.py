@@ -5,6 +5,7 @@ numba is imported when such a loop is first wanted, and never a condition for ru
 
 import functools
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -21,6 +22,10 @@ def hindrance() -> str | None:
         importlib.import_module("numba")
     except (ImportError, OSError, RuntimeError, SystemError) as error:
         return str(error)
+    # At level DEBUG it writes thousands of lines a loop, which takes longer than to compile it.
+    logger = logging.getLogger("numba")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)
     return None
 
 

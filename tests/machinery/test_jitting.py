@@ -1,5 +1,6 @@
 """Loops that numba compiles: imported when they are wanted, never a condition for running."""
 
+import logging
 import subprocess
 import sys
 import threading
@@ -57,3 +58,10 @@ def test_an_error_in_a_task_is_an_error_of_the_call(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.raises(ZeroDivisionError):
         jitting.in_parallel([lambda: 1 // 0] * 4)
+
+
+def test_a_log_at_level_debug_is_not_filled_by_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    assert jitting.hindrance() is None
+    assert not logging.getLogger("numba.core.ssa").isEnabledFor(logging.DEBUG)
+    assert logging.getLogger("gradpolicy").isEnabledFor(logging.DEBUG)
