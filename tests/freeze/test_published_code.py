@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradpolicy as gp
+from gradpolicy.freeze.topology import kept_entries
 
 STEPS, EVERY, END = 40, 4, 30
 RECORDED = Path(__file__).parent / "recorded"
@@ -89,7 +90,7 @@ def recorded(name: str) -> tuple[dict[str, Tensor], Callable[[str], dict[str, Te
 
 
 def steps_with(
-    policy: gp.Freeze,
+    policy: gp.Freeze | dict[str, gp.Freeze],
     optimizer: Callable[..., torch.optim.Optimizer],
     weights: Mapping[str, Tensor],
     gradients: list[dict[str, Tensor]],
@@ -98,7 +99,7 @@ def steps_with(
     """Trains parameters with given gradients; yields after each step, with its masked gradients."""
     parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
     masked = gp.MaskedOptimizer(optimizer(parameters.values()))
-    freezer = gp.Freezer(parameters, masked, {"policy": policy})
+    freezer = gp.Freezer(parameters, masked, policy if isinstance(policy, dict) else {"policy": policy})
     for number, given in enumerate(gradients):
         freezer.begin_step(first + number)
         for name, parameter in parameters.items():
@@ -256,3 +257,80 @@ def test_lisa_lets_the_same_parameters_train_once_its_layers_are_drawn(prepared)
     source = prepared(DrawnLayers(2, every=10), {name: torch.zeros(2) for name in names})
     for step, trains in enumerate(course):
         assert list(source.masks(step, 0).values()) == trains.tolist()
+
+
+@pytest.mark.parametrize("percentile", [10, 50, 75, 100])
+def test_autofreeze_freezes_the_same_layers_until_nothing_changes(percentile: int) -> None:
+    """There the last comparison finds no change anywhere; theirs then thaws what it had frozen for good."""
+    everything, _ = recorded("autofreeze")
+    starts, made = everything[f"starts/{percentile}"].tolist(), everything[f"made/{percentile}"].tolist()
+    names = ["embeddings", *(f"layer.{i}.weight" for i in range(12)), "classifier"]
+    gradients = [
+        dict(zip(names, [torch.ones(2, 2), *row, torch.ones(2, 2)], strict=True))
+        for row in everything["gradients"]
+    ]
+    weights = {name: torch.zeros(2, 2) for name in names}
+    policy = gp.Freeze(gp.masks.Stable(percentile, every=3))
+    for step, (_, freezer) in enumerate(
+        steps_with(policy, lambda parameters: torch.optim.SGD(parameters, lr=0.1), weights, gradients)
+    ):
+        trains = [freezer.mask_of(name) for name in names]
+        first = starts[min(step, 26)]
+        assert trains == [first == 0, *(place >= first for place in range(12)), True]
+    assert first > 0
+    assert starts[27] == 0
+    # It begins with new moments at every comparison, once something is frozen.
+    new = [after - before for before, after in zip(made[:-4:3], made[3:-1:3], strict=True)]
+    assert new == [int(start > 0) for start in starts[3:-1:3]]
+
+
+@pytest.mark.parametrize("program", ["masked", "sparse"])
+@pytest.mark.parametrize("number", range(3))
+def test_set_keeps_the_same_weights_but_those_at_its_thresholds(program: str, number: int) -> None:
+    """Theirs drops what equals a threshold too; of 10 positive weights 4 for 0.3, where the share is 3."""
+    _, under = recorded("sparse_evolution")
+    weight = under("weight")[str(number)]
+    theirs, after = (under(f"{program}/{key}")[str(number)] for key in ("kept", "active"))
+    active = weight != 0
+    kept = kept_entries(active, weight, 0.3, int(active.sum()), "sign")
+    assert not (theirs & ~kept).any()
+    for sign in (1, -1):
+        side = kept & (weight * sign > 0)
+        more = side & ~theirs
+        assert 0 < int(more.sum()) <= 2
+        # What only this keeps are the smallest of what it keeps.
+        assert float((weight[more]).abs().max()) < float(weight[side & theirs].abs().min())
+    assert int(after.sum()) == int(active.sum())
+
+
+def test_a_lottery_ticket_is_the_same_and_takes_the_same_steps() -> None:
+    """Theirs puts back what is not masked, too: here that takes a policy under which all of it trains."""
+    _, under = recorded("lottery_ticket")
+    gradients = [under(f"gradient/{number}") for number in range(12)]
+    policies = {
+        place: gp.Freeze(
+            gp.masks.TopK(density, by="change", start=6, rewind=True), params=f"{place}*", frozen_state="zero"
+        )
+        for place, density in {"body": 0.1, "head": 1.0}.items()
+    }
+
+    def adamw(parameters) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
+
+    for step, (parameters, freezer) in enumerate(steps_with(policies, adamw, under("weight"), gradients)):
+        for name, theirs in under(f"after/{step}").items():
+            torch.testing.assert_close(parameters[name].detach(), theirs, rtol=1e-6, atol=1e-7)
+        if step >= 6:
+            assert all(torch.equal(freezer.mask_of(name), mask) for name, mask in under("mask").items())
+    assert sum(int(mask.sum()) for mask in under("mask").values()) == 13
+
+
+def test_ulmfit_thaws_the_same_groups_for_two_epochs(prepared) -> None:
+    """The program then thaws all that is left at once; the paper, and this, one group after the other."""
+    course = recorded("ulmfit")[0]["trains"].tolist()
+    names = ["encoder.weight", *(f"rnns.{place}.weight" for place in range(3)), "decoder.weight"]
+    source = prepared(gp.masks.Gradual(), {name: torch.zeros(2) for name in names})
+    ours = [list(source.masks(0, epoch).values()) for epoch in range(5)]
+    assert ours[:2] == course[:2]
+    assert [sum(trains) for trains in ours] == [1, 2, 3, 4, 5]
+    assert [sum(trains) for trains in course] == [1, 2, 5, 5, 5]
