@@ -30,24 +30,24 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     Args:
         source: The C file; it may include others of its folder.
     """
-    compiler = _compiler()
+    command = compiler()
     if os.environ.get(SWITCH) == "0":
         reason = f"{SWITCH}=0"
-    elif not compiler:
+    elif not command:
         reason = "no C compiler was found"
     else:
         try:
-            return ctypes.CDLL(str(_build_somehow(source, compiler)))
+            return ctypes.CDLL(str(_build_somehow(source, command)))
         except (OSError, subprocess.SubprocessError) as error:
             output = getattr(error, "stderr", None) or str(error)
-            reason = f"{' '.join(compiler)} failed: {output.strip()[:300]}"
+            reason = f"{' '.join(command)} failed: {output.strip()[:300]}"
     if not said:
         said.append(reason)
         warnings.warn(f"gradpolicy: {_consequence()} ({reason})", stacklevel=2)
     return None
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
     """The compiler and its own arguments, as of ``CC="ccache gcc"``; empty where there is none."""
     named = os.environ.get("CC")
     if named:

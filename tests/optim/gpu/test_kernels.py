@@ -16,28 +16,47 @@ import torch
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.machinery import launching
+from gradpolicy.machinery.compiling import compiler
 from gradpolicy.optim.gpu import moves as gpu_moves
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform"
 )
 
 
 def run(*command, **variables):
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), **variables}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+    environment = {**os.environ, "PYTHONPATH": paths, **variables}
     return subprocess.run(
         [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment, check=False
     )
 
 
+def run_tests(*options, **variables):
+    """Run under_interpreter.py in its own process."""
+    plugins = ("cacheprovider", "xdist", "hypothesispytest")
+    less = [option for plugin in plugins for option in ("-p", f"no:{plugin}")]
+    less += ["--noconftest", "-W", "ignore::RuntimeWarning"]
+    ended = run("-m", "pytest", HERE / "under_interpreter.py", *less, *options, **variables)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+
+
 @needs_triton
 def test_interpreted_kernels_do_what_torch_does():
-    plugins = ("cacheprovider", "xdist", "hypothesispytest")
-    options = [option for plugin in plugins for option in ("-p", f"no:{plugin}")]
-    options += ["--noconftest", "-W", "ignore::RuntimeWarning"]
-    ended = run("-m", "pytest", HERE / "under_interpreter.py", *options, TRITON_INTERPRET="1")
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+    run_tests(TRITON_INTERPRET="1")
+
+
+A_FEW = "many_groups or moves_as_alone and drop"
+
+
+@needs_triton
+@pytest.mark.skipif(not compiler(), reason="needs a C compiler")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU where there is none")
+@pytest.mark.parametrize("chosen", [A_FEW, pytest.param("test", marks=pytest.mark.slow)])
+def test_kernels_are_compiled_and_launched_as_on_a_gpu(chosen, cache):
+    run_tests("-p", "tests.optim.gpu.interpreted_launches", "-k", chosen, TRITON_CACHE_DIR=cache)
 
 
 @functools.cache

@@ -163,6 +163,15 @@ def test_many_tensors_are_updated_together(monkeypatch):
     assert launches == ["adam_entries", "adam_rows"]
 
 
+def test_what_was_compiled_for_many_groups_serves_fewer():
+    for groups in (16, 9):  # where corrections begin is a multiple of 16 for one of them
+        jobs = [make_job(torch.float32, 60, 1, settings(lr=0.1 + index), (2, 7)) for index in range(groups)]
+        befores, afters = [copy_of(job) for job in jobs], [expected_of(job) for job in jobs]
+        assert run(jobs) == []
+        for job, before, after in zip(jobs, befores, afters, strict=True):
+            assert_same(job, before, after)
+
+
 def test_a_tensor_that_begins_anywhere_is_updated():
     job = make_job(torch.float32, SIZE, 1, settings())
     room = torch.zeros(SIZE + 1)

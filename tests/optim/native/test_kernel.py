@@ -19,7 +19,7 @@ SIZES = [1, 31, 100, 3 * native.GRAIN + 77]
 def plain_library():
     """The kernel compiled for any processor of this kind."""
     flags = [flag for flag in compiling.FLAGS if not flag.startswith("-march")]
-    path = compiling._build(Path(native.__file__).with_name("kernel.c"), compiling._compiler(), tuple(flags))
+    path = compiling._build(Path(native.__file__).with_name("kernel.c"), compiling.compiler(), tuple(flags))
     return native.declared(ctypes.CDLL(str(path)))
 
 
