@@ -80,6 +80,7 @@ class BoundPolicy:
         period: The period of the source's timetable that the masks are of.
         counted: How many entries the masks let train; None until they are counted.
         shown: The optimizers whose gradients the source has seen in this step.
+        given: The tensors that the source last gave, and how often they had been written to.
     """
 
     name: str
@@ -92,6 +93,7 @@ class BoundPolicy:
     period: int | None = None
     counted: int | None = None
     shown: set[int] = field(default_factory=set)
+    given: dict[str, tuple[Tensor, int | None]] = field(default_factory=dict)
 
     def ask(self, step: int, epoch: int, phase: str) -> set[str]:
         """Takes the source's masks where they may have changed; gives the names of those that did."""
@@ -106,7 +108,7 @@ class BoundPolicy:
         if held and period == self.period and not due and not self.source.overdue(step, epoch):
             return set()
         self.period, before = period, self.masks
-        self.masks = self._ask(step, epoch)
+        self.masks = self._as_they_are(self._ask(step, epoch))
         self.counted = None
         if not held:
             return set(self.parameters)
@@ -139,7 +141,7 @@ class BoundPolicy:
 
     def load_mask_state(self, state: Mapping[str, Any] | None) -> None:
         """Takes up what :meth:`mask_state` gave; without it, the source is asked at the next step."""
-        self.period, self.holds, self.counted = None, False, None
+        self.period, self.holds, self.counted, self.given = None, False, None, {}
         if state is None:
             return
         self.masks = self._checked(
@@ -152,6 +154,20 @@ class BoundPolicy:
             return self._checked(self.source.masks(step, epoch))
         except PolicyError as error:
             raise PolicyError(f"policy.{self.name}: {error}") from error
+
+    def _as_they_are(self, masks: dict[str, Mask]) -> dict[str, Mask]:
+        """The masks as they are now, since a source may go on writing to tensors that it has given."""
+        before, self.given = (
+            self.given,
+            {name: (m, _version(m)) for name, m in masks.items() if isinstance(m, Tensor)},
+        )
+        for name, (mask, version) in self.given.items():
+            earlier, then = before.get(name, (None, None))
+            if earlier is mask and version is not None and version == then:
+                masks[name] = self.masks[name]
+            elif earlier is mask or not self.source.repeats_masks:
+                masks[name] = mask.clone()
+        return masks
 
     def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
         for name in given:
@@ -174,6 +190,11 @@ class BoundPolicy:
                 active_entries(masks[name], parameter.shape) for name, parameter in self.parameters.items()
             )
         return self.counted
+
+
+def _version(mask: Tensor) -> int | None:
+    """How often a tensor has been written to; None where nobody counts."""
+    return None if mask.is_inference() else mask._version
 
 
 def _as_flag(mask: Mask) -> Mask:

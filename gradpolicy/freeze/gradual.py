@@ -48,7 +48,7 @@ class Gradual(MaskSource):
         unit: str = "epoch",
         **timetable: Any,
     ) -> None:
-        super().__init__(every=every, unit=unit, **timetable)
+        super().__init__(every=check_whole("Gradual.every", every, least=1), unit=unit, **timetable)
         self.initial = check_whole("Gradual.initial", initial, least=1)
         self.given = None if groups is None else read_groups("Gradual.groups", groups)
         self.groups: list[Layer] = []

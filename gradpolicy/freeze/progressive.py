@@ -32,8 +32,9 @@ class Progressive(MaskSource):
         curve: ``"linear"``, ``"squared"`` or ``"cubic"``.
         anneal: Anneal the learning rates as above; otherwise only freeze.
         scale: Start with ``α / tᵢ``; only with ``anneal``.
-        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. ``total`` is
-            counted from ``start``; the learning rates change with the masks.
+        every: After how many steps (or epochs) masks and learning rates change.
+        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. ``total`` is
+            counted from ``start``.
 
     Raises:
         PolicyError: For an unknown curve or a share that is 0; with ``anneal``, under an optimizer whose
@@ -61,9 +62,10 @@ class Progressive(MaskSource):
         curve: str = "cubic",
         anneal: bool = True,
         scale: bool = True,
+        every: int = 1,
         **timetable: Any,
     ) -> None:
-        super().__init__(**timetable)
+        super().__init__(every=check_whole("Progressive.every", every, least=1), **timetable)
         self.total = check_whole("Progressive.total", total, least=1)
         self.first = check_share("Progressive.first", first)
         if self.first == 0.0:
@@ -90,22 +92,22 @@ class Progressive(MaskSource):
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """True for layers whose time is not over."""
         passed = self._passed(step, epoch)
-        return {name: passed < self._share_of[name] * self.total for name in self.parameters}
+        return {name: passed < self._share_of[name] for name in self.parameters}
 
     def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
         """``αᵢ(t) / α`` for each parameter that trains."""
         if not self.anneal:
             return {}
-        passed = self._passed(step, epoch) / self.total
+        passed = self._passed(step, epoch)
         return {
             name: 0.5 * (1.0 + math.cos(math.pi * passed / share)) / (share if self.scale else 1.0)
             for name, share in self._share_of.items()
             if passed < share
         }
 
-    def _passed(self, step: int, epoch: int) -> int:
-        """How many steps (or epochs) of the training were over at the last change."""
-        return self.changed_at(self.period(step, epoch)) - self.start
+    def _passed(self, step: int, epoch: int) -> float:
+        """Which share of the training was over at the last change."""
+        return (self.changed_at(self.period(step, epoch)) - self.start) / self.total
 
     def describe(self) -> dict[str, Any]:
         """Length and curve, and what becomes of the learning rates."""

@@ -8,6 +8,7 @@ import torch
 from gradpolicy.errors import PolicyError
 from gradpolicy.freeze.layers import Layer, find_layers
 from gradpolicy.freeze.mask import Mask
+from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.freeze.sharding import whole
 from gradpolicy.freeze.window import GradientSource
 
@@ -36,7 +37,7 @@ class Stable(GradientSource):
     def __init__(self, percentile: float = 50.0, *, every: int = 100, **timetable: Any) -> None:
         if "window" in timetable:
             raise PolicyError("Stable: takes no argument 'window'; it sums over all of an interval of every")
-        super().__init__(window=None, every=every, **timetable)
+        super().__init__(window=None, every=check_whole("Stable.every", every, least=1), **timetable)
         is_number = isinstance(percentile, int | float) and not isinstance(percentile, bool)
         if not is_number or not 0 <= percentile <= 100:
             raise PolicyError(f"Stable.percentile: must be a number between 0 and 100, got {percentile!r}")

@@ -496,6 +496,27 @@ def two_optimizers(model: nn.Module) -> list[gp.MaskedOptimizer]:
     return [gp.MaskedOptimizer(torch.optim.SGD(half, lr=0.1, momentum=0.9)) for half in halves]
 
 
+def test_parameters_that_join_an_optimizer_are_masked_from_the_next_step_on(stack) -> None:
+    first, *rest = stack.parameters()
+    optimizer = FakeOptimizer(rest)
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Fixed(False))}, seed=0)
+    freezer.begin_step(0)
+    assert first not in optimizer.masks
+    optimizer.param_groups.append({"params": [first]})
+    freezer.begin_step(1)
+    assert not optimizer.masks[first].any()
+
+
+def test_a_source_that_has_gathered_without_them_refuses_parameters_that_join(stack) -> None:
+    first, *rest = stack.parameters()
+    optimizer = FakeOptimizer(rest)
+    freezer = Freezer(stack, optimizer, {"top": gp.Freeze(gp.masks.TopK(0.5))}, seed=0)
+    freezer.begin_step(0)
+    optimizer.param_groups.append({"params": [first]})
+    with pytest.raises(PolicyError, match=r"policy\.top: .* joined the optimizer during training, and TopK"):
+        freezer.begin_step(1)
+
+
 def test_two_optimizers_take_one_step_together(stack, tokens) -> None:
     """Windows and rates are those of one optimizer that holds all."""
     runs = []

@@ -44,6 +44,16 @@ def test_masks_and_rates_are_the_published_ones(prepared, curve: str, power: int
             assert ours == pytest.approx(rate_at(place, step), abs=1e-12)
 
 
+@pytest.mark.parametrize(("total", "first", "curve"), [(100, 0.1, "linear"), (20000, 0.8, "squared")])
+def test_a_layer_whose_share_is_over_is_frozen_at_that_very_step(prepared, total, first, curve) -> None:
+    """The second layer's share is 0.55 and 0.81, which times the total is a little more than whole."""
+    source = prepared(gp.masks.Progressive(total, first=first, curve=curve), layers(3))
+    end = round(source.shares["layers.1"] * total)
+    for step, trains in ((end - 1, True), (end, False)):
+        assert source.masks(step, 0)["layers.1.weight"] is trains
+        assert ("layers.1.weight" in source.learning_rate_scale(step, 0)) is trains
+
+
 def test_embeddings_freeze_first_and_the_head_goes_with_the_last_layer(prepared) -> None:
     source = prepared(gp.masks.Progressive(100, first=0.5, curve="linear"))
     assert list(source.shares) == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]

@@ -1,5 +1,7 @@
 """The timetable that all mask sources share."""
 
+import functools
+
 import pytest
 
 import gradpolicy as gp
@@ -59,6 +61,14 @@ def test_its_own_seed_goes_before_the_runs(prepared) -> None:
 def test_an_impossible_timetable_is_an_error(arguments: dict, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         MaskSource(**arguments)
+
+
+@pytest.mark.parametrize(
+    "make", [gp.masks.Gradual, gp.masks.Stable, functools.partial(gp.masks.Progressive, 10)]
+)
+def test_what_would_never_change_is_an_error_where_change_is_all_there_is(make) -> None:
+    with pytest.raises(PolicyError, match=r"\.every: must be a whole number of at least 1, got None"):
+        make(every=None)
 
 
 def test_an_argument_that_no_source_takes_is_an_error_with_the_nearest_names() -> None:
