@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,7 +23,14 @@ from gradpolicy.optim.layout import (
 from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.packed import Held
 
-FROZEN, PARTIAL, FULL = "frozen", "partial", "full"
+
+class Kind(Enum):
+    """Whether none, some or all of a tensor's entries are active; a pickle keeps which of them it is."""
+
+    FROZEN, PARTIAL, FULL = range(3)
+
+
+FROZEN, PARTIAL, FULL = Kind
 
 
 class MaskedParameter:
