@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
@@ -20,6 +21,7 @@ from gradpolicy.flow.install import Installed
 from gradpolicy.freeze import Freezer
 from gradpolicy.insight.plan import check_met
 from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.masked import wrapper_of
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, once_each, pick
@@ -90,6 +92,7 @@ class GradientPolicies(Callback):
         self.installed: Installed | None = None
         self.freezer: Freezer | None = None
         self._masked: list[MaskedOptimizer] = []
+        self._hooks: list[RemovableHandle] = []
         self._restored: dict[str, Any] | None = None
         # The number of updates done when the policies were last told; a window of accumulated batches, or a
         # step that fp16 skipped, leaves it as it is.
@@ -158,6 +161,9 @@ class GradientPolicies(Callback):
         _check_optimized(named, wanted, self._masked)
         trainer.strategy.optimizers = optimizers
         self.freezer = Freezer(named, self._masked, policies, seed=self.seed)
+        # At once after the update: other callbacks may save or average the weights, and under manual
+        # optimization another loss may be computed with them.
+        self._hooks = [optimizer.register_step_post_hook(self._finish_step) for optimizer in self._masked]
 
     def _join_ranks(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ranks = Ranks(
@@ -177,10 +183,17 @@ class GradientPolicies(Callback):
         if missing:
             raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")
 
+    def _finish_step(self, *_: Any) -> None:
+        if self.freezer is not None:
+            self.freezer.finish_step()
+
     def _remove(self) -> None:
         if self.installed is not None:
             self.installed.remove()
             self.installed = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if self.freezer is not None:
             self.freezer.restore()
         self.ranks = None
@@ -190,9 +203,11 @@ class GradientPolicies(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts restored state to use; some strategies restore it only after ``on_fit_start``."""
-        if self._restored is not None:
-            self._apply_restored(self._restored)
-            self._restored = None
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self._apply_restored(restored)
+        if restored is None or not restored["freezer"]:
+            self._count_on(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -244,9 +259,7 @@ class GradientPolicies(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Finishes an update that was done; after the first batch, checks that every operation was met."""
-        if self.freezer is not None:
-            self.freezer.finish_step()
+        """Checks after the first batch that every operation was met."""
         self._check_operations_met("fit")
 
     def on_test_batch_end(
@@ -273,6 +286,13 @@ class GradientPolicies(Callback):
         if self._masked:
             return max(optimizer.effective_steps for optimizer in self._masked)
         return trainer.global_step
+
+    def _count_on(self, trainer: Trainer) -> None:
+        """Counts what the trainer did before without masks: in a former fit, or up to a plain checkpoint."""
+        for optimizer in self._masked:
+            if not optimizer.effective_steps:
+                # The trainer counts the steps of all optimizers together.
+                optimizer.effective_steps = trainer.global_step // len(trainer.optimizers)
 
     def _cuts_now(self, step: int, epoch: int) -> bool:
         """Whether a policy may leave parameters without a gradient about this time."""
@@ -380,8 +400,16 @@ def _lasts(when: When, step: int, epoch: int) -> bool:
 
 def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
     """Wraps an optimizer that holds any of the wanted parameters."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return masked(optimizer) if held & wanted else optimizer
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if wanted.isdisjoint(map(id, held)):
+        return optimizer
+    present = wrapper_of(optimizer)
+    if present is None:
+        return masked(optimizer)
+    # The module gave the same optimizer in a former fit, whose masks are over.
+    present.set_masks(dict.fromkeys(held))
+    present.effective_steps = 0
+    return present
 
 
 def _check_optimized(

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
@@ -144,6 +144,107 @@ def test_under_manual_optimization_too(two_layers, loader, make_trainer, sees_gr
     make_trainer(max_steps=3, callbacks=[gp.GradientPolicies(policies)]).fit(module, loader)
     assert norms == pytest.approx([1e-3] * 3, rel=1e-3)
     assert torch.equal(module.head.weight != before, half("", before, 0))
+
+
+class Slower(gp.masks.MaskSource):
+    """Lets everything train at a quarter of the learning rate."""
+
+    def masks(self, step, epoch):
+        return {}
+
+    def learning_rate_scale(self, step, epoch):
+        return dict.fromkeys(self.parameters, 0.25)
+
+
+def test_a_rate_of_a_layers_own_is_in_force_when_the_update_is_first_seen(two_layers, loader, make_trainer):
+    """Another loss may be computed with the weights, and other callbacks may save or average them."""
+
+    class Manual(type(two_layers)):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            expected = self.head.weight.detach() - 0.25 * 0.05 * self.head.weight.grad
+            optimizer.step()
+            torch.testing.assert_close(self.head.weight.detach(), expected)
+
+    module = Manual(torch.optim.SGD)
+    before = module.head.weight.detach().clone()
+    policies = {"slower": gp.Freeze(Slower(), params="head.*")}
+    make_trainer(callbacks=[gp.GradientPolicies(policies)]).fit(module, loader)
+    assert not torch.equal(module.head.weight, before)
+
+
+def test_an_optimizer_that_a_module_keeps_serves_one_fit_after_the_other(two_layers, loader, make_trainer):
+    optimizer = torch.optim.AdamW(two_layers.parameters(), lr=0.05)
+    two_layers.configure_optimizers = lambda: optimizer
+    for frozen, active in (("trunk.0.weight", "head.weight"), ("head.weight", "trunk.2.weight")):
+        asked = []
+
+        def nothing(name, parameter, step, asked=asked):
+            asked.append(step)
+            return False
+
+        before = bits(two_layers)
+        policy = gp.Freeze(nothing, params=frozen, frozen_state="drop")
+        make_trainer(callbacks=[gp.GradientPolicies({"part": policy})]).fit(two_layers, loader)
+        after = bits(two_layers)
+        assert torch.equal(before[frozen], after[frozen])
+        assert not torch.equal(before[active], after[active])
+        assert asked == [0, 1, 2, 3]
+
+
+def test_steps_that_the_trainer_took_before_count(two_layers, loader, make_trainer, tmp_path):
+    """In a former fit of the same trainer, or until a run without policies was saved."""
+    asked = []
+
+    def everything(name, parameter, step):
+        asked.append(step)
+        return True
+
+    def callback():
+        return gp.GradientPolicies({"all": gp.Freeze(everything, params="head.bias")})
+
+    trainer = make_trainer(callbacks=[callback()])
+    trainer.fit(two_layers, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(two_layers, loader)
+    assert asked == list(range(8))
+
+    asked.clear()
+    plain = make_trainer()
+    plain.fit(two_layers, loader)
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    path = tmp_path / "plain.ckpt"
+    make_trainer(max_epochs=2, callbacks=[callback()]).fit(
+        two_layers, loader, ckpt_path=path, weights_only=True
+    )
+    assert asked == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_parameters_that_a_finetuning_schedule_adds_are_masked_too(two_layers, loader, make_trainer, first):
+    class Finetuned(type(two_layers)):
+        @property
+        def backbone(self):
+            return self.trunk
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+    module = Finetuned()
+    before = bits(module)
+    policies = gp.GradientPolicies({"half": gp.Freeze(half, params=["trunk.0.weight", "head.weight"])})
+    thaw = BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05)
+    callbacks = [policies, thaw] if first else [thaw, policies]
+    make_trainer(max_epochs=2, callbacks=callbacks).fit(module, loader)
+    for name, parameter in module.named_parameters():
+        moved = parameter != before[name]
+        expected = half("", parameter, 0) if name in ("trunk.0.weight", "head.weight") else moved
+        assert torch.equal(moved, expected)
+        assert moved.any()
 
 
 class Shown(gp.masks.MaskSource):

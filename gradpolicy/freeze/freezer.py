@@ -89,36 +89,25 @@ class Freezer:
         _check_optimizers(self.optimizers)
         check_named(policies)
         self.toggle_requires_grad = toggle_requires_grad
-        named = _named_parameters(model)
-        self._owner = {
-            id(parameter): optimizer
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        self._bound = [self._bind(name, policy, named, seed) for name, policy in policies.items()]
+        self._named = _named_parameters(model)
+        self._owner, self._held = self._owners(), self._count_held()
+        self._bound = [self._bind(name, policy, seed) for name, policy in policies.items()]
         _check_sources(self._bound)
-        self.parameters = {name: p for bound in self._bound for name, p in bound.parameters.items()}
-        self._policies_of = {
-            name: [bound for bound in self._bound if name in bound.parameters] for name in self.parameters
-        }
-        for name, bounds in self._policies_of.items():
-            check_agreement(name, {bound.name: bound.policy for bound in bounds})
+        self._seed = seed
         # Empty at first: an optimizer may bring masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
-        held = [{key for key, owner in self._owner.items() if owner is each} for each in self.optimizers]
-        self._switch = GradientSwitch(once_each(named), held)
-        self._updates = ScaledUpdates(self.parameters)
+        self._switch = GradientSwitch(once_each(self._named))
         self._wanting: tuple[bool, ...] = ()
         self._step: int | None = None
         self._epoch = 0
+        self._look_up()
 
-    def _bind(self, name: str, policy: FreezePolicy, named: Mapping[str, Tensor], seed: int) -> BoundPolicy:
+    def _bind(self, name: str, policy: FreezePolicy, seed: int) -> BoundPolicy:
         """Finds a policy's parameters and sets its source up."""
         if not isinstance(getattr(policy, "mask", None), MaskSource):
             raise PolicyError(f"policy.{name}: must be a freeze policy, got {type(policy).__name__}")
         try:
-            matched = pick(named, policy.params)
+            matched = pick(self._named, policy.params)
             parameters = {key: p for key, p in matched.items() if id(p) in self._owner}
             if not parameters:
                 raise PolicyError(f"no optimizer holds what it matches: {', '.join(list(matched)[:5])}")
@@ -128,6 +117,56 @@ class Freezer:
         except PolicyError as error:
             raise PolicyError(f"policy.{name}: {error}") from error
         return BoundPolicy(name, policy, policy.mask, parameters)
+
+    def _owners(self) -> dict[int, MaskingOptimizer]:
+        """The optimizer of each parameter, by the parameter's id."""
+        return {
+            id(parameter): optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def _count_held(self) -> int:
+        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def _look_up(self) -> None:
+        """Finds, for the policies as they are bound, what every step asks for."""
+        self.parameters = {name: p for bound in self._bound for name, p in bound.parameters.items()}
+        self._policies_of = {
+            name: [bound for bound in self._bound if name in bound.parameters] for name in self.parameters
+        }
+        for name, bounds in self._policies_of.items():
+            check_agreement(name, {bound.name: bound.policy for bound in bounds})
+        self._switch.divide(
+            {key for key, owner in self._owner.items() if owner is each} for each in self.optimizers
+        )
+        self._updates = ScaledUpdates(self.parameters)
+
+    def _follow_optimizers(self) -> None:
+        """Binds policies anew to parameters that joined an optimizer, as a finetuning schedule adds them.
+
+        Raises:
+            PolicyError: If a mask source remembers what it decided without them.
+        """
+        if self._count_held() == self._held:
+            return
+        self._owner = self._owners()
+        for place, bound in enumerate(self._bound):
+            matched = pick(self._named, bound.policy.params)
+            joined = [
+                key for key, p in matched.items() if id(p) in self._owner and key not in bound.parameters
+            ]
+            if joined and bound.source.state_dict():
+                raise PolicyError(
+                    f"policy.{bound.name}: {', '.join(joined[:5])} joined the optimizer during training, and "
+                    f"{type(bound.source).__name__} decides by what it gathered without; give the optimizer "
+                    "all parameters from the start, or take these out of params"
+                )
+            if joined:
+                self._bound[place] = self._bind(bound.name, bound.policy, self._seed)
+        self._held = self._count_held()
+        self._look_up()
 
     # ---- an effective step
 
@@ -142,6 +181,7 @@ class Freezer:
         """
         if step == self._step:
             return
+        self._follow_optimizers()
         self._step, self._epoch = step, epoch
         asked = [(bound, bound.ask(step, epoch, phase)) for bound in self._bound]
         changed = set(self.parameters) if not self._combined else set().union(*(names for _, names in asked))
@@ -250,6 +290,7 @@ class Freezer:
         A policy that the state does not know starts anew; with a warning, one that has another kind of mask
         source now, or other parameters.
         """
+        self._follow_optimizers()
         saved, masks, identities = (state.get(key, {}) for key in ("sources", "masks", "identities"))
         for bound in self._bound:
             own = bound.identity()

@@ -276,6 +276,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Updates that took place; a step that mixed precision skipped is not one."""
         return self._effective_steps
 
+    @effective_steps.setter
+    def effective_steps(self, steps: int) -> None:
+        """Counts on from here, where an optimizer is wrapped in the middle of a training."""
+        self._effective_steps = steps
+
     def state_bytes(self) -> int:
         """Bytes held on this process for the optimizer's state: moments, steps, masks and ages."""
         values = [value for state in self.state.values() for value in state.values()]
@@ -518,11 +523,16 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return found
 
 
+def wrapper_of(optimizer: torch.optim.Optimizer) -> MaskedOptimizer | None:
+    """The MaskedOptimizer that wraps an optimizer, where there is one."""
+    present = _WRAPPERS.get(optimizer)
+    return None if present is None else present()
+
+
 def _check_inner(inner: Any) -> None:
     if not isinstance(inner, torch.optim.Optimizer):
         raise PolicyError(f"inner: a torch.optim.Optimizer is needed, not {type(inner).__name__}")
-    present = _WRAPPERS.get(inner)
-    if isinstance(inner, MaskedOptimizer) or (present is not None and present() is not None):
+    if isinstance(inner, MaskedOptimizer) or wrapper_of(inner) is not None:
         raise PolicyError(
             "inner: this optimizer is wrapped by a MaskedOptimizer already; set its masks there"
         )
