@@ -16,6 +16,8 @@ from torch import Tensor
 
 DEVICES = {"cuda", "xpu"}
 """Kinds of device whose builds of torch bring Triton."""
+WARPS = 4
+"""How many each program has, where nothing else is said."""
 _refused: set[torch.device] = set()
 
 
@@ -49,11 +51,6 @@ def serve(*tensors: Tensor) -> bool:
     return all(tensor.is_contiguous() and tensor.device == device for tensor in tensors)
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> bool:
-    """Run a kernel; False, and one warning, where it cannot be compiled for the device."""
-    return not programs or _attempt(device, lambda: kernel[(programs,)](*arguments, **constants))
-
-
 class Launcher:
     """A kernel that is run again and again, each time with arguments of the same types and alignment.
 
@@ -63,30 +60,76 @@ class Launcher:
         kernel: the kernel.
         device: where it runs.
         warps: how many each program has.
-        constants: its last arguments.
+        constants: its last arguments, by name.
     """
 
-    def __init__(self, kernel: Any, device: torch.device, warps: int, constants: tuple[Any, ...]) -> None:
+    def __init__(self, kernel: Any, device: torch.device, warps: int, constants: dict[str, Any]) -> None:
         self._kernel, self._device, self._warps, self._constants = kernel, device, warps, constants
-        self._compiled: Any = None
+        self._again: Callable[[int, tuple[Any, ...]], None] | None = None
 
     def __call__(self, programs: int, *arguments: Any) -> bool:
         """Run it; False, and one warning, where it cannot be compiled for the device."""
-        return not programs or _attempt(self._device, lambda: self._run(programs, arguments))
+        if not programs:
+            return True
+        if self._again is None:
+            return _attempt(self._device, lambda: self._first(programs, arguments))
+        with _current(self._device):
+            self._again(programs, arguments)
+        return True
 
-    def _run(self, programs: int, arguments: tuple[Any, ...]) -> None:
-        if self._compiled is None:
-            run = self._kernel[(programs,)]
-            # None by Triton's interpreter.
-            self._compiled = run(*arguments, *self._constants, num_warps=self._warps)
+    def _first(self, programs: int, arguments: tuple[Any, ...]) -> None:
+        run = self._kernel[(programs,)]
+        compiled = run(*arguments, **self._constants, num_warps=self._warps)
+        if compiled is not None:  # as it is by Triton's interpreter
+            ordered = [self._constants[name] for name in self._kernel.arg_names[len(arguments) :]]
+            self._again = _relaunch(compiled, self._device, ordered)
+
+
+def _relaunch(
+    compiled: Any, device: torch.device, constants: list[Any]
+) -> Callable[[int, tuple[Any, ...]], None]:
+    """Launches what is compiled as Triton itself does, less what Triton looks up each time."""
+    triton = importlib.import_module("triton")
+    knobs, stream_of = triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    # Which are for those that listen to launches.
+    unheard = None, None, None
+
+    def again(programs: int, arguments: tuple[Any, ...]) -> None:
+        hook = knobs.launch_enter_hook
+        if getattr(hook, "calls", hook):
+            compiled[programs, 1, 1](*arguments, *constants)
         else:
-            self._compiled[programs, 1, 1](*arguments, *self._constants)
+            stream = stream_of(device.index)
+            run(programs, 1, 1, stream, function, metadata, *unheard, *arguments, *constants)
+
+    return again
 
 
 @functools.cache
-def launcher(kernel: Any, device: torch.device, warps: int, *constants: Any) -> Launcher:
+def launcher(kernel: Any, device: torch.device, warps: int, **constants: Any) -> Launcher:
     """The launcher of a kernel with these constants as its last arguments."""
     return Launcher(kernel, device, warps, constants)
+
+
+def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> bool:
+    """Run a kernel; False, and one warning, where it cannot be compiled for the device."""
+    kept = _kept(kernel, device, tuple(map(_look, arguments)), **constants)
+    return kept(programs, *arguments)
+
+
+@functools.cache
+def _kept(kernel: Any, device: torch.device, looks: tuple[Any, ...], **constants: Any) -> Launcher:
+    """The launcher for arguments that look so."""
+    return Launcher(kernel, device, WARPS, constants)
+
+
+def _look(argument: Any) -> Any:
+    """What Triton compiles code for: types, multiples of 16, 1, and on AMD's GPUs memory below 2 GB."""
+    if isinstance(argument, Tensor):
+        small = argument.untyped_storage().nbytes() < 1 << 31
+        return argument.dtype, argument.data_ptr() % 16 == 0, small
+    return type(argument), argument % 16 == 0, argument == 1, -(1 << 31) <= argument < 1 << 31
 
 
 def _attempt(device: torch.device, run: Callable[[], Any]) -> bool:

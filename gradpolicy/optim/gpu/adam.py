@@ -216,7 +216,7 @@ class _Launch:
         self._records = [(record, own[place]) for record, place in records]
         source = gpu_moves.source()
         kernel = source.adam_rows if kind.columns else source.adam_entries
-        self._launch = launching.launcher(kernel, self._device, WARPS, kind, room)
+        self._launch = launching.launcher(kernel, self._device, WARPS, KIND=kind, JOBS=room)
 
     def write_down(self) -> None:
         """Have the device told of where all lies."""

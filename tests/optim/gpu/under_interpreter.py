@@ -144,13 +144,13 @@ def test_updates_of_held_entries_are_those_of_all(dtype, rows, block):
 
 def test_many_tensors_are_updated_together(monkeypatch):
     launches = []
-    run_kernel = launching.Launcher._run
+    run_kernel = launching.Launcher.__call__
 
     def noted(launcher, *given):
         launches.append(launcher._kernel.__name__)
         return run_kernel(launcher, *given)
 
-    monkeypatch.setattr(launching.Launcher, "_run", noted)
+    monkeypatch.setattr(launching.Launcher, "__call__", noted)
     rates, sizes = (0.1, 0.02, 0.3), (5, 1024, 1500, 2048, 3000)
     jobs = [
         make_job(torch.float32, size, 1, settings(lr=lr), (2, 7))
