@@ -90,7 +90,7 @@ class Freezer:
         check_named(policies)
         self.toggle_requires_grad = toggle_requires_grad
         self._named = _named_parameters(model)
-        self._owner, self._held = self._owners(), self._count_held()
+        self._owners, self._held = self._find_owners(), self._count_held()
         self._bound = [self._bind(name, policy, seed) for name, policy in policies.items()]
         _check_sources(self._bound)
         self._seed = seed
@@ -108,24 +108,24 @@ class Freezer:
             raise PolicyError(f"policy.{name}: must be a freeze policy, got {type(policy).__name__}")
         try:
             matched = pick(self._named, policy.params)
-            parameters = {key: p for key, p in matched.items() if id(p) in self._owner}
+            parameters = {key: p for key, p in matched.items() if id(p) in self._owners}
             if not parameters:
                 raise PolicyError(f"no optimizer holds what it matches: {', '.join(list(matched)[:5])}")
             policy.mask.setup(parameters, seed=seed)
             if policy.mask.learning_rate_scale(0, 0):
-                check_rates(policy.mask, [self._owner[id(parameter)] for parameter in parameters.values()])
+                check_rates(policy.mask, [each for p in parameters.values() for each in self._owners[id(p)]])
         except PolicyError as error:
             raise PolicyError(f"policy.{name}: {error}") from error
         return BoundPolicy(name, policy, policy.mask, parameters)
 
-    def _owners(self) -> dict[int, MaskingOptimizer]:
-        """The optimizer of each parameter, by the parameter's id."""
-        return {
-            id(parameter): optimizer
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+    def _find_owners(self) -> dict[int, list[MaskingOptimizer]]:
+        """The optimizers of each parameter, by the parameter's id: losses may share what they train."""
+        owners: dict[int, list[MaskingOptimizer]] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    owners.setdefault(id(parameter), []).append(optimizer)
+        return owners
 
     def _count_held(self) -> int:
         return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
@@ -139,7 +139,8 @@ class Freezer:
         for name, bounds in self._policies_of.items():
             check_agreement(name, {bound.name: bound.policy for bound in bounds})
         self._switch.divide(
-            {key for key, owner in self._owner.items() if owner is each} for each in self.optimizers
+            {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for optimizer in self.optimizers
         )
         self._updates = ScaledUpdates(self.parameters)
 
@@ -151,11 +152,11 @@ class Freezer:
         """
         if self._count_held() == self._held:
             return
-        self._owner = self._owners()
+        self._owners = self._find_owners()
         for place, bound in enumerate(self._bound):
             matched = pick(self._named, bound.policy.params)
             joined = [
-                key for key, p in matched.items() if id(p) in self._owner and key not in bound.parameters
+                key for key, p in matched.items() if id(p) in self._owners and key not in bound.parameters
             ]
             if joined and bound.source.state_dict():
                 raise PolicyError(
@@ -209,7 +210,7 @@ class Freezer:
         chosen = self.optimizers if optimizer is None else [optimizer]
         mine = self.parameters
         if optimizer is not None and len(self.optimizers) > 1:
-            mine = {name: p for name, p in mine.items() if self._owner[id(p)] is optimizer}
+            mine = {name: p for name, p in mine.items() if optimizer in self._owners[id(p)]}
         if self._gradients_wanted() and _finite_gradients(chosen):
             self._show_gradients(mine, optimizer)
         for each in chosen:
@@ -334,14 +335,14 @@ class Freezer:
 
     def _hand_over(self, masks: Mapping[str, tuple[Mask, Options]]) -> None:
         """Gives each optimizer all its masks of the same options at once."""
-        alike: dict[tuple[int, Options], dict[Tensor, Any]] = {}
-        for name, (mask, options) in masks.items():
-            parameter = self.parameters[name]
-            key = (id(self._owner[id(parameter)]), options)
-            alike.setdefault(key, {})[parameter] = _for_optimizer(mask, parameter)
-        for (_, (frozen_state, bias_correction)), together in alike.items():
-            owner = self._owner[id(next(iter(together)))]
-            owner.set_masks(together, frozen_state=frozen_state, bias_correction=bias_correction)
+        for optimizer in self.optimizers:
+            alike: dict[Options, dict[Tensor, Any]] = {}
+            for name, (mask, options) in masks.items():
+                parameter = self.parameters[name]
+                if optimizer in self._owners[id(parameter)]:
+                    alike.setdefault(options, {})[parameter] = _for_optimizer(mask, parameter)
+            for (frozen_state, bias_correction), together in alike.items():
+                optimizer.set_masks(together, frozen_state=frozen_state, bias_correction=bias_correction)
 
     def _toggle(self, changed: bool) -> None:
         """Turns ``requires_grad`` off where nothing trains and nobody wants the gradient."""

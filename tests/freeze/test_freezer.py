@@ -517,6 +517,14 @@ def test_a_source_that_has_gathered_without_them_refuses_parameters_that_join(st
         freezer.begin_step(1)
 
 
+def test_every_optimizer_of_a_shared_parameter_gets_its_mask(stack) -> None:
+    shared, *_ = stack.parameters()
+    optimizers = [FakeOptimizer([shared]), FakeOptimizer(stack.parameters())]
+    Freezer(stack, optimizers, {"all": gp.Freeze(gp.masks.Random(0.5))}, seed=0).begin_step(0)
+    one, other = (optimizer.masks[shared] for optimizer in optimizers)
+    assert torch.equal(one.materialize(shared.shape), other.materialize(shared.shape))
+
+
 def test_two_optimizers_take_one_step_together(stack, tokens) -> None:
     """Windows and rates are those of one optimizer that holds all."""
     runs = []
