@@ -1,11 +1,13 @@
-"""What Python takes for a step on a GPU, launches left out, against torch's fused step on the same tensors.
+"""What Python and Triton take for a step on a GPU, against torch's fused step on the same tensors.
 
-Needs no GPU: small tensors of a CPU stand for those of one, and kernels are not run.
+Needs no GPU: small tensors of a CPU stand for those of one, and what takes the place of CUDA's driver runs
+no kernel. The time that the driver itself takes for a launch is not in it.
 """
 
+import importlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -13,11 +15,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.device import HERE
 from benchmarks.many_tensors import Row, Shapes, fused, masked, random_masks
 from benchmarks.measure import one_thread, paired_ratio
 from gradpolicy import MaskedOptimizer
 from gradpolicy.machinery import launching
 from gradpolicy.optim.gpu import moves
+from gradpolicy.optim.gpu.moves import Flagged
 
 SHAPE = (4, 4)
 CALLS = 1000
@@ -25,23 +29,26 @@ CALLS = 1000
 
 
 @contextmanager
-def nothing_launched() -> Iterator[None]:
-    """Within, tensors of a CPU go the way of a GPU's, up to where kernels would be launched."""
+def as_on_a_gpu() -> Iterator[None]:
+    """Within, tensors of a CPU go the way of a GPU's, up to where kernels would start."""
+    if HERE.type != "cpu":
+        yield
+        return
+    driver = importlib.import_module("stand_in_gpu.driver")
+    driver.begin()
+    survey, survey_many = moves.survey, moves.survey_many
 
-    def launched(*_: Any, **__: Any) -> bool:
-        return True
-
-    def seen(flags: Tensor, *_: Any, **__: Any) -> tuple[int, int]:
+    def seen(flags: Tensor, *known: Any, **form: Any) -> tuple[int, int]:
+        survey(flags, *known, **form)
         return flags.numel() // 2, 1
 
-    def all_seen(members: Any) -> list[tuple[int, bool]]:
+    def all_seen(members: Sequence[Flagged]) -> list[tuple[int, bool]]:
+        survey_many(members)
         return [(flags.numel() // 2, True) for _, flags in members]
 
     with ExitStack() as stack:
         for place, name, stand_in in (
             (launching, "DEVICES", {"cpu"}),
-            (launching, "launch", launched),
-            (launching.Launcher, "__call__", launched),
             (moves, "survey", seen),
             (moves, "survey_many", all_seen),
         ):
@@ -85,7 +92,7 @@ def python_time() -> list[Row]:
     rows: list[Row] = []
     for count, target in ((1, 1.5), (100, 1.2)):
         shapes: Shapes = [SHAPE] * count
-        with nothing_launched(), one_thread():
+        with as_on_a_gpu(), one_thread():
             baseline = fused(shapes).step
             tried: dict[str, Callable[[], object]] = {
                 "tensor correction": masked(shapes, bias_correction="tensor").step,
@@ -94,6 +101,7 @@ def python_time() -> list[Row]:
                 "entry correction, gradients elsewhere at each step": _with_new_gradients(masked(shapes)),
                 "new entry masks, keep": _changing(masked(shapes)),
                 "new entry masks, zero": _changing(masked(shapes, frozen_state="zero")),
+                "new entry masks, drop": _changing(masked(shapes, frozen_state="drop")),
             }
             for what, candidate in tried.items():
                 name = f"{count} tensor{'s' if count > 1 else ''}: {what}"
