@@ -160,7 +160,7 @@ class GradientPolicies(Callback):
         self._masked = [optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)]
         _check_optimized(named, wanted, self._masked)
         trainer.strategy.optimizers = optimizers
-        self.freezer = Freezer(named, self._masked, policies, seed=self.seed)
+        self.freezer = Freezer(pl_module, self._masked, policies, seed=self.seed)
         # At once after the update: other callbacks may save or average the weights, and under manual
         # optimization another loss may be computed with them.
         self._hooks = [optimizer.register_step_post_hook(self._finish_step) for optimizer in self._masked]

@@ -247,6 +247,22 @@ def test_parameters_that_a_finetuning_schedule_adds_are_masked_too(two_layers, l
         assert moved.any()
 
 
+def test_parameters_that_join_the_model_and_the_optimizer_are_masked_too(two_layers, loader, make_trainer):
+    class Grows(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                pl_module.late = torch.nn.Parameter(torch.zeros(2))
+                trainer.optimizers[0].add_param_group({"params": [pl_module.late]})
+
+        def on_before_backward(self, trainer, pl_module, loss):
+            if trainer.current_epoch == 1:
+                pl_module.late.sum().backward()
+
+    callback = gp.GradientPolicies({"half": gp.Freeze(half)})
+    make_trainer(max_epochs=2, callbacks=[callback, Grows()]).fit(two_layers, loader)
+    assert (two_layers.late != 0).tolist() == [True, False]
+
+
 class Shown(gp.masks.MaskSource):
     """Writes down the gradients that it is shown."""
 

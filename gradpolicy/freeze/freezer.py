@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, check_named, nearest
 from gradpolicy.freeze.bound import BoundPolicy, FreezePolicy, FreezeRow, check_agreement
+from gradpolicy.freeze.function import Adapted
 from gradpolicy.freeze.mask import Mask, intersect, same_mask
 from gradpolicy.freeze.rates import ScaledUpdates, check_rates
 from gradpolicy.freeze.sharding import finite_everywhere
@@ -89,14 +90,15 @@ class Freezer:
         _check_optimizers(self.optimizers)
         check_named(policies)
         self.toggle_requires_grad = toggle_requires_grad
-        self._named = _named_parameters(model)
+        self._model = model if isinstance(model, nn.Module) else _named_parameters(model)
+        self._named = _named_parameters(self._model)
         self._owners, self._held = self._find_owners(), self._count_held()
         self._bound = [self._bind(name, policy, seed) for name, policy in policies.items()]
         _check_sources(self._bound)
         self._seed = seed
         # Empty at first: an optimizer may bring masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
-        self._switch = GradientSwitch(once_each(self._named))
+        self._switch = GradientSwitch({})
         self._wanting: tuple[bool, ...] = ()
         self._step: int | None = None
         self._epoch = 0
@@ -138,10 +140,9 @@ class Freezer:
         }
         for name, bounds in self._policies_of.items():
             check_agreement(name, {bound.name: bound.policy for bound in bounds})
-        self._switch.divide(
-            {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            for optimizer in self.optimizers
-        )
+        held = [{id(p) for group in each.param_groups for p in group["params"]} for each in self.optimizers]
+        self._switch.restore()
+        self._switch, self._wanting = GradientSwitch(once_each(self._named), held), ()
         self._updates = ScaledUpdates(self.parameters)
 
     def _follow_optimizers(self) -> None:
@@ -152,7 +153,7 @@ class Freezer:
         """
         if self._count_held() == self._held:
             return
-        self._owners = self._find_owners()
+        self._named, self._owners = _named_parameters(self._model), self._find_owners()
         for place, bound in enumerate(self._bound):
             matched = pick(self._named, bound.policy.params)
             joined = [
@@ -192,9 +193,10 @@ class Freezer:
             self._empty_state(renewed)
         if changed or renewed:
             self._set_masks(changed | renewed)
-        for bound, names in asked:
-            if bound.holds and (names or bound.source.renews_state):
-                bound.source.apply()
+        writing = [bound for bound, names in asked if bound.holds and (names or renewed)]
+        # Weights go back first: what other policies demand of them goes for where they went, too.
+        for bound in sorted(writing, key=lambda bound: not bound.source.renews_state):
+            bound.source.apply()
         self._toggle(bool(changed))
 
     @torch.no_grad()
@@ -429,7 +431,8 @@ def _check_optimizers(optimizers: Iterable[object]) -> None:
 def _check_sources(bound: Sequence[BoundPolicy]) -> None:
     seen: dict[int, str] = {}
     for each in bound:
-        other = seen.setdefault(id(each.source), each.name)
+        own = each.source.source if isinstance(each.source, Adapted) else each.source
+        other = seen.setdefault(id(own), each.name)
         if other != each.name:
             raise PolicyError(
                 f"policy.{each.name}: has the mask source of policy.{other}; each needs its own"

@@ -20,15 +20,11 @@ class GradientSwitch:
 
     def __init__(self, parameters: Mapping[str, Tensor], groups: Iterable[set[int]] | None = None) -> None:
         self.parameters = dict(parameters)
-        self._turned_off: set[str] = set()
-        self.divide([{id(parameter) for parameter in parameters.values()}] if groups is None else groups)
-
-    def divide(self, groups: Iterable[set[int]]) -> None:
-        """Says which parameters each optimizer has, by their ids."""
         self._groups = [
-            {name for name, parameter in self.parameters.items() if id(parameter) in group}
-            for group in groups
+            {name for name, parameter in parameters.items() if group is None or id(parameter) in group}
+            for group in ([None] if groups is None else groups)
         ]
+        self._turned_off: set[str] = set()
 
     def turn_off(self, idle: set[str]) -> None:
         """Turns exactly these off; what was turned off before and is not among them comes on again."""
