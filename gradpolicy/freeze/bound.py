@@ -157,10 +157,10 @@ class BoundPolicy:
 
     def _as_they_are(self, masks: dict[str, Mask]) -> dict[str, Mask]:
         """The masks as they are now, since a source may go on writing to tensors that it has given."""
-        before, self.given = (
-            self.given,
-            {name: (m, _version(m)) for name, m in masks.items() if isinstance(m, Tensor)},
-        )
+        before = self.given
+        self.given = {
+            name: (mask, _version(mask)) for name, mask in masks.items() if isinstance(mask, Tensor)
+        }
         for name, (mask, version) in self.given.items():
             earlier, then = before.get(name, (None, None))
             if earlier is mask and version is not None and version == then:
@@ -176,16 +176,23 @@ class BoundPolicy:
                     f"a mask for {name!r}, which the policy does not match; {nearest(name, self.parameters)}"
                 )
         return {
-            name: _as_flag(check_mask(name, given.get(name, True), parameter.shape))
+            name: _as_flag(check_mask(name, given.get(name, True), parameter.shape, parameter.device))
             for name, parameter in self.parameters.items()
         }
+
+    def _foreseen(self) -> dict[str, Mask]:
+        """What the source would give in the first step; to look ahead decides nothing yet."""
+        before = self.source.state_dict()
+        masks = self._ask(0, 0)
+        self.source.load_state_dict(before)
+        return masks
 
     def active(self) -> int:
         """How many entries the policy lets train; counted once for each change of the masks."""
         if self.asked and not self.holds:
             return sum(parameter.numel() for parameter in self.parameters.values())
         if self.counted is None:
-            masks = self.masks or self._ask(0, 0)
+            masks = self.masks or self._foreseen()
             self.counted = sum(
                 active_entries(masks[name], parameter.shape) for name, parameter in self.parameters.items()
             )

@@ -19,16 +19,17 @@ from gradpolicy.freeze.sharding import whole
 Mask = bool | Tensor | RandomMask
 
 
-def check_mask(name: str, mask: object, shape: Sequence[int]) -> Mask:
+def check_mask(name: str, mask: object, shape: Sequence[int], device: torch.device | None = None) -> Mask:
     """Takes a mask that fits a parameter.
 
     Args:
         name: The parameter's name, for the message.
         mask: What a mask source gave.
         shape: The parameter's shape.
+        device: Where the parameter lies, where that is known.
 
     Raises:
-        PolicyError: If it is no mask, not bool, or does not broadcast to the shape.
+        PolicyError: If it is no mask, not bool, not dense, has no values or does not broadcast to the shape.
     """
     if isinstance(mask, bool | RandomMask):
         return mask
@@ -39,6 +40,10 @@ def check_mask(name: str, mask: object, shape: Sequence[int]) -> Mask:
         )
     if mask.dtype != torch.bool:
         raise PolicyError(f"mask of {name!r}: must be bool, got {str(mask.dtype).removeprefix('torch.')}")
+    if mask.layout != torch.strided:
+        raise PolicyError(f"mask of {name!r}: must be dense; use mask.to_dense()")
+    if mask.is_meta and device is not None and device.type != "meta":
+        raise PolicyError(f"mask of {name!r}: lies on meta, where there are no values")
     padded = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
     fits = len(padded) == len(shape) and all(
         size in (1, full) for size, full in zip(padded, shape, strict=True)

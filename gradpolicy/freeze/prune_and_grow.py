@@ -137,6 +137,11 @@ class PruneAndGrow(GradientSource):
         }
         if not shapes:
             raise PolicyError("PruneAndGrow: no parameter with two dimensions or more is left to make sparse")
+        unordered = [name for name in shapes if self.parameters[name].is_complex()]
+        if unordered and (self.drop, self.grow_init) != ("magnitude", "zero"):
+            raise PolicyError(
+                f"PruneAndGrow: {unordered[0]!r} is complex; it takes drop='magnitude' and grow_init='zero'"
+            )
         targets = self.targets(self.changed_at(0))
         self._active = {
             name: grown_at_random(self._nothing(name), self._key(name, -1), targets[name]) for name in shapes

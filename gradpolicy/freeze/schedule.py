@@ -11,6 +11,7 @@ Cubic      ``stop + (start − stop) · (1 − τ)³`` (Zhu, Gupta 2017, arXiv:1
 =========  ====================================================
 """
 
+import inspect
 import math
 from collections.abc import Callable
 
@@ -114,6 +115,12 @@ def as_schedule(key: str, value: float | Schedule) -> Schedule:
         PolicyError: If it is neither a share between 0 and 1 nor a function of the count.
     """
     if callable(value):
+        try:
+            inspect.signature(value).bind(0)
+        except TypeError as error:
+            raise PolicyError(f"{key}: must take the count alone: {error}") from error
+        except ValueError:
+            pass  # written in C, without a signature to look at
         return value
     return Constant(value, key=key)
 

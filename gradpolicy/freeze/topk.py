@@ -113,8 +113,8 @@ class TopK(GradientSource):
     def statistic(self, weight: Tensor, gradient: Tensor) -> Tensor:
         """What is summed over the window."""
         if self.by == "fisher":
-            return gradient * gradient
-        return -weight * gradient if self.by == "movement" else gradient
+            return _real_product(gradient, gradient)
+        return -_real_product(weight, gradient) if self.by == "movement" else gradient
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """The last choice; a new one where it is due and the scores are there."""
@@ -174,7 +174,7 @@ class TopK(GradientSource):
             return (weight - wide(self._initial[name])).abs()
         gathered = self.gathered.sums.get(name)
         if gathered is None:
-            return torch.full_like(weight, -math.inf)
+            return torch.full_like(weight.real, -math.inf)
         return gathered.abs() if self.by == "gradient" else gathered
 
     def _choose(self, density: float) -> dict[str, Mask]:
@@ -187,6 +187,11 @@ class TopK(GradientSource):
         if self.level == "tensor":
             return {name: bool(mask) for name, mask in chosen.items()}
         return dict(chosen)
+
+
+def _real_product(first: Tensor, second: Tensor) -> Tensor:
+    """The product; of complex numbers that of their parts, summed, as if these were entries of their own."""
+    return (first * second.conj()).real if first.is_complex() else first * second
 
 
 def _mean_over(score: Tensor, level: str) -> Tensor:

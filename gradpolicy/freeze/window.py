@@ -135,5 +135,5 @@ class GradientSource(MaskSource):
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 where it has that."""
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    """The tensor in single precision, or in double where it has that; complex where it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -65,3 +65,14 @@ def test_a_tensor_given_again_as_it_was_changes_nothing(stack, inference: bool) 
         assert torch.equal(held[-1], mask)
     # Nobody counts what is written to a tensor of inference mode.
     assert inference or held[0] is held[1] is held[2]
+
+
+def test_to_look_at_what_will_train_decides_nothing(stack) -> None:
+    """Weights may still be loaded between a report and the first step."""
+    source = gp.masks.TopK(0.25, by="weight")
+    _, freezer = freezer_of(stack, source)
+    assert freezer.report()[0].active == 4
+    with torch.no_grad():
+        stack.blocks[0].weight.copy_(torch.arange(16.0).reshape(4, 4))
+    freezer.begin_step(0)
+    assert torch.equal(freezer.mask_of("blocks.0.weight"), torch.arange(16).reshape(4, 4) >= 12)

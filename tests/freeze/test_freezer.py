@@ -548,6 +548,19 @@ def test_two_optimizers_take_one_step_together(stack, tokens) -> None:
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
+@pytest.mark.parametrize("first", ["ticket", "sparse"])
+def test_weights_that_go_back_stay_zero_where_another_policy_holds_them_at_zero(stack, tokens, first) -> None:
+    policies = {
+        "ticket": gp.Freeze(gp.masks.TopK(0.5, by="change", start=3, rewind=True), params="blocks.*.weight"),
+        "sparse": gp.Freeze(gp.masks.PruneAndGrow(0.25, every=None), params="blocks.*.weight"),
+    }
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, dict(sorted(policies.items(), key=lambda item: item[0] != first)))
+    train(stack, optimizer, freezer, tokens, range(5))
+    for block in stack.blocks:
+        assert int(block.weight.count_nonzero()) <= 4
+
+
 def test_a_row_says_what_a_policy_does(stack) -> None:
     policies = {"layers": gp.Freeze(gp.masks.Layerwise(active=1, every=20), params="blocks.*")}
     freezer = Freezer(stack, masked(stack), policies)

@@ -102,3 +102,30 @@ def test_a_function_with_some_arguments_given_is_told_by_its_own_name():
         return True
 
     assert "rows" in repr(gp.masks.Function(functools.partial(rows, share=0.5)))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (None, "must be True, False, a bool tensor"),
+        (torch.ones(4, 4), "must be bool, got float32"),
+        (torch.ones(3, 4, dtype=torch.bool), r"shape \(3, 4\) does not fit the parameter's \(4, 4\)"),
+        (torch.ones(4, 4, dtype=torch.bool).to_sparse(), "must be dense"),
+        (torch.ones(4, 4, dtype=torch.bool, device="meta"), "lies on meta"),
+    ],
+)
+def test_what_is_no_mask_of_the_parameter_is_an_error(stack, mask, message: str) -> None:
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
+    policy = gp.Freeze(lambda name, parameter, step: mask, params="blocks.0.weight")
+    with pytest.raises(PolicyError, match=f"policy.mine: mask of 'blocks.0.weight': {message}"):
+        gp.Freezer(stack, optimizer, {"mine": policy}).begin_step(0)
+
+
+def test_an_object_serves_one_policy(stack) -> None:
+    """A second one would set it up anew with other parameters."""
+    source, optimizer = OneParameter(), gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
+    policies = {name: gp.Freeze(source, params=f"{name}.*") for name in ("head", "embed")}
+    with pytest.raises(PolicyError, match=r"policy\.embed: has the mask source of policy\.head"):
+        gp.Freezer(stack, optimizer, policies)
+    twice = {name: gp.Freeze(OneParameter, params=f"{name}.*") for name in ("head", "embed")}
+    assert gp.Freezer(stack, optimizer, twice).policies == ["head", "embed"]

@@ -325,3 +325,10 @@ def test_without_an_end_the_exchanged_share_stays() -> None:
 def test_nothing_to_make_sparse_is_an_error(prepared) -> None:
     with pytest.raises(PolicyError, match="two dimensions or more"):
         prepared(sources(), {"bias": torch.zeros(3)})
+
+
+def test_a_complex_weight_has_no_sign(prepared) -> None:
+    weights = {"w": torch.ones(4, 4, dtype=torch.complex64)}
+    with pytest.raises(PolicyError, match=r"'w' is complex; it takes drop='magnitude'"):
+        prepared(gp.masks.PruneAndGrow(grow="random"), weights)
+    assert int(prepared(gp.masks.PruneAndGrow(0.25), weights).masks(0, 0)["w"].sum()) == 4

@@ -63,3 +63,9 @@ def test_a_flag_is_true_or_false() -> None:
 def test_a_ramp_without_steps_is_an_error() -> None:
     with pytest.raises(PolicyError, match=r"Linear\.steps"):
         gp.masks.Linear(1.0, 0.0, steps=0)
+
+
+@pytest.mark.parametrize("schedule", [gp.masks.Linear, lambda: 0.5, lambda step, epoch: 0.5])
+def test_a_schedule_takes_the_count_alone(schedule) -> None:
+    with pytest.raises(PolicyError, match=r"Random\.density: must take the count alone"):
+        gp.masks.Random(schedule)

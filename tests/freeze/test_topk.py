@@ -279,3 +279,19 @@ def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
 def test_it_tells_for_how_long_it_gathers_gradients_where_it_does():
     assert "window=8, before='freeze'" in repr(gp.masks.TopK(0.1, by="fisher", window=8, before="freeze"))
     assert "window" not in repr(gp.masks.TopK(0.1, by="weight"))
+
+
+@pytest.mark.parametrize("by", ["gradient", "weight", "fisher", "movement"])
+def test_a_complex_entry_scores_by_both_its_parts(prepared, by: str) -> None:
+    weight, *gradients = (torch.randn(3, 4, dtype=torch.complex64) for _ in range(4))
+    source = prepared(gp.masks.TopK(by=by, window=3), {"w": weight})
+    for gradient in gradients:
+        source.observe({"w": gradient})
+    parts, slopes = torch.view_as_real(weight), [torch.view_as_real(gradient) for gradient in gradients]
+    expected = {
+        "gradient": sum(slopes).square().sum(-1).sqrt(),
+        "weight": parts.square().sum(-1).sqrt(),
+        "fisher": sum(slope.square().sum(-1) for slope in slopes),
+        "movement": -sum((parts * slope).sum(-1) for slope in slopes),
+    }
+    torch.testing.assert_close(source.scores()["w"], expected[by])
