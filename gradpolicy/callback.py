@@ -198,6 +198,8 @@ class GradientPolicies(Callback):
             self.freezer.restore()
         self.ranks = None
         self._updates_seen = -1
+        # Testing a checkpoint restores it too, which is not for a fit that begins anew.
+        self._restored = None
 
     # ---- training
 

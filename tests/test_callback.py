@@ -479,6 +479,23 @@ def test_a_resumed_run_ends_with_the_same_bits(two_layers, loader, make_trainer,
     assert same(bits(two_layers), bits(twin))
 
 
+def test_a_checkpoint_that_was_tested_leaves_nothing_for_the_next_fit(
+    two_layers, loader, make_trainer, tmp_path
+):
+    def trainer():
+        top = gp.Freeze(gp.masks.TopK(0.5, every=4))
+        return make_trainer(callbacks=[gp.GradientPolicies({"top": top})])
+
+    first, twin = trainer(), copy.deepcopy(two_layers)
+    first.fit(copy.deepcopy(two_layers), loader)
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    tested = trainer()
+    tested.test(copy.deepcopy(two_layers), loader, tmp_path / "first.ckpt", verbose=False, weights_only=True)
+    tested.fit(two_layers, loader)
+    trainer().fit(twin, loader)
+    assert same(bits(two_layers), bits(twin))
+
+
 def test_a_run_resumed_under_other_policies_says_which(two_layers, loader, make_trainer, tmp_path, recwarn):
     def train(epochs, density, resume_from=None):
         policies = {
