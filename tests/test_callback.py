@@ -496,6 +496,27 @@ def test_a_checkpoint_that_was_tested_leaves_nothing_for_the_next_fit(
     assert same(bits(two_layers), bits(twin))
 
 
+@pytest.mark.filterwarnings("ignore:.*(under other policies|it starts anew)")
+@pytest.mark.parametrize("name", ["trunk", "other"])
+def test_what_no_policy_freezes_any_more_trains_in_a_resumed_run(
+    two_layers, loader, make_trainer, tmp_path, name
+):
+    def trainer(name, params, epochs):
+        policies = {name: gp.Freeze(gp.masks.Fixed(False), params=params)}
+        return make_trainer(max_epochs=epochs, callbacks=[gp.GradientPolicies(policies)])
+
+    first = trainer("trunk", "trunk.*", 1)
+    first.fit(two_layers, loader)
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    before = bits(two_layers)
+    trainer(name, "trunk.0.*", 2).fit(
+        two_layers, loader, ckpt_path=tmp_path / "first.ckpt", weights_only=True
+    )
+    after = bits(two_layers)
+    assert torch.equal(after["trunk.0.weight"], before["trunk.0.weight"])
+    assert not torch.equal(after["trunk.2.weight"], before["trunk.2.weight"])
+
+
 def test_a_run_resumed_under_other_policies_says_which(two_layers, loader, make_trainer, tmp_path, recwarn):
     def train(epochs, density, resume_from=None):
         policies = {

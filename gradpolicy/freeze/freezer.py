@@ -285,13 +285,14 @@ class Freezer:
             "sources": {bound.name: bound.source.state_dict() for bound in self._bound},
             "masks": {name: state for name, state in masks.items() if state is not None},
             "identities": {bound.name: bound.identity() for bound in self._bound},
+            "parameters": list(self.parameters),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Gives the sources what they remember.
 
         A policy that the state does not know starts anew; with a warning, one that has another kind of mask
-        source now, or other parameters.
+        source now, or other parameters. What only policies of the saved run froze trains.
         """
         self._follow_optimizers()
         saved, masks, identities = (state.get(key, {}) for key in ("sources", "masks", "identities"))
@@ -308,10 +309,18 @@ class Freezer:
             if known:
                 bound.source.load_state_dict(saved[bound.name])
             bound.load_mask_state(masks.get(bound.name) if known else None)
+        self._release(set(state.get("parameters", ())) - set(self.parameters))
         self._combined = {}
         self._step = None
 
     # ---- the parts
+
+    def _release(self, names: Collection[str]) -> None:
+        """Takes off the masks that an optimizer has from a checkpoint, and no policy gives any more."""
+        for optimizer in self.optimizers:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            free = {p: None for name, p in self._named.items() if name in names and id(p) in held}
+            optimizer.set_masks(free, frozen_state=None, bias_correction=None)
 
     def _empty_state(self, names: Collection[str]) -> None:
         """Freezes whole parameters for a moment, which leaves nothing of their optimizer state."""
