@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.freeze.fixed import Fixed
@@ -25,20 +25,20 @@ SourceLike = (
     | type
     | object
 )
-_METHODS = (
-    "setup",
-    "due",
-    "overdue",
-    "observe",
-    "observe_more",
-    "wants_gradients",
-    "gradient_names",
-    "gradient_scale",
-    "learning_rate_scale",
-    "apply",
-    "state_dict",
-    "load_state_dict",
-)
+# The other methods of a source that an object may have, and what each is called with.
+_METHODS: dict[str, tuple[str, ...]] = {
+    "due": ("step", "epoch"),
+    "overdue": ("step", "epoch"),
+    "observe": ("gradients",),
+    "observe_more": ("gradients",),
+    "wants_gradients": ("step", "epoch"),
+    "gradient_names": ("step", "epoch"),
+    "gradient_scale": ("step", "epoch"),
+    "learning_rate_scale": ("step", "epoch"),
+    "apply": (),
+    "state_dict": (),
+    "load_state_dict": ("state",),
+}
 
 
 class Function(MaskSource):
@@ -91,30 +91,35 @@ class Adapted(MaskSource):
     """Any object with a ``masks`` method as a mask source; other methods of a source that it has are used.
 
     Args:
-        source: The object. Its ``masks`` takes ``(step, epoch)`` or ``(step)``.
+        source: The object. Its ``masks`` takes ``(step, epoch)`` or ``(step)``. One with an ``observe`` is
+            shown gradients, unless it says ``needs_gradients = False``.
 
     Raises:
-        PolicyError: If its ``masks`` or ``setup`` takes other arguments; when it is asked, if ``masks`` gives
-            no dict.
+        PolicyError: If a method of it takes other arguments, or it saves what it cannot load; when it is
+            asked, if ``masks`` gives no dict.
     """
 
     def __init__(self, source: Any) -> None:
         super().__init__()
         self.source = source
-        _check_signatures(source)
-        self.needs_gradients = bool(getattr(source, "needs_gradients", False))
-        self.repeats_masks = bool(getattr(source, "repeats_masks", False))
-        self._says_when_due = callable(getattr(source, "due", None))
+        methods = {name: own for name in _METHODS if (own := _own_method(source, name)) is not None}
+        _check_signatures(source, methods)
+        self._says_when_due = "due" in methods
         self._takes_epoch = _takes(source.masks, 0, 0)
-        for method in _METHODS:
-            own = getattr(source, method, None)
-            if callable(own) and method != "setup":
-                setattr(self, method, own)
+        for name, own in methods.items():
+            setattr(self, name, own)
+        self._read_flags()
 
     def prepare(self) -> None:
         """Hands the parameters on."""
         if callable(getattr(self.source, "setup", None)):
             self.source.setup(self.parameters, seed=self.seed)
+        self._read_flags()
+
+    def _read_flags(self) -> None:
+        observes = _own_method(self.source, "observe") is not None
+        self.needs_gradients = bool(getattr(self.source, "needs_gradients", observes))
+        self.repeats_masks = bool(getattr(self.source, "repeats_masks", False))
 
     def period(self, step: int, epoch: int) -> int:
         """Always the same where the object says itself when its masks may change."""
@@ -171,13 +176,26 @@ def _made(source: type) -> Any:
     return source()
 
 
-def _check_signatures(source: Any) -> None:
+def _own_method(source: Any, name: str) -> Callable | None:
+    """An object's method, where it has one and means this by it."""
+    own = getattr(source, name, None)
+    # A module's applies a function to its children.
+    inherited = name == "apply" and getattr(type(source), name, None) is nn.Module.apply
+    return own if callable(own) and not inherited else None
+
+
+def _check_signatures(source: Any, methods: Mapping[str, Callable]) -> None:
     kind = type(source).__name__
     if not _takes(source.masks, 0) and not _takes(source.masks, 0, 0):
         raise PolicyError(f"{kind}.masks: must take (step, epoch) or (step)")
     setup = getattr(source, "setup", None)
     if callable(setup) and not _takes(setup, {}, seed=0):
         raise PolicyError(f"{kind}.setup: must take (parameters, *, seed)")
+    for name, method in methods.items():
+        if not _takes(method, *_METHODS[name]):
+            raise PolicyError(f"{kind}.{name}: must take ({', '.join(_METHODS[name])})")
+    if ("state_dict" in methods) != ("load_state_dict" in methods):
+        raise PolicyError(f"{kind}: must have both state_dict and load_state_dict, or neither")
 
 
 def _takes(function: Callable, *values: Any, **named: Any) -> bool:

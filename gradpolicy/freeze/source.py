@@ -46,10 +46,16 @@ class MaskSource:
         [0, 5, 10]
     """
 
+    # A subclass that observes needs them, unless it says otherwise.
     needs_gradients: bool = False
     # Whether masks() gives the masks in force again, from arguments and state_dict alone, at any later step
     # of their period. Where it does not, as where it goes by the weights, a checkpoint holds them.
     repeats_masks: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "observe" in vars(cls) and "needs_gradients" not in vars(cls):
+            cls.needs_gradients = True
 
     def __init__(
         self,

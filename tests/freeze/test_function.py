@@ -90,6 +90,14 @@ def test_what_is_no_source_is_an_error(prepared) -> None:
             {"masks": lambda self, step: {}, "__init__": lambda self, k: None},
             "Bad cannot be made without arg",
         ),
+        (
+            {"masks": lambda self, step: {}, "due": lambda self, step: True},
+            r"Bad.due: must take \(step, epoch\)",
+        ),
+        (
+            {"masks": lambda self, step: {}, "state_dict": lambda self: {}},
+            "Bad: must have both state_dict and load_state_dict, or neither",
+        ),
     ):
         with pytest.raises(PolicyError, match=message):
             as_source(type("Bad", (), methods))
@@ -129,3 +137,66 @@ def test_an_object_serves_one_policy(stack) -> None:
         gp.Freezer(stack, optimizer, policies)
     twice = {name: gp.Freeze(OneParameter, params=f"{name}.*") for name in ("head", "embed")}
     assert gp.Freezer(stack, optimizer, twice).policies == ["head", "embed"]
+
+
+class Watching:
+    """Trains what had a positive gradient in the last step."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def observe(self, gradients: dict[str, torch.Tensor]) -> None:
+        self.seen.append({name: gradient.clone() for name, gradient in gradients.items()})
+
+    def masks(self, step: int) -> dict[str, torch.Tensor]:
+        return {name: gradient > 0 for name, gradient in (self.seen or [{}])[-1].items()}
+
+
+class WatchingSource(Watching, MaskSource):
+    """The same by inheritance."""
+
+    def __init__(self) -> None:
+        Watching.__init__(self)
+        MaskSource.__init__(self)
+
+    def observe(self, gradients: dict[str, torch.Tensor]) -> None:
+        super().observe(gradients)
+
+    def masks(self, step: int, epoch: int) -> dict[str, torch.Tensor]:
+        return super().masks(step)
+
+
+class WatchingModule(Watching, torch.nn.Module):
+    """A module of its own, whose apply means something else."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        Watching.__init__(self)
+
+
+class WatchingLater(Watching):
+    """Says so once it knows the parameters."""
+
+    needs_gradients = False
+
+    def setup(self, parameters, *, seed: int) -> None:
+        self.needs_gradients = True
+
+
+@pytest.mark.parametrize("kind", [Watching, WatchingSource, WatchingModule, WatchingLater])
+def test_what_observes_is_shown_gradients(stack, tokens, kind: type[Watching]) -> None:
+    source, optimizer = kind(), gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
+    freezer = gp.Freezer(stack, optimizer, {"watching": gp.Freeze(source, params="head.*")})
+    for step in range(2):
+        freezer.begin_step(step)
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(freezer.mask_of("head.weight"), source.seen[0]["head.weight"] > 0)
+    assert len(source.seen) == 2
+
+
+def test_what_says_that_it_needs_no_gradients_is_shown_none(stack) -> None:
+    refusing = type("Refusing", (Watching,), {"needs_gradients": False})
+    assert not as_source(refusing()).wants_gradients(0, 0)
