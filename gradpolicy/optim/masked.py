@@ -19,7 +19,7 @@ from gradpolicy.optim.general import begin_momenta, needs_closure
 from gradpolicy.optim.layout import check_mask, is_sharded, local_shard, own_gradient
 from gradpolicy.optim.options import checked
 from gradpolicy.optim.parameter import FULL
-from gradpolicy.optim.rehearsal import is_rehearsal, rehearse
+from gradpolicy.optim.rehearsal import forget, is_rehearsal, rehearse
 from gradpolicy.optim.tracked import Tracked
 from gradpolicy.optim.ways import Ways
 
@@ -83,6 +83,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._bias_correction = checked("bias_correction", bias_correction)
         self._tracked: dict[Tensor, Tracked] = {}
         self._effective_steps = 0
+        self._rehearsed = False
         for group in inner.param_groups:
             # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
             group.pop(checkpoint.KEY, None)
@@ -104,7 +105,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._closure_is_its_own = not is_torchs_own(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "_frozen_state", "_bias_correction", "_tracked", "_effective_steps")
+        names = ("inner", "_frozen_state", "_bias_correction", "_tracked", "_effective_steps", "_rehearsed")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -399,7 +400,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """One update: the wrapped optimizer's own for what it can do, then the exact one for the rest."""
         ways = Ways(self.param_groups, self._tracked, closure is not None, self._refuse_sparse)
         if closure is None and is_rehearsal(self.inner):
+            self._rehearsed = not self._exact
             return rehearse(self.inner, self._tracked.values())
+        if self._rehearsed:
+            self._rehearsed = False
+            forget(self.inner)
         for tracked in ways.stepped:
             tracked.complete_state()
         stepped = self._tracked.values() if self._closure_needed else ways.stepped

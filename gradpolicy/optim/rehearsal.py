@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.beginnings import empty
+from gradpolicy.optim.beginnings import beginning, empty, entry_state
+from gradpolicy.optim.state import step_count
 from gradpolicy.optim.tracked import Tracked
 
 
@@ -39,6 +40,8 @@ def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> An
     result = optimizer.step()
     for group, before in zip(optimizer.param_groups, settings, strict=True):
         group.update(before)
+        for added in group.keys() - before.keys() - {"params"}:
+            del group[added]
         for parameter in (p for p in group["params"] if p in optimizer.state):
             state = optimizer.state[parameter]
             # Weight decay has gone into the momentum of SGD.
@@ -47,6 +50,27 @@ def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> An
     for each in tracked:
         each.adopt_state()
     return result
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Let the first update make its state itself, as if nobody had looked; what was loaded meanwhile stays.
+
+    Empty state is not always what an optimizer begins with: some begins at the learning rate, which is 0 in a
+    rehearsal, and the momentum of SGD begins at the first gradient.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not _has_begun(optimizer, group, parameter):
+                optimizer.state.pop(parameter, None)
+
+
+def _has_begun(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
+    state = optimizer.state.get(parameter, {})
+    moved = (
+        bool(value.count_nonzero()) and beginning(optimizer, key, group, parameter) in (0, None)
+        for key, value in entry_state(state, parameter).items()
+    )
+    return step_count(state) > 0 or any(moved)
 
 
 def _restart_count(state: dict[str, Any]) -> None:

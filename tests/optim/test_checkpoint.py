@@ -2,6 +2,7 @@ import copy
 import io
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -110,14 +111,36 @@ def test_steps_of_torch_alone_leave_no_masks_and_ages_behind(kind):
     assert_same(model, resumed)
 
 
-def test_looking_at_the_state_before_the_first_step_puts_no_weight_decay_into_momentum():
-    looked_at, untouched = (copy.deepcopy(model_and_optimizer("sgd", "keep")) for _ in range(2))
-    for model, optimizer in (looked_at, untouched):
-        optimizer.param_groups[0]["weight_decay"] = 0.5
-        if optimizer is looked_at[1]:
-            get_optimizer_state_dict(model, optimizer)
+BEGINNING_ODDLY = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.5),
+    "nadam": lambda weights: torch.optim.NAdam(weights, lr=0.1),
+    "rprop": lambda weights: torch.optim.Rprop(weights, lr=0.1),
+    "asgd": lambda weights: torch.optim.ASGD(weights, lr=0.1),
+    "ademamix": lambda weights: pytorch_optimizer.AdEMAMix(weights, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", BEGINNING_ODDLY)
+@pytest.mark.parametrize("way", ["look", "save and load", "load what others saved later"])
+def test_looking_at_the_state_before_the_first_step_changes_nothing(kind, way):
+    """Neither what makes the state of the first step, nor what was loaded before it."""
+    ends = []
+    for looks in (False, True):
+        model, _ = model_and_optimizer("sgd", "keep")
+        if way == "load what others saved later":
+            other = copy.deepcopy(model)
+            trained = MaskedOptimizer(BEGINNING_ODDLY[kind](other.parameters()))
+            run(other, trained, range(3), change=False)
+        optimizer = MaskedOptimizer(BEGINNING_ODDLY[kind](model.parameters()), frozen_state="zero")
+        if looks:
+            state = get_optimizer_state_dict(model, optimizer)
+        if way == "save and load" and looks:
+            set_optimizer_state_dict(model, optimizer, state)
+        elif way == "load what others saved later":
+            optimizer.load_state_dict(trained.state_dict())
         run(model, optimizer, range(4))
-    assert_same(looked_at[0], untouched[0])
+        ends.append(model)
+    assert_same(*ends)
 
 
 @pytest.mark.parametrize("when", [0, 5])
