@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.freeze.sharding import local
 from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.state import bytes_of
 
 
 class Costs(Callback):
@@ -84,6 +83,4 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """
     if isinstance(optimizer, MaskedOptimizer):
         return optimizer.state_bytes()
-    values = (value for state in optimizer.state.values() for value in state.values())
-    own = [local(value) for value in values if isinstance(value, Tensor)]
-    return sum(value.numel() * value.element_size() for value in own)
+    return bytes_of(optimizer.state)

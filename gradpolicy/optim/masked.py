@@ -16,10 +16,11 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.optim import checkpoint, exact, moves, saving, together
 from gradpolicy.optim.beginnings import is_torchs_own
 from gradpolicy.optim.general import begin_momenta, needs_closure
-from gradpolicy.optim.layout import check_mask, is_sharded, local_shard, own_gradient
+from gradpolicy.optim.layout import check_mask, is_sharded, own_gradient
 from gradpolicy.optim.options import checked
 from gradpolicy.optim.parameter import FULL
 from gradpolicy.optim.rehearsal import forget, is_rehearsal, rehearse
+from gradpolicy.optim.state import bytes_of
 from gradpolicy.optim.tracked import Tracked
 from gradpolicy.optim.ways import Ways
 
@@ -178,8 +179,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
         Args:
             parameter: one of the optimizer's parameters.
-            mask: bool tensor that broadcasts to the parameter, True = trains; or a recipe with
-                `materialize(shape, device)` and `state()`; None = all train.
+            mask: bool tensor that broadcasts to the parameter, True = trains; True or False for all of it;
+                or a recipe with `materialize(shape, device)` and `state()`; None = all train.
             frozen_state: overrides the optimizer's for this parameter, from now on.
             bias_correction: overrides the optimizer's for this parameter, from now on.
 
@@ -284,11 +285,10 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes held on this process for the optimizer's state: moments, steps, masks and ages."""
-        values = [value for state in self.state.values() for value in state.values()]
-        tensors = [local_shard(value) for value in values if isinstance(value, Tensor)]
-        tensors += [tensor for tracked in self._tracked.values() for tensor in tracked.cohorts.tensors]
+        codes = [tensor for tracked in self._tracked.values() for tensor in tracked.cohorts.tensors]
         indices = [tracked.held.bytes for tracked in self._tracked.values() if tracked.held is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + sum(indices)
+        masks = sum(tensor.numel() * tensor.element_size() for tensor in codes) + sum(indices)
+        return bytes_of(self.state) + masks
 
     def _track(self, parameter: Tensor) -> Tracked:
         tracked = self._tracked[parameter] = self._new_tracked(parameter)

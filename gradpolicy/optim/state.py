@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -187,6 +188,13 @@ class ParameterState:
     def empty(self) -> None:
         """Have everything that has a value for each entry be what it begins with."""
         empty(self.inner, self.group, self.parameter, self.values)
+
+
+def bytes_of(state: Mapping[Any, Any]) -> int:
+    """Bytes that an optimizer's state holds on this process; some of it may be the whole optimizer's."""
+    tensors = [local_shard(value) for value in state.values() if isinstance(value, Tensor)]
+    own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return own + sum(bytes_of(part) for part in state.values() if isinstance(part, Mapping))
 
 
 def step_count(state: dict[str, Any]) -> int:

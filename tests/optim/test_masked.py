@@ -11,6 +11,7 @@ from torch.testing._internal.common_optimizers import optim_db
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
+from gradpolicy.insight.costs import optimizer_bytes
 
 # Importing torch's own cases forbids every later test of the process to set a backend flag, as Trainer does.
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
@@ -328,6 +329,19 @@ def test_third_party_optimizers_freeze_too():
             assert torch.equal(weight.detach() != before, mask)
 
 
+def test_state_that_a_third_party_keeps_for_the_whole_optimizer_is_counted_too():
+    from pytorch_optimizer import MADGRAD, SPAM
+
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    # SPAM has a flag for each entry, and counts steps in a number; MADGRAD counts them in a tensor.
+    for kind, expected in ((SPAM, 2 * 24 * 4 + 24), (MADGRAD, 3 * 24 * 4 + 8)):
+        plain = kind([weight])
+        optimizer = MaskedOptimizer(plain)
+        weight.grad = torch.randn(6, 4)
+        optimizer.step()
+        assert optimizer.state_bytes() == optimizer_bytes(plain) == expected
+
+
 @pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 def test_a_tensor_frozen_as_a_whole_trains_again(frozen_state, bias_correction):
@@ -403,6 +417,20 @@ def test_setting_the_mask_in_force_again_changes_nothing(parameter):
         states.append(optimizer.state_dict()["gradpolicy"]["parameters"][0]["ages"])
     assert states[0]["active"] == states[1]["active"]
     assert torch.equal(states[0]["slots"], states[1]["slots"])
+
+
+def test_true_and_false_are_masks_of_the_whole_tensor(parameter):
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], weight_decay=0.1))
+    before = parameter.detach().clone()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.set_mask(parameter, False)
+    optimizer.step()
+    assert torch.equal(parameter, before)
+    assert not optimizer.get_mask(parameter).any()
+    optimizer.set_masks({parameter: True})
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert (parameter < before).all()
 
 
 def test_added_groups_start_active():
