@@ -155,7 +155,7 @@ class GradientPolicies(Callback):
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise deepspeed_refused(type(trainer.strategy).__name__)
         named = named_parameters(pl_module)
-        wanted = {id(p) for policy in policies.values() for p in pick(named, policy.params).values()}
+        wanted = {id(p) for name, policy in policies.items() for p in _matched(named, name, policy)}
         optimizers = [_masked_if_needed(optimizer, wanted) for optimizer in trainer.strategy.optimizers]
         self._masked = [optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)]
         _check_optimized(named, wanted, self._masked)
@@ -398,6 +398,14 @@ def _lasts(when: When, step: int, epoch: int) -> bool:
     """Whether a time lies between a policy's start and end, the steps that ``every`` leaves out too."""
     count = step if when.unit == "step" else epoch
     return when.start <= count and (when.stop is None or count < when.stop)
+
+
+def _matched(named: Mapping[str, Tensor], name: str, policy: Freeze) -> list[Tensor]:
+    """The parameters of a freeze policy; an error names the policy."""
+    try:
+        return list(pick(named, policy.params).values())
+    except PolicyError as error:
+        raise PolicyError(f"policy.{name}.params: {error}") from error
 
 
 def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:

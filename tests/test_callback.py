@@ -426,7 +426,7 @@ def test_an_operation_that_is_never_met_ends_the_run(two_layers, loader, make_tr
     ("policies", "message"),
     [
         ({"a": gp.Stop(modules="haed")}, "haed.*head"),
-        ({"a": gp.Freeze(half, params="trnk.*")}, "trnk.*trunk"),
+        ({"a": gp.Freeze(half, params="trnk.*")}, r"policy\.a\.params.*trnk.*trunk"),
         ({"a": gp.Guided(), "b": gp.Deconv()}, "a.*b"),
     ],
 )

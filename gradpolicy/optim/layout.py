@@ -73,12 +73,14 @@ def check_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
     """The mask with as many dimensions as the parameter.
 
     Raises:
-        PolicyError: it is not a dense bool tensor, does not broadcast to the parameter, or one of the two
-            has no values.
+        PolicyError: it is neither True or False nor a dense bool tensor, does not broadcast to the parameter,
+            or one of the two has no values.
     """
+    if isinstance(mask, bool):
+        mask = torch.tensor(mask, device=parameter.device)
     if not isinstance(mask, Tensor):
         raise PolicyError(
-            f"{name}: a mask is a bool tensor, a mask recipe or None, not {type(mask).__name__}"
+            f"{name}: a mask is a bool tensor, True, False, a mask recipe or None, not {type(mask).__name__}"
         )
     if mask.dtype is not torch.bool:
         raise PolicyError(f"{name}: a mask is a bool tensor (True = trains), this one is {mask.dtype}")
