@@ -1,5 +1,6 @@
 """A freeze policy with the parameters it matches and the masks it last gave."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -7,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.freeze.function import Adapted
 from gradpolicy.freeze.hashing import derive
 from gradpolicy.freeze.mask import (
     Mask,
@@ -108,7 +110,7 @@ class BoundPolicy:
         if held and period == self.period and not due and not self.source.overdue(step, epoch):
             return set()
         self.period, before = period, self.masks
-        self.masks = self._as_they_are(self._ask(step, epoch))
+        self.masks = self._as_they_are(self._ask(self.source, step, epoch))
         self.counted = None
         if not held:
             return set(self.parameters)
@@ -130,7 +132,7 @@ class BoundPolicy:
 
     def identity(self) -> str:
         """Tells whether a saved state is this policy's: the kind of its source, and the parameters."""
-        kind = type(getattr(self.source, "source", self.source)).__name__
+        kind = type(self.source.source if isinstance(self.source, Adapted) else self.source).__name__
         return f"{kind} {derive(*self.parameters):016x}"
 
     def mask_state(self) -> dict[str, Any] | None:
@@ -149,9 +151,9 @@ class BoundPolicy:
         )
         self.period, self.holds = state["period"], True
 
-    def _ask(self, step: int, epoch: int) -> dict[str, Mask]:
+    def _ask(self, source: MaskSource, step: int, epoch: int) -> dict[str, Mask]:
         try:
-            return self._checked(self.source.masks(step, epoch))
+            return self._checked(source.masks(step, epoch))
         except PolicyError as error:
             raise PolicyError(f"policy.{self.name}: {error}") from error
 
@@ -181,11 +183,11 @@ class BoundPolicy:
         }
 
     def _foreseen(self) -> dict[str, Mask]:
-        """What the source would give in the first step; to look ahead decides nothing yet."""
-        before = self.source.state_dict()
-        masks = self._ask(0, 0)
-        self.source.load_state_dict(before)
-        return masks
+        """What the source would give in the first step; it is a copy that decides it."""
+        source = copy.copy(self.source)
+        if isinstance(source, Adapted):
+            source.source = copy.copy(source.source)
+        return self._ask(source, 0, 0)
 
     def active(self) -> int:
         """How many entries the policy lets train; counted once for each change of the masks."""

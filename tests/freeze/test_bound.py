@@ -76,3 +76,22 @@ def test_to_look_at_what_will_train_decides_nothing(stack) -> None:
         stack.blocks[0].weight.copy_(torch.arange(16.0).reshape(4, 4))
     freezer.begin_step(0)
     assert torch.equal(freezer.mask_of("blocks.0.weight"), torch.arange(16).reshape(4, 4) >= 12)
+
+
+class Counting:
+    """Trains one row after the other, by how often it was asked."""
+
+    asked = 0
+
+    def masks(self, step: int) -> dict[str, torch.Tensor]:
+        self.asked += 1
+        return {"blocks.0.weight": torch.arange(4)[:, None] == self.asked - 1}
+
+
+def test_nor_does_an_object_of_ones_own_notice(stack) -> None:
+    source = Counting()
+    _, freezer = freezer_of(stack, source)
+    assert freezer.report()[0].active == 4
+    freezer.begin_step(0)
+    assert source.asked == 1
+    assert freezer.mask_of("blocks.0.weight").flatten().tolist() == [True, False, False, False]
