@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim.beginnings import beginning, empty, entry_state
+from gradpolicy.optim.layout import local_shard
 from gradpolicy.optim.state import step_count
 from gradpolicy.optim.tracked import Tracked
 
@@ -37,7 +38,12 @@ def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> An
         What its step returns.
     """
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    values = [local_shard(parameter.detach()).clone() for parameter in parameters]
     result = optimizer.step()
+    for parameter, value in zip(parameters, values, strict=True):
+        # A step by 0 may make 0 of -0, and NaN where eps is too small for half precision.
+        local_shard(parameter.detach()).copy_(value)
     for group, before in zip(optimizer.param_groups, settings, strict=True):
         group.update(before)
         for added in group.keys() - before.keys() - {"params"}:

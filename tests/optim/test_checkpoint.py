@@ -143,6 +143,18 @@ def test_looking_at_the_state_before_the_first_step_changes_nothing(kind, way):
     assert_same(*ends)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_looking_at_the_state_before_the_first_step_leaves_every_bit_of_the_parameters(kind):
+    model, optimizer = model_and_optimizer(kind, "keep", torch.float16)
+    with torch.no_grad():
+        model[0].weight[0] = -0.0
+        model[0].weight[1] = torch.inf
+    before = [weight.detach().clone().view(torch.int16) for weight in model.parameters()]
+    get_optimizer_state_dict(model, optimizer)
+    after = [weight.detach().view(torch.int16) for weight in model.parameters()]
+    assert all(map(torch.equal, before, after))
+
+
 @pytest.mark.parametrize("when", [0, 5])
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 def test_distributed_checkpoint_functions_carry_masks_and_ages(when, frozen_state):
