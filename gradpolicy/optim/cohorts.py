@@ -140,6 +140,15 @@ class Cohorts:
         """Count one update: every active entry is one older."""
         self.clock += 1
 
+    def restart(self) -> None:
+        """Have every entry be of age 0."""
+        self.births, self.paused = [self.clock] * len(self.births), [0] * len(self.paused)
+
+    @property
+    def any_age(self) -> bool:
+        """Whether any slot has another age than 0."""
+        return any(birth != self.clock for birth in self.births) or any(self.paused)
+
     @property
     def slots(self) -> Slots:
         """The ages now."""

@@ -84,12 +84,16 @@ class Tracked(MaskedParameter):
         return self._applied_as == (self.frozen_state, self.rests)
 
     def follow(self) -> bool:
-        """Bring all that is kept to the parameter's device; see `MaskedParameter.follow`."""
+        """Follow the parameter to its device, and the state where that is gone; see `MaskedParameter`."""
         moved = super().follow()
         if moved:
             self.forget_addresses()
             self.keeper = None
             self._ready_keeper()
+        if self.exact and not self.state and self.cohorts.any_age:
+            # Somebody has removed it, and torch alone would begin anew.
+            self.updates = 0
+            self.cohorts.restart()
         return moved
 
     # --- a new mask
@@ -240,8 +244,11 @@ class Tracked(MaskedParameter):
 
     def complete_state(self) -> None:
         """Make moments again that were dropped, where the wrapped optimizer would not."""
+        if not self.exact or adam.MOMENTS[0] in self.state:
+            return
+        self.follow()
         # A state of a step count alone, too, comes of moments that were dropped.
-        if self.exact and (self.updates or self.state) and adam.MOMENTS[0] not in self.state:
+        if self.updates or self.state:
             self.stored.begin(self.stored.group, self.updates, self.held)
 
     def save_frozen(self) -> None:

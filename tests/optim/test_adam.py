@@ -200,6 +200,27 @@ def test_first_update_after_a_thaw_has_the_size_of_the_correction(bias_correctio
     assert moved == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_state_that_is_removed_begins_anew_as_under_torch(machinery, parameter, frozen_state, share):
+    plain = torch.nn.Parameter(parameter.detach().clone())
+    optimizer = MaskedOptimizer(torch.optim.Adam([parameter], lr=0.1), frozen_state=frozen_state)
+    mask = torch.rand(6, 5) < share
+    optimizer.set_mask(parameter, mask)
+    alone = torch.optim.Adam([plain], lr=0.1)
+    for step in range(20):
+        if step == 15:
+            optimizer.state.clear()
+            alone.state.clear()
+            assert not optimizer.age(parameter).any()
+        plain.grad = torch.randn(6, 5, dtype=torch.float64)
+        parameter.grad = plain.grad.clone()
+        optimizer.step()
+        alone.step()
+    assert torch.equal(optimizer.age(parameter).expand(6, 5), 5 * mask.long())
+    torch.testing.assert_close(parameter.detach()[mask], plain.detach()[mask], atol=1e-12, rtol=0)
+
+
 def test_many_ages_need_wider_codes_and_stay_exact(machinery):
     count = 300
     parameter = torch.nn.Parameter(torch.randn(count, dtype=torch.float64))
