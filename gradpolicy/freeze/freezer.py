@@ -193,10 +193,7 @@ class Freezer:
             self._empty_state(renewed)
         if changed or renewed:
             self._set_masks(changed | renewed)
-        writing = [bound for bound, names in asked if bound.holds and (names or renewed)]
-        # Weights go back first: what other policies demand of them goes for where they went, too.
-        for bound in sorted(writing, key=lambda bound: not bound.source.renews_state):
-            bound.source.apply()
+        self._apply([bound for bound, names in asked if bound.holds and (names or bound.source.renews_state)])
         self._toggle(bool(changed))
 
     @torch.no_grad()
@@ -321,6 +318,13 @@ class Freezer:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             free = {p: None for name, p in self._named.items() if name in names and id(p) in held}
             optimizer.set_masks(free, frozen_state=None, bias_correction=None)
+
+    def _apply(self, changed: Sequence[BoundPolicy]) -> None:
+        """Has sources write to the weights what new masks demand."""
+        # What one writes, another one on the same parameters may hold at zero.
+        concerned = {name for bound in changed for name in self._shared_with(bound)}
+        for bound in (*changed, *(each for each in self._bound if each.holds and each.name in concerned)):
+            bound.source.apply()
 
     def _empty_state(self, names: Collection[str]) -> None:
         """Freezes whole parameters for a moment, which leaves nothing of their optimizer state."""

@@ -35,16 +35,16 @@ class ScaledUpdates:
             names: The parameters that are about to be updated.
             rates: What their learning rates are multiplied by; 1 where none is given.
         """
-        names = list(names)
-        # What was updated before and not finished.
-        self.finish(names)
         for name in names:
             parameter, rate = self.parameters[name], rates.get(name, 1.0)
             if parameter.grad is None or rate == 1.0:
                 self._before.pop(name, None)
+                self._rates.pop(name, None)
                 continue
-            own = local(parameter.detach())
-            self._before.setdefault(name, torch.empty_like(own)).copy_(own)
+            # A step that asks for several backward passes, as SAM's does, moves the weights in between.
+            if name not in self._rates:
+                own = local(parameter.detach())
+                self._before.setdefault(name, torch.empty_like(own)).copy_(own)
             self._rates[name] = rate
 
     def finish(self, names: Iterable[str]) -> None:

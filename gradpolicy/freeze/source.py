@@ -177,7 +177,11 @@ class MaskSource:
         return False
 
     def apply(self) -> None:
-        """Is called after new masks are in force: writes to the weights what the masks demand."""
+        """Is called after new masks are in force: writes to the weights what the masks demand.
+
+        It is called again for the same masks in a resumed run, and where another policy has written to the
+        weights.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beyond the arguments: plain containers and tensors."""

@@ -561,6 +561,21 @@ def test_weights_that_go_back_stay_zero_where_another_policy_holds_them_at_zero(
         assert int(block.weight.count_nonzero()) <= 4
 
 
+@pytest.mark.parametrize("first", ["growing", "sparse"])
+def test_what_one_policy_begins_stays_zero_where_another_holds_it_at_zero(stack, tokens, first) -> None:
+    policies = {
+        "growing": gp.Freeze(gp.masks.PruneAndGrow(0.5, grow="random", every=2), params="blocks.*.weight"),
+        "sparse": gp.Freeze(gp.masks.PruneAndGrow(0.25, every=None, seed=1), params="blocks.*.weight"),
+    }
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, dict(sorted(policies.items(), key=lambda item: item[0] != first)))
+    for stop in range(1, 6):
+        train(stack, optimizer, freezer, tokens, range(stop - 1, stop))
+        for name, parameter in stack.named_parameters():
+            if name in freezer.parameters:
+                assert not parameter[~freezer.mask_of(name)].any()
+
+
 def test_a_row_says_what_a_policy_does(stack) -> None:
     policies = {"layers": gp.Freeze(gp.masks.Layerwise(active=1, every=20), params="blocks.*")}
     freezer = Freezer(stack, masked(stack), policies)
