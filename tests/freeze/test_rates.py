@@ -39,14 +39,16 @@ def test_an_update_is_scaled_once(parameters) -> None:
     assert torch.equal(parameters["a"], after)
 
 
-def test_an_update_that_was_not_finished_is_before_the_next_begins(parameters) -> None:
+def test_all_that_moved_since_the_first_beginning_is_scaled(parameters) -> None:
+    """As in the two backward passes of a step of SAM, which moves the weights away and back in between."""
     first = parameters["a"].detach().clone()
     updates = ScaledUpdates(parameters)
-    for _ in range(2):
-        updates.begin(["a"], {"a": 0.5})
-        add(parameters, 1.0)
+    updates.begin(["a"], {"a": 0.5})
+    add(parameters, 8.0)
+    updates.begin(["a"], {"a": 0.5})
+    add(parameters, 1.0 - 8.0)
     updates.finish(["a"])
-    torch.testing.assert_close(parameters["a"].detach(), first + 1.0)
+    torch.testing.assert_close(parameters["a"].detach(), first + 0.5)
 
 
 def test_a_skipped_update_leaves_every_bit(parameters) -> None:
