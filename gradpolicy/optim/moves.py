@@ -60,8 +60,11 @@ def survey(flags: Tensor, codes: Tensor, held: Held | None) -> native.Survey:
     if on_gpu is not None:
         count, differing = on_gpu
         return native.Survey(count, None if known is None else not differing)
-    indexed = known is not None and packed
-    found = native.survey(flags, None if packed else known, known if packed else None, indexed)
+    if known is not None and packed:
+        indexed = native.index_many([(flags, known)])
+        if indexed is not None:
+            return indexed[0]
+    found = native.survey(flags, None if packed else known, known if packed else None)
     return found or native.Survey(int(flags.count_nonzero()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -11,12 +12,14 @@ from gradpolicy.optim import cohorts
 from gradpolicy.optim.gpu import moves as gpu_moves
 from gradpolicy.optim.jitted import moves as jitted
 from gradpolicy.optim.native import moves as native
-from gradpolicy.optim.native.moves import GRAIN
+from gradpolicy.optim.native.moves import GRAIN, Index, Survey
 
+Vector = tuple[Tensor, int]
+"""What is held, and a number for entries that are not, 0 where these are no codes."""
 SPARE = 64
-"""One value in so many is held to spare: the next random mask of the same density has a few more entries."""
-SHIFT = 2 * GRAIN
-"""Values between the two places where packed memory may begin; random masks move entries half as far."""
+"""One value in so many is held to spare at least: the next random mask has a few more entries."""
+FEW = 8 * GRAIN
+"""Tensors of fewer entries are moved by way of a copy."""
 
 
 def _pack_bits(flags: Tensor) -> Tensor:
@@ -26,11 +29,21 @@ def _pack_bits(flags: Tensor) -> Tensor:
     return (padded * weights).sum(1, dtype=torch.uint8)
 
 
-def _bits(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """All bits, and how many are set in each GRAIN."""
+def _index(flags: Tensor) -> Index:
+    """All bits, and how many are set before each GRAIN and in all."""
     grains = torch.nn.functional.pad(flags, (0, -flags.numel() % GRAIN)).view(-1, GRAIN)
     parts = flags.split(cohorts.chunk(flags.device))
-    return torch.cat([_pack_bits(part) for part in parts]), grains.sum(1)
+    bits = torch.cat([_pack_bits(part) for part in parts])
+    return bits, torch.nn.functional.pad(grains.sum(1).cumsum(0), (1, 0))
+
+
+def _index_of(flags: Tensor) -> tuple[Index, int]:
+    """Where flags are set, or codes below 0, and how many entries lie between two offsets."""
+    on_gpu = gpu_moves.index(flags)
+    if on_gpu is not None:
+        return on_gpu, gpu_moves.tile()
+    found = native.index(flags) or jitted.index(flags)
+    return found or _index(flags if flags.dtype is torch.bool else flags < 0), GRAIN
 
 
 def _unpack_bits(bits: Tensor, count: int) -> Tensor:
@@ -38,23 +51,27 @@ def _unpack_bits(bits: Tensor, count: int) -> Tensor:
     return (bits.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:count].bool()
 
 
-def _with_spare(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty vector, with some memory behind it on a CPU."""
-    spare = count // SPARE if device.type == "cpu" else 0
-    return torch.empty(count + spare, dtype=dtype, device=device)[:count]
+def _spare(count: int, size: int) -> int:
+    """Values to spare behind `count` of `size` entries.
+
+    Old and new values lie at opposite ends of the memory. Most are moved without a copy if that is further
+    than the values of a GRAIN, since each of these is read before it is written over; and than places in
+    masks drawn at random are apart.
+    """
+    apart = count * GRAIN // size + 4 * isqrt(count) if size >= FEW else 0
+    return count // SPARE + 2 * isqrt(count) + apart
 
 
-def _in_place(packed: Tensor, count: int) -> Tensor | None:
+def _in_place(packed: Tensor, count: int, spare: int) -> Tensor | None:
     """The memory of `packed` as `count` values; None where it is too little or over twice the spare.
 
-    The values begin somewhat after those of `packed`, or before them, where there is room for that: most can
-    then be moved without a copy, since their places are read before they are written over.
+    The values begin as far after those of `packed`, or before them, as there is room.
     """
     room = packed.untyped_storage().nbytes() // packed.element_size()
     own = packed.is_cpu and packed.is_contiguous()
-    if not own or not count <= room <= count + 2 * count // SPARE:
+    if not own or not count <= room <= count + 2 * spare:
         return None
-    start = SHIFT if packed.storage_offset() == 0 and count + SHIFT <= room else 0
+    start = room - count if packed.storage_offset() == 0 else 0
     return packed.new_empty(0).set_(packed.untyped_storage(), start, (count,))  # type: ignore[call-overload]
 
 
@@ -65,7 +82,7 @@ class Held:
         flags: one flag a block, or one code, below 0 where it is held.
         block: consecutive entries in a block.
         count: how many blocks are held, where that is known.
-        index: the flags as bits and how many are set in each GRAIN, where that is known (`block` 1).
+        index: bits and offsets, where these are known (`block` 1).
 
     Attributes:
         size: entries in the whole tensor.
@@ -73,7 +90,7 @@ class Held:
         count: blocks held.
         bits: eight entries a byte (`block` 1).
         grain: entries between two offsets.
-        offsets: int64, how many entries are held before each `grain` entries (`block` 1).
+        offsets: int64, how many entries are held before each `grain` entries, and in all (`block` 1).
         rows: int64, the blocks held (`block` above 1).
     """
 
@@ -82,7 +99,7 @@ class Held:
         flags: Tensor,
         block: int,
         count: int | None = None,
-        index: tuple[Tensor, Tensor] | None = None,
+        index: Index | None = None,
     ) -> None:
         self.size = flags.numel() * block
         self.block = block
@@ -91,13 +108,11 @@ class Held:
             self.rows = (flags if flags.dtype is torch.bool else flags < 0).nonzero().view(-1)
             self.count = self.rows.numel()
             return
-        found = gpu_moves.bits(flags) if index is None else None
-        self.grain = gpu_moves.tile() if found else GRAIN
-        found = index or found or native.bits(flags) or jitted.bits(flags)
-        self.bits, counts = found or _bits(flags if flags.dtype is torch.bool else flags < 0)
-        counts = counts.cumsum(0)
-        self.count = int(counts[-1]) if count is None else count
-        self.offsets = torch.nn.functional.pad(counts, (1, 0))
+        self.grain = GRAIN
+        if index is None:
+            index, self.grain = _index_of(flags)
+        self.bits, self.offsets = index
+        self.count = int(self.offsets[-1]) if count is None else count
 
     @property
     def bytes(self) -> int:
@@ -106,14 +121,16 @@ class Held:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
-    def _index(self) -> tuple[Tensor, Tensor]:
+    def _index(self) -> Index:
         assert self.bits is not None
         assert self.offsets is not None
         return self.bits, self.offsets
 
     def vector(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An empty vector of one value for each entry held."""
-        return _with_spare(self.count * self.block, dtype, device)
+        count = self.count * self.block
+        spare = _spare(count, self.size) if device.type == "cpu" else 0
+        return torch.empty(count + spare, dtype=dtype, device=device)[:count]
 
     def flags(self) -> Tensor:
         """One flag a block."""
@@ -149,7 +166,7 @@ class Held:
         if self.rows is not None:
             return values.view(-1, block).index_select(0, self.rows).view(-1)
         packed = self.vector(values.dtype, values.device)
-        if _repack(None, self, [(values, packed, 0)]):
+        if _repack([(None, self, [(values, packed, 0)])]):
             return packed
         for positions, place in self.chunks():
             torch.index_select(values, 0, positions, out=packed[place])
@@ -160,21 +177,15 @@ class Held:
 
         `packed` is given up: its memory is written over where that will do, for fresh memory is slow.
         """
-        return self.move_together([(packed, newcomer)], other)[0]
+        return move_many([(self, other, [(packed, newcomer)])])[0][0]
 
-    def move_together(self, vectors: Sequence[tuple[Tensor, int]], other: Held) -> list[Tensor]:
+    def move_together(self, vectors: Sequence[Vector], other: Held) -> list[Tensor]:
         """`move` for several vectors and their newcomers, which together take little longer than one."""
-        entries = self.rows is None and other.rows is None
-        moves = [(packed, other._room_for(packed), newcomer) for packed, newcomer in vectors if entries]
-        if moves and _repack(self, other, moves):
-            return [result for _, result, _ in moves]
-        if len(vectors) > 1:
-            return [self.move(packed, other, newcomer) for packed, newcomer in vectors]
-        return [self._move_anyhow(packed, other, newcomer) for packed, newcomer in vectors]
+        return move_many([(self, other, vectors)])[0]
 
     def _room_for(self, packed: Tensor) -> Tensor:
         """A vector to fill: the memory of `packed` where that will do."""
-        result = _in_place(packed, self.count)
+        result = _in_place(packed, self.count, _spare(self.count, self.size))
         return self.vector(packed.dtype, packed.device) if result is None else result
 
     def _move_anyhow(self, packed: Tensor, other: Held, newcomer: int) -> Tensor:
@@ -190,21 +201,53 @@ class Held:
         if self.rows is not None:
             values.view(-1, block).index_copy_(0, self.rows, packed.view(-1, block))
             return values
-        if _repack(self, None, [(packed, values, 0)]):
+        if _repack([(self, None, [(packed, values, 0)])]):
             return values
         for positions, place in self.chunks():
             values[positions] = packed[place]
         return values
 
 
-def _repack(old: Held | None, new: Held | None, moves: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
+def index_many(members: Sequence[tuple[Held, Tensor]]) -> list[Survey] | None:
+    """What new flags of single entries tell of each tensor, with their index; None: no kernel can."""
+    if any(held.grain != GRAIN for held, _ in members):
+        return None
+    return native.index_many([(flags, held.bits) for held, flags in members])
+
+
+Move = tuple[Held, Held, Sequence[Vector]]
+"""What a tensor holds before, what it holds from then on, and the vectors to move."""
+
+
+def move_many(members: Sequence[Move]) -> list[list[Tensor]]:
+    """`Held.move_together` for many tensors."""
+    entries = all(old.rows is None and new.rows is None for old, new, _ in members)
+    moves = [
+        (old, new, [(packed, new._room_for(packed), newcomer) for packed, newcomer in vectors if entries])
+        for old, new, vectors in members
+    ]
+    if entries and _repack(moves):
+        return [[result for _, result, _ in own] for *_, own in moves]
+    return [
+        [old._move_anyhow(packed, new, newcomer) for packed, newcomer in vectors]
+        for old, new, vectors in members
+    ]
+
+
+def _known_index(held: Held | None) -> Index | None:
+    return None if held is None else held._index
+
+
+def _repack(members: Sequence[tuple[Held | None, Held | None, Sequence[tuple[Tensor, Tensor, int]]]]) -> bool:
     """Move values by a kernel, see `native.repack`; False where none can do it."""
-    known = [held for held in (old, new) if held is not None]
-    grains = {held.grain for held in known}
-    before, after = (None if held is None else held._index for held in (old, new))
-    size = known[0].size
-    if grains == {GRAIN}:
-        return native.repack(before, after, moves, size) or jitted.repack(before, after, moves, size)
+    known = [[held for held in member[:2] if held is not None] for member in members]
+    grains = {held.grain for each in known for held in each}
     if len(grains) > 1:
         return False
-    return all(gpu_moves.repack(before, after, values, result, size, new) for values, result, new in moves)
+    packings = [
+        (_known_index(old), _known_index(new), moves, each[0].size)
+        for (old, new, moves), each in zip(members, known, strict=True)
+    ]
+    if grains == {GRAIN}:
+        return native.repack(packings) or jitted.repack(packings)
+    return gpu_moves.repack(packings)

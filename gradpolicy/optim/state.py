@@ -92,9 +92,15 @@ class ParameterState:
     def moments(self, held: Held | None) -> dict[str, Tensor]:
         """The moments that exist, for the entries that have memory (None: all); see `check`."""
         values = self.values
-        moments = {key: values[key] for key in (*adam.MOMENTS, adam.LARGEST) if key in values}
+        moments = {key: values[key] for key in self.moment_names}
         self.check(moments, held)
         return moments
+
+    @property
+    def moment_names(self) -> list[str]:
+        """Keys of the moments that exist."""
+        values = self.values
+        return [key for key in (*adam.MOMENTS, adam.LARGEST) if key in values]
 
     def check(self, moments: dict[str, Tensor], held: Held | None) -> None:
         """Make sure that moments belong to the entries that have memory (None: all).

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradpolicy.optim import moves
 from gradpolicy.optim.layout import is_sharded
+from gradpolicy.optim.packed import Move, index_many, move_many
 from gradpolicy.optim.parameter import PARTIAL
 from gradpolicy.optim.tracked import Tracked
 
@@ -19,6 +21,7 @@ AT_ONCE = 1 << 24
 Masked = tuple[Tracked, Tensor]
 Flagged = tuple[Tracked, Tensor, Tensor]
 """A parameter, its new mask, and that as flags of blocks."""
+Likeness = tuple[Any, ...]
 
 
 def set_masks(members: Sequence[Masked]) -> None:
@@ -27,7 +30,7 @@ def set_masks(members: Sequence[Masked]) -> None:
     Those that were and stay partly frozen, in the same blocks, with codes of a byte and the same ages, need
     the same new codes.
     """
-    alike: defaultdict[Hashable, list[Flagged]] = defaultdict(list)
+    alike: defaultdict[Likeness, list[Flagged]] = defaultdict(list)
     for tracked, mask in members:
         found = _flags_and_likeness(tracked, mask)
         if found is None:
@@ -35,21 +38,32 @@ def set_masks(members: Sequence[Masked]) -> None:
         else:
             flags, likeness = found
             alike[likeness].append((tracked, mask, flags))
-    for flagged in alike.values():
-        _change(flagged)
+    for likeness, flagged in alike.items():
+        if likeness[-1] == _HELD:
+            _change_held(flagged)
+        else:
+            _change(flagged)
 
 
-def _flags_and_likeness(tracked: Tracked, mask: Tensor) -> tuple[Tensor, Hashable] | None:
+def _flags_and_likeness(tracked: Tracked, mask: Tensor) -> tuple[Tensor, Likeness] | None:
     """A flag a block, and what parameters that change together have in common; None: it must change alone."""
     parameter, cohorts = tracked.parameter, tracked.cohorts
-    settled = tracked.kind is PARTIAL and tracked.exact and tracked.held is None and tracked.is_settled
+    settled = tracked.kind is PARTIAL and tracked.exact and tracked.is_settled
     if not settled or cohorts.codes.dtype is not torch.int8 or is_sharded(parameter) or tracked.follow():
         return None
     flags, block = tracked.layout.blocks_of(mask, parameter)
-    if block != cohorts.block or flags.numel() != cohorts.codes.numel():
+    if block != cohorts.block:
+        return None
+    if tracked.held is not None:
+        return (flags, (parameter.device, _HELD)) if tracked.moves_entries else None
+    if flags.numel() != cohorts.codes.numel():
         return None
     ages = (cohorts.clock, tuple(cohorts.births), tuple(cohorts.paused))
     return flags, (parameter.device, tracked.forgets, ages)
+
+
+_HELD = "held"
+"""What those have in common that move entries held before to the places of those held now."""
 
 
 def _change(members: list[Flagged]) -> None:
@@ -71,7 +85,7 @@ def _change(members: list[Flagged]) -> None:
         tracked.take_shape(mask)
         if differs:
             tracked.active_entries = count * tracked.cohorts.block
-            tracked.forget_addresses()
+            tracked.forget_record()
             tracked.cohorts.take(slots)
             changed.append((tracked, flags))
     if changed:
@@ -80,11 +94,35 @@ def _change(members: list[Flagged]) -> None:
         _empty_frozen([tracked for tracked, _ in changed])
 
 
+def _change_held(members: list[Flagged]) -> None:
+    """Change masks of parameters that hold active entries alone."""
+    held = [(tracked.held, flags) for tracked, _, flags in members if tracked.held is not None]
+    seen = index_many(held) if len(members) > 1 else None
+    if seen is None:
+        for tracked, mask, _ in members:
+            tracked.set_mask(mask)
+        return
+    moving: list[tuple[Tracked, Tensor, Move]] = []
+    for (tracked, mask, flags), found in zip(members, seen, strict=True):
+        partial = found.count not in (0, flags.numel())
+        move = tracked.move_to(flags, found) if partial and not found.same else None
+        if move is not None:
+            moving.append((tracked, mask, move))
+        elif partial and found.same:
+            tracked.take_shape(mask)
+        else:
+            tracked.set_mask(mask)
+    moved = move_many([move for *_, move in moving])
+    for (tracked, mask, move), vectors in zip(moving, moved, strict=True):
+        tracked.take_shape(mask)
+        tracked.take_moved(move, vectors)
+
+
 def _empty_frozen(members: Sequence[Tracked]) -> None:
     """Zero moments of frozen entries."""
-    moments = [(tracked, moment) for tracked in members for moment in tracked.stored.moments(None).values()]
-    flats = [tracked.layout.flat(moment) for tracked, moment in moments]
-    vectors = zip(flats, moments, strict=True)
-    moves.clear_frozen([(flat, *tracked.active_flags()) for flat, (tracked, _) in vectors])
-    for flat, (tracked, moment) in zip(flats, moments, strict=True):
-        tracked.layout.write_back(flat, moment)
+    active = [tracked.active_flags() for tracked in members]
+    flats = [tracked.flat_moments() for tracked in members]
+    vectors = [(flat, *own) for own, each in zip(active, flats, strict=True) for flat in each]
+    moves.clear_frozen(vectors)
+    for tracked in members:
+        tracked.write_back()

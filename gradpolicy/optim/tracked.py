@@ -15,7 +15,7 @@ from gradpolicy.optim.gpu import adam as gpu_adam
 from gradpolicy.optim.layout import is_sharded, local_shard, own_gradient
 from gradpolicy.optim.native import adam as native_adam
 from gradpolicy.optim.native import moves as native
-from gradpolicy.optim.packed import Held
+from gradpolicy.optim.packed import Held, Move, move_many
 from gradpolicy.optim.parameter import FROZEN, FULL, PARTIAL, MaskedParameter
 from gradpolicy.optim.state import ParameterState, step_count
 
@@ -113,9 +113,9 @@ class Tracked(MaskedParameter):
         if unchanged and (self.kind is not PARTIAL or self.is_in_force(flags, block, seen.same)):
             return
         self._applied_as = (self.frozen_state, self.rests)
-        self.forget_addresses()
         if self._repack(flags, block, seen):
             return
+        self.forget_addresses()
         old = self.hold_all()
         self.cohorts.change(flags, block, self.forgets, moves.recode)
         self._move_state(old)
@@ -123,20 +123,36 @@ class Tracked(MaskedParameter):
 
     def _repack(self, flags: Tensor, block: int, seen: native.Survey) -> bool:
         """From held entries to other held entries directly; False where that is not the case."""
-        old = self.held
-        entries = old is not None and old.block == block == 1 and self.cohorts.paused in ([], [0])
-        if old is None or not entries or not self.holds_active_alone:
+        move = self.move_to(flags, seen) if block == 1 and self.moves_entries else None
+        if move is None:
             return False
+        self.take_moved(move, *move_many([move]))
+        return True
+
+    @property
+    def moves_entries(self) -> bool:
+        """Whether entries that have memory make room for others directly."""
+        entries = self.held is not None and self.held.block == 1 and self.cohorts.paused in ([], [0])
+        return entries and self.holds_active_alone
+
+    def move_to(self, flags: Tensor, seen: native.Survey) -> Move | None:
+        """What to move so that these entries alone have memory; None where codes of a byte are used up."""
+        assert self.held is not None
+        moments = self.stored.moments(self.held)
         code = self.cohorts.thaw_code()
         if code is None:
-            return False
-        self.held = held = Held(flags, block, seen.count, seen.index)
-        moments = self.stored.moments(old)
+            return None
         vectors = [(self.cohorts.codes, code), *((moment, 0) for moment in moments.values())]
-        self.cohorts.codes, *moved = old.move_together(vectors, held)
-        self.state.update(zip(moments, moved, strict=True))
+        return self.held, Held(flags, 1, seen.count, seen.index), vectors
+
+    def take_moved(self, move: Move, moved: list[Tensor]) -> None:
+        """Take what was moved."""
+        self.forget_addresses()
+        _, self.held, _ = move
+        self.active_entries = self.held.count
+        self.cohorts.codes, *moments = moved
+        self.state.update(zip(self.stored.moment_names, moments, strict=True))
         self.cohorts.paused = [0]
-        return True
 
     def _move_state(self, old: Held | None) -> None:
         """Bring the optimizer's state in line with new flags; `old`: which entries had moments so far."""
@@ -192,9 +208,17 @@ class Tracked(MaskedParameter):
     def forget_addresses(self) -> None:
         """Have the next update find out anew where all lies."""
         self._views.clear()
+        self.forget_record()
+
+    def forget_record(self) -> None:
+        """Have the next update find out anew what it has to do."""
         if self.record is not None:
             self.record.forget()
             self.record = None
+
+    def flat_moments(self) -> list[Tensor]:
+        """The moments there are, dense, as flat vectors; see `write_back`."""
+        return [self._flat(key, moment) for key, moment in self.stored.moments(None).items()]
 
     # --- taking flags, ages and state from elsewhere
 
@@ -311,7 +335,7 @@ class Tracked(MaskedParameter):
         )
 
     def _flat(self, key: str, tensor: Tensor) -> Tensor:
-        """`Layout.flat`, remembered while the tensor stays in place; else written back by `finish`."""
+        """`Layout.flat`, remembered while the tensor stays in place; else for `write_back`."""
         source, flat = self._views.get(key, (None, tensor))
         if source is tensor and flat.data_ptr() == tensor.data_ptr():
             return flat
@@ -322,9 +346,13 @@ class Tracked(MaskedParameter):
             self._copies.append((flat, tensor))
         return flat
 
-    def finish(self) -> None:
-        """Take a job's results where they were not written in place, and count the update."""
+    def write_back(self) -> None:
+        """Take flat vectors where they are copies."""
         for flat, tensor in self._copies:
             self.layout.write_back(flat, tensor)
         self._copies.clear()
+
+    def finish(self) -> None:
+        """Take a job's results where they were not written in place, and count the update."""
+        self.write_back()
         self.count_update()

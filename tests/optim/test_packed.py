@@ -3,7 +3,7 @@ import torch
 
 from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.native.moves import GRAIN
-from gradpolicy.optim.packed import SHIFT, SPARE, Held
+from gradpolicy.optim.packed import FEW, Held, _spare, index_many, move_many
 
 
 def random_flags(size, share):
@@ -61,7 +61,7 @@ def test_masks_of_the_same_density_are_moved_between_in_the_same_memory():
     for other in others:
         packed, held = held.move(packed, other), other
         assert packed.untyped_storage().data_ptr() == place
-        assert packed.untyped_storage().nbytes() <= 4 * held.count * (1 + 2 / SPARE)
+        assert packed.untyped_storage().nbytes() <= 4 * (held.count + 2 * _spare(held.count, held.size))
 
 
 def values_at(start, values, room):
@@ -90,7 +90,7 @@ def test_new_values_may_begin_anywhere_in_the_memory_of_the_old_ones(halves, sha
         (part[start:][: old.count], result, newcomer)
         for part, result, newcomer in zip(memory, results, (-77, 0), strict=True)
     ]
-    assert native.repack((old.bits, old.offsets), (new.bits, new.offsets), moves, size)
+    assert native.repack([((old.bits, old.offsets), (new.bits, new.offsets), moves, size)])
     assert all(map(torch.equal, results, expected))
 
 
@@ -103,13 +103,19 @@ def test_streams_that_are_shifted_differently_are_moved_too():
     memory = [values_at(GRAIN, values, size) for values in vectors]
     results = [part[start:][: new.count] for part, start in zip(memory, (0, 2 * GRAIN), strict=True)]
     moves = [(part[GRAIN:][: old.count], result, 0) for part, result in zip(memory, results, strict=True)]
-    assert native.repack((old.bits, old.offsets), (new.bits, new.offsets), moves, size)
+    assert native.repack([((old.bits, old.offsets), (new.bits, new.offsets), moves, size)])
     assert all(map(torch.equal, results, expected))
 
 
-@pytest.mark.parametrize("share", [0.6, 0.9])
-def test_many_masks_in_turn_leave_the_values_of_what_stays(share):
-    size = 2 * SHIFT * SPARE
+@pytest.mark.parametrize("size", [FEW - 77, FEW, 40 * GRAIN])
+@pytest.mark.parametrize("share", [0.1, 0.6, 0.9])
+def test_what_is_held_to_spare_is_little(size, share):
+    assert _spare(round(share * size), size) < 0.2 * share * size
+
+
+@pytest.mark.parametrize("size", [FEW // 2, FEW, 64 * GRAIN])
+@pytest.mark.parametrize("share", [0.1, 0.6, 0.9])
+def test_many_masks_in_turn_leave_the_values_of_what_stays(share, size):
     first, second = (Held(random_flags(size, share), 1) for _ in range(2))
     values = torch.rand(size)
     packed, kept = first.pack(values), first.flags() & second.flags()
@@ -121,4 +127,30 @@ def test_many_masks_in_turn_leave_the_values_of_what_stays(share):
 def test_a_much_smaller_mask_gives_memory_back():
     large, small = (Held(random_flags(10 * GRAIN, share), 1) for share in (0.5, 0.1))
     packed = large.move(large.pack(torch.rand(10 * GRAIN)), small)
-    assert packed.untyped_storage().nbytes() <= 4 * small.count * (1 + 2 / SPARE)
+    assert packed.untyped_storage().nbytes() <= 4 * (small.count + 2 * _spare(small.count, small.size))
+
+
+def test_many_tensors_are_moved_as_each_alone(machinery):
+    torch.manual_seed(0)
+    sizes = (1, 64, 3 * GRAIN, FEW, 20 * GRAIN + 5)
+    moves, expected = [], []
+    for size in sizes:
+        old, new = (Held(random_flags(size, 0.6), 1) for _ in range(2))
+        codes, moment = torch.randint(-128, 0, (old.count,), dtype=torch.int8), old.pack(torch.rand(size))
+        expected += [old.move(codes.clone(), new, -77), old.move(moment.clone(), new)]
+        moves.append((old, new, [(codes, -77), (moment, 0)]))
+    moved = [vector for vectors in move_many(moves) for vector in vectors]
+    assert all(map(torch.equal, moved, expected))
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+def test_indices_of_many_tensors_are_those_of_each():
+    flags = [random_flags(size, 0.3) for size in (1, 9, GRAIN, 5 * GRAIN + 3)]
+    known = [
+        Held(random_flags(each.numel(), 0.3) if place % 2 else each, 1) for place, each in enumerate(flags)
+    ]
+    for each, held, found in zip(flags, known, index_many(list(zip(known, flags, strict=True))), strict=True):
+        own = Held(each, 1)
+        assert found.count == each.sum()
+        assert found.same is torch.equal(held.flags(), each)
+        assert all(map(torch.equal, found.index, own._index))

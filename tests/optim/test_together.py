@@ -6,6 +6,7 @@ import torch
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import moves, together
+from gradpolicy.optim.native import moves as native
 
 SHAPES = [(12, 6), (12, 6), (5,), (3, 4, 2), (40000,)]
 
@@ -65,6 +66,25 @@ def test_masks_set_at_once_are_those_set_one_by_one(frozen_state, bias_correctio
     options = {"frozen_state": frozen_state, "bias_correction": bias_correction}
     for own, other in zip(outcome(at_once, **options), outcome(one_by_one, **options), strict=True):
         assert torch.equal(own, other)
+
+
+@pytest.mark.skipif(native.library() is None, reason="elsewhere tensors are moved one by one")
+def test_what_is_held_is_moved_by_one_call_for_all(monkeypatch):
+    optimizer, parameters = made(frozen_state="drop")
+    moved = []
+    repack = native.repack
+    monkeypatch.setattr(native, "repack", lambda moves: moved.append(len(moves)) or repack(moves))
+    for round_ in range(2):
+        optimizer.set_masks(masks_of(parameters, round_))
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    moved.clear()
+    masks = masks_of(parameters, 2)
+    optimizer.set_masks(masks)
+    assert moved == [len(parameters)]
+    optimizer.set_masks(masks)
+    assert len(moved) == 1
 
 
 def test_kernels_are_asked_once_for_all(monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.machinery import launching
+from gradpolicy.optim.native.moves import Index, Packing
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of so many bytes."""
@@ -63,8 +64,9 @@ def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
 
 def clears(flat: Tensor, active: Tensor) -> bool:
     """Whether `clear` can zero these."""
-    known = active.dtype in _FLAGS and flat.element_size() in WIDTHS and not flat.is_complex()
-    return known and launching.serve(flat, active)
+    if not launching.serve(flat, active):
+        return False
+    return active.dtype in _FLAGS and flat.element_size() in WIDTHS and not flat.is_complex()
 
 
 _FLAGS = {torch.bool: None, torch.uint8: None, torch.int8: "int8", torch.int16: "int16", torch.int32: "int32"}
@@ -157,8 +159,11 @@ def power_of_two(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Flags, or codes below 0, as bits, and how many in each `tile()`; None where no kernel can do it."""
+def index(flags: Tensor) -> Index | None:
+    """Flags, or codes below 0, as bits, and how many are set before each `tile()` and in all.
+
+    None where no kernel can do it.
+    """
     if not launching.serve(flags):
         return None
     below_zero, count = flags.dtype is not torch.bool, flags.numel()
@@ -169,18 +174,21 @@ def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
     done = launching.launch(
         source().pack_bits, counts.numel(), flags.device, *arguments, BELOW_ZERO=below_zero
     )
-    return (packed, counts) if done else None
+    return (packed, torch.nn.functional.pad(counts.cumsum(0), (1, 0))) if done else None
 
 
-def repack(
-    old: tuple[Tensor, Tensor] | None,
-    new: tuple[Tensor, Tensor] | None,
-    values: Tensor,
-    result: Tensor,
-    size: int,
-    newcomer: int = 0,
-) -> bool:
+def repack(packings: Sequence[Packing]) -> bool:
     """Move values between sets of held entries; see `native.repack`. The two must not share memory."""
+    return all(
+        _repack(old, new, values, result, size, newcomer)
+        for old, new, moves, size in packings
+        for values, result, newcomer in moves
+    )
+
+
+def _repack(
+    old: Index | None, new: Index | None, values: Tensor, result: Tensor, size: int, newcomer: int
+) -> bool:
     if values.element_size() not in WIDTHS or values.is_complex() or not launching.serve(values, result):
         return False
     index = [*(old or (values, values)), *(new or (values, values))]

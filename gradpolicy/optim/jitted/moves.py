@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.machinery.jitting import in_parallel, loops, parts
-from gradpolicy.optim.native.moves import GRAIN
+from gradpolicy.optim.native.moves import GRAIN, Index, Packing
 
 SEGMENT = 16
 """GRAINs a thread takes at once."""
@@ -93,40 +93,40 @@ def clear(flat: Tensor, active: Tensor) -> bool:
     return True
 
 
-def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Flags, or codes below 0, as bits, and how many in each GRAIN; None where the loops cannot do it."""
+def index(flags: Tensor) -> Index | None:
+    """`native.index`; None where the loops cannot do it."""
     if flags.element_size() > 1 or not _on_cpu(flags) or library() is None:
         return None
     count, shift = flags.numel(), 0 if flags.dtype is torch.bool else 7
-    packed = torch.zeros(-(-count // 8), dtype=torch.uint8, device="cpu")
-    counts = torch.zeros(-(-count // GRAIN), dtype=torch.int64, device="cpu")
-    _run(library().pack_bits, array(flags, torch.uint8), shift, array(packed), array(counts), size=count)
-    return packed, counts
+    bits = torch.zeros(-(-count // 8), dtype=torch.uint8, device="cpu")
+    offsets = torch.zeros(-(-count // GRAIN) + 1, dtype=torch.int64, device="cpu")
+    counts = array(offsets)[1:]
+    _run(library().pack_bits, array(flags, torch.uint8), shift, array(bits), counts, size=count)
+    np.cumsum(counts, out=counts)
+    return bits, offsets
 
 
-def repack(
-    old: tuple[Tensor, Tensor] | None,
-    new: tuple[Tensor, Tensor] | None,
-    moves: Sequence[tuple[Tensor, Tensor, int]],
-    size: int,
-) -> bool:
+def repack(packings: Sequence[Packing]) -> bool:
     """`native.repack`; False where the loops cannot do it."""
-    vectors = [vector for values, result, _ in moves for vector in (values, result)]
+    vectors = [
+        vector for *_, moves, _ in packings for values, result, _ in moves for vector in (values, result)
+    ]
     if not _on_cpu(*vectors) or library() is None:
         return False
-    alike: dict[tuple[int, int, int | None], list[tuple[Tensor, Tensor]]] = {}
-    for values, result, newcomer in moves:
-        key = values.element_size(), newcomer, _shift(values, result)
-        alike.setdefault(key, []).append((values, result))
-    for (_, newcomer, shift), pairs in alike.items():
-        _repack_alike(_arrays(old), _arrays(new), pairs, newcomer, shift, size)
+    for old, new, moves, size in packings:
+        alike: dict[tuple[int, int, int | None], list[tuple[Tensor, Tensor]]] = {}
+        for values, result, newcomer in moves:
+            key = values.element_size(), newcomer, _shift(values, result)
+            alike.setdefault(key, []).append((values, result))
+        for (_, newcomer, shift), pairs in alike.items():
+            _repack_alike(_arrays(old), _arrays(new), pairs, newcomer, shift, size)
     return True
 
 
-Index = tuple[np.ndarray, np.ndarray]
+Arrays = tuple[np.ndarray, np.ndarray]
 
 
-def _arrays(index: tuple[Tensor, Tensor] | None) -> Index:
+def _arrays(index: Index | None) -> Arrays:
     """Bits and offsets, empty where all entries are held."""
     return (
         (np.empty(0, np.uint8), np.empty(0, np.int64))
@@ -143,8 +143,8 @@ def _shift(values: Tensor, result: Tensor) -> int | None:
 
 
 def _repack_alike(
-    old: Index,
-    new: Index,
+    old: Arrays,
+    new: Arrays,
     pairs: Sequence[tuple[Tensor, Tensor]],
     newcomer: int,
     shift: int | None,

@@ -45,17 +45,52 @@ static void survey_part(const void *context, int64_t part)
     if (other) __atomic_store_n(s->differ, 1, __ATOMIC_RELAXED);
 }
 
-/* One look at flags (bit `shift` of each byte): how many are set in each GRAIN, which is returned in all; the flags as
- * bits, where there is room for them; and whether they differ from the signs of codes, or from known bits. */
-int64_t gradpolicy_survey(const uint8_t *flags, const uint8_t *codes, const uint8_t *known, uint8_t *bits,
-                          int64_t *counts, int64_t size, int shift, int *differ, int threads)
+/* One look at flags (bit `shift` of each byte): how many are set in each GRAIN, which is returned in all, and whether they
+ * differ from the signs of codes, or from known bits. */
+int64_t gradpolicy_survey(const uint8_t *flags, const uint8_t *codes, const uint8_t *known, int64_t *counts, int64_t size,
+                          int shift, int *differ, int threads)
 {
-    const survey s = {flags, codes, known, bits, counts, size, shift, differ};
+    const survey s = {flags, codes, known, NULL, counts, size, shift, differ};
     int64_t count = 0;
     *differ = 0;
     in_parallel(survey_part, &s, parts_of(size), threads);
     for (int64_t part = 0; part < parts_of(size); part++) count += counts[part];
     return count;
+}
+
+/* --- the index of many tensors: bits, and how many are set before each GRAIN */
+
+typedef struct {
+    const uint8_t *flags, *known; /* known: bits to compare with, or NULL */
+    uint8_t *bits;
+    int64_t *offsets, size, shift, set, differs; /* offsets: one more than there are parts */
+} indexed;
+
+typedef struct { indexed *each; int64_t *first_parts; int64_t count; int *differ; } indexing;
+
+static void index_part(const void *context, int64_t part)
+{
+    const indexing *all = (const indexing *)context;
+    const int64_t which = owner_of(all->first_parts, all->count, part);
+    const indexed *i = all->each + which;
+    const survey s = {i->flags, NULL, i->known, i->bits, i->offsets + 1, i->size, (int)i->shift, all->differ + which};
+    survey_part(&s, part - all->first_parts[which]);
+}
+
+/* Fills in bits and offsets of each, how many are set, and whether they differ from what was known; `room` has count + 1
+ * numbers, `differ` as many as there are. */
+void gradpolicy_index_many(indexed *each, int64_t count, int64_t *room, int *differ, int threads)
+{
+    room[0] = 0;
+    for (int64_t i = 0; i < count; i++) room[i + 1] = room[i] + parts_of(each[i].size);
+    const indexing all = {each, room, count, memset(differ, 0, (size_t)count * sizeof *differ)};
+    in_parallel(index_part, &all, room[count], threads);
+    for (int64_t i = 0; i < count; i++) {
+        each[i].offsets[0] = 0;
+        for (int64_t part = 0; part < parts_of(each[i].size); part++) each[i].offsets[part + 1] += each[i].offsets[part];
+        each[i].set = each[i].offsets[parts_of(each[i].size)];
+        each[i].differs = differ[i];
+    }
 }
 
 /* --- one part
@@ -233,12 +268,6 @@ static passage passage_of(const repacking *r, int64_t part)
     return at;
 }
 
-static void repack_part(const void *context, int64_t part)
-{
-    const repacking *r = (const repacking *)context;
-    repack_from(r, part, passage_of(r, part));
-}
-
 /* --- in place: fresh memory costs more than the move itself
  *
  * The new values begin a little before or after the old ones. Threads take segments of parts, and within one go away
@@ -250,88 +279,8 @@ static void repack_part(const void *context, int64_t part)
 typedef struct {
     const repacking *r;
     int64_t parts, segments, shift; /* shift: where new values begin, counted from where the old ones do */
-    int64_t *copy_at;               /* of each part: its place in `copies`, or -1 */
-    char *copies;
+    int in_place, together;         /* together: whether the shift is that of every stream */
 } moving;
-
-static int64_t segment_start(const moving *m, int64_t segment) { return segment * m->parts / m->segments; }
-
-/* Whether values of a part of the segment first..last-1 would be written over before they are read. */
-static int is_in_danger(const moving *m, int64_t part, int64_t first, int64_t last)
-{
-    const int64_t *old = m->r->old_offsets, *new = m->r->new_offsets;
-    if (m->shift < 0) return new[part + 1] + m->shift > old[part] || new[last] + m->shift < old[part + 1];
-    return new[part] + m->shift < old[part + 1] || new[first] + m->shift > old[part];
-}
-
-static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-/* Decides which parts are copied out; returns how many bytes they take. */
-static int64_t place_copies(const moving *m, int together)
-{
-    const repacking *r = m->r;
-    int64_t bytes = 0;
-    for (int64_t segment = 0; segment < m->segments; segment++) {
-        const int64_t first = segment_start(m, segment), last = segment_start(m, segment + 1);
-        for (int64_t part = first; part < last; part++) {
-            const int64_t leaving = r->old_offsets[part + 1] - r->old_offsets[part];
-            m->copy_at[part] = -1;
-            if (together && !is_in_danger(m, part, first, last)) continue;
-            m->copy_at[part] = bytes;
-            for (int k = 0; k < r->count; k++) bytes += aligned(leaving * r->streams[k].bytes);
-        }
-    }
-    return bytes;
-}
-
-/* Where a part's copy is read, or made with `makes`. */
-static void use_copy(const moving *m, int64_t part, passage *at, int makes)
-{
-    if (m->copy_at[part] < 0) return;
-    char *copy = m->copies + m->copy_at[part];
-    for (int k = 0; k < m->r->count; k++) {
-        const int64_t bytes = at->leaving * m->r->streams[k].bytes;
-        if (makes) memcpy(copy, at->from[k], (size_t)bytes);
-        at->from[k] = copy;
-        copy += aligned(bytes);
-    }
-}
-
-static void copy_part(const void *context, int64_t part)
-{
-    const moving *m = (const moving *)context;
-    passage at = passage_of(m->r, part);
-    use_copy(m, part, &at, 1);
-}
-
-static void move_segment(const void *context, int64_t segment)
-{
-    const moving *m = (const moving *)context;
-    const int64_t first = segment_start(m, segment), last = segment_start(m, segment + 1);
-    for (int64_t turn = first; turn < last; turn++) {
-        const int64_t part = m->shift < 0 ? turn : first + last - 1 - turn;
-        passage at = passage_of(m->r, part);
-        use_copy(m, part, &at, 0);
-        repack_from(m->r, part, at);
-    }
-}
-
-static int repack_in_place(const repacking *r, int64_t shift, int together, int threads)
-{
-    const int64_t parts = parts_of(r->size), worth = parts / PARTS_PER_THREAD, team = worth < threads ? worth : threads;
-    moving m = {.r = r, .parts = parts, .segments = team > 1 ? team * SEGMENTS_PER_THREAD : 1, .shift = shift};
-    m.copy_at = malloc((size_t)parts * sizeof *m.copy_at);
-    const int64_t bytes = m.copy_at ? place_copies(&m, together) : 0;
-    m.copies = malloc((size_t)bytes + 1);
-    const int possible = m.copy_at && m.copies;
-    if (possible) {
-        if (bytes) share_out(copy_part, &m, parts, team, threads);
-        share_out(move_segment, &m, m.segments, team, threads);
-    }
-    free(m.copy_at);
-    free(m.copies);
-    return possible;
-}
 
 /* Whether a stream's new values take memory of the old ones. */
 static int overlap(const stream *s, int64_t old_count, int64_t new_count)
@@ -339,20 +288,130 @@ static int overlap(const stream *s, int64_t old_count, int64_t new_count)
     return s->old < s->result + new_count * s->bytes && s->result < s->old + old_count * s->bytes;
 }
 
+/* `share`: how many segments of many tensors' parts together are worth. */
+static moving moving_of(const repacking *r, double share)
+{
+    const int64_t parts = parts_of(r->size);
+    const stream *s = r->streams;
+    moving m = {.r = r, .parts = parts, .shift = (s[0].result - s[0].old) / s[0].bytes, .together = 1};
+    for (int k = 0; k < r->count; k++) {
+        m.in_place |= r->old_bits && r->new_bits && overlap(s + k, r->old_offsets[parts], r->new_offsets[parts]);
+        m.together &= (s[k].result - s[k].old) / s[k].bytes == m.shift;
+    }
+    m.segments = m.in_place ? (int64_t)ceil(share * (double)parts) : parts;
+    return m;
+}
+
+/* Segments a part, so that all threads have their share of all parts. */
+static double share_of(int64_t parts, int threads)
+{
+    const int64_t worth = parts / PARTS_PER_THREAD, team = worth < threads ? worth : threads;
+    return (team > 1 ? (double)team * SEGMENTS_PER_THREAD : 1) / (double)(parts > 0 ? parts : 1);
+}
+
+static int64_t segment_start(const moving *m, int64_t segment) { return segment * m->parts / m->segments; }
+
+/* Whether values of a part of the segment first..last-1 would be written over before they are read. */
+static int is_in_danger(const moving *m, int64_t part, int64_t first, int64_t last)
+{
+    const int64_t *old = m->r->old_offsets, *new = m->r->new_offsets;
+    if (!m->in_place) return 0;
+    if (!m->together) return 1;
+    if (m->shift < 0) return new[part + 1] + m->shift > old[part] || (last < m->parts && new[last] + m->shift < old[part + 1]);
+    return new[part] + m->shift < old[part + 1] || (first && new[first] + m->shift > old[part]);
+}
+
+static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+/* Notes where each part's copy lies, from `bytes` on, or -1; returns where the next may. */
+static int64_t place_copies(const moving *m, int64_t *places, int64_t bytes)
+{
+    for (int64_t segment = 0; segment < m->segments; segment++) {
+        const int64_t first = segment_start(m, segment), last = segment_start(m, segment + 1);
+        for (int64_t part = first; part < last; part++) {
+            places[part] = -1;
+            if (!is_in_danger(m, part, first, last)) continue;
+            const int64_t leaving = m->r->old_offsets[part + 1] - m->r->old_offsets[part];
+            places[part] = bytes;
+            for (int k = 0; k < m->r->count; k++) bytes += aligned(leaving * m->r->streams[k].bytes);
+        }
+    }
+    return bytes;
+}
+
+typedef struct {
+    const moving *each;
+    int64_t count, *first_parts, *first_segments, *places; /* places: of all parts' copies */
+    char *copies;
+} movings;
+
+/* Where a part is read, in its copy if it has one, and written; `makes` that copy. */
+static passage way_of(const movings *all, int64_t which, int64_t part, int makes)
+{
+    const repacking *r = all->each[which].r;
+    const int64_t place = all->places[all->first_parts[which] + part];
+    passage at = passage_of(r, part);
+    char *copy = place < 0 ? NULL : all->copies + place;
+    for (int k = 0; copy && k < r->count; k++) {
+        const int64_t bytes = at.leaving * r->streams[k].bytes;
+        if (makes) memcpy(copy, at.from[k], (size_t)bytes);
+        at.from[k] = copy;
+        copy += aligned(bytes);
+    }
+    return at;
+}
+
+static void copy_part(const void *context, int64_t part)
+{
+    const movings *all = (const movings *)context;
+    const int64_t which = owner_of(all->first_parts, all->count, part);
+    way_of(all, which, part - all->first_parts[which], 1);
+}
+
+static void move_segment(const void *context, int64_t segment)
+{
+    const movings *all = (const movings *)context;
+    const int64_t which = owner_of(all->first_segments, all->count, segment), own = segment - all->first_segments[which];
+    const moving *m = all->each + which;
+    const int64_t first = segment_start(m, own), last = segment_start(m, own + 1);
+    for (int64_t turn = first; turn < last; turn++) {
+        const int64_t part = m->shift < 0 ? turn : first + last - 1 - turn;
+        repack_from(m->r, part, way_of(all, which, part, 0));
+    }
+}
+
+static void run_movings(movings *all, int threads)
+{
+    const int64_t parts = all->first_parts[all->count], worth = parts / PARTS_PER_THREAD;
+    if (all->copies) share_out(copy_part, all, parts, worth, threads);
+    share_out(move_segment, all, all->first_segments[all->count], worth, threads);
+}
+
 /* Moves values from the entries held before to those held now; newcomers get a whole number. NULL bits: all are held.
  * Results may overlap with `old` where neither is NULL bits. Returns 0 where it could not, with nothing written. */
-int gradpolicy_repack(const uint8_t *old_bits, const int64_t *old_offsets, const uint8_t *new_bits,
-                      const int64_t *new_offsets, const stream *streams, int count, int64_t size, int threads)
+int gradpolicy_repack(const repacking *each, int64_t count, int threads)
 {
-    if (count < 1 || count > STREAMS) return 0;
-    repacking r = {old_bits, new_bits, old_offsets, new_offsets, streams, size, count};
-    const int64_t parts = parts_of(size), shift = (streams[0].result - streams[0].old) / streams[0].bytes;
-    int in_place = 0, together = 1;
-    for (int k = 0; k < count; k++) {
-        in_place |= old_bits && new_bits && overlap(streams + k, old_offsets[parts], new_offsets[parts]);
-        together &= (streams[k].result - streams[k].old) / streams[k].bytes == shift;
+    moving *moves = malloc((size_t)count * sizeof *moves);
+    int64_t *firsts = calloc((size_t)(2 * count + 2), sizeof *firsts), bytes = 0;
+    movings all = {.each = moves, .count = count, .first_parts = firsts};
+    int possible = moves && firsts;
+    if (possible) all.first_segments = firsts + count + 1;
+    int64_t parts = 0;
+    for (int64_t i = 0; i < count; i++) parts += parts_of(each[i].size);
+    for (int64_t i = 0; possible && i < count; i++) {
+        possible = each[i].count >= 1 && each[i].count <= STREAMS;
+        if (!possible) break;
+        moves[i] = moving_of(each + i, share_of(parts, threads));
+        all.first_parts[i + 1] = all.first_parts[i] + moves[i].parts;
+        all.first_segments[i + 1] = all.first_segments[i] + moves[i].segments;
     }
-    if (in_place) return repack_in_place(&r, shift, together, threads);
-    in_parallel(repack_part, &r, parts, threads);
-    return 1;
+    possible = possible && (all.places = malloc((size_t)(all.first_parts[count] + 1) * sizeof *all.places));
+    for (int64_t i = 0; possible && i < count; i++) bytes = place_copies(moves + i, all.places + all.first_parts[i], bytes);
+    possible = possible && (!bytes || (all.copies = malloc((size_t)bytes)));
+    if (possible) run_movings(&all, threads);
+    free(all.copies);
+    free(all.places);
+    free(firsts);
+    free(moves);
+    return possible;
 }

@@ -22,15 +22,24 @@ from gradpolicy.machinery.compiling import compiled
 GRAIN = 1 << 14
 """Entries between two stored counts, so that work can start in the middle of a tensor; fewer on a GPU."""
 
+Index = tuple[Tensor, Tensor]
+"""Flags as bits, and how many are set before each GRAIN and in all; see `index_many`."""
+Packing = tuple[Index | None, Index | None, Sequence[tuple[Tensor, Tensor, int]], int]
+"""One tensor's values to move: the index of the entries in them, and of those in the results; None: all.
+Then up to four vectors: what is held now; the result, which is filled, and may share memory with the former
+where both indices are given; and a number for entries that are not held now, 0 where these are no codes. At
+last the entries of the whole tensor."""
+
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
     "adam": [_POINTER, _LONG, _POINTER, _INT],
     "recode": [*[_POINTER] * 3, *[_LONG] * 2, *[_INT] * 3],
     "clear": [_POINTER, _LONG, _POINTER, _INT],
-    "survey": [*[_POINTER] * 5, _LONG, _INT, _POINTER, _INT],
+    "survey": [*[_POINTER] * 4, _LONG, _INT, _POINTER, _INT],
     "survey_many": [_POINTER, _LONG, _POINTER, _INT],
     "recode_many": [_POINTER, _LONG, _POINTER, _LONG, *[_INT] * 3],
-    "repack": [*[_POINTER] * 5, _INT, _LONG, _INT],
+    "index_many": [_POINTER, _LONG, _POINTER, _POINTER, _INT],
+    "repack": [_POINTER, _LONG, _INT],
 }
 _RESULTS = {"survey": _LONG, "repack": _INT}
 
@@ -123,16 +132,6 @@ def _by_byte(table: Tensor) -> tuple[Tensor, int, int]:
     return by_byte, 0, 0
 
 
-class _Clearing(ctypes.Structure):
-    """`clearing` of kernel.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("values", "active")),
-        *((name, ctypes.c_int64) for name in ("size", "block")),
-        *((name, ctypes.c_int32) for name in ("bytes", "bit")),
-    ]
-
-
 def clears(flat: Tensor, active: Tensor) -> bool:
     """Whether `clear` can zero these."""
     small = flat.element_size() in (2, 4, 8) and active.element_size() == 1
@@ -148,22 +147,18 @@ def clear(vectors: Sequence[tuple[Tensor, Tensor, int]]) -> None:
     """
     kernel = library()
     assert kernel is not None
-    bits = {torch.bool: 1, torch.int8: 0x80, torch.uint8: 0}
-    each = (_Clearing * len(vectors))(
-        *[
-            _Clearing(
-                flat.data_ptr(),
-                active.data_ptr(),
-                flat.numel(),
-                block,
-                flat.element_size(),
-                bits[active.dtype],
-            )
-            for flat, active, block in vectors
-        ]
-    )
+    marks = [flat.element_size() | _MARK[active.dtype] << 32 for flat, active, _ in vectors]
+    fields = [
+        (flat.data_ptr(), active.data_ptr(), flat.numel(), block, mark)
+        for (flat, active, block), mark in zip(vectors, marks, strict=True)
+    ]
+    each = (ctypes.c_int64 * (5 * len(fields)))(*chain.from_iterable(fields))
     first_parts = (ctypes.c_int64 * (len(vectors) + 1))()
     kernel.gradpolicy_clear(each, len(vectors), first_parts, torch.get_num_threads())
+
+
+_MARK = {torch.bool: 1, torch.int8: 0x80, torch.uint8: 0}
+"""The bit of a byte that tells of an active entry; 0: a byte has the bits of eight."""
 
 
 @dataclass(frozen=True)
@@ -173,48 +168,37 @@ class Survey:
     Attributes:
         count: how many are set.
         same: whether they are those in force; None: not looked at.
-        index: the flags as bits, eight a byte, and how many are set in each GRAIN; None: not made.
+        index: where they are set, see `index_many`; None: not made.
     """
 
     count: int
     same: bool | None = None
-    index: tuple[Tensor, Tensor] | None = None
+    index: Index | None = None
 
 
-def survey(
-    flags: Tensor, codes: Tensor | None = None, known: Tensor | None = None, indexed: bool = False
-) -> Survey | None:
+def survey(flags: Tensor, codes: Tensor | None = None, known: Tensor | None = None) -> Survey | None:
     """One look at flags (bool), or at codes (int8), below 0 where set; None where the kernel cannot do it.
 
     Args:
         flags: what to look at.
         codes: as many codes, to compare with.
         known: as many bits, to compare with.
-        indexed: whether to make an index.
     """
     codes = codes if codes is not None and codes.dtype is torch.int8 else None
-    possible = flags.dtype in (torch.bool, torch.int8) and _on_cpu(flags, codes, known)
+    possible = flags.dtype in _SHIFTS and _on_cpu(flags, codes, known)
     kernel = library() if possible else None
     if kernel is None:
         return None
-    size = flags.numel()
-    bits = torch.empty(-(-size // 8), dtype=torch.uint8, device="cpu") if indexed else None
-    parts = -(-size // GRAIN)
-    counts = torch.empty(parts, dtype=torch.int64, device="cpu") if indexed else None
-    room = (ctypes.c_int64 * parts)() if counts is None else counts.data_ptr()
-    differ = ctypes.c_int()
-    vectors = (flags.data_ptr(), _address(codes), _address(known), _address(bits))
-    shift = 0 if flags.dtype is torch.bool else 7
-    threads = torch.get_num_threads()
-    count = kernel.gradpolicy_survey(*vectors, room, size, shift, ctypes.addressof(differ), threads)
-    same = None if codes is None and known is None else not differ.value
-    return Survey(count, same, None if bits is None or counts is None else (bits, counts))
+    size, differ = flags.numel(), ctypes.c_int()
+    room = (ctypes.c_int64 * -(-size // GRAIN))()
+    vectors = (flags.data_ptr(), _address(codes), _address(known))
+    answer = (_SHIFTS[flags.dtype], ctypes.addressof(differ), torch.get_num_threads())
+    count = kernel.gradpolicy_survey(*vectors, room, size, *answer)
+    return Survey(count, None if codes is None and known is None else not differ.value)
 
 
-def bits(flags: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The index of a `Survey`; None where the kernel cannot make it."""
-    found = survey(flags, indexed=True)
-    return None if found is None else found.index
+_SHIFTS = {torch.bool: 0, torch.int8: 7}
+"""The bit that tells of a flag, and of a code."""
 
 
 def count(flags: Tensor) -> int:
@@ -223,41 +207,69 @@ def count(flags: Tensor) -> int:
     return int(flags.count_nonzero()) if found is None else found.count
 
 
-class _Stream(ctypes.Structure):
-    """`stream` of kernel_packed.c."""
+def index_many(members: Sequence[tuple[Tensor, Tensor | None]]) -> list[Survey] | None:
+    """Where flags (bool), or codes (int8, below 0), are set; None where the kernel cannot do it.
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("old", "result")),
-        *((name, ctypes.c_int32) for name in ("bytes", "newcomer")),
+    Args:
+        members: flags of a tensor each, and as many bits to compare with.
+
+    Returns:
+        With the flags as bits, eight a byte, the first in the lowest; and, as int64, how many are set before
+        each GRAIN and in all.
+    """
+    possible = all(flags.dtype in _SHIFTS and _on_cpu(flags, known) for flags, known in members)
+    kernel = library() if possible else None
+    if kernel is None:
+        return None
+    indices: list[Index] = []
+    fields: list[tuple[int, ...]] = []
+    for flags, known in members:
+        size = flags.numel()
+        bits = torch.empty(-(-size // 8), dtype=torch.uint8, device="cpu")
+        offsets = torch.empty(-(-size // GRAIN) + 1, dtype=torch.int64, device="cpu")
+        indices.append((bits, offsets))
+        addresses = (flags.data_ptr(), _address(known) or 0, bits.data_ptr(), offsets.data_ptr())
+        fields.append((*addresses, size, _SHIFTS[flags.dtype], 0, 0))
+    rows = (ctypes.c_int64 * (8 * len(members)))(*chain.from_iterable(fields))
+    room, differ = (ctypes.c_int64 * (len(members) + 1))(), (ctypes.c_int * len(members))()
+    kernel.gradpolicy_index_many(rows, len(members), room, differ, torch.get_num_threads())
+    found = zip(rows[6::8], rows[7::8], indices, members, strict=True)
+    return [
+        Survey(count, None if known is None else not differs, index)
+        for count, differs, index, (_, known) in found
     ]
 
 
-def repack(
-    old: tuple[Tensor, Tensor] | None,
-    new: tuple[Tensor, Tensor] | None,
-    moves: Sequence[tuple[Tensor, Tensor, int]],
-    size: int,
-) -> bool:
-    """Move values between sets of held entries, up to four vectors at once; False where the kernel cannot.
+def index(flags: Tensor) -> Index | None:
+    """The index of `index_many` for one tensor."""
+    found = index_many([(flags, None)])
+    return None if found is None else found[0].index
 
-    Args:
-        old: bits and offsets of the entries in `values`; None: all.
-        new: bits and offsets of the entries in `result`; None: all.
-        moves: what is held now; the result, which is filled, and may share memory with the former where
-            `old` and `new` are given; and a number for entries that are not held now, 0 where these are no
-            codes.
-        size: entries of the whole tensor.
-    """
-    vectors = [vector for values, result, _ in moves for vector in (values, result)]
+
+def repack(packings: Sequence[Packing]) -> bool:
+    """Move values of tensors between sets of held entries; False where the kernel cannot."""
+    vectors = [
+        vector for *_, moves, _ in packings for values, result, _ in moves for vector in (values, result)
+    ]
     possible = _on_cpu(*vectors) and all(vector.element_size() in (1, 2, 4, 8) for vector in vectors)
     kernel = library() if possible else None
     if kernel is None:
         return False
-    index: list[Any] = [_address(tensor) for tensor in (*(old or (None, None)), *(new or (None, None)))]
-    streams = (_Stream * len(moves))(
-        *[
-            _Stream(values.data_ptr(), result.data_ptr(), values.element_size(), newcomer)
-            for values, result, newcomer in moves
-        ]
-    )
-    return bool(kernel.gradpolicy_repack(*index, streams, len(moves), size, torch.get_num_threads()))
+    streams = [
+        (values.data_ptr(), result.data_ptr(), values.element_size() | (newcomer & 0xFFFFFFFF) << 32)
+        for *_, moves, _ in packings
+        for values, result, newcomer in moves
+    ]
+    written = (ctypes.c_uint64 * (3 * len(streams)))(*chain.from_iterable(streams))
+    place, fields = ctypes.addressof(written), []
+    for old, new, moves, size in packings:
+        (old_bits, old_offsets), (new_bits, new_offsets) = old or _ALL, new or _ALL
+        known = (old_bits, new_bits, old_offsets, new_offsets)
+        fields.append((*[_address(tensor) or 0 for tensor in known], place, size, len(moves)))
+        place += 24 * len(moves)
+    rows = (ctypes.c_uint64 * (7 * len(fields)))(*chain.from_iterable(fields))
+    return bool(kernel.gradpolicy_repack(rows, len(fields), torch.get_num_threads()))
+
+
+_ALL = None, None
+"""The index where all entries are held."""

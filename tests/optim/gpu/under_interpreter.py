@@ -212,9 +212,9 @@ def test_many_codes_are_looked_up_as_each_alone(first):
 @pytest.mark.parametrize("size", [1, 8, 1024, 5000])
 def test_bits_are_those_of_torch(size, of_codes):
     flags = torch.rand(size) < 0.5
-    bits, counts = gpu_moves.bits(codes_of(flags, 3) if of_codes else flags)
-    assert torch.equal(bits, packed._bits(flags)[0])
-    assert torch.equal(counts, torch.stack([part.sum() for part in flags.split(gpu_moves.tile())]))
+    bits, offsets = gpu_moves.index(codes_of(flags, 3) if of_codes else flags)
+    assert torch.equal(bits, packed._index(flags)[0])
+    assert torch.equal(offsets.diff(), torch.stack([part.sum() for part in flags.split(gpu_moves.tile())]))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
