@@ -54,8 +54,9 @@ def masked(shapes: Shapes, density: float = 0.5, **options: str) -> MaskedOptimi
     return optimizer
 
 
-def _changing(optimizer: MaskedOptimizer) -> Callable[[], object]:
-    masks = [random_masks(optimizer, 0.5) for _ in range(2)]
+def _changing(shapes: Shapes, density: float, frozen_state: str) -> Callable[[], object]:
+    optimizer = masked(shapes, density, frozen_state=frozen_state)
+    masks = [random_masks(optimizer, density) for _ in range(2)]
 
     def change() -> None:
         masks.reverse()
@@ -72,13 +73,17 @@ def masked_tensors() -> list[Row]:
         ("transformer, 21 M in 148 tensors", transformer(), 1.15, 1.35),
     ):
         baseline = fused(shapes).step
+        at_most_one = None if shapes is SMALL else 1.0
         tried: list[tuple[str, Callable[[], object], float | None]] = [
             ("tensor correction", masked(shapes, bias_correction="tensor").step, one_age),
             ("entry correction", masked(shapes).step, many_ages),
             ("entry correction, drop, 10% active", masked(shapes, 0.1, frozen_state="drop").step, many_ages),
             ("wrapped, no masks", MaskedOptimizer(fused(shapes)).step, 1.1),
             ("mask_gradients()", masked(shapes).mask_gradients, None),
-            ("new entry masks, keep", _changing(masked(shapes)), 1.0 if shapes is not SMALL else None),
+            ("new entry masks, keep", _changing(shapes, 0.5, "keep"), at_most_one),
+            ("new entry masks, zero", _changing(shapes, 0.5, "zero"), at_most_one),
+            ("new entry masks, drop, 10% active", _changing(shapes, 0.1, "drop"), at_most_one),
+            ("new entry masks, drop, 50% active", _changing(shapes, 0.5, "drop"), at_most_one),
         ]
         for what, candidate, target in tried:
             row = paired_ratio(f"{name}: {what}", candidate, baseline, target=target, seconds=seconds)
