@@ -23,6 +23,8 @@ AS_PARAMETER = "as the parameter"
 _FOUND_OUT: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, dict[str, float | str] | None]] = (
     weakref.WeakKeyDictionary()
 )
+OF_THE_TENSOR = ("step", "mu_product", "eta", "mu")
+"""What torch's optimizers keep once for a whole tensor, and so does not belong to the entry of a scalar."""
 EMPTY_VALUES: dict[tuple[str, str], Callable[[torch.optim.Optimizer, dict[str, Any]], float]] = {
     # Torch does not look at what a param group says of it.
     ("Adagrad", "sum"): lambda optimizer, _: float(optimizer.defaults["initial_accumulator_value"]),
@@ -58,7 +60,7 @@ def entry_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         if isinstance(value, Tensor)
         and value.shape == parameter.shape
         and value.dtype != torch.bool
-        and (value.dim() or key != "step")
+        and (value.dim() or key not in OF_THE_TENSOR)
     }
 
 

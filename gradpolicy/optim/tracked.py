@@ -84,14 +84,15 @@ class Tracked(MaskedParameter):
         return self._applied_as == (self.frozen_state, self.rests)
 
     def follow(self) -> bool:
-        """Follow the parameter to its device, and the state where that is gone; see `MaskedParameter`."""
+        """Follow the parameter to its device; begin anew where its state is gone. See `MaskedParameter`."""
         moved = super().follow()
         if moved:
             self.forget_addresses()
             self.keeper = None
             self._ready_keeper()
-        if self.exact and not self.state and self.cohorts.any_age:
-            # Somebody has removed it, and torch alone would begin anew.
+        # Updates of other processes' parts leave no state here; else somebody has removed it.
+        counted = self.cohorts.any_age or (self.updates > 0 and not is_sharded(self.parameter))
+        if self.exact and counted and not self.state:
             self.updates = 0
             self.cohorts.restart()
         return moved

@@ -221,6 +221,21 @@ def test_a_state_that_is_removed_begins_anew_as_under_torch(machinery, parameter
     torch.testing.assert_close(parameter.detach()[mask], plain.detach()[mask], atol=1e-12, rtol=0)
 
 
+def test_the_tensors_count_begins_anew_where_its_state_is_removed_while_it_rests(parameter):
+    optimizer = MaskedOptimizer(
+        torch.optim.Adam([parameter], lr=0.1), frozen_state="drop", bias_correction="tensor"
+    )
+    for rest in (False, False, True):
+        optimizer.set_mask(parameter, torch.tensor(not rest))
+        before = parameter.detach().clone()
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    del optimizer.state[parameter]
+    optimizer.set_mask(parameter, None)
+    optimizer.step()
+    torch.testing.assert_close(before - parameter.detach(), torch.full_like(before, 0.1), rtol=1e-7, atol=0)
+
+
 def test_many_ages_need_wider_codes_and_stay_exact(machinery):
     count = 300
     parameter = torch.nn.Parameter(torch.randn(count, dtype=torch.float64))

@@ -57,6 +57,23 @@ def test_state_that_does_not_begin_at_zero_begins_anew(kind, dtype, shape):
     torch.testing.assert_close(weight.detach()[frozen], anew.detach()[frozen], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+@pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
+def test_what_counts_for_a_whole_tensor_is_not_emptied_as_the_state_of_a_scalars_entry(kind, bias_correction):
+    ends = []
+    for shape in ((), (1,)):
+        weight = torch.nn.Parameter(torch.ones(shape))
+        optimizer = MaskedOptimizer(
+            kind([weight], lr=0.1), frozen_state="zero", bias_correction=bias_correction
+        )
+        for mask in (True, True, False, True, True):
+            optimizer.set_mask(weight, torch.tensor(mask))
+            weight.grad = torch.ones(shape)
+            optimizer.step()
+        ends.append(weight.item())
+    assert ends[0] == ends[1]
+
+
 def test_what_a_strangers_state_begins_with_is_seen_in_a_first_step():
     weight = torch.nn.Parameter(torch.randn(5, 3))
     optimizer = pytorch_optimizer.Prodigy([weight], weight_decay=0.1)
