@@ -176,11 +176,9 @@ class PruneAndGrow(GradientSource):
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """The topology; a new one where it is due and the gradients are there."""
-        period = self.period(step, epoch)
         if self.overdue(step, epoch):
-            self._exchange(period)
-            self.decided = period
-            self.gathered.clear()
+            self._exchange(self.period(step, epoch))
+            self.decide(step, epoch)
         return {name: self._active.get(name, True) for name in self.parameters}
 
     def apply(self) -> None:

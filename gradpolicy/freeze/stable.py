@@ -62,8 +62,7 @@ class Stable(GradientSource):
         if self.decided < period and (period <= 0 or self.overdue(step, epoch)):
             if period > 0:
                 self._compare()
-            self.decided = period
-            self.gathered.clear()
+            self.decide(step, epoch)
         settled = {name for layer in self.layers[: self.frozen] for name in layer.parameters}
         settled.update(self._front if self.frozen else ())
         return {name: name not in settled for name in self.parameters}

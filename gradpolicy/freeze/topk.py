@@ -118,12 +118,11 @@ class TopK(GradientSource):
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """The last choice; a new one where it is due and the scores are there."""
-        period = self.period(step, epoch)
         if self.overdue(step, epoch):
             self._to_rewind = self.rewind and self.decided < 0
-            self.decided = period
-            self._masks = self._choose(density_at(self.density, self.changed_at(period)))
-            self.gathered.clear()
+            changed = self.changed_at(self.period(step, epoch))
+            self._masks = self._choose(density_at(self.density, changed))
+            self.decide(step, epoch)
         return self._masks
 
     @property

@@ -1,5 +1,7 @@
 """Gradients gathered over a window of effective steps, for the sources that decide by them."""
 
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,8 +48,9 @@ class GradientSource(MaskSource):
     """A mask source that decides by gradients of the steps before each change.
 
     It asks for the gradients of the last ``window`` effective steps (or epochs) before its masks change.
-    Where a change comes too early for that, it waits until the window is full. A step with a gradient that
-    is not finite does not count.
+    Where a change comes too early for that, it waits until the window is full. Windows do not overlap: where
+    they are longer than ``every``, each change waits, and a warning says so. A step with a gradient that is not
+    finite does not count.
 
     Args:
         window: How many steps (or epochs) of gradients go into a decision; None: all since the last one.
@@ -64,11 +67,19 @@ class GradientSource(MaskSource):
         self.gathered = GradientSums()
         # The period whose masks are in force; −1 before the first decision.
         self.decided = -1
+        # The count at which they were decided, from which on gradients are gathered anew.
+        self.decided_at = 0
 
     def prepare(self) -> None:
         """Starts without gradients and decisions."""
         self.gathered.clear()
-        self.decided = -1
+        self.decided, self.decided_at = -1, 0
+        if self.needs_gradients and (self.window or 0) > (self.every or math.inf):
+            warnings.warn(
+                f"{type(self).__name__}: window={self.window} is longer than every={self.every}; each change "
+                f"waits for {self.window} {self.unit}s of gradients of its own",
+                stacklevel=3,
+            )
 
     def statistic(self, weight: Tensor, gradient: Tensor) -> Tensor:
         """What is summed over the window: the gradient itself, unless a subclass says otherwise."""
@@ -106,8 +117,13 @@ class GradientSource(MaskSource):
         if not self.needs_gradients:
             return True
         if self.unit == "epoch":
-            return self.gathered.steps > 0 and count >= max(self.start, self.window or 0)
+            return self.gathered.steps > 0 and count >= max(self.start, self.decided_at + (self.window or 0))
         return self.gathered.steps >= (self.window or 1)
+
+    def decide(self, step: int, epoch: int) -> None:
+        """Takes note of a decision: the next one goes by gradients of its own."""
+        self.decided, self.decided_at = self.period(step, epoch), self.count(step, epoch)
+        self.gathered.clear()
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
         """Adds the gradients of an effective step."""
@@ -126,12 +142,13 @@ class GradientSource(MaskSource):
 
     def state_dict(self) -> dict[str, Any]:
         """The gradients gathered so far, and the last decision."""
-        return {"gathered": self.gathered.state_dict(), "decided": self.decided}
+        decided = {"decided": self.decided, "decided_at": self.decided_at}
+        return {"gathered": self.gathered.state_dict(), **decided}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up where :meth:`state_dict` left off."""
         self.gathered.load_state_dict(state["gathered"], self.parameters)
-        self.decided = state["decided"]
+        self.decided, self.decided_at = state["decided"], state["decided_at"]
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -295,3 +295,22 @@ def test_a_complex_entry_scores_by_both_its_parts(prepared, by: str) -> None:
         "movement": -sum((parts * slope).sum(-1) for slope in slopes),
     }
     torch.testing.assert_close(source.scores()["w"], expected[by])
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_a_window_longer_than_every_says_so_and_each_choice_waits_for_its_own(stack, tokens, unit) -> None:
+    source = gp.masks.TopK(0.5, window=3, every=2, unit=unit)
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match=f"window=3 is longer than every=2; each change waits for 3 {unit}s"):
+        freezer = gp.Freezer(stack, optimizer, {"large": gp.Freeze(source)})
+    chosen, before = [], None
+    for step in range(12):
+        freezer.begin_step(step, epoch=step)
+        if freezer.mask_of("head.weight") is not before:
+            chosen.append(step)
+        before = freezer.mask_of("head.weight")
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert chosen == [0, 3, 6, 9]
