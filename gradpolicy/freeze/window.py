@@ -49,8 +49,8 @@ class GradientSource(MaskSource):
 
     It asks for the gradients of the last ``window`` effective steps (or epochs) before its masks change.
     Where a change comes too early for that, it waits until the window is full. Windows do not overlap: where
-    they are longer than ``every``, each change waits, and a warning says so. A step with a gradient that is not
-    finite does not count.
+    they are longer than ``every``, each change waits, and a warning says so. A step with a gradient that is
+    not finite does not count.
 
     Args:
         window: How many steps (or epochs) of gradients go into a decision; None: all since the last one.
