@@ -103,6 +103,8 @@ static inline uint16_t to_bfloat(float value) /* to nearest, ties to even */
     return (uint16_t)(value != value ? 0x7fc0 : rounded);
 }
 
+static void dense_widened(const job *j, int64_t start, int64_t stop);
+
 #define REAL float
 #define STORAGE float
 #define VECTORS 1
@@ -120,6 +122,44 @@ static inline uint16_t to_bfloat(float value) /* to nearest, ties to even */
 #define ROOT sqrt
 #define NAME(x) x##_double
 #include "kernel_adam.c"
+
+static void widen(float *restrict wide, const uint16_t *restrict values, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) wide[i] = from_bfloat(values[i]);
+}
+
+/* Rounds what is active; selecting by `if` is no vector code here. */
+static void narrow(uint16_t *restrict values, const float *restrict wide, const int8_t *restrict sign, int64_t n)
+{
+    uint16_t fresh[TILE];
+    for (int64_t i = 0; i < n; i++) fresh[i] = to_bfloat(wide[i]);
+    for (int64_t i = 0; i < n; i++) {
+        const uint16_t taken = (uint16_t)(sign[i] >> 7);
+        values[i] = (uint16_t)((fresh[i] & taken) | (values[i] & ~taken));
+    }
+}
+
+/* bfloat16 with a code an entry: a tile is updated as float32. */
+static void dense_widened(const job *j, int64_t start, int64_t stop)
+{
+    uint16_t *const vectors[] = {(uint16_t *)j->parameter, (uint16_t *)j->first, (uint16_t *)j->second, (uint16_t *)j->largest};
+    const int count = j->largest ? 4 : 3;
+    float wide[4][TILE], gradient[TILE];
+    int8_t buffer[TILE];
+    job tile = *j;
+    tile.parameter = wide[0], tile.first = wide[1], tile.second = wide[2], tile.gradient = gradient;
+    tile.largest = j->largest ? wide[3] : NULL;
+    for (int64_t at = start; at < stop; at += TILE) {
+        const int64_t n = stop - at < TILE ? stop - at : TILE;
+        const int8_t *sign = signs(j, at, n, buffer);
+        if (!any_active(sign, n)) continue;
+        tile.codes = (const char *)j->codes + at * j->code_bytes;
+        widen(gradient, (const uint16_t *)j->gradient + at, n);
+        for (int k = 0; k < count; k++) widen(wide[k], vectors[k] + at, n);
+        dense_float(&tile, 0, n);
+        for (int k = 0; k < count; k++) narrow(vectors[k] + at, wide[k], sign, n);
+    }
+}
 
 #define REAL float
 #define STORAGE uint16_t

@@ -153,6 +153,7 @@ static void NAME(part)(const job *j, int64_t start, int64_t stop)
 {
     if (j->rows) NAME(rows)(j, start, stop);
     else if (j->bits) NAME(packed)(j, start, stop);
+    else if (sizeof(STORAGE) < sizeof(REAL)) dense_widened(j, start, stop);
     else NAME(dense)(j, start, stop);
 }
 
