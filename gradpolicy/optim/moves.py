@@ -98,21 +98,24 @@ def fill_frozen(flat: Tensor, active: Tensor | Held, block: int, value: float) -
 
 def clear_frozen(vectors: Sequence[tuple[Tensor, Tensor | Held, int]]) -> None:
     """`fill_frozen` with 0 for many vectors, at once where a kernel can do it."""
-    together: list[tuple[Tensor, Tensor, int]] = []
-    on_gpu: list[tuple[Tensor, Tensor, int]] = []
+    on_gpu: list[native.Clearing] = []
+    others: list[native.Clearing] = []
     for flat, given, block in vectors:
         active = _plain(flat, given)
-        if gpu_moves.clears(flat, active):
-            on_gpu.append((flat, active, block))
-        elif native.clears(flat, active):
-            together.append((flat, active, block))
-        elif not (block == 1 and jitted.clear(flat, active)):
-            _fill(flat, active, block, 0.0)
-    if together:
-        native.clear(together)
+        (on_gpu if gpu_moves.clears(flat, active) else others).append((flat, active, block))
     if on_gpu and not gpu_moves.clear(on_gpu):
-        # From now on no kernel is used there; what is zero already stays so.
-        clear_frozen(vectors)
+        # From now on no kernel is used there.
+        others += on_gpu
+    if others and not native.clear(others):
+        for flat, active, block in others:
+            if not native.clear([(flat, active, block)]):
+                _clear_without(flat, active, block)
+
+
+def _clear_without(flat: Tensor, active: Tensor, block: int) -> None:
+    """Without the C kernel."""
+    if block > 1 or not jitted.clear(flat, active):
+        _fill(flat, active, block, 0.0)
 
 
 def _plain(flat: Tensor, active: Tensor | Held) -> Tensor:
@@ -120,7 +123,7 @@ def _plain(flat: Tensor, active: Tensor | Held) -> Tensor:
     if not isinstance(active, Held):
         return active
     bits = active.bits
-    usable = bits is not None and (gpu_moves.clears(flat, bits) or native.clears(flat, bits))
+    usable = bits is not None and (gpu_moves.clears(flat, bits) or native.clears([(flat, bits, 1)]))
     return bits if bits is not None and usable else active.flags()
 
 

@@ -24,6 +24,8 @@ GRAIN = 1 << 14
 
 Index = tuple[Tensor, Tensor]
 """Flags as bits, and how many are set before each GRAIN and in all; see `index_many`."""
+Clearing = tuple[Tensor, Tensor, int]
+"""Entries in memory order; flags (bool), codes (int8) or bits (uint8); how many entries a flag governs."""
 Packing = tuple[Index | None, Index | None, Sequence[tuple[Tensor, Tensor, int]], int]
 """One tensor's values to move: the index of the entries in them, and of those in the results; None: all.
 Then up to four vectors: what is held now; the result, which is filled, and may share memory with the former
@@ -132,21 +134,18 @@ def _by_byte(table: Tensor) -> tuple[Tensor, int, int]:
     return by_byte, 0, 0
 
 
-def clears(flat: Tensor, active: Tensor) -> bool:
+def clears(vectors: Sequence[Clearing]) -> bool:
     """Whether `clear` can zero these."""
-    small = flat.element_size() in (2, 4, 8) and active.element_size() == 1
-    return small and _on_cpu(flat, active) and library() is not None
+    flats, actives = [flat for flat, *_ in vectors], [active for _, active, _ in vectors]
+    sized = {*map(Tensor.element_size, flats)} <= {2, 4, 8} and {*map(Tensor.element_size, actives)} <= {1}
+    return sized and _on_cpu(*flats, *actives) and library() is not None
 
 
-def clear(vectors: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-    """Zero the entries of many vectors that are not active; all must be such that `clears` says so.
-
-    Args:
-        vectors: entries in memory order; flags (bool), codes (int8) or bits (uint8); and how many entries one
-            of the former governs.
-    """
-    kernel = library()
-    assert kernel is not None
+def clear(vectors: Sequence[Clearing]) -> bool:
+    """Zero the entries of many vectors that are not active; False where the kernel cannot do it."""
+    kernel = library() if clears(vectors) else None
+    if kernel is None:
+        return False
     marks = [flat.element_size() | _MARK[active.dtype] << 32 for flat, active, _ in vectors]
     fields = [
         (flat.data_ptr(), active.data_ptr(), flat.numel(), block, mark)
@@ -155,6 +154,7 @@ def clear(vectors: Sequence[tuple[Tensor, Tensor, int]]) -> None:
     each = (ctypes.c_int64 * (5 * len(fields)))(*chain.from_iterable(fields))
     first_parts = (ctypes.c_int64 * (len(vectors) + 1))()
     kernel.gradpolicy_clear(each, len(vectors), first_parts, torch.get_num_threads())
+    return True
 
 
 _MARK = {torch.bool: 1, torch.int8: 0x80, torch.uint8: 0}

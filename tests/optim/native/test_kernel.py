@@ -59,7 +59,7 @@ def test_many_vectors_are_cleared_at_once(kind, dtype):
             told = {"flags": active, "codes": torch.where(active, -7, 7).to(torch.int8)}.get(kind)
             vectors.append((flat, Held(active, 1).bits if told is None else told, block))
             expected.append(active.repeat_interleave(block))
-    native.clear(vectors)
+    assert native.clear(vectors)
     for (flat, _, _), active in zip(vectors, expected, strict=True):
         assert torch.equal(flat.isnan(), active)
         assert torch.equal(flat == 0, ~active)
