@@ -1,7 +1,7 @@
 """All of Lightning's timing in one place: when policies go on, change, are measured, saved and come off."""
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class GradientPolicies(Callback):
       backward pass already knows what is frozen; on many processes the reducer learns what trains, and from
       time to time the ranks check that they agree;
     - before gradient clipping: gradients of frozen entries are removed, so that they do not count there;
+    - as soon as an optimizer has stepped: its update is scaled where a mask source sets learning rates;
     - at the end of a stage: the model is left as it was found.
 
     Args:
@@ -243,7 +244,8 @@ class GradientPolicies(Callback):
             return
         if not self._gradients_wanted(self._updates_seen, trainer.current_epoch):
             for optimizer in self._masked:
-                optimizer.mask_gradients()
+                with _one_gradient_left(trainer, optimizer):
+                    optimizer.mask_gradients()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -254,7 +256,8 @@ class GradientPolicies(Callback):
             _unscale(trainer, optimizer)
         before = self._freeze_norms() if logs else {}
         if self.freezer is not None and optimizer in self._masked:
-            self.freezer.observe(optimizer)
+            with _one_gradient_left(trainer, optimizer):
+                self.freezer.observe(optimizer)
         if logs:
             pl_module.log_dict({**self._flow_metrics("fit"), **self._freeze_metrics(before)})
 
@@ -448,6 +451,20 @@ def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
         # Under manual optimization it may have been done.
         with suppress(RuntimeError):
             scaler.unscale_(optimizer)
+
+
+@contextmanager
+def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Leaves zeros of one gradient for the loss scaler, to which an optimizer without any is a mistake."""
+    if getattr(trainer.precision_plugin, "scaler", None) is None:
+        yield
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    first = next((parameter for parameter in parameters if parameter.grad is not None), None)
+    gradient = None if first is None else first.grad
+    yield
+    if first is not None and gradient is not None and all(p.grad is None for p in parameters):
+        first.grad = gradient.zero_()
 
 
 def _gradient_norm(parameters: Any) -> Tensor:

@@ -295,6 +295,37 @@ def test_sources_see_no_loss_scale_and_no_skipped_step(two_layers, loader, make_
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_loss_scaler_takes_an_optimizer_that_is_wholly_frozen(
+    two_layers, loader, make_trainer, fused, manual
+):
+    class Part(type(two_layers)):
+        automatic_optimization = not manual
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    module = Part(functools.partial(torch.optim.AdamW, fused=fused))
+    before = bits(module)
+    policies = {"start": gp.Freeze(gp.masks.Fixed(False), when=gp.When(stop=2))}
+    recorder = Recorder()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    trainer = make_trainer(
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+        callbacks=[gp.GradientPolicies(policies), recorder],
+    )
+    trainer.fit(module, loader)
+    moved = [not same(weights, before) for weights in recorder.weights]
+    assert moved == [False, False, True, True]
+
+
 def test_a_network_that_freezes_leaves_its_own_loss_a_backward_pass(two_layers, loader, make_trainer):
     """Under manual optimization nothing but one optimizer's parameters may be on."""
 
