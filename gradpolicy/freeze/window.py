@@ -30,10 +30,6 @@ class GradientSums:
             else:
                 self.sums[name] = value.clone()
 
-    def clear(self) -> None:
-        """Starts anew."""
-        self.sums, self.steps = {}, 0
-
     def state_dict(self) -> dict[str, Any]:
         """The sums and how many steps are in them."""
         return {"sums": {name: whole(tensor) for name, tensor in self.sums.items()}, "steps": self.steps}
@@ -72,7 +68,7 @@ class GradientSource(MaskSource):
 
     def prepare(self) -> None:
         """Starts without gradients and decisions."""
-        self.gathered.clear()
+        self.gathered = GradientSums()
         self.decided, self.decided_at = -1, 0
         if self.needs_gradients and (self.window or 0) > (self.every or math.inf):
             warnings.warn(
@@ -123,7 +119,7 @@ class GradientSource(MaskSource):
     def decide(self, step: int, epoch: int) -> None:
         """Takes note of a decision: the next one goes by gradients of its own."""
         self.decided, self.decided_at = self.period(step, epoch), self.count(step, epoch)
-        self.gathered.clear()
+        self.gathered = GradientSums()
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
         """Adds the gradients of an effective step."""

@@ -95,3 +95,17 @@ def test_nor_does_an_object_of_ones_own_notice(stack) -> None:
     freezer.begin_step(0)
     assert source.asked == 1
     assert freezer.mask_of("blocks.0.weight").flatten().tolist() == [True, False, False, False]
+
+
+def test_nor_does_it_use_up_what_a_resumed_run_has_gathered(stack) -> None:
+    gradient = torch.arange(16.0).reshape(4, 4)
+    _, first = freezer_of(stack, gp.masks.TopK(0.25, window=2))
+    for step in range(2):
+        first.begin_step(step)
+        stack.blocks[0].weight.grad = gradient.clone()
+        first.observe()
+    _, resumed = freezer_of(stack, gp.masks.TopK(0.25, window=2))
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.report()[0].active == 4
+    resumed.begin_step(2)
+    assert torch.equal(resumed.mask_of("blocks.0.weight"), gradient >= 12)
