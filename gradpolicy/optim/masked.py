@@ -84,7 +84,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._bias_correction = checked("bias_correction", bias_correction)
         self._tracked: dict[Tensor, Tracked] = {}
         self._effective_steps = 0
-        self._rehearsed = False
+        self._rehearsed: list[set[str]] | None = None
         for group in inner.param_groups:
             # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
             group.pop(checkpoint.KEY, None)
@@ -400,11 +400,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """One update: the wrapped optimizer's own for what it can do, then the exact one for the rest."""
         ways = Ways(self.param_groups, self._tracked, closure is not None, self._refuse_sparse)
         if closure is None and is_rehearsal(self.inner):
-            self._rehearsed = not self._exact
-            return rehearse(self.inner, self._tracked.values())
-        if self._rehearsed:
-            self._rehearsed = False
-            forget(self.inner)
+            added = rehearse(self.inner, self._tracked.values())
+            self._rehearsed = None if self._exact else added
+            return None
+        if self._rehearsed is not None:
+            forget(self.inner, self._rehearsed)
+            self._rehearsed = None
         for tracked in ways.stepped:
             tracked.complete_state()
         stepped = self._tracked.values() if self._closure_needed else ways.stepped

@@ -27,7 +27,7 @@ def is_rehearsal(optimizer: torch.optim.Optimizer) -> bool:
     return bool(gradients) and not any(bool(gradient.count_nonzero()) for gradient in gradients)
 
 
-def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> Any:
+def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> list[set[str]]:
     """Make the state of every parameter without counting an update.
 
     Args:
@@ -35,19 +35,17 @@ def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> An
         tracked: its masked parameters.
 
     Returns:
-        What its step returns.
+        Of each param group the names of what the step has added to it, such as a count of steps.
     """
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     values = [local_shard(parameter.detach()).clone() for parameter in parameters]
-    result = optimizer.step()
+    optimizer.step()
     for parameter, value in zip(parameters, values, strict=True):
         # A step by 0 may make 0 of -0, and NaN where eps is too small for half precision.
         local_shard(parameter.detach()).copy_(value)
     for group, before in zip(optimizer.param_groups, settings, strict=True):
         group.update(before)
-        for added in group.keys() - before.keys() - {"params"}:
-            del group[added]
         for parameter in (p for p in group["params"] if p in optimizer.state):
             state = optimizer.state[parameter]
             # Weight decay has gone into the momentum of SGD.
@@ -55,19 +53,26 @@ def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> An
             _restart_count(state)
     for each in tracked:
         each.adopt_state()
-    return result
+    pairs = zip(optimizer.param_groups, settings, strict=True)
+    return [group.keys() - before.keys() - {"params"} for group, before in pairs]
 
 
-def forget(optimizer: torch.optim.Optimizer) -> None:
+def forget(optimizer: torch.optim.Optimizer, added: list[set[str]]) -> None:
     """Let the first update make its state itself, as if nobody had looked; what was loaded meanwhile stays.
 
     Empty state is not always what an optimizer begins with: some begins at the learning rate, which is 0 in a
     rehearsal, and the momentum of SGD begins at the first gradient.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        added: what `rehearse` gave.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not _has_begun(optimizer, group, parameter):
-                optimizer.state.pop(parameter, None)
+    for group, names in zip(optimizer.param_groups, added, strict=False):
+        new = [parameter for parameter in group["params"] if not _has_begun(optimizer, group, parameter)]
+        for parameter in new:
+            optimizer.state.pop(parameter, None)
+        for name in names if len(new) == len(group["params"]) else ():
+            group.pop(name, None)
 
 
 def _has_begun(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
