@@ -137,6 +137,9 @@ def test_looking_at_the_state_before_the_first_step_changes_nothing(kind, way):
         if way == "save and load" and looks:
             optimizer = MaskedOptimizer(BEGINNING_ODDLY[kind](model.parameters()), frozen_state="zero")
             set_optimizer_state_dict(model, optimizer, state, options=full)
+        elif way == "load what others saved later" and looks:
+            state = get_optimizer_state_dict(other, trained, options=full)
+            set_optimizer_state_dict(model, optimizer, state, options=full)
         elif way == "load what others saved later":
             optimizer.load_state_dict(trained.state_dict())
         run(model, optimizer, range(4))
