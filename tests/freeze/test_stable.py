@@ -1,31 +1,14 @@
-"""AutoFreeze: layers whose gradients have settled freeze, from the input on."""
+"""AutoFreeze: layers whose gradients have settled freeze, from the input on.
 
-import numpy as np
+Its published program is compared with in test_published_code.py.
+"""
+
 import pytest
 import torch
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.freeze.stable import settled_layers
-
-
-def published_course(norms: list[list[float]], percentile: float) -> list[int]:
-    """How many layers AutoFreeze's published loop has frozen after each interval.
-
-    Frozen layers have no gradient there and count as unchanged; the percentile is taken over the layers
-    that train, and the first layer at or above it is where training starts from. A percentile of 0 among
-    frozen layers would thaw them all there; the search here begins where training starts.
-    """
-    start, before, course = 0, None, []
-    for given in norms:
-        now = [0.0 if layer < start else norm for layer, norm in enumerate(given)]
-        if before is not None:
-            ratio = [abs(b - n) / b if n > 0 else 0.0 for b, n in zip(before, now, strict=True)]
-            threshold = np.percentile(ratio[start:], percentile)
-            start = next(layer for layer in range(start, len(now)) if ratio[layer] >= threshold)
-        before = now
-        course.append(start)
-    return course
 
 
 def gradients(source, norms: list[float]) -> dict[str, torch.Tensor]:
@@ -35,22 +18,6 @@ def gradients(source, norms: list[float]) -> dict[str, torch.Tensor]:
         for name in source.parameters
         if name.startswith("blocks") and name.endswith("weight")
     }
-
-
-@pytest.mark.parametrize("percentile", [10, 50, 75, 100])
-@pytest.mark.parametrize("seed", range(3))
-def test_layers_freeze_as_in_the_published_loop(prepared, percentile: float, seed: int) -> None:
-    norms = np.random.default_rng(seed).uniform(0.5, 2.0, (6, 4)).tolist()
-    source = prepared(gp.masks.Stable(percentile, every=3))
-    course = []
-    for step in range(19):
-        masks = source.masks(step, 0)
-        if step % 3 == 0 and step:
-            course.append(sum(not masks[f"blocks.{i}.weight"] for i in range(4)))
-        names = source.gradient_names(step, 0)
-        given = gradients(source, [norm / 3 for norm in norms[min(step // 3, 5)]])
-        source.observe({name: gradient for name, gradient in given.items() if name in names})
-    assert course == published_course(norms, percentile)
 
 
 def test_settled_layers_are_those_in_front_of_the_first_that_changes() -> None:
