@@ -205,8 +205,9 @@ class PruneAndGrow(GradientSource):
         self._deviations = {**self._deviations, **state.get("deviations", {})}
 
     def describe(self) -> dict[str, Any]:
-        """Density, growth and share of exchange."""
-        shown = ("density", "grow", "fraction", "drop", "grow_init", "anneal", "distribution")
+        """Density, growth and share of exchange, and what stays dense."""
+        shown = ["density", "grow", "fraction", "drop", "grow_init", "anneal", "distribution"]
+        shown += ["dense"] * (self.dense is not None)
         return {key: getattr(self, key) for key in shown}
 
     def _exchange(self, period: int) -> None:

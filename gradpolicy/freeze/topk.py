@@ -161,8 +161,9 @@ class TopK(GradientSource):
         }
 
     def describe(self) -> dict[str, Any]:
-        """Density, score and scope; where there are gradients to wait for, how long and how."""
+        """Density, score and scope; how gradients are waited for, and whether weights go back."""
         shown = ["density", "by", "scope", "level"] + ["window", "before"] * self.needs_gradients
+        shown += ["rewind"] * self.rewind
         return {key: getattr(self, key) for key in shown}
 
     def _score(self, name: str, parameter: Tensor) -> Tensor:

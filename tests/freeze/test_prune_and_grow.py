@@ -332,3 +332,8 @@ def test_a_complex_weight_has_no_sign(prepared) -> None:
     with pytest.raises(PolicyError, match=r"'w' is complex; it takes drop='magnitude'"):
         prepared(gp.masks.PruneAndGrow(grow="random"), weights)
     assert int(prepared(gp.masks.PruneAndGrow(0.25), weights).masks(0, 0)["w"].sum()) == 4
+
+
+def test_it_tells_what_stays_dense() -> None:
+    assert "dense='conv1.*'" in repr(gp.masks.PruneAndGrow(dense="conv1.*"))
+    assert "dense" not in repr(gp.masks.PruneAndGrow())

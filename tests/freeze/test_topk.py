@@ -276,6 +276,11 @@ def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
         gp.masks.TopK(**arguments)
 
 
+def test_it_tells_that_weights_go_back():
+    assert "rewind=True" in repr(gp.masks.TopK(by="change", start=3, rewind=True))
+    assert "rewind" not in repr(gp.masks.TopK(by="change", start=3))
+
+
 def test_it_tells_for_how_long_it_gathers_gradients_where_it_does():
     assert "window=8, before='freeze'" in repr(gp.masks.TopK(0.1, by="fisher", window=8, before="freeze"))
     assert "window" not in repr(gp.masks.TopK(0.1, by="weight"))
