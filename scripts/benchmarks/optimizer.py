@@ -48,24 +48,30 @@ def paired_ratio(
     return {**row, **share}
 
 
-def weight(place: torch.device = HERE) -> nn.Parameter:
+def weight(place: torch.device = HERE, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     """A large weight with a gradient."""
     rows = CPU_ROWS if place.type == "cpu" else ROWS
-    made = nn.Parameter(torch.randn(rows, COLUMNS, device=place))
+    made = nn.Parameter(torch.randn(rows, COLUMNS, device=place, dtype=dtype))
     made.grad = torch.randn_like(made)
     return made
 
 
-def fused(place: torch.device = HERE) -> Callable[[], object]:
+def fused(place: torch.device = HERE, dtype: torch.dtype = torch.float32) -> Callable[[], object]:
     """A step of torch's fused AdamW, with its state made."""
-    optimizer = torch.optim.AdamW([weight(place)], fused=True)
+    optimizer = torch.optim.AdamW([weight(place, dtype)], fused=True)
     optimizer.step()
     return optimizer.step
 
 
-def masked(shape: tuple[int, int], density: float, changes: int = 1, **options: str) -> MaskedOptimizer:
+def masked(
+    shape: tuple[int, int],
+    density: float,
+    changes: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **options: str,
+) -> MaskedOptimizer:
     """A wrapped AdamW whose mask has changed some times, a step after each."""
-    parameter = weight()
+    parameter = weight(HERE, dtype)
     optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], fused=True), **options)
     optimizer.step()
     for _ in range(changes):
@@ -98,6 +104,17 @@ def masked_step() -> list[Row]:
     step = masked(entries, 0.1, 4, frozen_state="drop").step
     name = "entry correction, drop, 10% active, 4 changes"
     return [*rows, paired_ratio(name, step, baseline, target=MANY_AGES)]
+
+
+def masked_bfloat16() -> list[Row]:
+    """Entry masks of a bfloat16 weight, against torch's fused step on one."""
+    baseline, entries, half = fused(HERE, torch.bfloat16), (ROWS, COLUMNS), torch.bfloat16
+    tensor = masked(entries, 0.5, 1, half, bias_correction="tensor").step
+    entry = masked(entries, 0.5, 24, half).step
+    return [
+        paired_ratio("tensor correction, 50% active", tensor, baseline, target=ONE_AGE),
+        paired_ratio("entry correction, 50% active, 24 changes", entry, baseline, target=MANY_AGES),
+    ]
 
 
 def masked_rows() -> list[Row]:
@@ -154,6 +171,7 @@ def mask_change() -> list[Row]:
 
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "masked_step": masked_step,
+    "masked_bfloat16": masked_bfloat16,
     "masked_rows": masked_rows,
     "drop_memory": drop_memory,
     "mask_change": mask_change,
