@@ -68,6 +68,7 @@ def masked(
     density: float,
     changes: int = 1,
     dtype: torch.dtype = torch.float32,
+    /,
     **options: str,
 ) -> MaskedOptimizer:
     """A wrapped AdamW whose mask has changed some times, a step after each."""
