@@ -49,7 +49,12 @@ def makes_state_again(optimizer: torch.optim.Optimizer) -> bool:
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer is one of torch's whose state belongs to single parameters (all but LBFGS)."""
-    return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer) is not torch.optim.LBFGS
+    return _is_of_torch(optimizer) and type(optimizer) is not torch.optim.LBFGS
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    # Adafactor and Muon call the package their home, others a module of it.
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def entry_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
@@ -87,7 +92,7 @@ def beginning(
     for kind in type(optimizer).__mro__:
         if (kind.__name__, key) in EMPTY_VALUES:
             return EMPTY_VALUES[kind.__name__, key](optimizer, group)
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if _is_of_torch(optimizer):
         return 0.0
     known = _FOUND_OUT.setdefault(optimizer, {})
     if parameter.dim() not in known:

@@ -403,9 +403,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
             added = rehearse(self.inner, self._tracked.values())
             self._rehearsed = None if self._exact else added
             return None
-        if self._rehearsed is not None:
-            forget(self.inner, self._rehearsed)
-            self._rehearsed = None
         for tracked in ways.stepped:
             tracked.complete_state()
         stepped = self._tracked.values() if self._closure_needed else ways.stepped
@@ -432,6 +429,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     def _step_and_restore(self, kept: list[Tracked], closure: Callable[[], Any] | None) -> Any:
         """The wrapped optimizer's step, without effect on frozen entries."""
+        if self._rehearsed is not None:
+            forget(self.inner, self._rehearsed, closure is not None)
+            self._rehearsed = None
         for tracked in kept:
             tracked.save_frozen()
         if isinstance(self.inner, torch.optim.SGD):

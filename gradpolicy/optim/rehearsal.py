@@ -57,7 +57,7 @@ def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> li
     return [group.keys() - before.keys() - {"params"} for group, before in pairs]
 
 
-def forget(optimizer: torch.optim.Optimizer, added: list[set[str]]) -> None:
+def forget(optimizer: torch.optim.Optimizer, added: list[set[str]], closure: bool) -> None:
     """Let the first update make its state itself, as if nobody had looked; what was loaded meanwhile stays.
 
     Empty state is not always what an optimizer begins with: some begins at the learning rate, which is 0 in a
@@ -66,12 +66,14 @@ def forget(optimizer: torch.optim.Optimizer, added: list[set[str]]) -> None:
     Args:
         optimizer: the wrapped optimizer.
         added: what `rehearse` gave.
+        closure: whether the update makes the gradients; else those that have one are updated.
     """
     for group, names in zip(optimizer.param_groups, added, strict=False):
-        new = [parameter for parameter in group["params"] if not _has_begun(optimizer, group, parameter)]
+        moving = [parameter for parameter in group["params"] if closure or parameter.grad is not None]
+        new = [parameter for parameter in moving if not _has_begun(optimizer, group, parameter)]
         for parameter in new:
             optimizer.state.pop(parameter, None)
-        for name in names if len(new) == len(group["params"]) else ():
+        for name in names if new and len(new) == len(moving) else ():
             group.pop(name, None)
 
 

@@ -159,6 +159,37 @@ def test_looking_at_the_state_before_the_first_step_leaves_every_bit_of_the_para
     assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.parametrize("kind", ["SGD", "NAdam", "Adafactor", "Muon"])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_tensor_that_rests_is_saved_as_torch_saves_one(kind, looks):
+    """Torch refuses to load a full state that lacks a parameter's."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(2)))
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizer, other = (
+        MaskedOptimizer(getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options), frozen_state=state)
+        for state in ("zero", "keep")
+    )
+    if looks:
+        get_optimizer_state_dict(model, optimizer)
+    optimizer.set_mask(model[0].weight, torch.tensor(False))
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer)
+    assert state["state"].keys() == {"0.weight", "1.weight"}
+    set_optimizer_state_dict(model, other, state)
+    assert not other.get_mask(model[0].weight).any()
+
+
+def test_a_parameter_without_a_gradient_keeps_the_state_that_a_look_has_made():
+    model = torch.nn.Linear(3, 3)
+    optimizer = MaskedOptimizer(torch.optim.NAdam(model.parameters()))
+    get_optimizer_state_dict(model, optimizer)
+    model.weight.grad = torch.ones(3, 3)
+    optimizer.step()
+    assert get_optimizer_state_dict(model, optimizer)["state"].keys() == {"weight", "bias"}
+
+
 @pytest.mark.parametrize("when", [0, 5])
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 def test_distributed_checkpoint_functions_carry_masks_and_ages(when, frozen_state):
