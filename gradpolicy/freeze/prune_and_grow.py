@@ -11,6 +11,7 @@ from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.freeze.hashing import derive
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import Schedule, as_schedule, check_share, density_at
+from gradpolicy.freeze.select import ROUNDING
 from gradpolicy.freeze.sharding import like, local, whole, write_at
 from gradpolicy.freeze.sparsity import DISTRIBUTIONS, densities
 from gradpolicy.freeze.topology import DROPS, grown_at_random, grown_entries, kept_entries, normal
@@ -155,10 +156,10 @@ class PruneAndGrow(GradientSource):
         self.decided = 0 if self.start == 0 else -1
 
     def targets(self, count: int) -> dict[str, int]:
-        """How many entries of each sparse tensor are active at a count."""
+        """How many entries of each sparse tensor are active at a count: its share, rounded up."""
         shares = densities(self._shapes, density_at(self.density, count), self.distribution)
         return {
-            name: math.prod(shape) - int(round((1.0 - shares[name]) * math.prod(shape), 6))
+            name: min(math.ceil(shares[name] * math.prod(shape) * (1.0 - ROUNDING)), math.prod(shape))
             for name, shape in self._shapes.items()
         }
 

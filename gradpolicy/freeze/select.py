@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-14
+"""A product of a share and a count may miss a whole number by so large a part of it."""
 # So many scores tell whether one value is common among all.
 _SAMPLE = 1 << 12
 
@@ -14,12 +16,12 @@ _SAMPLE = 1 << 12
 def kept_of(density: float, count: int) -> int:
     """How many of ``count`` entries a density keeps: those at or above its percentile.
 
-    ``k = n − ⌈(1 − p)(n − 1)⌉``, which is ``p · n`` where that is a whole number; 0 for density 0.
+    ``k = n − ⌈(1 − p)(n − 1)⌉ = 1 + ⌊p (n − 1)⌋``, which is ``p · n`` where that is a whole number; 0 for
+    density 0.
     """
     if density == 0.0 or count == 0:
         return 0
-    # The product may miss a whole number by rounding.
-    return count - math.ceil(round((1.0 - density) * (count - 1), 6))
+    return min(1 + math.floor(density * (count - 1) * (1.0 + ROUNDING)), count)
 
 
 def highest(scores: Tensor, kept: int) -> Tensor:

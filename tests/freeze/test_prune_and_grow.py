@@ -337,3 +337,9 @@ def test_a_complex_weight_has_no_sign(prepared) -> None:
 def test_it_tells_what_stays_dense() -> None:
     assert "dense='conv1.*'" in repr(gp.masks.PruneAndGrow(dense="conv1.*"))
     assert "dense" not in repr(gp.masks.PruneAndGrow())
+
+
+@pytest.mark.parametrize(("density", "active"), [(0, 0), (1e-9, 1), (0.07, 7), (1 - 1e-9, 100), (1, 100)])
+def test_a_share_is_rounded_up_to_whole_entries(prepared, density: float, active: int) -> None:
+    source = prepared(gp.masks.PruneAndGrow(density), {"w": torch.zeros(10, 10)})
+    assert int(source.masks(0, 0)["w"].sum()) == active

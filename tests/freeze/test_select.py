@@ -1,6 +1,7 @@
 """Exact selection, the same everywhere."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -25,11 +26,15 @@ def test_exactly_so_many_are_marked_and_none_left_out_is_higher(scores: list[flo
     assert marked.nonzero().flatten().tolist() == expected
 
 
-@given(density=st.floats(0.01, 1.0), count=st.integers(1, 60), seed=st.integers(0, 9))
+@given(
+    density=st.floats(0.01, 1.0).map(lambda share: round(share, 9)),
+    count=st.integers(1, 60),
+    seed=st.integers(0, 9),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_density_keeps_what_lies_at_or_above_the_percentile(density: float, count: int, seed: int) -> None:
     scores = np.random.default_rng(seed).permutation(count).astype(np.float64)
-    kept = int((scores >= np.percentile(scores, (1 - density) * 100) - 1e-6).sum())
+    kept = int((scores >= np.percentile(scores, (1 - density) * 100) - 1e-14 * count).sum())
     assert kept_of(density, count) == kept
 
 
@@ -76,3 +81,11 @@ def test_values_that_are_very_common_are_found_too(kept: int) -> None:
     expected = torch.zeros(10_000, dtype=torch.bool)
     expected[order[:kept]] = True
     assert torch.equal(highest(scores, kept), expected)
+
+
+@pytest.mark.parametrize(
+    ("density", "count"), [("1e-7", 20_000_000), ("0.999999999", 35), ("0.29", 101), ("0.4331", 244602430)]
+)
+def test_the_count_is_that_of_exact_arithmetic(density: str, count: int) -> None:
+    share = Fraction(density)
+    assert kept_of(float(density), count) == count - math.ceil((1 - share) * (count - 1))
