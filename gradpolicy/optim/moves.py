@@ -12,7 +12,7 @@ from gradpolicy.optim.gpu import moves as gpu_moves
 from gradpolicy.optim.jitted import adam as jitted_adam
 from gradpolicy.optim.jitted import moves as jitted
 from gradpolicy.optim.native import moves as native
-from gradpolicy.optim.packed import Held
+from gradpolicy.optim.packed import Held, index_many
 
 
 def update(jobs: Sequence[adam.Job]) -> None:
@@ -52,19 +52,12 @@ def survey(flags: Tensor, codes: Tensor, held: Held | None) -> native.Survey:
         codes: what is in force; compared where there are as many.
         held: the same where memory is held for active entries alone.
     """
-    known = codes if held is None else held.bits
-    if flags.numel() != (codes.numel() if held is None else held.size):
-        known = None
-    packed = held is not None
-    on_gpu = gpu_moves.survey(flags, known, packed=packed)
-    if on_gpu is not None:
-        count, differing = on_gpu
-        return native.Survey(count, None if known is None else not differing)
-    if known is not None and packed:
-        indexed = native.index_many([(flags, known)])
+    if held is not None and held.bits is not None and flags.numel() == held.size:
+        indexed = index_many([(held, flags)])
         if indexed is not None:
             return indexed[0]
-    found = native.survey(flags, None if packed else known, known if packed else None)
+    known = codes if held is None and flags.numel() == codes.numel() else None
+    found = gpu_moves.survey(flags, known) or native.survey(flags, known)
     return found or native.Survey(int(flags.count_nonzero()))
 
 

@@ -34,16 +34,13 @@ def _index(flags: Tensor) -> Index:
     grains = torch.nn.functional.pad(flags, (0, -flags.numel() % GRAIN)).view(-1, GRAIN)
     parts = flags.split(cohorts.chunk(flags.device))
     bits = torch.cat([_pack_bits(part) for part in parts])
-    return bits, torch.nn.functional.pad(grains.sum(1).cumsum(0), (1, 0))
+    return Index(bits, torch.nn.functional.pad(grains.sum(1).cumsum(0), (1, 0)))
 
 
-def _index_of(flags: Tensor) -> tuple[Index, int]:
-    """Where flags are set, or codes below 0, and how many entries lie between two offsets."""
-    on_gpu = gpu_moves.index(flags)
-    if on_gpu is not None:
-        return on_gpu, gpu_moves.tile()
-    found = native.index(flags) or jitted.index(flags)
-    return found or _index(flags if flags.dtype is torch.bool else flags < 0), GRAIN
+def _index_of(flags: Tensor) -> Index:
+    """Where flags are set, or codes below 0."""
+    known = gpu_moves.index(flags) or native.index(flags) or jitted.index(flags)
+    return known or _index(flags if flags.dtype is torch.bool else flags < 0)
 
 
 def _unpack_bits(bits: Tensor, count: int) -> Tensor:
@@ -108,10 +105,7 @@ class Held:
             self.rows = (flags if flags.dtype is torch.bool else flags < 0).nonzero().view(-1)
             self.count = self.rows.numel()
             return
-        self.grain = GRAIN
-        if index is None:
-            index, self.grain = _index_of(flags)
-        self.bits, self.offsets = index
+        self.bits, self.offsets, self.grain = index or _index_of(flags)
         self.count = int(self.offsets[-1]) if count is None else count
 
     @property
@@ -124,7 +118,7 @@ class Held:
     def _index(self) -> Index:
         assert self.bits is not None
         assert self.offsets is not None
-        return self.bits, self.offsets
+        return Index(self.bits, self.offsets, self.grain)
 
     def vector(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An empty vector of one value for each entry held."""
@@ -185,7 +179,8 @@ class Held:
 
     def _room_for(self, packed: Tensor) -> Tensor:
         """A vector to fill: the memory of `packed` where that will do."""
-        result = _in_place(packed, self.count, _spare(self.count, self.size))
+        here = self.grain == GRAIN  # A GPU's threads know no order.
+        result = _in_place(packed, self.count, _spare(self.count, self.size)) if here else None
         return self.vector(packed.dtype, packed.device) if result is None else result
 
     def _move_anyhow(self, packed: Tensor, other: Held, newcomer: int) -> Tensor:
@@ -210,9 +205,9 @@ class Held:
 
 def index_many(members: Sequence[tuple[Held, Tensor]]) -> list[Survey] | None:
     """What new flags of single entries tell of each tensor, with their index; None: no kernel can."""
-    if any(held.grain != GRAIN for held, _ in members):
-        return None
-    return native.index_many([(flags, held.bits) for held, flags in members])
+    known = [(flags, held.bits) for held, flags in members]
+    grains = {held.grain for held, _ in members}
+    return native.index_many(known) if grains == {GRAIN} else gpu_moves.index_many(known)
 
 
 Move = tuple[Held, Held, Sequence[Vector]]

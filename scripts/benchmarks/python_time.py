@@ -22,6 +22,7 @@ from gradpolicy import MaskedOptimizer
 from gradpolicy.machinery import launching
 from gradpolicy.optim.gpu import moves
 from gradpolicy.optim.gpu.moves import Flagged
+from gradpolicy.optim.native.moves import Survey
 
 SHAPE = (4, 4)
 CALLS = 1000
@@ -36,21 +37,27 @@ def as_on_a_gpu() -> Iterator[None]:
         return
     driver = importlib.import_module("stand_in_gpu.driver")
     driver.begin()
-    survey, survey_many = moves.survey, moves.survey_many
+    survey, survey_many, index_many = moves.survey, moves.survey_many, moves.index_many
 
-    def seen(flags: Tensor, *known: Any, **form: Any) -> tuple[int, int]:
-        survey(flags, *known, **form)
-        return flags.numel() // 2, 1
+    def seen(flags: Tensor, codes: Tensor | None) -> Survey:
+        survey(flags, codes)
+        return Survey(flags.numel() // 2, False)
 
     def all_seen(members: Sequence[Flagged]) -> list[tuple[int, bool]]:
         survey_many(members)
         return [(flags.numel() // 2, True) for _, flags in members]
+
+    def all_indexed(members: Sequence[tuple[Tensor, Tensor | None]]) -> list[Survey]:
+        found = index_many(members) or []
+        looks = zip(found, members, strict=True)
+        return [Survey(flags.numel() // 2, False, each.index) for each, (flags, _) in looks]
 
     with ExitStack() as stack:
         for place, name, stand_in in (
             (launching, "DEVICES", {"cpu"}),
             (moves, "survey", seen),
             (moves, "survey_many", all_seen),
+            (moves, "index_many", all_indexed),
         ):
             stack.enter_context(mock.patch.object(place, name, stand_in))
         yield

@@ -90,7 +90,7 @@ def test_new_values_may_begin_anywhere_in_the_memory_of_the_old_ones(halves, sha
         (part[start:][: old.count], result, newcomer)
         for part, result, newcomer in zip(memory, results, (-77, 0), strict=True)
     ]
-    assert native.repack([((old.bits, old.offsets), (new.bits, new.offsets), moves, size)])
+    assert native.repack([(old._index, new._index, moves, size)])
     assert all(map(torch.equal, results, expected))
 
 
@@ -103,7 +103,7 @@ def test_streams_that_are_shifted_differently_are_moved_too():
     memory = [values_at(GRAIN, values, size) for values in vectors]
     results = [part[start:][: new.count] for part, start in zip(memory, (0, 2 * GRAIN), strict=True)]
     moves = [(part[GRAIN:][: old.count], result, 0) for part, result in zip(memory, results, strict=True)]
-    assert native.repack([((old.bits, old.offsets), (new.bits, new.offsets), moves, size)])
+    assert native.repack([(old._index, new._index, moves, size)])
     assert all(map(torch.equal, results, expected))
 
 
@@ -153,4 +153,4 @@ def test_indices_of_many_tensors_are_those_of_each():
         own = Held(each, 1)
         assert found.count == each.sum()
         assert found.same is torch.equal(held.flags(), each)
-        assert all(map(torch.equal, found.index, own._index))
+        assert all(map(torch.equal, found.index[:2], own._index[:2]))

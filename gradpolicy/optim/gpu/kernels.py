@@ -314,74 +314,102 @@ def _rank(flags):
     return tl.cumsum(ones, 0) - ones
 
 
+INDEXED = tl.constexpr(6)
+NEW_FLAGS, KNOWN, HOW_MANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BITS_TO, COUNTS_TO, ANSWER = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+"""What is written down of flags to index: addresses, how many, and where the answer goes."""
+
+
 @triton.jit
-def pack_bits(flags, bits, counts, size, BELOW_ZERO: tl.constexpr):
-    """Eight flags (or codes, held below 0) a byte, the first in the lowest bit, and how many a tile."""
-    tile = tl.program_id(0).to(tl.int64)
+def index_many(
+    table, seen, COMPARED: tl.constexpr, BELOW_ZERO: tl.constexpr, JOBS: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Eight flags (or codes, held below 0) a byte, the first in the lowest bit, and how many a tile.
+
+    Args:
+        table: int64: the first program of each of JOBS jobs, then INDEXED numbers of each.
+        seen: int64, 0 at first, a pair for each job: to these is added how many flags are set, and how many
+            bytes are not those known.
+        COMPARED: whether to look at the bits that are known.
+        BELOW_ZERO: whether codes tell.
+        JOBS: a power of two.
+        ALIGNED: whether flags begin at multiples of 16 bytes.
+    """
+    tile, own = _job_of(table, JOBS, INDEXED)
+    size = tl.load(own + HOW_MANY)
     byte, bit = tl.arange(0, TILE // 8), tl.arange(0, 8)
     positions = tile * TILE + byte[:, None] * 8 + bit[None, :]
-    value = tl.load(flags + positions, mask=positions < size, other=0)
+    value = tl.load(_pointer(own, NEW_FLAGS, tl.int8, ALIGNED) + positions, mask=positions < size, other=0)
     held = (value < 0 if BELOW_ZERO else value != 0).to(tl.int32)
     places = tile * (TILE // 8) + byte
-    tl.store(bits + places, tl.sum(held << bit[None, :], 1).to(tl.uint8), mask=places * 8 < size)
-    tl.store(counts + tile, tl.sum(tl.sum(held, 1), 0).to(tl.int64))
+    bits = tl.sum(held << bit[None, :], 1)
+    tl.store(_pointer(own, BITS_TO, tl.uint8, False) + places, bits.to(tl.uint8), mask=places * 8 < size)
+    counts, count = _pointer(own, COUNTS_TO, tl.int64, False), tl.sum(tl.sum(held, 1), 0).to(tl.int64)
+    tl.store(counts, 0, mask=tile == 0)
+    tl.store(counts + tile + 1, count)
+    answer = seen + tl.load(own + ANSWER)
+    tl.atomic_add(answer, count)
+    if COMPARED:
+        known = tl.load(_pointer(own, KNOWN, tl.uint8, False) + places, mask=places * 8 < size, other=0)
+        others = tl.sum((known.to(tl.int32) != bits).to(tl.int32), 0)
+        tl.atomic_add(answer + 1, others.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["newcomer"])
-def move(
-    old_bits, old_offsets, new_bits, new_offsets, values, result, size, newcomer,
-    FROM_ALL: tl.constexpr, TO_ALL: tl.constexpr,
-):  # fmt: skip
+MOVED = tl.constexpr(8)
+OLD, NEW, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+OLD_BEFORE, NEW_BEFORE = tl.constexpr(3), tl.constexpr(4)
+FROM, TO, NEWCOMER = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+"""What is written down of values to move: bits of the entries in them, and of those in the result; entries of
+the whole tensor; how many of either come before each tile; values and result; and what newcomers get."""
+
+
+@triton.jit
+def move_many(table, TYPE: tl.constexpr, FROM_ALL: tl.constexpr, TO_ALL: tl.constexpr, JOBS: tl.constexpr):
     """Bring values of the entries held before to the places of those held now.
 
     Args:
-        old_bits: entries that `values` has.
-        old_offsets: how many of them come before each tile.
-        new_bits: entries that `result` has.
-        new_offsets: how many of them come before each tile.
-        values: what is held, as whole numbers of any width.
-        result: filled.
-        size: entries of the whole tensor.
-        newcomer: for entries that `values` lacks.
-        FROM_ALL: `values` has every entry.
-        TO_ALL: `result` has every entry.
+        table: int64: the first program of each of JOBS jobs, then MOVED numbers of each.
+        TYPE: whole numbers as wide as the values.
+        FROM_ALL: the values are of every entry.
+        TO_ALL: the results are of every entry.
+        JOBS: a power of two.
     """
-    tile = tl.program_id(0).to(tl.int64)
+    tile, own = _job_of(table, JOBS, MOVED)
     positions = tile * TILE + tl.arange(0, TILE)
-    inside = positions < size
+    inside = positions < tl.load(own + WHOLE)
     wanted, places = inside, positions
     if not TO_ALL:
-        wanted = _held(new_bits, positions, inside)
-        places = tl.load(new_offsets + tile) + _rank(wanted)
+        wanted = _held(_pointer(own, NEW, tl.uint8, False), positions, inside)
+        places = tl.load(_pointer(own, NEW_BEFORE, tl.int64, False) + tile) + _rank(wanted)
     had, sources = inside, positions
     if not FROM_ALL:
-        had = _held(old_bits, positions, inside)
-        sources = tl.load(old_offsets + tile) + _rank(had)
-    value = tl.load(values + sources, mask=had & wanted, other=0)
-    tl.store(result + places, tl.where(had, value, newcomer.to(value.dtype)), mask=wanted)
+        had = _held(_pointer(own, OLD, tl.uint8, False), positions, inside)
+        sources = tl.load(_pointer(own, OLD_BEFORE, tl.int64, False) + tile) + _rank(had)
+    value = tl.load(_pointer(own, FROM, TYPE, False) + sources, mask=had & wanted, other=0)
+    newcomer = tl.load(own + NEWCOMER).to(TYPE)
+    tl.store(_pointer(own, TO, TYPE, False) + places, tl.where(had, value, newcomer), mask=wanted)
 
 
 # --- flags and codes
 
 
 @triton.jit
-def survey(flags, known, result, size, PACKED: tl.constexpr, COMPARED: tl.constexpr):
+def survey(flags, codes, result, size, COMPARED: tl.constexpr):
     """Count flags that are set, and those that differ from what is in force.
 
     Args:
         flags: a byte an entry.
-        known: codes, or with PACKED the bits of held entries.
+        codes: what is in force.
         result: int64, 0 and 0 at first: to both is added.
         size: entries.
-        PACKED: see `known`.
-        COMPARED: whether to look at `known`.
+        COMPARED: whether to look at `codes`.
     """
     positions = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     inside = positions < size
     flag = tl.load(flags + positions, mask=inside, other=0) != 0
     tl.atomic_add(result, tl.sum(flag.to(tl.int32), 0).to(tl.int64))
     if COMPARED:
-        active = _held(known, positions, inside) if PACKED else _load(known + positions, inside) < 0
+        active = _load(codes + positions, inside) < 0
         tl.atomic_add(result + 1, tl.sum((flag != active).to(tl.int32), 0).to(tl.int64))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.machinery import launching
-from gradpolicy.optim.native.moves import Index, Packing
+from gradpolicy.optim.native.moves import Index, Packing, Survey
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of so many bytes."""
@@ -41,11 +41,6 @@ def tile() -> int:
 
 def _wide(count: int) -> int:
     return -(-count // int(source().WIDE.value))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The same memory as whole numbers."""
-    return tensor.view(WIDTHS[tensor.element_size()])
 
 
 def recode(codes: Tensor, mask: Tensor, table: Tensor) -> Tensor | None:
@@ -94,23 +89,24 @@ def clear(vectors: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
     return True
 
 
-def survey(flags: Tensor, known: Tensor | None, packed: bool = False) -> tuple[int, int] | None:
-    """How many flags are set, and how many differ from what is in force, for one wait of the device.
+def survey(flags: Tensor, codes: Tensor | None) -> Survey | None:
+    """How many flags are set, and whether they are those in force, for one wait of the device.
 
     Args:
         flags: bool, one an entry.
-        known: codes, or with `packed` bits; None: nothing is compared.
-        packed: see `known`.
+        codes: what is in force; None: nothing is compared.
     """
-    if not launching.serve(flags) or (known is not None and not launching.serve(known)):
+    if not launching.serve(flags) or (codes is not None and not launching.serve(codes)):
         return None
     result = torch.zeros(2, dtype=torch.int64, device=flags.device)
-    arguments = (flags.view(torch.uint8), flags if known is None else known, result, flags.numel())
-    constants = {"PACKED": packed, "COMPARED": known is not None}
-    if not launching.launch(source().survey, _wide(flags.numel()), flags.device, *arguments, **constants):
+    arguments = (flags.view(torch.uint8), flags if codes is None else codes, result, flags.numel())
+    compared = codes is not None
+    if not launching.launch(
+        source().survey, _wide(flags.numel()), flags.device, *arguments, COMPARED=compared
+    ):
         return None
     count, differing = result.tolist()
-    return count, differing
+    return Survey(count, not differing if compared else None)
 
 
 def survey_many(members: Sequence[Flagged]) -> list[tuple[int, bool]] | None:
@@ -160,38 +156,80 @@ def power_of_two(count: int) -> int:
 
 
 def index(flags: Tensor) -> Index | None:
-    """Flags, or codes below 0, as bits, and how many are set before each `tile()` and in all.
+    """Where flags, or codes below 0, are set; see `index_many`. None where no kernel can do it."""
+    found = _indices([(flags, None)])
+    return None if found is None else found[0][0]
 
-    None where no kernel can do it.
-    """
-    if not launching.serve(flags):
+
+def index_many(members: Sequence[tuple[Tensor, Tensor | None]]) -> list[Survey] | None:
+    """`native.index_many` with counts before each `tile()`, for one wait of the device."""
+    found = _indices(members)
+    if found is None:
         return None
-    below_zero, count = flags.dtype is not torch.bool, flags.numel()
-    packed = torch.empty(-(-count // 8), dtype=torch.uint8, device=flags.device)
-    counts = torch.empty(-(-count // tile()), dtype=torch.int64, device=flags.device)
-    values = flags if below_zero else flags.view(torch.uint8)
-    arguments = (values, packed, counts, count)
-    done = launching.launch(
-        source().pack_bits, counts.numel(), flags.device, *arguments, BELOW_ZERO=below_zero
-    )
-    return (packed, torch.nn.functional.pad(counts.cumsum(0), (1, 0))) if done else None
+    indices, seen = found[0], found[1].tolist()
+    return [
+        Survey(count, None if known is None else not other, index)
+        for (_, known), count, other, index in zip(members, seen[::2], seen[1::2], indices, strict=True)
+    ]
+
+
+def _indices(members: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[list[Index], Tensor] | None:
+    """The indices; and of each how many flags are set, and how many bytes are not those known."""
+    vectors = [vector for member in members for vector in member if vector is not None]
+    if not launching.serve(*vectors):
+        return None
+    first, known = members[0]
+    device = first.device
+    lengths = [-(-flags.numel() // tile()) + 1 for flags, _ in members]
+    heads = [0, *accumulate(lengths)]
+    bits = [torch.empty(-(-flags.numel() // 8), dtype=torch.uint8, device=device) for flags, _ in members]
+    counts = torch.empty(heads[-1], dtype=torch.int64, device=device)
+    seen = torch.zeros(2 * len(members), dtype=torch.int64, device=device)
+    rows = [
+        (
+            flags.data_ptr(),
+            0 if before is None else before.data_ptr(),
+            flags.numel(),
+            packed.data_ptr(),
+            counts.data_ptr() + counts.element_size() * head,
+            2 * place,
+        )
+        for place, ((flags, before), packed, head) in enumerate(zip(members, bits, heads, strict=False))
+    ]
+    constants = {"COMPARED": known is not None, "BELOW_ZERO": first.dtype is not torch.bool}
+    aligned = all(row[0] % ALIGNMENT == 0 for row in rows)
+    if not _launch_many(source().index_many, device, rows, seen, **constants, ALIGNED=aligned):
+        return None
+    offsets = _added_up(counts, lengths, heads)
+    return [Index(*own, tile()) for own in zip(bits, offsets, strict=True)], seen
+
+
+def _added_up(counts: Tensor, lengths: list[int], heads: list[int]) -> Sequence[Tensor]:
+    """Counts of several tensors that lie one after the other, each from 0 on, added up for each."""
+    running = counts.cumsum(0)
+    if len(lengths) == 1:
+        return [running]
+    starts, repeats = launching.upload(torch.tensor([heads[:-1], lengths]), counts.device)
+    return (running - running[starts].repeat_interleave(repeats, output_size=heads[-1])).split(lengths)
 
 
 def repack(packings: Sequence[Packing]) -> bool:
     """Move values between sets of held entries; see `native.repack`. The two must not share memory."""
-    return all(
-        _repack(old, new, values, result, size, newcomer)
-        for old, new, moves, size in packings
-        for values, result, newcomer in moves
-    )
+    together: defaultdict[tuple[Any, ...], list[tuple[int, ...]]] = defaultdict(list)
+    for old, new, moves, size in packings:
+        for values, result, newcomer in moves:
+            if values.element_size() not in WIDTHS or not launching.serve(values, result):
+                return False
+            key = (values.device, values.element_size(), old is None, new is None)
+            known = [(0, 0) if each is None else (*map(Tensor.data_ptr, each[:2]),) for each in (old, new)]
+            bits, offsets = zip(*known, strict=True)
+            vectors = (values.data_ptr(), result.data_ptr())
+            together[key].append((*bits, size, *offsets, *vectors, newcomer))
+    return all(_move_alike(key, rows) for key, rows in together.items())
 
 
-def _repack(
-    old: Index | None, new: Index | None, values: Tensor, result: Tensor, size: int, newcomer: int
-) -> bool:
-    if values.element_size() not in WIDTHS or values.is_complex() or not launching.serve(values, result):
-        return False
-    index = [*(old or (values, values)), *(new or (values, values))]
-    arguments = (*index, _whole(values), _whole(result), size, newcomer)
-    constants = {"FROM_ALL": old is None, "TO_ALL": new is None}
-    return launching.launch(source().move, -(-size // tile()), values.device, *arguments, **constants)
+def _move_alike(key: tuple[Any, ...], rows: list[tuple[int, ...]]) -> bool:
+    """Move values of as many bytes."""
+    device, width, from_all, to_all = key
+    constants = {"TYPE": getattr(source().tl, f"int{8 * width}"), "FROM_ALL": from_all, "TO_ALL": to_all}
+    return _launch_many(source().move_many, device, rows, **constants)

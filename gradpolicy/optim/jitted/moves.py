@@ -103,7 +103,7 @@ def index(flags: Tensor) -> Index | None:
     counts = array(offsets)[1:]
     _run(library().pack_bits, array(flags, torch.uint8), shift, array(bits), counts, size=count)
     np.cumsum(counts, out=counts)
-    return bits, offsets
+    return Index(bits, offsets)
 
 
 def repack(packings: Sequence[Packing]) -> bool:

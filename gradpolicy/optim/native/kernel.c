@@ -360,7 +360,7 @@ void gradpolicy_survey_many(flagged *each, int64_t count, int64_t *room, int thr
     for (int64_t i = 0; i < count; i++) {
         flagged *f = each + i;
         int differs;
-        f->set = gradpolicy_survey(f->flags, f->codes, NULL, room, f->size, 0, &differs, threads);
+        f->set = gradpolicy_survey(f->flags, f->codes, room, f->size, 0, &differs, threads);
         f->differs = differs;
     }
 }

@@ -46,11 +46,11 @@ static void survey_part(const void *context, int64_t part)
 }
 
 /* One look at flags (bit `shift` of each byte): how many are set in each GRAIN, which is returned in all, and whether they
- * differ from the signs of codes, or from known bits. */
-int64_t gradpolicy_survey(const uint8_t *flags, const uint8_t *codes, const uint8_t *known, int64_t *counts, int64_t size,
-                          int shift, int *differ, int threads)
+ * differ from the signs of codes. */
+int64_t gradpolicy_survey(const uint8_t *flags, const uint8_t *codes, int64_t *counts, int64_t size, int shift, int *differ,
+                          int threads)
 {
-    const survey s = {flags, codes, known, NULL, counts, size, shift, differ};
+    const survey s = {flags, codes, NULL, NULL, counts, size, shift, differ};
     int64_t count = 0;
     *differ = 0;
     in_parallel(survey_part, &s, parts_of(size), threads);

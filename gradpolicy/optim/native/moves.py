@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,21 @@ from gradpolicy.machinery.compiling import compiled
 GRAIN = 1 << 14
 """Entries between two stored counts, so that work can start in the middle of a tensor; fewer on a GPU."""
 
-Index = tuple[Tensor, Tensor]
-"""Flags as bits, and how many are set before each GRAIN and in all; see `index_many`."""
+
+class Index(NamedTuple):
+    """Where flags are set.
+
+    Attributes:
+        bits: eight flags a byte, the first in the lowest.
+        offsets: int64, how many are set before each `grain` entries and in all.
+        grain: entries between two offsets.
+    """
+
+    bits: Tensor
+    offsets: Tensor
+    grain: int = GRAIN
+
+
 Clearing = tuple[Tensor, Tensor, int]
 """Entries in memory order; flags (bool), codes (int8) or bits (uint8); how many entries a flag governs."""
 Packing = tuple[Index | None, Index | None, Sequence[tuple[Tensor, Tensor, int]], int]
@@ -37,7 +50,7 @@ _ARGUMENTS = {
     "adam": [_POINTER, _LONG, _POINTER, _INT],
     "recode": [*[_POINTER] * 3, *[_LONG] * 2, *[_INT] * 3],
     "clear": [_POINTER, _LONG, _POINTER, _INT],
-    "survey": [*[_POINTER] * 4, _LONG, _INT, _POINTER, _INT],
+    "survey": [*[_POINTER] * 3, _LONG, _INT, _POINTER, _INT],
     "survey_many": [_POINTER, _LONG, _POINTER, _INT],
     "recode_many": [_POINTER, _LONG, _POINTER, _LONG, *[_INT] * 3],
     "index_many": [_POINTER, _LONG, _POINTER, _POINTER, _INT],
@@ -176,25 +189,23 @@ class Survey:
     index: Index | None = None
 
 
-def survey(flags: Tensor, codes: Tensor | None = None, known: Tensor | None = None) -> Survey | None:
+def survey(flags: Tensor, codes: Tensor | None = None) -> Survey | None:
     """One look at flags (bool), or at codes (int8), below 0 where set; None where the kernel cannot do it.
 
     Args:
         flags: what to look at.
         codes: as many codes, to compare with.
-        known: as many bits, to compare with.
     """
     codes = codes if codes is not None and codes.dtype is torch.int8 else None
-    possible = flags.dtype in _SHIFTS and _on_cpu(flags, codes, known)
+    possible = flags.dtype in _SHIFTS and _on_cpu(flags, codes)
     kernel = library() if possible else None
     if kernel is None:
         return None
     size, differ = flags.numel(), ctypes.c_int()
     room = (ctypes.c_int64 * -(-size // GRAIN))()
-    vectors = (flags.data_ptr(), _address(codes), _address(known))
     answer = (_SHIFTS[flags.dtype], ctypes.addressof(differ), torch.get_num_threads())
-    count = kernel.gradpolicy_survey(*vectors, room, size, *answer)
-    return Survey(count, None if codes is None and known is None else not differ.value)
+    count = kernel.gradpolicy_survey(flags.data_ptr(), _address(codes), room, size, *answer)
+    return Survey(count, None if codes is None else not differ.value)
 
 
 _SHIFTS = {torch.bool: 0, torch.int8: 7}
@@ -214,8 +225,7 @@ def index_many(members: Sequence[tuple[Tensor, Tensor | None]]) -> list[Survey] 
         members: flags of a tensor each, and as many bits to compare with.
 
     Returns:
-        With the flags as bits, eight a byte, the first in the lowest; and, as int64, how many are set before
-        each GRAIN and in all.
+        With the indices.
     """
     possible = all(flags.dtype in _SHIFTS and _on_cpu(flags, known) for flags, known in members)
     kernel = library() if possible else None
@@ -227,7 +237,7 @@ def index_many(members: Sequence[tuple[Tensor, Tensor | None]]) -> list[Survey] 
         size = flags.numel()
         bits = torch.empty(-(-size // 8), dtype=torch.uint8, device="cpu")
         offsets = torch.empty(-(-size // GRAIN) + 1, dtype=torch.int64, device="cpu")
-        indices.append((bits, offsets))
+        indices.append(Index(bits, offsets))
         addresses = (flags.data_ptr(), _address(known) or 0, bits.data_ptr(), offsets.data_ptr())
         fields.append((*addresses, size, _SHIFTS[flags.dtype], 0, 0))
     rows = (ctypes.c_int64 * (8 * len(members)))(*chain.from_iterable(fields))
@@ -263,13 +273,8 @@ def repack(packings: Sequence[Packing]) -> bool:
     written = (ctypes.c_uint64 * (3 * len(streams)))(*chain.from_iterable(streams))
     place, fields = ctypes.addressof(written), []
     for old, new, moves, size in packings:
-        (old_bits, old_offsets), (new_bits, new_offsets) = old or _ALL, new or _ALL
-        known = (old_bits, new_bits, old_offsets, new_offsets)
-        fields.append((*[_address(tensor) or 0 for tensor in known], place, size, len(moves)))
+        known = [(0, 0) if index is None else (*map(Tensor.data_ptr, index[:2]),) for index in (old, new)]
+        fields.append((*chain.from_iterable(zip(*known, strict=True)), place, size, len(moves)))
         place += 24 * len(moves)
     rows = (ctypes.c_uint64 * (7 * len(fields)))(*chain.from_iterable(fields))
     return bool(kernel.gradpolicy_repack(rows, len(fields), torch.get_num_threads()))
-
-
-_ALL = None, None
-"""The index where all entries are held."""

@@ -43,23 +43,16 @@ UPDATES = {
     "bfloat16": kind(stored=tl.bfloat16),
     "float64": kind(stored=tl.float64, shared=False, many=True),
 }
-WHOLE, FLAGS = "*i32", "*u8"
+FLAGS = "*u8"
 MOVES = {
-    "move": {
-        "old_bits": FLAGS,
-        "old_offsets": "*i64",
-        "new_bits": FLAGS,
-        "new_offsets": "*i64",
-        "values": WHOLE,
-    }
-    | {"result": WHOLE, "size": "i32", "newcomer": "i32", "FROM_ALL": False, "TO_ALL": False},
-    "pack_bits": {"flags": FLAGS, "bits": FLAGS, "counts": "*i64", "size": "i32", "BELOW_ZERO": False},
+    "move_many": {"table": "*i64", "TYPE": tl.int32, "FROM_ALL": False, "TO_ALL": False, "JOBS": 4},
+    "index_many": {"table": "*i64", "seen": "*i64", "COMPARED": True, "BELOW_ZERO": False}
+    | {"JOBS": 4, "ALIGNED": True},
     "survey": {
         "flags": FLAGS,
-        "known": "*i8",
+        "codes": "*i8",
         "result": "*i64",
         "size": "i32",
-        "PACKED": False,
         "COMPARED": True,
     },
     "recode": {"codes": "*i8", "flags": FLAGS, "table": "*i8", "result": "*i8", "size": "i32", "width": "i32"}

@@ -35,16 +35,17 @@ def kernel(request, monkeypatch, plain_library):
 def test_a_survey_counts_compares_and_indexes(size):
     flags, other = torch.rand(size) < 0.5, torch.rand(size) < 0.5
     codes = torch.where(other, -128, 5).to(torch.int8)
-    bits, offsets = native.index(codes)
+    bits, offsets, _ = native.index(codes)
     assert torch.equal(Held(codes, 1).flags(), other)
     assert torch.equal(offsets.diff(), torch.stack([part.sum() for part in other.split(native.GRAIN)]))
-    for known in ({"codes": codes}, {"known": bits}):
-        assert native.survey(other, **known).same
-        assert native.survey(flags, **known).same is torch.equal(flags, other)
+    looks = (lambda new: native.survey(new, codes), lambda new: native.index_many([(new, bits)])[0])
+    for look in looks:
+        assert look(other).same
+        assert look(flags).same is torch.equal(flags, other)
         if size > 1:
             last = other.clone()
             last[-1] = ~last[-1]
-            assert native.survey(last, **known).same is False
+            assert look(last).same is False
     assert native.survey(flags).count == native.count(flags) == flags.sum()
 
 
