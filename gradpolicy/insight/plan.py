@@ -31,7 +31,7 @@ Run = Callable[[nn.Module], Tensor]
 FATES = {
     "keep": "what freezes keeps its optimizer state",
     "zero": "what freezes loses its optimizer state",
-    "drop": "only what trains has optimizer state",
+    "drop": "what freezes loses its optimizer state, with Adam the memory too",
 }
 
 

@@ -85,7 +85,8 @@ def test_a_freeze_policy_tells_its_source_its_timetable_and_its_state(two_layers
     plan = plan_of(two_layers, batch, sources)
     assert plan.rows[0].course == (
         "Random(density=Cubic(1.0, 0.1, steps=100, begin=0), level=entry, rescale=False) may change every"
-        " 5 steps from step 10 until step 90; only what trains has optimizer state"
+        " 5 steps from step 10 until step 90;"
+        " what freezes loses its optimizer state, with Adam the memory too"
     )
     assert (
         plan.rows[1].course
