@@ -84,7 +84,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._bias_correction = checked("bias_correction", bias_correction)
         self._tracked: dict[Tensor, Tracked] = {}
         self._effective_steps = 0
-        self._rehearsed: list[set[str]] | None = None
+        self._rehearsed: list[dict[str, Any]] | None = None
         for group in inner.param_groups:
             # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
             group.pop(checkpoint.KEY, None)

@@ -27,7 +27,7 @@ def is_rehearsal(optimizer: torch.optim.Optimizer) -> bool:
     return bool(gradients) and not any(bool(gradient.count_nonzero()) for gradient in gradients)
 
 
-def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> list[set[str]]:
+def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> list[dict[str, Any]]:
     """Make the state of every parameter without counting an update.
 
     Args:
@@ -35,7 +35,7 @@ def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> li
         tracked: its masked parameters.
 
     Returns:
-        Of each param group the names of what the step has added to it, such as a count of steps.
+        Of each param group what the step has added to it, such as a count of steps.
     """
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -54,10 +54,12 @@ def rehearse(optimizer: torch.optim.Optimizer, tracked: Iterable[Tracked]) -> li
     for each in tracked:
         each.adopt_state()
     pairs = zip(optimizer.param_groups, settings, strict=True)
-    return [group.keys() - before.keys() - {"params"} for group, before in pairs]
+    return [
+        {name: group[name] for name in group.keys() - before.keys() - {"params"}} for group, before in pairs
+    ]
 
 
-def forget(optimizer: torch.optim.Optimizer, added: list[set[str]], closure: bool) -> None:
+def forget(optimizer: torch.optim.Optimizer, added: list[dict[str, Any]], closure: bool) -> None:
     """Let the first update make its state itself, as if nobody had looked; what was loaded meanwhile stays.
 
     Empty state is not always what an optimizer begins with: some begins at the learning rate, which is 0 in a
@@ -68,13 +70,14 @@ def forget(optimizer: torch.optim.Optimizer, added: list[set[str]], closure: boo
         added: what `rehearse` gave.
         closure: whether the update makes the gradients; else those that have one are updated.
     """
-    for group, names in zip(optimizer.param_groups, added, strict=False):
+    for group, counts in zip(optimizer.param_groups, added, strict=False):
         moving = [parameter for parameter in group["params"] if closure or parameter.grad is not None]
         new = [parameter for parameter in moving if not _has_begun(optimizer, group, parameter)]
         for parameter in new:
             optimizer.state.pop(parameter, None)
-        for name in names if new and len(new) == len(moving) else ():
-            group.pop(name, None)
+        for name, count in counts.items() if new and len(new) == len(moving) else ():
+            if group.get(name) is count:
+                del group[name]
 
 
 def _has_begun(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:

@@ -181,6 +181,24 @@ def test_a_tensor_that_rests_is_saved_as_torch_saves_one(kind, looks):
     assert not other.get_mask(model[0].weight).any()
 
 
+def test_a_loaded_count_of_a_group_stays_where_masks_have_emptied_what_was_loaded():
+    weight = torch.nn.Parameter(torch.ones(3))
+    model = torch.nn.ParameterList([weight])
+    optimizer, other = (
+        MaskedOptimizer(pytorch_optimizer.AdEMAMix([weight], lr=0.1), frozen_state="zero") for _ in range(2)
+    )
+    for _ in range(3):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+    optimizer.zero_grad()
+    set_optimizer_state_dict(model, other, get_optimizer_state_dict(model, optimizer))
+    for mask in (torch.arange(3) < 2, torch.arange(3) == 2, None):
+        other.set_mask(weight, mask)
+    weight.grad = torch.ones(3)
+    other.step()
+    assert other.param_groups[0]["step"] == 4
+
+
 def test_a_parameter_without_a_gradient_keeps_the_state_that_a_look_has_made():
     model = torch.nn.Linear(3, 3)
     optimizer = MaskedOptimizer(torch.optim.NAdam(model.parameters()))
