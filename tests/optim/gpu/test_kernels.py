@@ -39,13 +39,13 @@ def run_tests(*options, **variables):
     plugins = ("cacheprovider", "xdist", "hypothesispytest")
     less = [option for plugin in plugins for option in ("-p", f"no:{plugin}")]
     less += ["--noconftest", "-W", "ignore::RuntimeWarning"]
-    ended = run("-m", "pytest", HERE / "under_interpreter.py", *less, *options, **variables)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+    return run("-m", "pytest", HERE / "under_interpreter.py", *less, *options, **variables)
 
 
 @needs_triton
 def test_interpreted_kernels_do_what_torch_does():
-    run_tests(TRITON_INTERPRET="1")
+    ended = run_tests(TRITON_INTERPRET="1")
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
 
 
 A_FEW = "many_groups or moves_as_alone and drop"
@@ -56,7 +56,9 @@ A_FEW = "many_groups or moves_as_alone and drop"
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU where there is none")
 @pytest.mark.parametrize("chosen", [A_FEW, pytest.param("test", marks=pytest.mark.slow)])
 def test_kernels_are_compiled_and_launched_as_on_a_gpu(chosen, cache):
-    run_tests("-p", "tests.optim.gpu.interpreted_launches", "-k", chosen, TRITON_CACHE_DIR=cache)
+    plugin = ("-p", "tests.optim.gpu.interpreted_launches")
+    ended = run_tests(*plugin, "-k", chosen, TRITON_CACHE_DIR=cache)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
 
 
 @functools.cache

@@ -338,12 +338,18 @@ def test_a_step_does_not_wait_for_the_device(frozen_state, shape):
     assert len(asked.names) < 40
 
 
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-def test_a_change_of_an_entry_mask_waits_once(monkeypatch, frozen_state):
+def waits_of(monkeypatch, *names):
+    """Grows at each call of the functions that wait for the device."""
     waits = []
-    for name in ("survey", "index_many"):
+    for name in names:
         look = getattr(gpu_moves, name)
         monkeypatch.setattr(gpu_moves, name, lambda *given, look=look: waits.append(1) or look(*given))
+    return waits
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_a_change_of_an_entry_mask_waits_once(monkeypatch, frozen_state):
+    waits = waits_of(monkeypatch, "survey", "index_many")
     parameter = torch.nn.Parameter(torch.randn(40, 30))
     optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], fused=True), frozen_state=frozen_state)
     parameter.grad = torch.randn(40, 30)
@@ -360,10 +366,7 @@ def test_a_change_of_an_entry_mask_waits_once(monkeypatch, frozen_state):
 
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 def test_changes_of_many_entry_masks_wait_once(monkeypatch, frozen_state):
-    waits = []
-    for name in ("survey_many", "index_many"):
-        look = getattr(gpu_moves, name)
-        monkeypatch.setattr(gpu_moves, name, lambda *given, look=look: waits.append(1) or look(*given))
+    waits = waits_of(monkeypatch, "survey_many", "index_many")
     parameters = [torch.nn.Parameter(torch.randn(40, 30)) for _ in range(3)]
     optimizer = MaskedOptimizer(torch.optim.AdamW(parameters, fused=True), frozen_state=frozen_state)
     for parameter in parameters:
