@@ -173,10 +173,6 @@ class Held:
         """
         return move_many([(self, other, [(packed, newcomer)])])[0][0]
 
-    def move_together(self, vectors: Sequence[Vector], other: Held) -> list[Tensor]:
-        """`move` for several vectors and their newcomers, which together take little longer than one."""
-        return move_many([(self, other, vectors)])[0]
-
     def _room_for(self, packed: Tensor) -> Tensor:
         """A vector to fill: the memory of `packed` where that will do."""
         here = self.grain == GRAIN  # A GPU's threads know no order.
@@ -215,7 +211,11 @@ Move = tuple[Held, Held, Sequence[Vector]]
 
 
 def move_many(members: Sequence[Move]) -> list[list[Tensor]]:
-    """`Held.move_together` for many tensors."""
+    """`Held.move` for several vectors of many tensors, which together take little longer than one.
+
+    Returns:
+        For each tensor its vectors, as it holds them from then on.
+    """
     entries = all(old.rows is None and new.rows is None for old, new, _ in members)
     moves = [
         (old, new, [(packed, new._room_for(packed), newcomer) for packed, newcomer in vectors if entries])

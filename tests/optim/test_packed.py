@@ -50,7 +50,8 @@ def test_vectors_move_together_as_each_alone(count, share, dtype):
     codes = torch.randint(-128, 0, (before.count,), dtype=torch.int8)
     vectors = [(codes, -77), *((torch.rand(before.count).to(dtype), 0) for _ in range(count - 1))]
     alone = [before.move(vector.clone(), after, newcomer) for vector, newcomer in vectors]
-    assert all(map(torch.equal, before.move_together(vectors, after), alone))
+    (together,) = move_many([(before, after, vectors)])
+    assert all(map(torch.equal, together, alone))
 
 
 @pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
