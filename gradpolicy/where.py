@@ -1,6 +1,5 @@
 """WHERE a policy acts: globs on module and parameter names, and module classes."""
 
-import importlib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -8,6 +7,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.imports import allowed_packages, import_by_name, is_limited, lies_in
 
 ModulePattern = str | type[nn.Module]
 Named = TypeVar("Named", bound=Tensor)
@@ -182,17 +182,20 @@ def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> 
     module_class = _class_at(pattern)
     if module_class is not None:
         return _match_modules(module_class, modules)
-    raise no_match(pattern, modules, "module")
+    error = no_match(pattern, modules, "module")
+    package, _, name = pattern.rpartition(".")
+    if is_limited() and package and name[:1].isupper() and not lies_in(pattern, allowed_packages()):
+        raise PolicyError(f"{error}; a class of your own needs allowed_targets=[{package.split('.')[0]}]")
+    raise error
 
 
 def _class_at(path: str) -> type[nn.Module] | None:
     """The module class at a dotted path, or None where there is none."""
-    package, _, name = path.rpartition(".")
-    if not package or any(sign in path for sign in "*?["):
+    if "." not in path or any(sign in path for sign in "*?["):
         return None
     try:
-        found = getattr(importlib.import_module(package), name, None)
-    except (ImportError, ValueError):
+        found = import_by_name(path)
+    except PolicyError:
         return None
     return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 

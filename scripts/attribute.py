@@ -16,12 +16,13 @@ Writes an overlay for each image and a grid of all of them. Settings are given a
   samples     smoothgrad: noisy copies of each image (default: 25)
   noise       smoothgrad: their noise, as a share of the image's range (default: 0.15)
   layer       guided_gradcam: the convolution, by name; the last one unless given
+  allowed_targets  packages of yours that the run's config may name, as for train.py
   debug       true: show where in the code an error came from
 """
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,20 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import Attribution, find_convolution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
 from gradpolicy.launch.checkpoints import check_fits, find_checkpoint, read_checkpoint
 from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.run import Subject, build_subject, quieter
 from gradpolicy.launch.targets import check_targets
+from gradpolicy.launch.trust import KEY, trusted_packages
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
 from gradpolicy.tasks.images import ImageShape, find_images, read_image
 from gradpolicy.tasks.named_models import load_named_model
 
 PARTS = ("data", "model", "policy")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Options:
     samples: int = 25
     noise: float = 0.15
     layer: str | None = None
+    allowed_targets: list[str] = field(default_factory=list)
     debug: bool = False
 
 
@@ -109,13 +114,17 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else WRONG_INPUT
     try:
         options = read_options(arguments)
-        with quieter():
+        with quieter(), limited_to(trusted_packages(_allowing(arguments), ROOT)):
             directory = attribute(options)
     except wrong_input_errors() as error:
         report_error(error, show_traceback="debug=true" in arguments)
         return WRONG_INPUT
     Console().print(f"Saved in {directory}", markup=False, soft_wrap=True)
     return 0
+
+
+def _allowing(arguments: Sequence[str]) -> list[str]:
+    return [argument for argument in arguments if argument.startswith(f"{KEY}=")]
 
 
 def read_options(arguments: Sequence[str]) -> Options:
@@ -199,7 +208,7 @@ def load_named(options: Options) -> Explained:
 
 
 def _subject(path: Path) -> Subject:
-    """Builds what a run's resolved config describes, after checking what it may name."""
+    """Builds what a run's resolved config describes, if it may name that."""
     if not path.is_file():
         raise PolicyError(
             f"ckpt_path: {path} is absent: a run's config lies in the directory above its checkpoints'"
@@ -207,7 +216,7 @@ def _subject(path: Path) -> Subject:
     container = yaml.safe_load(path.read_text())
     if not isinstance(container, Mapping) or not {"data", "model"} <= container.keys():
         raise PolicyError(f"ckpt_path: {path} is not the config of a run")
-    check_targets({part: container.get(part) for part in PARTS}, container.get("allowed_targets") or ())
+    check_targets({part: container.get(part) for part in PARTS})
     return build_subject(container)
 
 

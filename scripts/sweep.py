@@ -21,6 +21,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 
 from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.imports import limited_to
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.app import quoted
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
@@ -28,6 +29,7 @@ from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_erro
 from gradpolicy.launch.pruning import PRUNED, make_pruner
 from gradpolicy.launch.report import RESULT, Result
 from gradpolicy.launch.sweep import summarize
+from gradpolicy.launch.trust import trusted_packages
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -131,6 +133,8 @@ def read_space(path: Path) -> Mapping[str, Any]:
         raise unknown("search space", path.stem, spaces, key="sweep")
     space = yaml.safe_load(path.read_text())
     for key, given in space["parameters"].items():
+        if key.lstrip("+~").split(".")[0].split("/")[0] in ("hydra", "allowed_targets"):
+            raise PolicyError(f"parameters.{key}: can only be set on the command line")
         kind = distribution_of(given)
         if kind not in DISTRIBUTIONS and kind != "constant":
             raise unknown("distribution", kind, DISTRIBUTIONS, key=f"parameters.{key}")
@@ -181,8 +185,8 @@ def prepare(options: argparse.Namespace) -> Search:
     name, overrides = split(options.overrides)
     space = read_space(CONF / "sweep" / f"{name}.yaml")
     source = Source(CONF)
-    with hydra_at(source):
-        check_job(compose_job(source, [*overrides, *first_values(space)]))
+    with limited_to(trusted_packages(overrides, ROOT)), hydra_at(source):
+        check_job(compose_job(source, [*overrides, *first_values(space)]), overrides)
     directory = Path(options.directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = options.storage or f"sqlite:///{directory / 'study.db'}"

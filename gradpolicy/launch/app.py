@@ -18,6 +18,7 @@ from omegaconf import DictConfig, open_dict, read_write
 from rich.console import Console
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.imports import allowed_packages, limited_to
 from gradpolicy.launch.compose import (
     VERSION_BASE,
     Source,
@@ -36,11 +37,13 @@ from gradpolicy.launch.errors import (
     report_error,
     wrong_input_errors,
 )
+from gradpolicy.launch.hydra_nodes import check_hydra
 from gradpolicy.launch.launchers import check_launcher
 from gradpolicy.launch.ranks import is_first_rank
 from gradpolicy.launch.report import RESULT, Result
 from gradpolicy.launch.rundir import check_writable, empty_directories_removed
 from gradpolicy.launch.sweep import RESULTS, SUMMARY, collect, summarize
+from gradpolicy.launch.trust import check_not_from_config, trusted_packages
 
 CONFIG_NAME = "train"
 
@@ -65,7 +68,10 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
             options.config_name or CONFIG_NAME,
             Path(options.config_dir).absolute() if options.config_dir else None,
         )
-        with hydra_at(source) as prepared:
+        if options.experimental_rerun:
+            raise PolicyError("--experimental-rerun: is not supported: it would run what a pickle holds")
+        trusted = trusted_packages(options.overrides, config_dir.parent)
+        with limited_to(trusted), hydra_at(source) as prepared:
             if not _only_tells(options):
                 return start(prepared, source, options)
             if options.cfg:
@@ -94,15 +100,17 @@ def start(prepared: Hydra, source: Source, options: Namespace) -> int:
         PolicyError: For wrong input.
     """
     config = compose_job(source, fixed_overrides(options.overrides))
+    check_hydra(config, options.overrides)
+    check_not_from_config(config, options.overrides)
     if options.multirun or config.hydra.mode == RunMode.MULTIRUN:
         check_launcher(config)
         for overrides in jobs_of(config, options.overrides):
-            check_job(compose_job(source, overrides))
+            check_job(compose_job(source, overrides), options.overrides)
         run_sweep(prepared, source, config, options.overrides)
         return 0
     if fixed_overrides(options.overrides) != options.overrides:
         raise PolicyError("several values for one key make a sweep: add -m, or quote the value")
-    check_job(config)
+    check_job(config, options.overrides)
     run_job(prepared, config)
     return 0
 
@@ -133,6 +141,7 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
 def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
     """Has Hydra's sweeper and launcher run the jobs, and prints the summary, also when some failed."""
     directory = Path(config.hydra.sweep.dir).absolute()
+    is_new = not directory.exists()
     check_writable(directory, "hydra.sweep.dir")
     with empty_directories_removed(directory):
         try:
@@ -143,7 +152,7 @@ def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: li
             )
         finally:
             if is_first_rank():
-                _end_sweep(directory, config)
+                _end_sweep(directory, config, is_new)
 
 
 class Job:
@@ -156,6 +165,8 @@ class Job:
 
     def __init__(self, in_sweep: bool) -> None:
         self.in_sweep = in_sweep
+        # A launcher's worker has not seen the command line.
+        self.trusted = allowed_packages()
         self.error: Exception | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
@@ -169,7 +180,8 @@ class Job:
         if self.in_sweep:
             place = Path(hydra_config.sweep.dir) / RESULTS / f"{hydra_config.job.num}.json"
         try:
-            result = run(config, overrides)
+            with limited_to(self.trusted):
+                result = run(config, overrides)
         except Exception as error:
             if self.in_sweep:
                 Result(overrides, status="failed", error=explain(error), directory=str(directory)).save(place)
@@ -201,7 +213,7 @@ def _interrupted() -> int:
 
 def _only_tells(options: Namespace) -> bool:
     """Whether the command line asks Hydra for information, not for a run."""
-    asked = ("help", "hydra_help", "version", "info", "cfg", "shell_completion", "experimental_rerun")
+    asked = ("help", "hydra_help", "version", "info", "cfg", "shell_completion")
     return any(getattr(options, name, None) for name in asked)
 
 
@@ -221,11 +233,11 @@ def _nothing(config: DictConfig) -> None:
     """The job of a command line that asks for none."""
 
 
-def _end_sweep(directory: Path, config: DictConfig) -> None:
+def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:
     """Prints the summary; a sweep in which no job began leaves nothing."""
     results = collect(directory)
     if any(result.status != "failed" or Path(result.directory).is_dir() for result in results):
         metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"
         summarize(results, metric, mode, Console(), directory / SUMMARY)
-    else:
+    elif is_new:
         shutil.rmtree(directory, ignore_errors=True)

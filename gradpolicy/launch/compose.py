@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,11 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.launch.hydra_nodes import check_hydra, check_search_path
 from gradpolicy.launch.schema import Settings, read_settings
 from gradpolicy.launch.signatures import argument_names, check_arguments
-from gradpolicy.launch.targets import ALLOWED, check_targets, locate_target
+from gradpolicy.launch.targets import check_targets, locate_target
+from gradpolicy.launch.trust import check_not_from_config
 
 VERSION_BASE = "1.3"
 WHEN = "gradpolicy.When"
@@ -56,6 +58,7 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
     for directory in filter(None, (source.directory, source.more)):
         if not directory.is_dir():
             raise PolicyError(f"config directory {directory} does not exist")
+    check_search_path([directory for directory in (source.directory, source.more) if directory], source.name)
     former = HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     with (
@@ -74,14 +77,18 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
             HydraConfig.instance().cfg = former
 
 
-def check_job(config: DictConfig) -> None:
+def check_job(config: DictConfig, overrides: Sequence[str]) -> None:
     """Checks a composed job, with what Hydra itself would instantiate for it; makes nothing.
+
+    Args:
+        config: The job, with Hydra's part.
+        overrides: The command line's, which may say what no config may.
 
     Raises:
         PolicyError: For wrong input.
     """
-    callbacks = OmegaConf.to_container(config.hydra.callbacks, resolve=False) or {}
-    check_targets({"hydra": {"callbacks": callbacks}}, _allowed(config))
+    check_hydra(config, overrides)
+    check_not_from_config(config, overrides)
     check_config(_without_hydra(config))
 
 
@@ -149,8 +156,8 @@ def check_config(config: DictConfig) -> Settings:
         given = settings.trainer.get(name)
         if isinstance(given, int | float) and given < least:
             raise PolicyError(f"trainer.{name}: {given} given, at least {least} needed")
-    check_targets(groups, settings.allowed_targets)
-    check_arguments(groups, tuple(settings.allowed_targets))
+    check_targets(groups)
+    check_arguments(groups)
     return settings
 
 
@@ -175,12 +182,6 @@ def _without_hydra(config: DictConfig) -> DictConfig:
     with read_write(job), open_dict(job):
         del job["hydra"]
     return job
-
-
-def _allowed(config: DictConfig) -> tuple[str, ...]:
-    allowed = config.get("allowed_targets") or ()
-    # What is neither a word nor a list is refused where the types are checked.
-    return (allowed,) if isinstance(allowed, str) else tuple(allowed if OmegaConf.is_list(allowed) else ())
 
 
 # ---- what Hydra says too little about
@@ -252,6 +253,6 @@ def _arguments(node: Any) -> Mapping[str, Any]:
     if not isinstance(path, str):
         return {}
     try:
-        return argument_names(locate_target("_target_", path, ALLOWED))[0]
+        return argument_names(locate_target("", node))[0]
     except PolicyError:
         return {}

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from gradpolicy.errors import NAMED, PolicyError, constructors, nearest
-from gradpolicy.launch.targets import ALLOWED, locate_target
+from gradpolicy.launch.targets import locate_target
 from gradpolicy.policies import Policy
 
 HYDRAS_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
@@ -22,14 +22,11 @@ PLAIN = (str, int, float, bool, type(None))
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def check_arguments(
-    config: Any, allowed: tuple[str, ...] = (), key: str = "", *, complete: bool = True
-) -> None:
+def check_arguments(config: Any, key: str = "", *, complete: bool = True) -> None:
     """Checks the arguments of every `_target_` in a resolved config.
 
     Args:
         config: The config.
-        allowed: Packages that are allowed beside the usual ones.
         key: Where it stands, for the messages.
         complete: Whether Hydra makes it as it stands, so that it must hold every argument that is needed.
 
@@ -39,18 +36,18 @@ def check_arguments(
     """
     if isinstance(config, list):
         for index, value in enumerate(config):
-            check_arguments(value, allowed, f"{key}[{index}]", complete=complete)
+            check_arguments(value, f"{key}[{index}]", complete=complete)
     if not isinstance(config, Mapping):
         return
     if "_target_" in config:
-        target = locate_target(f"{key}._target_", config["_target_"], (*ALLOWED, *allowed))
+        target = locate_target(key, config)
         _check_call(target, config, key)
         if complete and not config.get("_partial_") and "_args_" not in config:
             _check_complete(target, config, key)
     # Below a node that is not recursive the code that gets the rest of it makes what is there.
     complete = complete and config.get("_recursive_") is not False
     for name, value in config.items():
-        check_arguments(value, allowed, f"{key}.{name}" if key else str(name), complete=complete)
+        check_arguments(value, f"{key}.{name}" if key else str(name), complete=complete)
 
 
 def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:

@@ -1,177 +1,163 @@
-"""Which classes and functions a config may name: `_target_` must lie in an allowed package.
+"""Which classes and functions a config may name: by what they are, not by how they are spelled.
 
-The check is made on the whole config before anything is instantiated, and on what a path really leads to:
-`torch.os.system` begins with an allowed name but is not torch's.
+Every `_target_` of the resolved config is followed to its object. The object must be a class of a kind that
+:mod:`gradpolicy.launch.kinds` lists for its place, a function listed there, or be defined in a package that
+the person who runs the program has allowed. What is built is the object that was looked at here.
 """
 
-import importlib
-import types
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError
+from gradpolicy.imports import KNOWN, allowed_packages, follow, home_of, import_by_name, is_allowed, lies_in
+from gradpolicy.launch import kinds
 
-ALLOWED = ("gradpolicy", "torch", "lightning", "timm", "transformers", "torchmetrics")
-
-# Within the allowed packages: what runs code out of files, strings or the network, writes files, or starts
-# processes. A config that someone else wrote must not do that.
-DENIED = (
-    "lightning.app",
-    "lightning.fabric.utilities.cloud_io",
-    "lightning.fabric.utilities.consolidate_checkpoint",
-    "lightning.pytorch.cli",
-    "lightning.pytorch.utilities.migration",
-    "torch.classes",
-    "torch.distributed.elastic",
-    "torch.distributed.launch",
-    "torch.distributed.rpc",
-    "torch.distributed.run",
-    "torch.export.load",
-    "torch.fx",
-    "torch.hub",
-    "torch.jit.load",
-    "torch.load",
-    "torch.multiprocessing",
-    "torch.ops",
-    "torch.package",
-    "torch.save",
-    "torch.serialization",
-    "torch.testing",
-    "torch.utils.benchmark",
-    "torch.utils.bottleneck",
-    "torch.utils.collect_env",
-    "torch.utils.cpp_extension",
-    "torch.utils.model_zoo",
-)
-DENIED_NAMES = ("load_from_checkpoint", "load_from_disk")
-
-# What Hydra itself instantiates, under the key `hydra`.
-HYDRAS_OWN = ("hydra._internal.core_plugins", "hydra.experimental.callbacks", "hydra_plugins")
-
-EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "transformers", "mlflow": "mlflow"}
+TARGET = "_target_"
 
 
-def check_targets(config: Mapping[str, Any], allowed: Iterable[str] = ()) -> None:
+def check_targets(config: Any, key: str = "") -> None:
     """Checks every `_target_` of a resolved config.
 
     Args:
-        config: The config, with or without the key `hydra`.
-        allowed: Packages that are allowed beside :data:`ALLOWED`.
+        config: The config, without Hydra's own part, or a part of it.
+        key: Where that part stands.
 
     Raises:
-        PolicyError: If one lies outside the allowed packages, is denied, or does not exist.
+        PolicyError: At the first that may not be built, or does not exist.
     """
-    packages = (*ALLOWED, *allowed)
-    for key, path in targets_of(config):
-        if key.startswith("hydra.") and _lies_in(path, HYDRAS_OWN):
-            continue
-        locate_target(key, path, packages)
+    for place, node in targets_of(config, key):
+        locate_target(place, node)
 
 
-def targets_of(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Lists every `_target_` of a config with its key."""
+def targets_of(config: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Lists every node with a `_target_`, with its key."""
     if isinstance(config, Mapping):
+        if TARGET in config:
+            yield key, config
         for name, value in config.items():
-            below = f"{key}.{name}" if key else str(name)
-            if name == "_target_":
-                yield below, value
-            else:
-                yield from targets_of(value, below)
+            yield from targets_of(value, f"{key}.{name}" if key else str(name))
     elif isinstance(config, list | tuple):
         for index, value in enumerate(config):
             yield from targets_of(value, f"{key}[{index}]")
 
 
-def locate_target(key: str, path: Any, packages: Iterable[str] = ALLOWED) -> Any:
-    """Finds what a `_target_` names.
+def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
+    """Finds what the `_target_` of a node names, and makes sure that it may be built there.
 
     Args:
-        key: Where it stands in the config, for the message.
-        path: The dotted path.
-        packages: The packages it may lie in.
+        key: Where the node stands in the config.
+        node: The node.
 
     Raises:
         PolicyError: If it may not be named, or does not exist.
     """
-    packages = tuple(packages)
+    path, place = node[TARGET], f"{key}.{TARGET}"
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        raise PolicyError(f"{key}: must be a dotted path to a class or function, got {path!r}")
-    if not _lies_in(path, packages):
-        raise PolicyError(
-            f"{key}: {path!r} lies outside the allowed packages {', '.join(packages)}; "
-            f"allow its package by allowed_targets=[{path.split('.')[0]}] if you trust it"
-        )
-    user_packages = tuple(package for package in packages if package not in ALLOWED)
-    if _lies_in(path, user_packages):
-        return _walk(key, path)
-    _refuse_denied(key, path, path)
-    found = _walk(key, path, packages)
-    home = _home(found)
-    if home and not _lies_in(home, packages):
-        raise PolicyError(f"{key}: {path!r} is really {home!r}, which lies outside the allowed packages")
-    if home:
-        _refuse_denied(key, path, home)
-    return found
-
-
-def _refuse_denied(key: str, path: str, real: str) -> None:
-    parts = path.split(".")
-    private = any(part.startswith("_") for part in parts)
-    if private or parts[-1] in DENIED_NAMES or _lies_in(path, DENIED) or _lies_in(real, DENIED):
-        raise PolicyError(f"{key}: {path!r} is not allowed: it can run code, or read or write any file")
-
-
-def _walk(key: str, path: str, packages: tuple[str, ...] | None = None) -> Any:
-    """Follows a dotted path; with packages, never through a module that lies outside them."""
-    parts = path.split(".")
-    found: Any = _imported(key, path, parts[0])
-    for depth, part in enumerate(parts[1:], start=1):
-        here = ".".join(parts[:depth])
-        if not hasattr(found, part) and isinstance(found, types.ModuleType):
-            _try_import(key, path, f"{here}.{part}")
-        if not hasattr(found, part):
-            names = [name for name in dir(found) if not name.startswith("_")]
-            raise PolicyError(f"{key}: {here!r} has no {part!r}; {nearest(part, names)}")
-        found = getattr(found, part)
-        if packages and isinstance(found, types.ModuleType) and not _lies_in(found.__name__, packages):
-            raise PolicyError(
-                f"{key}: {path!r} goes through {found.__name__!r}, which lies outside the allowed packages"
-            )
+        raise PolicyError(f"{place}: must be a dotted path to a class or function, got {path!r}")
+    try:
+        found = import_by_name(path) if _is_named(path) else None
+    except PolicyError as error:
+        raise PolicyError(f"{place}: {error}") from error
+    if found is None:
+        raise PolicyError(f"{place}: {path!r} is not among what a config may build{_hint(path)}")
     if not callable(found):
-        raise PolicyError(f"{key}: {path!r} is a {type(found).__name__}, not a class or function")
+        raise PolicyError(f"{place}: {path!r} is a {type(found).__name__}, not a class or function")
+    if is_allowed(found):
+        return found
+    _check_kind(place, path, found, _kinds_at(key))
+    _check_arguments(key, path, found, node)
     return found
 
 
-def _imported(key: str, path: str, module: str) -> types.ModuleType:
+def fixed_arguments(found: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments that a function always gets, whatever a config says.
+
+    Left open, Hugging Face's ask the person at the keyboard.
+    """
+    if is_allowed(found) or not _is_hugging_face_method(found):
+        return {}
+    return {"trust_remote_code": False}
+
+
+def _is_named(path: str) -> bool:
+    return lies_in(path, (*KNOWN, *allowed_packages()))
+
+
+def _hint(path: str) -> str:
+    package = path.split(".")[0]
+    if package in {known.split(".")[0] for known in KNOWN}:
+        return "; the kinds of classes that it may are listed in docs/security.md"
+    return f"; if you trust the package, allow it on the command line: allowed_targets=[{package}]"
+
+
+def _kinds_at(key: str) -> tuple[str, ...]:
+    """The kinds for a place in the config: its own ones, or those of parts."""
+    for place, own in kinds.PLACES.items():
+        # A star is one name, not several.
+        if fnmatchcase(key, place) and key.count(".") == place.count("."):
+            return own
+    return kinds.PARTS
+
+
+def _check_kind(place: str, path: str, found: Callable[..., Any], expected: tuple[str, ...]) -> None:
+    if isinstance(found, type):
+        if issubclass(found, _classes(expected)) and lies_in(str(home_of(found)), KNOWN):
+            return
+    elif expected == kinds.PARTS and (_is_listed(found) or _is_hugging_face_method(found)):
+        return
+    wanted = ", ".join(kind.rpartition(".")[2] for kind in expected)
+    wanted = f"no {wanted}" if expected != kinds.PARTS else "no kind of class or function that one may build"
+    raise PolicyError(f"{place}: {path!r} is not among what a config may build: it is {wanted}{_hint(path)}")
+
+
+def _check_arguments(key: str, path: str, found: Callable[..., Any], node: Mapping[str, Any]) -> None:
+    """Refuses the arguments by which what is allowed would load what is not."""
+    refused: tuple[str, ...] = ()
+    harmless: tuple[Any, ...] = (None,)
+    if lies_in(str(home_of(found)), (kinds.HUGGING_FACE,)):
+        refused, harmless = kinds.HUGGING_FACE_REFUSED, kinds.HUGGING_FACE_HARMLESS
+    elif not isinstance(found, type):
+        refused = next(names for name, names in kinds.FUNCTIONS.items() if _loaded(name) is found)
+    for name in refused:
+        if node.get(name) not in harmless:
+            raise PolicyError(f"{key}.{name}: may not be set for {path}: it can run code")
+    if refused and len(node.get("_args_") or ()) > 1:
+        raise PolicyError(f"{key}._args_: give {path} its arguments by name, but for the first")
+
+
+def _is_hugging_face_method(found: object) -> bool:
+    """Whether this is one of the methods by which Hugging Face's classes make a model or a config."""
+    owner, name = getattr(found, "__self__", None), getattr(found, "__name__", "")
+    return (
+        name in kinds.HUGGING_FACE_METHODS
+        and isinstance(owner, type)
+        and issubclass(owner, _classes(kinds.HUGGING_FACE_CLASSES))
+        and lies_in(str(getattr(found, "__module__", "")), (kinds.HUGGING_FACE,))
+    )
+
+
+def _is_listed(found: object) -> bool:
+    return any(_loaded(name) is found for name in kinds.FUNCTIONS)
+
+
+def _classes(names: tuple[str, ...]) -> tuple[type, ...]:
+    return tuple(found for found in map(_loaded, names) if isinstance(found, type))
+
+
+def _loaded(name: str) -> Any:
+    """The object of one of the names in :mod:`gradpolicy.launch.kinds`.
+
+    None, where its package has not been loaded: then nothing that a config names can be of its kind.
+    """
+    return _found_once(name) if name.split(".")[0] in sys.modules else None
+
+
+@cache
+def _found_once(name: str) -> Any:
     try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise _cannot_import(key, path, error) from error
-
-
-def _try_import(key: str, path: str, module: str) -> None:
-    """Imports a submodule if there is one; one that fails while it is imported is an error."""
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise _cannot_import(key, path, error) from error
-    except ImportError as error:
-        raise _cannot_import(key, path, error) from error
-
-
-def _cannot_import(key: str, path: str, error: ImportError) -> PolicyError:
-    missing = str(error.name or "").split(".")[0]
-    extra = EXTRAS.get(missing)
-    hint = f"; install it: pip install 'gradpolicy[{extra}]'" if extra else ""
-    return PolicyError(f"{key}: {path!r} cannot be imported: {error}{hint}")
-
-
-def _home(found: Any) -> str | None:
-    """Where an object was defined; None where it does not say."""
-    module = getattr(found, "__module__", None)
-    return f"{module}.{getattr(found, '__qualname__', '')}" if isinstance(module, str) else None
-
-
-def _lies_in(path: str, packages: Iterable[str]) -> bool:
-    return any(path == package or path.startswith(f"{package}.") for package in packages)
+        return follow(name)
+    except PolicyError:
+        return None

@@ -1,7 +1,6 @@
 """Backward rules under their names: the registry, and the object that the rest of the house passes on."""
 
 import dis
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, unknown
+from gradpolicy.imports import import_by_name, is_allowed, is_limited, not_allowed
 
 RuleFunction = Callable[..., Any]
 GradientFilter = Callable[..., Tensor]
@@ -173,11 +173,14 @@ def _find(specification: "str | Rule | RuleFunction") -> Rule:
 
 
 def _import(path: str) -> RuleFunction:
-    module_name, _, attribute = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise PolicyError(f"rule {path!r} cannot be imported: {error}; {nearest(path, _RULES)}") from error
+        found = import_by_name(path)
+    except PolicyError as error:
+        raise PolicyError(f"rule {error}; {nearest(path, _RULES)}") from error
+    registered = any(known.function is found for known in _RULES.values())
+    if is_limited() and not registered and not is_allowed(found):
+        raise not_allowed(path)
+    return found
 
 
 def _check_signature(name: str, function: RuleFunction) -> None:

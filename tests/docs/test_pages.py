@@ -86,9 +86,9 @@ def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     words = [word for word in shlex.split(command, comments=True) if word != "-m"]
     with hydra_at(configs):
         job = compose_job(configs, fixed_overrides(words))
-        check_job(job)
+        check_job(job, words)
         for overrides in jobs_of(job, words):
-            check_job(compose_job(configs, overrides))
+            check_job(compose_job(configs, overrides), words)
     assert "policy" in job
 
 

@@ -1,23 +1,79 @@
 """Which classes and functions a config may name."""
 
+import importlib
+import inspect
+import pkgutil
+import re
+import types
+from collections.abc import Iterator
+
+import lightning.pytorch
 import pytest
 import torch
 
+import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.imports import KNOWN, limited_to
+from gradpolicy.launch.instantiate import build
 from gradpolicy.launch.targets import check_targets, locate_target, targets_of
+
+# What a constructor would call to run, unpickle, import or delete something.
+DANGEROUS = re.compile(
+    r"\b(exec|eval|compile|__import__|import_module|system|[pP]open|run|call|rmtree|unlink|remove|rmdir|loads?|"
+    r"extractall|urlretrieve|load_library)\("
+)
+# Looked at: the one loads a file of its own package, the other calls ``nn.Module.eval``.
+HARMLESS = {"torchmetrics.functional.image.dists.DISTSNetwork", "torchmetrics.image.fid.NoTrainInceptionV3"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_allowed() -> Iterator[None]:
+    with limited_to(()):
+        yield
+
+
+def at(path: object, key: str = "user.part") -> object:
+    return locate_target(key, {"_target_": path})
 
 
 @pytest.mark.parametrize(
-    ("path", "found"),
+    ("key", "path", "found"),
     [
-        ("torch.optim.AdamW", torch.optim.AdamW),
-        ("torch.nn.Sequential", torch.nn.Sequential),
-        ("torch.randn", torch.randn),
-        ("torch.optim.lr_scheduler.CosineAnnealingLR", torch.optim.lr_scheduler.CosineAnnealingLR),
+        ("optimizer", "torch.optim.AdamW", torch.optim.AdamW),
+        ("model.model", "torch.nn.Sequential", torch.nn.Sequential),
+        ("model.loss", "torch.nn.functional.cross_entropy", torch.nn.functional.cross_entropy),
+        ("model.schedule", "torch.optim.lr_scheduler.StepLR", torch.optim.lr_scheduler.StepLR),
+        ("policy.cut", "gradpolicy.Stop", gp.Stop),
+        ("policy.cut.when", "gradpolicy.When", gp.When),
+        ("policy.trunk.mask", "gradpolicy.masks.Random", gp.masks.Random),
+        ("policy.trunk.mask.density", "gradpolicy.masks.Cubic", gp.masks.Cubic),
+        ("policy.back.factor", "gradpolicy.schedules.Ganin", gp.schedules.Ganin),
+        ("policy.back.rule", "gradpolicy.get_rule", gp.get_rule),
+        ("callbacks.stop", "lightning.pytorch.callbacks.Timer", lightning.pytorch.callbacks.Timer),
+        ("trainer", "lightning.pytorch.Trainer", lightning.pytorch.Trainer),
     ],
 )
-def test_what_lies_in_an_allowed_package_is_found(path: str, found: object) -> None:
-    assert locate_target("key", path) is found
+def test_each_place_takes_classes_of_its_kind(key: str, path: str, found: object) -> None:
+    assert at(path, key) is found
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("callbacks.mine", "torch.nn.ReLU"),
+        ("logger.mine", "lightning.pytorch.callbacks.Timer"),
+        ("model", "torch.nn.Linear"),
+        ("model.model", "lightning.pytorch.Trainer"),
+        ("optimizer", "torch.optim.lr_scheduler.StepLR"),
+        ("policy.mine", "gradpolicy.masks.Random"),
+        ("policy.mine.mask", "gradpolicy.Stop"),
+        ("trainer", "lightning.pytorch.callbacks.Timer"),
+        ("trainer.strategy", "lightning.pytorch.plugins.TorchCheckpointIO"),
+    ],
+)
+def test_a_class_of_another_kind_is_refused_with_the_kind_that_is_needed(key: str, path: str) -> None:
+    with pytest.raises(PolicyError, match=rf"^{key}\._target_: '{path}' is not among .* it is no "):
+        at(path, key)
 
 
 @pytest.mark.parametrize(
@@ -25,24 +81,38 @@ def test_what_lies_in_an_allowed_package_is_found(path: str, found: object) -> N
     [
         "os.system",
         "torchvision.models.resnet18",
+        "torch.randn",
         "torch.os.system",
-        "torch.sys.exit",
         "torch.load",
         "torch.hub.load",
         "torch.jit.load",
-        "torch.save",
+        "torch.jit.unsupported_tensor_ops.execWrapper",
         "torch.serialization.load",
-        "torch._C._jit_set_profiling_mode",
+        "torch.distributed.launcher.api.launch_agent",
+        "torch.functional.torch.ops.load_library",
+        "torch.nn.functional.torch.load",
+        "torch.nn.functional.importlib.import_module",
+        "torch.nn.modules.module.functools.partial",
         "torch.utils.cpp_extension.load_inline",
-        "torch.utils.collect_env.run",
+        "torch.utils.data.datapipes.utils.decoder.basichandlers",
+        "torch.fx.GraphModule",
         "torch.nn.Module.__init__.__globals__",
         "lightning.pytorch.LightningModule.load_from_checkpoint",
+        "lightning.pytorch.plugins.io.TorchCheckpointIO.remove_checkpoint",
+        "lightning.pytorch.utilities.migration.pl_legacy_patch",
+        "gradpolicy.launch.app.main",
         "gradpolicy.launch.app.sys.exit",
+        "gradpolicy.launch.instantiate.build",
+        "gradpolicy.launch.instantiate.hydra.utils.get_method",
+        "gradpolicy.imports.import_by_name",
+        "gradpolicy.imports.limited_to",
+        "gradpolicy.distributed.sharded_checkpoint.remove_whole",
     ],
 )
-def test_what_could_do_anything_is_refused(path: str) -> None:
-    with pytest.raises(PolicyError, match="key"):
-        locate_target("key", path)
+@pytest.mark.parametrize("key", ["user.part", "callbacks.mine", "model.model"])
+def test_what_could_do_anything_is_refused(key: str, path: str) -> None:
+    with pytest.raises(PolicyError, match=rf"^{key}\._target_: "):
+        at(path, key)
 
 
 @pytest.mark.parametrize(
@@ -50,28 +120,169 @@ def test_what_could_do_anything_is_refused(path: str) -> None:
     [
         ("torch.optim.AdmW", "did you mean 'Adam"),
         ("torch.optim.adamw.AdamX", "AdamW"),
-        ("torch.nosuch.Thing", "has no 'nosuch'"),
-        ("torch.nn", "is a module"),
-        ("torch.float32", "is a dtype"),
+        ("torch.nn.nosuch.Thing", "has no 'nosuch'"),
+        ("torch.nn.modules", "is a module"),
         ("not a path", "dotted path"),
         (3, "dotted path"),
     ],
 )
 def test_what_does_not_exist_is_named_with_its_key(path: object, words: str) -> None:
-    with pytest.raises(PolicyError, match=f"^key: .*{words}"):
-        locate_target("key", path)
+    with pytest.raises(PolicyError, match=f"^user.part._target_: .*{words}"):
+        at(path)
 
 
 def test_every_target_is_found_with_its_key() -> None:
     config = {"a": {"_target_": "x", "b": [{"_target_": "y"}, {"c": {"_target_": "z"}}]}}
-    assert list(targets_of(config)) == [
-        ("a._target_", "x"),
-        ("a.b[0]._target_", "y"),
-        ("a.b[1].c._target_", "z"),
+    assert [(key, node["_target_"]) for key, node in targets_of(config)] == [
+        ("a", "x"),
+        ("a.b[0]", "y"),
+        ("a.b[1].c", "z"),
     ]
 
 
 def test_a_package_is_allowed_by_its_whole_name_only() -> None:
-    check_targets({"node": {"_target_": "fractions.Fraction"}}, allowed=["fractions"])
-    with pytest.raises(PolicyError, match=r"fractions\.Fraction"):
-        check_targets({"node": {"_target_": "fractions.Fraction"}}, allowed=["fraction"])
+    config = {"node": {"_target_": "fractions.Fraction"}}
+    with limited_to(["fractions"]):
+        check_targets(config)
+    with limited_to(["fraction"]), pytest.raises(PolicyError, match=r"fractions\.Fraction"):
+        check_targets(config)
+
+
+def test_an_allowed_package_does_not_allow_what_it_imports(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kind_package.py").write_text(
+        "import os\nimport shutil as tools\nfrom os import system as run\n\ndef own():\n    return 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with limited_to(["kind_package"]):
+        assert at("kind_package.own")() == 1  # type: ignore[operator]
+        for path in ("kind_package.run", "kind_package.os.system", "kind_package.tools.rmtree"):
+            with pytest.raises(PolicyError, match=r"user\.part\._target_"):
+                at(path)
+
+
+@pytest.mark.parametrize("extra", [{}, {"_recursive_": False}, {"_partial_": True}])
+def test_nothing_is_built_below_that_may_not_be(extra: dict, capfd: pytest.CaptureFixture[str]) -> None:
+    inner = {"_target_": "builtins.print", "_args_": ["this must not run"]}
+    for node in ({"part": inner}, {"parts": [{"deep": inner}]}, {"_args_": [inner]}):
+        with pytest.raises(PolicyError, match=r"builtins\.print"):
+            build({"_target_": "torch.nn.Sequential", **node, **extra}, "model.model")
+    assert "this must not run" not in capfd.readouterr().out
+
+
+# ---- Hugging Face's and timm's
+
+
+@pytest.fixture
+def hugging_face(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A package in the place of transformers that makes its classes in the same ways."""
+    package = types.ModuleType("transformers")
+    package.__path__ = []  # type: ignore[attr-defined]
+
+    def class_of(name: str, *bases: type) -> type:
+        def made(kind: type, *arguments: object, **named: object) -> dict:
+            return named
+
+        made.__module__ = "transformers.modeling_utils"
+        made.__name__ = "from_pretrained"
+        body = {"__module__": "transformers.modeling_utils", "from_pretrained": classmethod(made)}
+        return type(name, bases, body)
+
+    package.PreTrainedModel = class_of("PreTrainedModel", torch.nn.Module)  # type: ignore[attr-defined]
+    package.PretrainedConfig = class_of("PretrainedConfig")  # type: ignore[attr-defined]
+    package.BertModel = type(
+        "BertModel", (package.PreTrainedModel,), {"__module__": "transformers.models.bert"}
+    )  # type: ignore[attr-defined]
+    package.Pipeline = class_of("Pipeline")  # type: ignore[attr-defined]
+    monkeypatch.setitem(importlib.sys.modules, "transformers", package)  # type: ignore[attr-defined]
+    from gradpolicy.launch import targets
+
+    targets._found_once.cache_clear()
+    yield package
+    targets._found_once.cache_clear()
+
+
+def test_a_pretrained_model_is_made_without_code_of_its_repository(hugging_face) -> None:
+    node = {"_target_": "transformers.BertModel.from_pretrained", "_args_": ["some/model"]}
+    assert build(node, "model.model") == {"trust_remote_code": False}
+    assert build({**node, "trust_remote_code": False}, "model.model") == {"trust_remote_code": False}
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"trust_remote_code": True},
+        {"trust_remote_code": "yes"},
+        {"use_kernels": True},
+        {"attn_implementation": "somebody/kernel"},
+        {"code_revision": "main"},
+    ],
+)
+def test_what_would_load_code_is_refused(hugging_face, argument: dict) -> None:
+    node = {"_target_": "transformers.BertModel.from_pretrained", "_args_": ["some/model"], **argument}
+    with pytest.raises(PolicyError, match=rf"model\.model\.{next(iter(argument))}: may not be set"):
+        build(node, "model.model")
+
+
+def test_other_classes_of_hugging_face_are_refused(hugging_face) -> None:
+    for path in ("transformers.Pipeline", "transformers.Pipeline.from_pretrained"):
+        with pytest.raises(PolicyError, match="is not among"):
+            at(path)
+
+
+# ---- every public callable there is
+
+
+def public_callables() -> Iterator[tuple[str, object]]:
+    for package in KNOWN:
+        try:
+            root = importlib.import_module(package)
+        except ImportError:
+            continue  # an extra that is not installed
+        modules = [package, *(info.name for info in pkgutil.walk_packages(root.__path__, f"{package}."))]
+        for name in modules:
+            if any(part.startswith("_") for part in name.split(".")):
+                continue
+            for attribute, value in list(vars(importlib.import_module(name)).items()):
+                if callable(value) and not attribute.startswith("_"):
+                    yield f"{name}.{attribute}", value
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_no_public_callable_opens_a_door() -> None:
+    accepted: dict[int, object] = {}
+    met = 0
+    for path, value in public_callables():
+        met += 1
+        try:
+            assert at(path) is value
+        except PolicyError:
+            continue
+        accepted[id(value)] = value
+    functions = {
+        f"{value.__module__}.{value.__qualname__}"
+        for value in accepted.values()
+        if not isinstance(value, type)
+    }  # type: ignore[attr-defined]
+    dangerous = {
+        f"{kind.__module__}.{kind.__qualname__}"
+        for kind in accepted.values()
+        if isinstance(kind, type) and any(DANGEROUS.search(source) for source in constructors(kind))
+    }
+    assert met > 5000
+    assert len(accepted) > 300
+    assert dangerous <= HARMLESS
+    assert {name.rpartition(".")[0] for name in functions} == {
+        "gradpolicy.rules.registry",
+        "torch.nn.functional",
+    }
+
+
+def constructors(kind: type) -> Iterator[str]:
+    for base in kind.__mro__[:-1]:
+        for name in ("__new__", "__init__", "__post_init__"):
+            if name in vars(base):
+                try:
+                    yield inspect.getsource(vars(base)[name])
+                except (TypeError, OSError):
+                    continue  # made by a decorator or written in C

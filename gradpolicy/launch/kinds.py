@@ -1,0 +1,100 @@
+"""What a config may build: the kinds of classes for each place, and the few functions.
+
+This is the whole list. A `_target_` is compared with it by identity, in :mod:`gradpolicy.launch.targets`; all
+names here are those of the objects themselves, and none is loaded before a config names something near it.
+"""
+
+# What stands at these places of a config, and nothing else. A star stands for one name.
+PLACES: dict[str, tuple[str, ...]] = {
+    "callbacks.*": ("lightning.pytorch.Callback",),
+    "data": ("lightning.pytorch.LightningDataModule",),
+    "logger.*": ("lightning.pytorch.loggers.Logger",),
+    "model": ("lightning.pytorch.LightningModule",),
+    "optimizer": ("torch.optim.Optimizer",),
+    "policy.*": ("gradpolicy.policies.Policy",),
+    "policy.*.mask": ("gradpolicy.masks.MaskSource",),
+    "policy.*.when": ("gradpolicy.When",),
+    "trainer": ("lightning.pytorch.Trainer",),
+    "trainer.profiler": ("lightning.pytorch.profilers.Profiler",),
+    "trainer.strategy": ("lightning.pytorch.strategies.Strategy",),
+}
+
+# What stands anywhere below, as an argument. Making one of these runs nothing and deletes nothing.
+PARTS: tuple[str, ...] = (
+    "gradpolicy.When",
+    "gradpolicy.distributed.compression.ActiveEntries",
+    "gradpolicy.freeze.schedule.Constant",
+    "gradpolicy.freeze.schedule.Ramp",
+    "gradpolicy.masks.MaskSource",
+    "gradpolicy.masks.RandomMask",
+    "gradpolicy.policies.Policy",
+    "gradpolicy.schedules.Schedule",
+    "lightning.fabric.plugins.CheckpointIO",
+    "lightning.fabric.plugins.ClusterEnvironment",
+    "lightning.fabric.plugins.Precision",
+    "lightning.pytorch.Callback",
+    "lightning.pytorch.LightningDataModule",
+    "lightning.pytorch.callbacks.progress.rich_progress.RichProgressBarTheme",
+    "lightning.pytorch.loggers.Logger",
+    "lightning.pytorch.plugins.LayerSync",
+    "lightning.pytorch.profilers.Profiler",
+    "lightning.pytorch.strategies.Strategy",
+    # Models and their parts, LightningModules and metrics among them.
+    "torch.nn.Module",
+    "torch.optim.Optimizer",
+    "torch.optim.lr_scheduler.LRScheduler",
+    "transformers.PretrainedConfig",
+)
+
+# The functions, each with the arguments that a config may not give it.
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "gradpolicy.get_rule": (),
+    "timm.create_model": ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"),
+    **{
+        f"torch.nn.functional.{loss}": ()
+        for loss in (
+            "binary_cross_entropy",
+            "binary_cross_entropy_with_logits",
+            "cross_entropy",
+            "huber_loss",
+            "kl_div",
+            "l1_loss",
+            "mse_loss",
+            "nll_loss",
+            "smooth_l1_loss",
+        )
+    },
+}
+
+# These methods make Hugging Face's models and configs too. They are told not to run a repository's code.
+HUGGING_FACE = "transformers"
+HUGGING_FACE_METHODS = ("from_pretrained", "from_config")
+HUGGING_FACE_CLASSES = (
+    "transformers.AutoConfig",
+    "transformers.PreTrainedModel",
+    "transformers.PretrainedConfig",
+    "transformers.models.auto.auto_factory._BaseAutoModelClass",
+)
+# Each of these can load code or a pickle.
+HUGGING_FACE_REFUSED = (
+    "adapter_kwargs",
+    "allow_all_kernels",
+    "attn_implementation",
+    "code_revision",
+    "custom_generate",
+    "experts_implementation",
+    "kernel_config",
+    "trust_remote_code",
+    "use_kernels",
+    "weights_only",
+)
+# ... but for these values.
+HUGGING_FACE_HARMLESS = (
+    None,
+    False,
+    "eager",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+    "sdpa",
+)

@@ -1,0 +1,100 @@
+"""What a config may tell Hydra itself."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.launch.compose import Source, compose_job, hydra_at
+from gradpolicy.launch.hydra_nodes import check_hydra, check_search_path
+from tests.launch.conftest import CONF
+
+LOG_RESULT = "hydra.experimental.callbacks.LogJobReturnCallback"
+MINE = "hydra.callbacks.mine"
+REFUSED = {
+    f"+{MINE}._target_=os.getcwd": f"{MINE}._target_",
+    f"+{MINE}._target_=hydra.experimental.callbacks.pickle.loads": f"{MINE}._target_",
+    f"+{MINE}={{_target_:{LOG_RESULT},x:{{_target_:os.getcwd}}}}": "x._target_",
+    f"+{MINE}={{_target_:{LOG_RESULT},x:'${{user.theirs}}'}}": f"{MINE}.x",
+    "+hydra.callbacks.mine='${user.theirs}'": "hydra.callbacks.mine",
+    "hydra.callbacks='${user.all}'": "hydra.callbacks",
+    "hydra.job_logging.handlers.file.class=os.system": "hydra.job_logging.handlers.file.class",
+    "hydra.job_logging.handlers.file.class='${user.word}'": "hydra.job_logging.handlers.file.class",
+    "hydra.job_logging.handlers.file.filename=/etc/passwd": "hydra.job_logging.handlers.file.filename",
+    "hydra.job_logging.handlers.file.filename='${hydra.runtime.output_dir}/../x.log'": "filename",
+    "+hydra.job_logging.handlers.file.mode=w": "hydra.job_logging.handlers.file.mode",
+    "hydra.job_logging.handlers.console.stream=ext://os.environ": "hydra.job_logging.handlers.console.stream",
+    "+hydra.job_logging.handlers.console.level=ext://antigravity.x": "handlers.console.level",
+    "+hydra.job_logging.handlers.mine={\\(\\):os.system}": "hydra.job_logging.handlers.mine.()",
+    "+hydra.job_logging.formatters.mine.class=logging.FileHandler": "hydra.job_logging.formatters.mine.class",
+    "+hydra.job_logging.filters.mine.class=os.system": "hydra.job_logging.filters.mine.class",
+    "hydra.hydra_logging='${user.all}'": "hydra.hydra_logging",
+    "+hydra.job.env_set.LD_PRELOAD=x.so": "hydra.job.env_set",
+    "hydra.output_subdir=../over": "hydra.output_subdir",
+    "hydra.launcher._target_=hydra_plugins.os.system": "hydra.launcher._target_",
+    "hydra.sweeper._target_=hydra_plugins.os.system": "hydra.sweeper._target_",
+    "+hydra.sweeper.params={'hydra.job.name':x}": "hydra.sweeper.params",
+}
+TAKEN = (
+    "hydra.job_logging.root.level=DEBUG",
+    "hydra/job_logging=disabled",
+    "hydra/job_logging=stdout",
+    "+hydra.job.env_set.OMP_NUM_THREADS=1",
+    "hydra.output_subdir=null",
+    "+hydra.callbacks.mine._target_=hydra.experimental.callbacks.LogJobReturnCallback",
+)
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_would_run_import_or_overwrite_is_refused_by_its_key(train, override: str) -> None:
+    more = ("+user.theirs={_target_:os.getcwd}", "+user.all={a:{_target_:os.getcwd}}", "+user.word=x")
+    ended = train(override, *more, "plan_only=true")
+    assert (ended.code, ended.left_nothing) == (2, True)
+    assert REFUSED[override] in ended.message
+
+
+@pytest.mark.parametrize("override", TAKEN)
+def test_what_people_set_is_taken(override: str) -> None:
+    source = Source(CONF)
+    with hydra_at(source):
+        check_hydra(compose_job(source, [override]), [override])
+
+
+def test_the_same_is_refused_in_every_job_of_a_sweep(train) -> None:
+    ended = train("-m", "seed=1,2", "hydra.job_logging.handlers.file.class=os.system", "plan_only=true")
+    assert (ended.code, ended.left_nothing) == (2, True)
+
+
+def test_shell_lines_come_from_the_command_line_alone(train, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    for name, line in {"setup": "[touch /tmp/x]", "name": '"a\\nb"', "partition": '"a\\nb"'}.items():
+        (tmp_path / "experiment" / "theirs.yaml").write_text(
+            "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_slurm\n"
+            f"hydra:\n  launcher:\n    {name}: {line}\n"
+        )
+        message = train("-m", "seed=1,2", "experiment=theirs", f"--config-dir={tmp_path}").refusal
+        assert message.startswith(f"hydra.launcher.{name}")
+
+
+@pytest.mark.parametrize("path", ["pkg://antigravity", "file:///tmp", "${oc.env:HOME}"])
+def test_a_config_does_not_send_hydra_elsewhere(tmp_path: Path, path: str) -> None:
+    (tmp_path / "train.yaml").write_text(f"hydra:\n  searchpath: ['{path}']\n")
+    with pytest.raises(PolicyError, match=r"^hydra\.searchpath: "):
+        check_search_path([tmp_path], "train")
+
+
+def test_a_package_of_a_search_path_is_not_imported(train, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "their_package.py").write_text("raise SystemExit('this must not run')\n")
+    (tmp_path / "theirs.yaml").write_text("hydra: {searchpath: ['pkg://their_package']}\ndefaults: [train]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ended = train("--config-name=theirs", f"--config-dir={tmp_path}", "plan_only=true")
+    assert ended.code == 2
+    assert "hydra.searchpath" in ended.message
+    assert "their_package" not in sys.modules
+
+
+def test_a_pickled_job_is_not_run_again(train, tmp_path: Path) -> None:
+    ended = train(f"--experimental-rerun={tmp_path}/config.pickle")
+    assert ended.code == 2
+    assert "pickle" in ended.message
