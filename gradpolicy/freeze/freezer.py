@@ -403,10 +403,10 @@ class Freezer:
         frozen = {name for name, mask in self._combined.items() if mask is False}
         self._switch.turn_off(frozen - wanted - self._keep_on)
 
-    def _warn_of_missing(self, names: Iterable[str]) -> None:
+    def _warn_of_missing(self, names: Collection[str]) -> None:
         """Says which tensors train without a gradient."""
         by_policy: dict[str, list[str]] = {}
-        for name in names:
+        for name in (name for name in self.parameters if name in names) if names else ():
             by_policy.setdefault(self._policies_of[name][0].name, []).append(name)
         for policy, own in by_policy.items():
             warnings.warn(
