@@ -265,7 +265,7 @@ def filter_gradient(backward_rule: BackwardRule, values: Any) -> Any:
 
 
 def _want_gradient(inputs: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs])
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
 
 
 def _refuses_forward_mode(backward_rule: BackwardRule) -> bool:

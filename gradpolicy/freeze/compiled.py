@@ -9,7 +9,8 @@ from torch import nn
 FOLLOWS_REQUIRES_GRAD = torch.__version__ >= (2, 12)  # type: ignore[operator]
 """Whether compiled code is made anew where a parameter's ``requires_grad`` has changed.
 
-Torch 2.11 runs on what it made: a layer that was frozen then and trains now gets no gradient (pytorch#139476).
+Torch 2.11 goes on with what it made: a layer that was frozen then gets no gradient when it thaws
+(pytorch#139476).
 """
 
 

@@ -49,8 +49,8 @@ class Freezer:
     Masks change in :meth:`begin_step` only, and only when the count of effective steps has moved on: never
     within a window of accumulated batches, never after a skipped step.
 
-    A tensor that policies let train, and that gets no gradient until it freezes again or training ends, or for
-    100 updates, is named in a warning.
+    A tensor that policies let train, and that gets no gradient until it freezes again or training ends, or
+    for 100 updates, is named in a warning.
 
     Args:
         model: A model, or its parameters by name.
@@ -156,8 +156,8 @@ class Freezer:
     def _compiled_names(self) -> set[str]:
         """Parameters whose ``requires_grad`` must not change, since they are in compiled code.
 
-        Each change is a reason to compile anew, and after eight torch gives up. Where masks never change there
-        is but one.
+        Each change is a reason to compile anew, and after eight torch gives up. Where masks never change
+        there is but one.
         """
         compiled = compiled_parameters(self._model) if isinstance(self._model, nn.Module) else set()
         return {
@@ -406,12 +406,12 @@ class Freezer:
     def _warn_of_missing(self, names: Collection[str]) -> None:
         """Says which tensors train without a gradient."""
         by_policy: dict[str, list[str]] = {}
-        for name in (name for name in self.parameters if name in names) if names else ():
+        for name in sorted(names, key=[*self.parameters].index):
             by_policy.setdefault(self._policies_of[name][0].name, []).append(name)
         for policy, own in by_policy.items():
             warnings.warn(
-                f"policy.{policy}: lets {shortened(own, most=8)} train, but no gradient gets there: no loss depends on "
-                "it, something else turned requires_grad off, or code was compiled while it was frozen",
+                f"policy.{policy}: lets {shortened(own, most=8)} train, but no gradient gets there: no "
+                "loss depends on it, something else turned requires_grad off, or code was compiled while it was frozen",
                 stacklevel=3,
             )
 

@@ -7,14 +7,15 @@ from torch import Tensor
 WINDOW = 100
 """Updates after which a tensor without a gradient is named, where it does not freeze before."""
 LEAST = 2
-"""Updates that are enough where it does: in a single one, a branch of the model may just not have been taken."""
+"""Updates that are enough where it does: in one, a branch of the model may just not have been taken."""
 
 
 class GradientWatch:
     """Finds tensors that train and get no gradient for a whole window of updates.
 
-    A window of a tensor ends when it freezes, when training ends, and after :data:`WINDOW` updates. A gradient
-    of zeros is one. Only tensors without a gradient so far are looked at, so that a step costs next to nothing.
+    A window of a tensor ends when it freezes, when training ends, and after :data:`WINDOW` updates. A
+    gradient of zeros is one. Only tensors without a gradient so far are looked at, so that a step costs next
+    to nothing.
 
     Example:
         >>> import torch

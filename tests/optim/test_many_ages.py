@@ -152,7 +152,7 @@ def test_any_course_of_masks_at_random(frozen_state, bias_correction, machinery)
 
 @pytest.mark.slow
 def test_any_course_of_masks_past_the_numbers_of_two_bytes(machinery):
-    """Every entry comes to an age of its own in few changes of masks: its number's bits say when it trains."""
+    """Each entry comes to an age of its own in few changes of masks: its number's bits say when it trains."""
     count = (1 << 15) + 1
     numbers = torch.arange(count)
     weight = torch.nn.Parameter(torch.zeros(count))

@@ -1,4 +1,4 @@
-"""Masks of rows: each row moves as torch's own optimizer would move it alone, however long and many they are."""
+"""Masks of rows: each row moves as torch's own optimizer would move it alone."""
 
 import pytest
 import torch
