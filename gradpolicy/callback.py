@@ -42,13 +42,16 @@ class GradientPolicies(Callback):
       time to time the ranks check that they agree;
     - before gradient clipping: gradients of frozen entries are removed, so that they do not count there;
     - as soon as an optimizer has stepped: its update is scaled where a mask source sets learning rates;
+    - once a tensor: a warning that a policy lets it train and it gets no gradient, see
+      :class:`~gradpolicy.Freezer`;
     - at the end of a stage: the model is left as it was found.
 
     Args:
         policies: The policies by name. None, as YAML writes a policy taken away, is left out.
         seed: Seeds the mask sources that have no seed of their own.
         log: Logs for each policy the share of active entries, gradient norms before and after, and counts of
-            matched operations, at the trainer's ``log_every_n_steps``.
+            matched operations, at the trainer's ``log_every_n_steps``, as ``policy/<name>/…``; those of a
+            test at its end, as ``test/policy/<name>/…``.
         agreement_every: On many processes: every this many updates the ranks compare checksums of masks, ages
             and weights; None never does.
         communication: Under DistributedDataParallel: sends the gradients of active entries only.
@@ -349,7 +352,8 @@ class GradientPolicies(Callback):
         """Logs what policies of this phase did, after other callbacks made use of them at its end."""
         metrics = self._flow_metrics("test") if self.log_policies else {}
         if metrics:
-            numbers = {name: float(value) for name, value in metrics.items()}
+            # Under keys of their own, or they would stand in one chart with those of training.
+            numbers = {f"test/{name}": float(value) for name, value in metrics.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
 

@@ -619,9 +619,31 @@ def test_what_a_policy_did_in_the_test_phase_is_logged_at_its_end(two_layers, lo
     trainer = make_trainer(logger=CSVLogger(tmp_path), callbacks=callbacks)
     trainer.test(two_layers, loader, verbose=False)
     with open(trainer.logger.experiment.metrics_file_path) as file:
-        (row,) = [row for row in csv.DictReader(file) if row.get("policy/guided/operations")]
-    assert float(row["policy/guided/operations"]) == 1
-    assert float(row["policy/guided/gradient_norm_before"]) >= float(row["policy/guided/gradient_norm_after"])
+        (row,) = [row for row in csv.DictReader(file) if row.get("test/policy/guided/operations")]
+    assert float(row["test/policy/guided/operations"]) == 1
+    assert float(row["test/policy/guided/gradient_norm_before"]) >= float(
+        row["test/policy/guided/gradient_norm_after"]
+    )
+
+
+def test_what_policies_did_in_training_and_in_the_test_has_keys_of_its_own(
+    two_layers, loader, make_trainer, tmp_path
+):
+    rounding = gp.StraightThrough(ops=["round"], when=gp.When(phases=["fit", "test"]))
+    callbacks = [gp.GradientPolicies({"rounding": rounding})]
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(max_steps=2, log_every_n_steps=1, logger=logger, callbacks=callbacks)
+    trainer.fit(two_layers, loader)
+    trainer.test(two_layers, loader, verbose=False)
+    with open(trainer.logger.experiment.metrics_file_path) as file:
+        rows = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
+    keys = [{key for key in row if "policy/" in key} for row in rows]
+    of_training, of_test = (
+        {key for key in set().union(*keys) if key.startswith(s)} for s in ("policy/", "test/")
+    )
+    assert {f"test/{key}" for key in of_training} >= of_test > set()
+    assert of_test in keys
+    assert not any(row & of_training and row & of_test for row in keys)
 
 
 @pytest.mark.parametrize("policies", [gp.Guided(), [gp.Guided()]])

@@ -239,6 +239,9 @@ def replace_gradient(backward_rule: BackwardRule, values: Any, inputs: Sequence[
     function: type[Function] = EagerReplaceGradient
     if in_transform():
         function = ForwardModeReplaceGradient if _refuses_forward_mode(backward_rule) else ReplaceGradient
+        if torch.compiler.is_compiling() and not _want_gradient(inputs):
+            # There is nothing to do, and the compiler calls a Function of any number of tensors wrongly then.
+            return values
     if isinstance(values, Tensor):
         return function.apply(backward_rule, 1, values, *inputs)
     places = [number for number, value in enumerate(values) if _is_differentiable(value)]
@@ -259,6 +262,10 @@ def filter_gradient(backward_rule: BackwardRule, values: Any) -> Any:
             function = ForwardModeFilterGradient if _refuses_forward_mode(backward_rule) else FilterGradient
         return function.apply(backward_rule.as_now(), values) if _is_differentiable(values) else values
     return _rebuilt(values, [filter_gradient(backward_rule, value) for value in values])
+
+
+def _want_gradient(inputs: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
 
 
 def _refuses_forward_mode(backward_rule: BackwardRule) -> bool:

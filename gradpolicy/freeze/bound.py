@@ -116,6 +116,12 @@ class BoundPolicy:
             return set(self.parameters)
         return {name for name in self.parameters if not same_mask(before.get(name), self.masks[name])}
 
+    @property
+    def never_changes(self) -> bool:
+        """Whether the first masks hold all the time."""
+        chosen_at_once = self.source.every is None and not self.source.start
+        return chosen_at_once and not self.source.needs_gradients and self.policy.when == When()
+
     def show(self, gradients: Mapping[str, Tensor], optimizer: int) -> None:
         """Shows the source gradients of this step; those of several optimizers belong to one step.
 

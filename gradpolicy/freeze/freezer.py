@@ -12,14 +12,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, check_named, nearest
+from gradpolicy.errors import PolicyError, check_named, nearest, shortened
 from gradpolicy.freeze.bound import BoundPolicy, FreezePolicy, FreezeRow, check_agreement
+from gradpolicy.freeze.compiled import FOLLOWS_REQUIRES_GRAD, compiled_parameters
 from gradpolicy.freeze.function import Adapted
 from gradpolicy.freeze.mask import Mask, intersect, same_mask
 from gradpolicy.freeze.rates import ScaledUpdates, check_rates
 from gradpolicy.freeze.sharding import finite_everywhere
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.freeze.toggling import GradientSwitch
+from gradpolicy.freeze.watch import GradientWatch
 from gradpolicy.where import named_parameters, once_each, pick, plain_name
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -47,14 +49,18 @@ class Freezer:
     Masks change in :meth:`begin_step` only, and only when the count of effective steps has moved on: never
     within a window of accumulated batches, never after a skipped step.
 
+    A tensor that policies let train, and that gets no gradient until it freezes again or training ends, or
+    for 100 updates, is named in a warning.
+
     Args:
         model: A model, or its parameters by name.
         optimizers: One or several :class:`gradpolicy.MaskedOptimizer`.
         policies: The freeze policies by name.
         seed: Seeds the mask sources that have no seed of their own.
         toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, unless a
-            source needs their gradients: the backward pass then skips them. Not under
-            DistributedDataParallel, which must know its parameters beforehand.
+            source needs their gradients: the backward pass then skips them. In compiled modules it stays as
+            it is, unless masks never change. Not under DistributedDataParallel, which must know its
+            parameters beforehand, nor where the training step as a whole is a compiled function.
 
     Raises:
         PolicyError: If a policy does not freeze, an optimizer takes no masks, a pattern matches nothing,
@@ -99,6 +105,7 @@ class Freezer:
         # Empty at first: an optimizer may bring masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
         self._switch = GradientSwitch({})
+        self._watch = GradientWatch()
         self._wanting: tuple[bool, ...] = ()
         self._step: int | None = None
         self._epoch = 0
@@ -144,6 +151,21 @@ class Freezer:
         self._switch.restore()
         self._switch, self._wanting = GradientSwitch(once_each(self._named), held), ()
         self._updates = ScaledUpdates(self.parameters)
+        self._keep_on = self._compiled_names()
+
+    def _compiled_names(self) -> set[str]:
+        """Parameters whose ``requires_grad`` must not change, since they are in compiled code.
+
+        Each change is a reason to compile anew, and after eight torch gives up. Where masks never change
+        there is but one.
+        """
+        compiled = compiled_parameters(self._model) if isinstance(self._model, nn.Module) else set()
+        return {
+            name
+            for name, parameter in self.parameters.items()
+            if id(parameter) in compiled
+            and not (FOLLOWS_REQUIRES_GRAD and all(bound.never_changes for bound in self._policies_of[name]))
+        }
 
     def _follow_optimizers(self) -> None:
         """Binds policies anew to parameters that joined an optimizer, as a finetuning schedule adds them.
@@ -193,6 +215,8 @@ class Freezer:
             self._empty_state(renewed)
         if changed or renewed:
             self._set_masks(changed | renewed)
+            training = {name for name in self.parameters if self._combined.get(name) is not False}
+            self._warn_of_missing(self._watch.follow(training))
         self._apply([bound for bound, names in asked if bound.holds and (names or bound.source.renews_state)])
         self._toggle(bool(changed))
 
@@ -212,6 +236,7 @@ class Freezer:
             mine = {name: p for name, p in mine.items() if optimizer in self._owners[id(p)]}
         if self._gradients_wanted() and _finite_gradients(chosen):
             self._show_gradients(mine, optimizer)
+        self._warn_of_missing(self._watch.see(mine))
         for each in chosen:
             each.mask_gradients()
         self._scale_gradients(mine)
@@ -226,6 +251,7 @@ class Freezer:
         """Gives every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
         self._switch.restore()
         self._step = None
+        self._warn_of_missing(self._watch.finish())
 
     # ---- what a person sees
 
@@ -375,7 +401,20 @@ class Freezer:
             for name in bound.source.gradient_names(*times)
         }
         frozen = {name for name, mask in self._combined.items() if mask is False}
-        self._switch.turn_off(frozen - wanted)
+        self._switch.turn_off(frozen - wanted - self._keep_on)
+
+    def _warn_of_missing(self, names: Collection[str]) -> None:
+        """Says which tensors train without a gradient."""
+        by_policy: dict[str, list[str]] = {}
+        for name in sorted(names, key=[*self.parameters].index):
+            by_policy.setdefault(self._policies_of[name][0].name, []).append(name)
+        for policy, own in by_policy.items():
+            warnings.warn(
+                f"policy.{policy}: lets {shortened(own, most=8)} train, but no gradient gets there: no "
+                "loss depends on it, something else turned requires_grad off, or code was compiled while it was "
+                "frozen",
+                stacklevel=3,
+            )
 
     def _gradients_wanted(self) -> bool:
         times = (self._step or 0, self._epoch)

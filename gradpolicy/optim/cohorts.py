@@ -279,7 +279,7 @@ def _slots_after(old: Slots, pairs: Sequence[Pair], forget: bool) -> Slots:
 
 def _transition(old: Slots, new: Slots, pairs: Sequence[Pair], forget: bool) -> Tensor:
     """The table that `recode` reads."""
-    lowest = torch.iinfo(new.dtype).min
+    lowest, room = torch.iinfo(new.dtype).min, torch.iinfo(new.dtype).max + 1
     active = {age: lowest + slot for slot, age in enumerate(new.active)}
     frozen = {age: slot for slot, age in enumerate(new.frozen)}
     places: list[list[dict[int, int]]] = [[{}, {}], [{}, {}]]
@@ -289,10 +289,12 @@ def _transition(old: Slots, new: Slots, pairs: Sequence[Pair], forget: bool) -> 
     table: list[list[list[int]]] = [[[], []], [[], []]]
     for flag, was_active in ((False, False), (False, True), (True, False), (True, True)):
         known = places[flag][was_active]
-        # What cannot occur is filled so that the table has the simplest form.
+        # What cannot occur is filled so that the table has the simplest form. A slot may stay what it was
+        # only where the new codes, which may be narrower than the old ones, have room for it.
         first = lowest if was_active else 0
         other = next(iter(known.values()), 0)
+        stays = room if flag == was_active else 0
         table[flag][was_active] = [
-            known.get(slot, slot + first if flag == was_active else other) for slot in range(old.most)
+            known.get(slot, slot + first if slot < stays else other) for slot in range(old.most)
         ]
     return torch.tensor(table, dtype=new.dtype, device="cpu")

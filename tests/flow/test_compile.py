@@ -276,6 +276,48 @@ def test_any_forward_within_compiled_code(batch, gradient):
     torch.testing.assert_close(found, expected)
 
 
+RULED_WITHOUT_A_GRADIENT = {
+    "an operation": (lambda x: torch.round(x), [gp.StraightThrough(ops="round")]),
+    "in place": (lambda x: (2 * x).round_(), [gp.StraightThrough(ops="round")]),
+    "a boundary": (lambda x: 2 * x, [gp.UseRule("hardtanh", modules="inner")]),
+    "any forward": (lambda x: gp.apply("tanh", torch.round, x), []),
+}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("case", RULED_WITHOUT_A_GRADIENT)
+def test_compiled_code_passes_by_a_rule_where_nothing_wants_a_gradient(case, frozen, batch, same):
+    """As behind layers that are frozen, and at what comes first in a model."""
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            return RULED_WITHOUT_A_GRADIENT[case][0](x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(4, 4), Inner(), nn.Linear(4, 2)
+            self.first.requires_grad_(not frozen)
+
+        def forward(self, x):
+            return self.last(self.inner(self.first(x)) + self.inner(x))
+
+    model = Outer()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with gp.install(model, RULED_WITHOUT_A_GRADIENT[case][1]):
+        for run in (model, compiled):
+            with torch.no_grad():
+                run(batch)
+            run(batch).square().sum().backward()
+    # Once from each: what both have added up is twice what one would.
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(found) == (2 if frozen else 4)
+    with gp.install(model, RULED_WITHOUT_A_GRADIENT[case][1]):
+        model.zero_grad()
+        model(batch).square().sum().backward()
+    assert same(found, {name: 2 * p.grad for name, p in model.named_parameters() if p.grad is not None}, 1e-5)
+
+
 @pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
 @pytest.mark.parametrize("rule", ["guided_relu", "redirected_relu"])
 def test_a_transform_of_torch_func_in_compiled_code_is_refused_or_left_to_eager_mode(rule, transform, batch):

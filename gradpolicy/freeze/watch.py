@@ -1,0 +1,84 @@
+"""Notices tensors that train and get no gradient."""
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+WINDOW = 100
+"""Updates after which a tensor without a gradient is named, where it does not freeze before."""
+LEAST = 2
+"""Updates that are enough where it does: in one, a branch of the model may just not have been taken."""
+
+
+class GradientWatch:
+    """Finds tensors that train and get no gradient for a whole window of updates.
+
+    A window of a tensor ends when it freezes, when training ends, and after :data:`WINDOW` updates. A
+    gradient of zeros is one. Only tensors without a gradient so far are looked at, so that a step costs next
+    to nothing.
+
+    Example:
+        >>> import torch
+        >>> used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        >>> parameters, watch = {"used": used, "unused": unused}, GradientWatch()
+        >>> used.sum().backward()
+        >>> for _ in range(3):
+        ...     found = [*watch.follow(parameters), *watch.see(parameters)]
+        >>> found, watch.finish()
+        ([], ['unused'])
+    """
+
+    def __init__(self) -> None:
+        # How many updates each has had without a gradient. Those that got one are not here.
+        self._without: dict[str, int] = {}
+        self._training: set[str] = set()
+        self._named: set[str] = set()
+        self._updates = 0
+
+    def follow(self, training: Collection[str]) -> list[str]:
+        """Takes the names of the tensors that train from now on.
+
+        Returns:
+            The names of those that no longer do, and got no gradient while they did.
+        """
+        before, self._training = self._training, set(training)
+        self._look_for(self._training - before)
+        return self._found(before - self._training, LEAST)
+
+    def see(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        """Takes an update of some parameters, before gradients of frozen entries are removed.
+
+        Returns:
+            The names of those that got no gradient for a window.
+        """
+        for name in [*self._without]:
+            parameter = parameters.get(name)
+            if parameter is None or name not in self._training:
+                continue
+            if parameter.grad is None:
+                self._without[name] += 1
+            else:
+                del self._without[name]
+        self._updates += 1
+        if self._updates % WINDOW == 0:
+            self._look_for(self._training)
+        return self._found(self._training, WINDOW)
+
+    def finish(self) -> list[str]:
+        """The names of those that got no gradient up to the end of training."""
+        found = self._found(self._training, LEAST)
+        self._without, self._training = {}, set()
+        return found
+
+    def _look_for(self, names: Collection[str]) -> None:
+        for name in names:
+            if name not in self._named:
+                self._without.setdefault(name, 0)
+
+    def _found(self, names: Collection[str], least: int) -> list[str]:
+        """Each is named once."""
+        found = [name for name, count in self._without.items() if name in names and count >= least]
+        for name in found:
+            del self._without[name]
+        self._named.update(found)
+        return found
