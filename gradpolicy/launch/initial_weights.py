@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.checkpoints import check_fits, read_checkpoint
+from gradpolicy.launch.checkpoints import check_fits, read_weights
 
 KEY = "callbacks.initial_weights.path"
 
@@ -38,4 +38,4 @@ class InitialWeights(Callback):
         if not path.is_file():
             raise PolicyError(f"{KEY}: {path} is not a file")
         check_fits(path, pl_module, KEY)
-        pl_module.load_state_dict(read_checkpoint(path, KEY)["state_dict"])
+        pl_module.load_state_dict(read_weights(path, KEY))
