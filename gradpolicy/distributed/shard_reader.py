@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
 
 from gradpolicy.distributed.shard_metadata import read_metadata
+from gradpolicy.faults.checkpoint_file import load_file
 
 
 def load_into(state: dict[str, Any], path: Path) -> None:
@@ -50,7 +51,7 @@ def entries(path: Path, prefix: str) -> Iterator[tuple[str, Any]]:
                 part = reader._slice_file(file, place)
                 # torch's own reader undoes what else a writer may have done to it, such as compression.
                 whole = reader.transforms.transform_load_stream(None, place.transform_descriptors or (), part)  # type: ignore[arg-type]
-                yield index.fqn, _read_plain(io.BytesIO(whole.read(-1)))
+                yield index.fqn, load_file(io.BytesIO(whole.read(-1)))
 
 
 class SafeReader(FileSystemReader):
@@ -72,7 +73,7 @@ class _SafeBytes:
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         anew = io.BytesIO()
-        torch.save(_read_plain(value), anew)
+        torch.save(load_file(value), anew)
         anew.seek(0)
         super().load_bytes(read_item, anew)  # type: ignore[misc]
 
@@ -83,10 +84,6 @@ class _SafePlanner(_SafeBytes, DefaultLoadPlanner):
 
 class _SafePlannerOfAll(_SafeBytes, _EmptyStateDictLoadPlanner):
     pass
-
-
-def _read_plain(value: io.BytesIO) -> Any:
-    return torch.load(value, map_location="cpu", weights_only=True)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 the archive stands behind it, as the archive's comment, which all readers of archives pass over.
 """
 
+import io
 import pickle
 import re
 import struct
@@ -34,8 +35,8 @@ def save_file(content: Any, file: IO[bytes]) -> None:
         file: An empty file that is open for writing.
     """
     summed = _Summed(file)
-    torch.save(content, summed)
-    # The comment's length is the last thing in the archive; the checksum is that of an archive without comment.
+    torch.save(content, summed)  # type: ignore[arg-type]
+    # The archive ends with the length of its comment, which was 0 when the sum was taken.
     file.seek(-len(_LENGTH), 2)
     file.write(_LENGTH + _comment(summed.checksum))
 
@@ -70,20 +71,22 @@ def check_file(path: Path) -> bool:
     return True
 
 
-def load_file(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
+def load_file(file: Path | io.BytesIO, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """Reads tensors and plain values; nothing else that is in the file comes to life.
 
     Args:
-        path: The file.
+        file: The file, or its bytes.
         map_location: As that of `torch.load`.
         mmap: Leave tensors in the file until they are used, where its format allows it.
 
     Raises:
         UnreadableError: If it holds anything else, or cannot be understood.
     """
-    archive = zipfile.is_zipfile(path)
+    archive = zipfile.is_zipfile(file)
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
     try:
-        return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap and archive)
+        return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap and archive)
     except pickle.UnpicklingError as error:
         raise UnreadableError(_of_pickle(error, archive)) from error
     except Exception as error:
@@ -136,8 +139,13 @@ def _check_archive(path: Path, tail: bytes) -> None:
         with zipfile.ZipFile(path) as archive:
             if not (end.startswith(_END_OF_ARCHIVE) and end.endswith(b"\0\0")):
                 raise UnreadableError("is damaged: there are bytes behind its end")
+            if min((each.header_offset for each in archive.infolist()), default=0):
+                raise UnreadableError("is damaged: there are bytes before its beginning")
             broken = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except (UnreadableError, OSError):
+        raise
+    except Exception as error:
+        # Damaged bytes make the reader of archives stumble in any way there is.
         raise UnreadableError(because(error)) from error
     if broken is not None:
         raise UnreadableError(f"is damaged: {broken} differs from its checksum")

@@ -70,7 +70,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def write_whole(content: Any, path: Path) -> None:
-    """Saves with ``torch.save``, and a checksum behind it, so that the path holds what it held before, or all of the new content.
+    """Saves so that the path holds what it held before, or all of the new content with a checksum.
 
     Raises:
         OSError: If it could not be written, naming the newest checkpoint that is left.

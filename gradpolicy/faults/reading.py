@@ -17,6 +17,8 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.faults.checkpoint_file import UnreadableError, because, check_file, load_file
 
 KEY = "ckpt_path"
+# Where the saved state of a ModelCheckpoint has paths.
+PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 WEIGHTS = "state_dict"
 VERSION = "pytorch-lightning_version"
 
@@ -107,7 +109,10 @@ def load_checkpoint(path: Path, map_location: Any = "cpu", *, mmap: bool = False
     """
     check_checkpoint(path)
     with _told(path, KEY):
-        content = read_as_one(path) if path.is_dir() else load_file(path, map_location=map_location, mmap=mmap)
+        if path.is_dir():
+            content: Any = read_as_one(path)
+        else:
+            content = load_file(path, map_location=map_location, mmap=mmap)
     return {VERSION: lightning.__version__, **content} if _weights(content) else content
 
 
@@ -202,7 +207,7 @@ def named_checkpoints(content: Any) -> list[str]:
     found: list[Any] = []
     for state in states.values() if isinstance(states, Mapping) else ():
         if isinstance(state, Mapping):
-            found += [state.get(name) for name in ("best_model_path", "kth_best_model_path", "last_model_path")]
+            found += [state.get(name) for name in PATHS]
             best = state.get("best_k_models")
             found += list(best) if isinstance(best, Mapping) else []
     return [path for path in found if isinstance(path, str) and path]

@@ -1,6 +1,6 @@
 """Finds the checkpoint to resume from or to test, and makes sure that it is whole and of this model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradpolicy.distributed.sharded_checkpoint import (
     find_whole,
+    holds,
     is_sharded_checkpoint,
     is_whole,
     saved_shapes,
@@ -101,37 +102,48 @@ def check_resumable(path: Path, key: str = KEY) -> None:
         PolicyError: If anything is lacking, or of another kind than Lightning writes.
     """
     content = read_checkpoint(path, key)
-    needed = {"loops": Mapping, "lr_schedulers": list, VERSION: str}
-    if not path.is_dir():
-        # Those of a directory are among the shards.
-        needed["optimizer_states"] = list
-    lacking = sorted(name for name in needed if name not in content)
-    wrong = [name for name, kind in needed.items() if name in content and not isinstance(content[name], kind)]
-    if not lacking and not wrong:
-        wrong = [
-            *([] if _is_version(content[VERSION]) else [VERSION]),
-            *([] if _is_of_loops(content["loops"]) else ["loops"]),
-            *(
-                name
-                for name in ("optimizer_states", "lr_schedulers")
-                if not all(isinstance(state, Mapping) for state in content.get(name, ()))
-            ),
-        ]
+    if path.is_dir() and holds(path, "optimizer_0"):
+        # The states of optimizers are among its shards.
+        content = {"optimizer_states": [], **content}
+    lacking = [name for name in RESUMED if name not in content]
+    wrong = [name for name, is_right in RESUMED.items() if name in content and not is_right(content[name])]
     if lacking or wrong:
-        what = f"holds no {shortened(lacking)}" if lacking else f"holds {shortened(wrong)} of another kind"
+        what = f"holds no {' and no '.join(lacking)}" if lacking else f"holds {wrong[0]} of another kind"
         raise PolicyError(f"{key}: {path} {what}: {CANNOT_RESUME}")
 
 
-def _is_version(text: str) -> bool:
+def _is_version(value: Any) -> bool:
     try:
-        return bool(Version(text))
-    except InvalidVersion:
+        return bool(Version(value))
+    except (InvalidVersion, TypeError):
         return False
 
 
-def _is_of_loops(loops: Mapping[str, Any]) -> bool:
-    fit = loops.get("fit_loop")
-    return isinstance(fit, Mapping) and isinstance(fit.get("state_dict"), Mapping)
+def _is_of_loops(value: Any) -> bool:
+    fit = value.get("fit_loop") if isinstance(value, Mapping) else None
+    # Lightning would begin to count anew where one of these is absent.
+    parts = ("state_dict", "epoch_progress", "epoch_loop.batch_progress")
+    return isinstance(fit, Mapping) and all(isinstance(fit.get(part), Mapping) for part in parts)
+
+
+def _is_of_optimizers(value: Any) -> bool:
+    return _is_of_schedulers(value) and all(
+        _is_of_schedulers(state.get("param_groups")) and isinstance(state.get("state"), Mapping)
+        for state in value
+    )
+
+
+def _is_of_schedulers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(state, Mapping) for state in value)
+
+
+# What Lightning writes beside the weights and needs to go on, and whether a value can be that.
+RESUMED: dict[str, Callable[[Any], bool]] = {
+    "loops": _is_of_loops,
+    "optimizer_states": _is_of_optimizers,
+    "lr_schedulers": _is_of_schedulers,
+    VERSION: _is_version,
+}
 
 
 def _newest_good(place: Path, name: str) -> Path | None:
