@@ -57,11 +57,13 @@ class CheckedResume(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compares them with what there is."""
         states, self._states = self._states, {}
-        for name, needed in zip(COUNTED, (trainer.optimizers, trainer.lr_scheduler_configs), strict=True):
-            if states.get(name, len(needed)) != len(needed):
+        for name, needed in zip(
+            COUNTED, (len(trainer.optimizers), len(trainer.lr_scheduler_configs)), strict=True
+        ):
+            if states.get(name, needed) != needed:
                 raise PolicyError(
-                    f"{KEY}: {trainer.ckpt_path} holds {states[name]} {name}, and this run needs"
-                    f" {len(needed)}: {CANNOT_RESUME}"
+                    f"{KEY}: {trainer.ckpt_path} holds {states[name]} {name}, and this run needs {needed}:"
+                    f" {CANNOT_RESUME}"
                 )
 
 
