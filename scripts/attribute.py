@@ -38,7 +38,7 @@ from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import Attribution, find_convolution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
-from gradpolicy.launch.checkpoints import check_fits, find_checkpoint, read_checkpoint
+from gradpolicy.launch.checkpoints import check_fits, find_checkpoint, read_weights
 from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.run import Subject, build_subject, quieter
 from gradpolicy.launch.targets import check_targets
@@ -183,7 +183,7 @@ def load_run(options: Options) -> Explained:
     run = checkpoint.absolute().parent.parent
     subject = _subject(run / "config.yaml")
     check_fits(checkpoint, subject.model)
-    subject.model.load_state_dict(read_checkpoint(checkpoint)["state_dict"])
+    subject.model.load_state_dict(read_weights(checkpoint))
     subject.data.prepare_data()
     subject.data.setup("test")
     images = next(iter(subject.data.test_dataloader()))[0]

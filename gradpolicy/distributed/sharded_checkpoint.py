@@ -1,7 +1,8 @@
 """Checkpoints to which every rank gives its shards: directories that are there whole or not at all.
 
 What ``torch.distributed.checkpoint.save`` writes goes into a folder beside its place. When all ranks are
-done, a marker is put in and the folder takes its place by a rename. A run killed at any moment leaves a whole
+done, a manifest with the checksums of all files is put in, which marks the folder as whole, and the folder
+takes its place by a rename. A run killed at any moment leaves a whole
 checkpoint: the former one, or the new one, perhaps still under the name of the folder beside.
 """
 
@@ -12,19 +13,20 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from gradpolicy.distributed import manifest
+from gradpolicy.distributed.shard_metadata import read_metadata
+from gradpolicy.distributed.shard_reader import load_all
+from gradpolicy.faults.checkpoint_file import load_file, save_file
 from gradpolicy.freeze.sharding import like
 
-# Written last; a directory without it was not finished.
+# The manifest. It is written last; a directory without it was not finished.
 MARKER = "whole"
 # What is not sharded, under the name by which Lightning knows it.
 UNSHARDED = "meta.pt"
@@ -45,8 +47,16 @@ def save_whole(sharded: dict[str, Any], unsharded: Any, path: Path) -> None:
     """
     parts = _beside(path, _BEING_WRITTEN)
     _together(lambda: _make_room(parts), path, first_rank_only=True)
-    _together(lambda: save_shards(sharded, storage_writer=FileSystemWriter(parts, overwrite=True)), path)
-    _together(lambda: _finish(parts, unsharded, path), path, first_rank_only=True)
+    own: manifest.Sums = {}
+
+    def save_own() -> None:
+        save_shards(sharded, storage_writer=FileSystemWriter(parts, overwrite=True))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        own.update(manifest.sums(parts.glob(f"__{rank}_*")))
+
+    _together(save_own, path)
+    shards = {name: told for each in _of_every_rank(own) for name, told in each.items()}
+    _together(lambda: _finish(parts, unsharded, path, shards), path, first_rank_only=True)
 
 
 def is_whole(path: Path) -> bool:
@@ -79,7 +89,7 @@ def remove_whole(path: Path) -> None:
 
 def saved_shapes(path: Path, part: str = "state_dict") -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that a directory holds below a key, by the rest of their name."""
-    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = read_metadata(path / _METADATA).state_dict_metadata
     return {
         name.removeprefix(f"{part}."): tuple(entry.size)
         for name, entry in saved.items()
@@ -89,13 +99,29 @@ def saved_shapes(path: Path, part: str = "state_dict") -> dict[str, tuple[int, .
 
 def holds(path: Path, key: str) -> bool:
     """Whether a directory holds anything below a key, such as ``"optimizer_0.state"``."""
-    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = read_metadata(path / _METADATA).state_dict_metadata
     return any(name.startswith(f"{key}.") for name in saved)
 
 
 def read_unsharded(path: Path) -> dict[str, Any]:
-    """What the first rank saved beside the shards. No code in it is run."""
-    return torch.load(path / UNSHARDED, map_location="cpu", weights_only=True)
+    """What the first rank saved beside the shards; nothing where torch alone wrote the directory."""
+    return load_file(path / UNSHARDED) if (path / UNSHARDED).is_file() else {}
+
+
+def check_manifest(path: Path) -> bool:
+    """Compares a directory with its manifest.
+
+    Returns:
+        Whether there is one; others than :func:`save_whole` write none.
+
+    Raises:
+        UnreadableError: If a file is absent or damaged.
+    """
+    written = path / MARKER
+    if not written.is_file() or not written.stat().st_size:
+        return False
+    manifest.check(path, written)
+    return True
 
 
 def read_as_one(path: Path) -> dict[str, Any]:
@@ -107,9 +133,7 @@ def read_as_one(path: Path) -> dict[str, Any]:
     Args:
         path: A directory of Lightning's; it must fit into this process's memory.
     """
-    content: dict[str, Any] = {}
-    reader = FileSystemReader(path)
-    _load_state_dict(content, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    content = load_all(path)
     numbers = sorted(int(key.removeprefix("optimizer_")) for key in content if key.startswith("optimizer_"))
     states = [by_number(content.pop(f"optimizer_{number}")) for number in numbers]
     return {**read_unsharded(path), **content, "optimizer_states": states}
@@ -155,12 +179,16 @@ def cut_as(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]
     return {**state, "state": entries}
 
 
-def _finish(parts: Path, unsharded: Any, path: Path) -> None:
+def _finish(parts: Path, unsharded: Any, path: Path, shards: manifest.Sums) -> None:
     with (parts / UNSHARDED).open("wb") as file:
-        torch.save(unsharded, file)
+        save_file(unsharded, file)
         file.flush()
         os.fsync(file.fileno())
-    (parts / MARKER).touch()
+    files = {**shards, **manifest.sums([parts / _METADATA, parts / UNSHARDED])}
+    with (parts / MARKER).open("w") as text:
+        text.write(manifest.as_text(files))
+        text.flush()
+        os.fsync(text.fileno())
     sync_folder(parts)
     take_place(parts, path)
 

@@ -5,10 +5,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from gradpolicy.distributed.sharded_checkpoint import is_sharded_checkpoint, read_as_one, sync_folder
+from gradpolicy.distributed.sharded_checkpoint import sync_folder
+from gradpolicy.faults.checkpoint_file import save_file
+from gradpolicy.faults.reading import load_checkpoint
 
 _PART = ".part"
 
@@ -17,8 +18,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
     """Writes each checkpoint beside its place, makes sure of it on the disk, then moves it there in one go.
 
     A run killed while it saves leaves the former checkpoint as it was. A disk that fills up while saving does
-    too, and the error says so. A directory that a sharding strategy wrote loads as if one process had written
-    it. Remote paths (``s3://…``) are left to Lightning.
+    too, and the error says so. A checkpoint is compared with its checksum when it is read, and nothing in it
+    is run. A directory that a sharding strategy wrote loads as if one process had written it. Remote paths
+    (``s3://…``) are left to Lightning, which compares no checksums.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -49,14 +51,26 @@ class WholeCheckpointIO(TorchCheckpointIO):
         map_location: Any | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Reads a checkpoint; the directory of a sharded one as if one process had written it."""
-        if "://" not in str(path) and is_sharded_checkpoint(Path(path)):
-            return read_as_one(Path(path))
-        return super().load_checkpoint(path, map_location, weights_only)
+        """Reads a checkpoint; the directory of a sharded one as if one process had written it.
+
+        Args:
+            path: Its place.
+            map_location: As that of ``torch.load``.
+            weights_only: Has no say: only tensors and plain values are ever read.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            PolicyError: If it is damaged, holds NaN weights, or holds anything that could run.
+        """
+        if "://" in str(path):
+            return super().load_checkpoint(path, map_location, weights_only=True)
+        if not Path(path).exists():
+            raise FileNotFoundError(f"there is no checkpoint {path}")
+        return load_checkpoint(Path(path), map_location)
 
 
 def write_whole(content: Any, path: Path) -> None:
-    """Saves with ``torch.save`` so that the path holds what it held before, or all of the new content.
+    """Saves so that the path holds what it held before, or all of the new content with a checksum.
 
     Raises:
         OSError: If it could not be written, naming the newest checkpoint that is left.
@@ -67,7 +81,7 @@ def write_whole(content: Any, path: Path) -> None:
     part = path.with_name(f".{path.name}{_PART}")
     try:
         with part.open("wb") as file:
-            torch.save(content, file)
+            save_file(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -1,25 +1,29 @@
 """Finds the checkpoint to resume from or to test, and makes sure that it is whole and of this model."""
 
-import pickle
-import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
 from gradpolicy.distributed.sharded_checkpoint import (
     find_whole,
+    holds,
     is_sharded_checkpoint,
     is_whole,
-    read_unsharded,
     saved_shapes,
 )
 from gradpolicy.errors import PolicyError, nearest, shortened
+from gradpolicy.faults.reading import KEY, VERSION, WEIGHTS, check_checkpoint, read_checkpoint, read_weights
 
-KEY = "ckpt_path"
+__all__ = ["KEY", "check_fits", "check_resumable", "find_checkpoint", "read_checkpoint", "read_weights"]
+
+CANNOT_RESUME = (
+    "a run cannot go on from it; begin a new one with its weights by callbacks=[default,initial_weights] "
+    "callbacks.initial_weights.path=…"
+)
 LAST = "last"
 LAST_NAME = "last*.ckpt"
 
@@ -55,38 +59,8 @@ def find_checkpoint(ckpt_path: str | None, places: Iterable[Path]) -> Path | Non
     return path
 
 
-def read_checkpoint(path: Path, key: str = KEY) -> Mapping[str, Any]:
-    """Reads a checkpoint; its tensors stay in the file until they are used. No code in it is run.
-
-    Of a directory of shards only what is not sharded is read.
-
-    Args:
-        path: The checkpoint.
-        key: The config key that names it, for the message.
-
-    Raises:
-        PolicyError: If it is damaged, holds anything but tensors and plain values, or is no checkpoint of
-            Lightning's.
-    """
-    sharded = path.is_dir()
-    try:
-        if sharded:
-            return read_unsharded(path)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        readable = sharded or zipfile.is_zipfile(path)
-        reason = _first_line(error) if readable else "it is no checkpoint, or it is truncated"
-        raise PolicyError(f"{key}: {path} cannot be read: {reason}") from error
-    except Exception as error:
-        # Bytes that are no checkpoint make torch's reader stumble in any way there is.
-        raise PolicyError(f"{key}: {path} is truncated or damaged ({_first_line(error)})") from error
-    if not isinstance(content, Mapping) or "state_dict" not in content:
-        raise PolicyError(f"{key}: {path} holds no 'state_dict': it is no checkpoint of a run")
-    return content
-
-
 def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
-    """Checks that a checkpoint is of this model: the same names, the same shapes.
+    """Checks that a checkpoint is of this model: the same names, the same shapes, no infinite parameters.
 
     Args:
         path: The checkpoint.
@@ -97,7 +71,7 @@ def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
         PolicyError: If it is damaged, or of another model.
     """
     content = read_checkpoint(path, key)
-    saved = saved_shapes(path) if path.is_dir() else _shapes(content["state_dict"])
+    saved = saved_shapes(path) if path.is_dir() else _shapes(content[WEIGHTS])
     wanted = _shapes(model.state_dict())
     lacking, surplus = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     reshaped = [
@@ -112,6 +86,64 @@ def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
     ]
     if differences:
         raise PolicyError(f"{key}: {path} is of another model: {'; '.join(differences)}")
+    infinite = {*check_checkpoint(path, key).infinite} & {name for name, _ in model.named_parameters()}
+    if infinite:
+        raise PolicyError(f"{key}: {path} holds infinite values in {shortened(sorted(infinite))}")
+
+
+def check_resumable(path: Path, key: str = KEY) -> None:
+    """Checks that a checkpoint holds what a run needs to go on, besides weights.
+
+    Args:
+        path: The checkpoint.
+        key: The config key that names it, for the message.
+
+    Raises:
+        PolicyError: If anything is lacking, or of another kind than Lightning writes.
+    """
+    content = read_checkpoint(path, key)
+    if path.is_dir() and holds(path, "optimizer_0"):
+        # The states of optimizers are among its shards.
+        content = {"optimizer_states": [], **content}
+    lacking = [name for name in RESUMED if name not in content]
+    wrong = [name for name, is_right in RESUMED.items() if name in content and not is_right(content[name])]
+    if lacking or wrong:
+        what = f"holds no {' and no '.join(lacking)}" if lacking else f"holds {wrong[0]} of another kind"
+        raise PolicyError(f"{key}: {path} {what}: {CANNOT_RESUME}")
+
+
+def _is_version(value: Any) -> bool:
+    try:
+        return bool(Version(value))
+    except (InvalidVersion, TypeError):
+        return False
+
+
+def _is_of_loops(value: Any) -> bool:
+    fit = value.get("fit_loop") if isinstance(value, Mapping) else None
+    # Lightning would begin to count anew where one of these is absent.
+    parts = ("state_dict", "epoch_progress", "epoch_loop.batch_progress")
+    return isinstance(fit, Mapping) and all(isinstance(fit.get(part), Mapping) for part in parts)
+
+
+def _is_of_optimizers(value: Any) -> bool:
+    return _is_of_schedulers(value) and all(
+        _is_of_schedulers(state.get("param_groups")) and isinstance(state.get("state"), Mapping)
+        for state in value
+    )
+
+
+def _is_of_schedulers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(state, Mapping) for state in value)
+
+
+# What Lightning writes beside the weights and needs to go on, and whether a value can be that.
+RESUMED: dict[str, Callable[[Any], bool]] = {
+    "loops": _is_of_loops,
+    "optimizer_states": _is_of_optimizers,
+    "lr_schedulers": _is_of_schedulers,
+    VERSION: _is_version,
+}
 
 
 def _newest_good(place: Path, name: str) -> Path | None:
@@ -145,7 +177,3 @@ def _near(path: Path) -> str:
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

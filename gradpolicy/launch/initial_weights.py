@@ -5,8 +5,9 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from gradpolicy.distributed.sharded_checkpoint import is_sharded_checkpoint
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.checkpoints import check_fits, read_checkpoint
+from gradpolicy.launch.checkpoints import check_fits, read_weights
 
 KEY = "callbacks.initial_weights.path"
 
@@ -18,10 +19,11 @@ class InitialWeights(Callback):
     optimizer. A run that is resumed keeps the weights of its own checkpoint.
 
     Args:
-        path: A checkpoint of Lightning's; None starts from the weights as they are, and warns of it.
+        path: A checkpoint, be it a file or a directory of shards; None starts from the weights as they are,
+            and warns of it.
 
     Raises:
-        PolicyError: When training is set up, if the file does not exist, is damaged, or is of another model.
+        PolicyError: When training is set up, if it does not exist, is damaged, or is of another model.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -35,7 +37,7 @@ class InitialWeights(Callback):
             rank_zero_warn(f"{KEY} names no checkpoint: training starts from fresh weights")
             return
         path = Path(self.path).expanduser()
-        if not path.is_file():
+        if not path.is_file() and not is_sharded_checkpoint(path):
             raise PolicyError(f"{KEY}: {path} is not a file")
         check_fits(path, pl_module, KEY)
-        pl_module.load_state_dict(read_checkpoint(path, KEY)["state_dict"])
+        pl_module.load_state_dict(read_weights(path, KEY))

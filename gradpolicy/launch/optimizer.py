@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from gradpolicy.errors import PolicyError, shortened
-from gradpolicy.launch.checkpoints import read_checkpoint
+from gradpolicy.launch.checkpoints import CANNOT_RESUME, read_checkpoint
 from gradpolicy.tasks.task import Task
 
 
@@ -33,7 +33,13 @@ def check_optimizer(model: LightningModule, checkpoint: Path | None) -> None:
 
 
 def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    states: Any = read_checkpoint(checkpoint).get("optimizer_states") or [{}]
+    # Those of a directory are among its shards.
+    states: Any = read_checkpoint(checkpoint).get("optimizer_states", [{}])
+    if len(states) != 1:
+        raise PolicyError(
+            f"ckpt_path: {checkpoint} holds the state of {len(states)} optimizers, and this run has one: "
+            f"{CANNOT_RESUME}"
+        )
     groups = states[0].get("param_groups", [])
     # What newer versions of torch have added is filled in here, as it is when a state is loaded.
     optimizer.__setstate__({"state": {}, "param_groups": [{**group, "params": []} for group in groups]})
@@ -41,7 +47,6 @@ def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
     if lacking:
         raise PolicyError(
             f"ckpt_path: {checkpoint} was written with another optimizer than {type(optimizer).__name__}: "
-            f"its state has no {shortened(list(dict.fromkeys(lacking)))}; resume with that run's optimizer, "
-            "or begin a new run with its weights by callbacks=[default,initial_weights] "
-            "callbacks.initial_weights.path=…"
+            f"its state has no {shortened(list(dict.fromkeys(lacking)))}; resume with that run's optimizer; "
+            f"under this one {CANNOT_RESUME}"
         )

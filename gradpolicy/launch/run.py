@@ -33,13 +33,14 @@ from gradpolicy.faults.nonfinite import StopOnNonFinite
 from gradpolicy.faults.preemption import SaveOnPreemption
 from gradpolicy.faults.rank_watch import RankWatch
 from gradpolicy.insight.plan import make_plan, training_loss
-from gradpolicy.launch.checkpoints import check_fits, find_checkpoint
+from gradpolicy.launch.checkpoints import check_fits, check_resumable, find_checkpoint
 from gradpolicy.launch.compose import check_config, resolved
 from gradpolicy.launch.instantiate import build, build_all
 from gradpolicy.launch.optimizer import check_optimizer
 from gradpolicy.launch.places import check_places
 from gradpolicy.launch.ranks import is_first_rank, own_command_line
 from gradpolicy.launch.report import Result, print_config, print_results, saved_in
+from gradpolicy.launch.resuming import CheckedResume, taking_up
 from gradpolicy.launch.rundir import RunDirectory, check_writable, run_directory
 from gradpolicy.launch.schema import Settings
 from gradpolicy.launch.signals import termination_exits
@@ -107,6 +108,8 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         if checkpoint is not None:
             check_fits(checkpoint, subject.model)
         if settings.train:
+            if checkpoint is not None:
+                check_resumable(checkpoint)
             check_optimizer(subject.model, checkpoint)
         if checkpoint is None and not settings.train and not settings.plan_only:
             rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
@@ -162,6 +165,7 @@ def build_trainer(
     # What is not finite where nothing trains does no harm: these look at what the policies have left.
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
     callbacks = [
+        CheckedResume(),
         ExactResume(),
         RankWatch(),
         *([SaveOnPreemption()] if saves else []),
@@ -203,19 +207,20 @@ def train_and_test(
     with own_command_line(), finished_loggers():
         trainer = build_trainer(container, settings, subject, directory)
         if settings.train:
-            with monitors_named(settings, trainer):
+            with monitors_named(settings, trainer), taking_up(checkpoint):
                 trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
             metrics |= best_scores(trainer)
             checkpoint = best_checkpoint(trainer)
         if settings.test:
-            trainer.test(
-                subject.model,
-                subject.data,
-                ckpt_path=_text(checkpoint),
-                weights_only=True,
-                verbose=False,
-            )
+            with taking_up(checkpoint):
+                trainer.test(
+                    subject.model,
+                    subject.data,
+                    ckpt_path=_text(checkpoint),
+                    weights_only=True,
+                    verbose=False,
+                )
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         for logger in trainer.loggers:
             logger.log_metrics(best_scores(trainer), step=trainer.global_step)

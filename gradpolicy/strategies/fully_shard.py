@@ -4,24 +4,26 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from gradpolicy.distributed import sharded_checkpoint
+from gradpolicy.distributed.shard_reader import load_into
+from gradpolicy.faults.reading import VERSION, load_checkpoint, read_checkpoint
 from gradpolicy.where import as_patterns, match_modules
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -108,13 +110,21 @@ class FullyShardStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a directory of any number of ranks, or the file of a strategy that does not shard."""
+        """Loads a directory of any number of ranks, or the file of a strategy that does not shard.
+
+        Args:
+            checkpoint_path: Its place, on the first rank.
+            weights_only: Has no say: only tensors and plain values are ever read.
+
+        Raises:
+            PolicyError: If it is damaged, holds NaN weights, or holds anything that could run.
+        """
         path = Path(self.broadcast(checkpoint_path))
-        if not path.is_file():
-            return self._load_directory(path, weights_only)
         module = self.lightning_module
         assert module is not None
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        if not path.is_file():
+            return self._load_directory(path, strict=module.strict_loading)
+        checkpoint = load_checkpoint(path, mmap=True)
         options = StateDictOptions(full_state_dict=True, strict=module.strict_loading)
         set_model_state_dict(module, checkpoint.pop("state_dict"), options=options)
         for optimizer, state in zip(self.optimizers, checkpoint.pop("optimizer_states", ()), strict=False):
@@ -122,22 +132,21 @@ class FullyShardStrategy(ModelParallelStrategy):
             optimizer.load_state_dict(sharded_checkpoint.cut_as(state, parameters))
         return checkpoint
 
-    def _load_directory(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+    def _load_directory(self, path: Path, *, strict: bool) -> dict[str, Any]:
         """Loads optimizers one by one: one that had not stepped yet left no state, and stays as it is."""
-        model, every = self.model, self.optimizers
+        model = self.model
         assert model is not None
-        try:
-            self.optimizers = []
-            rest = super().load_checkpoint(path, weights_only)
-        finally:
-            self.optimizers = every
-        for number, optimizer in enumerate(every):
+        rest = read_checkpoint(path)
+        weights: dict[str, Any] = {"state_dict": get_model_state_dict(model)}
+        load_into(weights, path)
+        model.load_state_dict(weights["state_dict"], strict=strict)
+        for number, optimizer in enumerate(self.optimizers):
             if sharded_checkpoint.holds(path, f"optimizer_{number}.state"):
                 key, options = f"optimizer_{number}", StateDictOptions(cpu_offload=True)
-                state = {key: get_optimizer_state_dict(model, optimizer)}
-                load_shards(state, storage_reader=FileSystemReader(path))
+                state: dict[str, Any] = {key: get_optimizer_state_dict(model, optimizer)}
+                load_into(state, path)
                 set_optimizer_state_dict(model, optimizer, optim_state_dict=state[key], options=options)
-        return rest
+        return {VERSION: lightning.__version__, **rest}
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Deletes a checkpoint; what a kill leaves of it is never taken for a whole one."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.faults.reading import read_file
 from gradpolicy.tasks.images import ImageShape, Normalized
 
 EXTRA = "vision"
@@ -103,8 +103,8 @@ LOADERS = {"timm": _from_timm, "torchvision": _from_torchvision}
 def _load_weights(network: nn.Module, path: Path) -> None:
     if not path.is_file():
         raise PolicyError(f"weights: {path} does not exist")
+    content = read_file(path, "weights")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
         network.load_state_dict(content.get("state_dict", content))
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import resource
 import signal
 from pathlib import Path
@@ -27,6 +28,7 @@ from gradpolicy.distributed.sharded_checkpoint import (
     save_whole,
     saved_shapes,
 )
+from gradpolicy.errors import PolicyError
 from gradpolicy.launch.checkpoints import find_checkpoint
 
 
@@ -134,6 +136,53 @@ def test_the_state_of_an_optimizer_goes_from_names_to_numbers() -> None:
         "state": {1: {"step": 1}},
         "param_groups": [{"params": [0]}, {"params": [1], "lr": 0.1}],
     }
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (self.folder,)
+
+
+def spoil(path: Path, name: str, evil: Code) -> None:
+    if path.is_dir():
+        (path / "whole").unlink()
+    if name == "metadata":
+        (path / ".metadata").write_bytes(pickle.dumps(evil))
+    elif name == "meta":
+        torch.save(evil, path / "meta.pt")
+    elif name == "file":
+        torch.save({"state_dict": {}, "evil": evil}, path)
+
+
+def resumed_from_a_strangers(folder: str) -> list[str]:
+    """What each strategy says of directories and of a file in which there is code."""
+    ran, messages = f"{folder}/ran", []
+    for name in ("value", "metadata", "meta", "file"):
+        path = Path(folder, name)
+        evil = Code(ran)
+        if name != "file":
+            save_whole({"state_dict": {"evil": evil if name == "value" else 3}}, {}, path)
+            dist.barrier()
+        if dist.get_rank() == 0:
+            spoil(path, name, evil)
+        dist.barrier()
+        for strategy in ("fsdp2", "ddp"):
+            try:
+                fit(strategy, "none", resume_from=str(path))
+            except PolicyError as error:
+                messages.append(str(error))
+    return [*messages, *(["it ran"] if os.path.exists(ran) else [])]
+
+
+def test_no_strategy_runs_what_is_in_a_strangers_checkpoint(pair: ProcessPool, tmp_path: Path) -> None:
+    for messages in pair(resumed_from_a_strangers, str(tmp_path)):
+        assert len(messages) == 8, messages
+        assert all("is not read: only tensors and plain values are" in message for message in messages)
 
 
 # ---- from each strategy to each

@@ -1,5 +1,6 @@
 """Models by name come with what they take; a package that is absent is named with its extra."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +95,23 @@ def test_an_absent_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 def test_what_cannot_be_had_is_named(name: str, weights: str | None, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         load_named_model(name, weights)
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_nothing_in_a_file_of_weights_is_run(tmp_path: Path) -> None:
+    torch.save({"weight": Code(tmp_path / "ran")}, tmp_path / "evil.pt")
+    with pytest.raises(PolicyError, match=r"weights: .*evil\.pt is not read: .* holds \w+\.mkdir$"):
+        load_named_model("timm:vit", weights=str(tmp_path / "evil.pt"))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""What is looked at while Lightning takes up a checkpoint, and how it is told where that fails."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
+
+from gradpolicy.callback import GradientPolicies
+from gradpolicy.errors import PolicyError
+from gradpolicy.faults.reading import KEY, check_checkpoint, named_checkpoints
+from gradpolicy.launch.checkpoints import CANNOT_RESUME
+from gradpolicy.launch.errors import wrong_input_errors
+from gradpolicy.tasks.resume import ExactResume
+
+COUNTED = ("optimizer_states", "lr_schedulers")
+# What fails in these was caused by what the checkpoint holds.
+TAKING_UP = frozenset(
+    function.__code__
+    for function in (
+        _CheckpointConnector._restore_modules_and_callbacks,
+        _CheckpointConnector.restore_training_state,
+        ExactResume.on_fit_start,
+        ExactResume.on_train_start,
+        GradientPolicies._apply_restored,
+    )
+)
+
+
+class CheckedResume(Callback):
+    """Refuses a checkpoint of another number of optimizers, and one that would have files deleted.
+
+    Lightning takes up as many states as there are, without a word of the others. Its ModelCheckpoint deletes
+    what its saved state names as outdated below its own directory, whoever wrote that state.
+
+    Raises:
+        PolicyError: Before anything is trained.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, int] = {}
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Counts the states of optimizers and schedulers; those of sharded ones are not among them."""
+        if trainer.state.fn is not TrainerFn.FITTING:
+            return
+        self._states = {name: len(checkpoint[name]) for name in COUNTED if name in checkpoint}
+        _check_places(trainer, checkpoint)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compares them with what there is."""
+        states, self._states = self._states, {}
+        for name, needed in zip(
+            COUNTED, (len(trainer.optimizers), len(trainer.lr_scheduler_configs)), strict=True
+        ):
+            if states.get(name, needed) != needed:
+                raise PolicyError(
+                    f"{KEY}: {trainer.ckpt_path} holds {states[name]} {name}, and this run needs {needed}:"
+                    f" {CANNOT_RESUME}"
+                )
+
+
+@contextmanager
+def taking_up(checkpoint: Path | None) -> Iterator[None]:
+    """Names the checkpoint where Lightning cannot take it up.
+
+    It is looked through first, since not every strategy of Lightning's reads it through the trainer's plugin.
+
+    Raises:
+        PolicyError: In place of what Lightning raises.
+    """
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
+    try:
+        yield
+    except wrong_input_errors():
+        raise
+    except Exception as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        if checkpoint is None or not any(frame.f_code in TAKING_UP for frame, _ in frames):
+            raise
+        what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        raise PolicyError(
+            f"{KEY}: {checkpoint} holds a state of another kind ({what}): {CANNOT_RESUME}"
+        ) from error
+
+
+def _check_places(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Lets the state name checkpoints beside its own, or where nothing is deleted."""
+    own = Path(str(trainer.ckpt_path)).resolve().parent
+    kept = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    folders = [Path(each.dirpath).resolve() for each in kept if each.dirpath]
+    for named in named_checkpoints(checkpoint):
+        path = Path(named).resolve()
+        if own not in path.parents and any(folder in path.parents for folder in folders):
+            raise PolicyError(
+                f"{KEY}: {trainer.ckpt_path} names {path}, which is not beside it, as a checkpoint of its"
+                " run, and this run would delete it; choose another directory for the checkpoints of this run"
+            )

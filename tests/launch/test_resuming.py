@@ -1,0 +1,154 @@
+"""What a run does with checkpoints that were made by hand, or by a stranger."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import save as save_shards
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.faults.checkpoints import write_whole
+from gradpolicy.launch.app import main
+from gradpolicy.launch.checkpoints import check_resumable
+
+from .conftest import CONF, QUICK
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*cannot be told")
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.fixture(scope="module")
+def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last checkpoint of a run."""
+    folder = tmp_path_factory.mktemp("run")
+    assert main(CONF, [f"paths.log_dir={folder}", *QUICK, "test=false", "extras.plan=false"]) == 0
+    return next(folder.rglob("last.ckpt"))
+
+
+@pytest.fixture
+def trained(last: Path) -> dict[str, Any]:
+    """What it holds."""
+    return torch.load(last, weights_only=True)
+
+
+def saved(content: dict[str, Any], path: Path) -> Path:
+    torch.save(content, path)
+    return path
+
+
+LACKING = ("loops", "optimizer_states", "lr_schedulers", "pytorch-lightning_version")
+WRONG: dict[str, tuple[Any, ...]] = {
+    "loops": (3, {}, {"fit_loop": 3}, {"fit_loop": {"state_dict": {}}}),
+    "optimizer_states": ({}, "none", [3], [{"state": {}}]),
+    "lr_schedulers": (None, [3]),
+    "pytorch-lightning_version": (3, "new"),
+}
+# Seen only where the run takes them up.
+UNFIT: dict[str, tuple[Any, ...]] = {
+    "optimizer_states": ([], "twice"),
+    "lr_schedulers": ([{}],),
+    "callbacks": ("none",),
+    "gradpolicy_exact_resume": ([{"moment": "batch"}],),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_no_run_goes_on_from_a_checkpoint_that_lacks_something(trained, tmp_path: Path, name: str) -> None:
+    del trained[name]
+    path = saved(trained, tmp_path / "a.ckpt")
+    with pytest.raises(PolicyError, match=rf"a\.ckpt holds no {name}: .*callbacks\.initial_weights\.path"):
+        check_resumable(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
+def test_no_run_goes_on_from_a_state_of_another_kind(trained, tmp_path: Path, name: str, value: Any) -> None:
+    path = saved({**trained, name: value}, tmp_path / "a.ckpt")
+    with pytest.raises(PolicyError, match=rf"a\.ckpt holds {name} of another kind: .*initial_weights\.path"):
+        check_resumable(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in UNFIT for value in UNFIT[name]])
+def test_what_lightning_cannot_take_up_is_told_in_one_line(
+    train, trained, tmp_path: Path, name: str, value: Any
+) -> None:
+    state = trained[name] * 2 if value == "twice" else value
+    path = saved({**trained, name: state}, tmp_path / "a.ckpt")
+    ended = train(f"ckpt_path={path}", "trainer.max_epochs=2", "extras.plan=false")
+    assert ended.code == 2
+    assert ended.message.startswith(f"ckpt_path: {path} holds ")
+    assert "a run cannot go on from it" in ended.message
+
+
+def test_weights_alone_can_be_tested_and_trained_on(train, trained, tmp_path: Path) -> None:
+    path = saved({"state_dict": trained["state_dict"]}, tmp_path / "weights.ckpt")
+    tested = train(f"ckpt_path={path}", "train=false")
+    assert tested.code == 0
+    assert "test/accuracy" in tested.result.metrics
+    begun = train("callbacks=[initial_weights]", f"callbacks.initial_weights.path={path}", "test=false")
+    assert begun.code == 0
+    assert "holds no loops" in train(f"ckpt_path={path}").refusal
+
+
+def test_infinite_weights_are_refused(train, trained, tmp_path: Path) -> None:
+    name = next(iter(trained["state_dict"]))
+    trained["state_dict"][name].view(-1)[0] = torch.inf
+    path = saved(trained, tmp_path / "a.ckpt")
+    assert f"holds infinite values in {name}" in train(f"ckpt_path={path}").refusal
+
+
+PLAN, RESUME, TEST, START = "plan_only=true", "train=true", "train=false", "callbacks=[initial_weights]"
+
+
+@pytest.mark.parametrize(
+    ("evil", "way"),
+    [*(("metadata", way) for way in (PLAN, RESUME, TEST, START)), ("meta", PLAN), ("value", PLAN)],
+)
+def test_nothing_in_a_strangers_directory_is_run(train, trained, tmp_path: Path, evil: str, way: str) -> None:
+    ran, path = tmp_path / "ran", tmp_path / "evil.ckpt"
+    content = {"state_dict": trained["state_dict"], "more": Code(ran) if evil == "value" else 3}
+    save_shards(content, storage_writer=FileSystemWriter(path), no_dist=True)
+    if evil == "meta":
+        torch.save(Code(ran), path / "meta.pt")
+    elif evil == "metadata":
+        (path / ".metadata").write_bytes(pickle.dumps(Code(ran)))
+    key = "callbacks.initial_weights.path" if way == START else "ckpt_path"
+    ended = train(way, f"{key}={path}", "extras.plan=false")
+    assert ended.code == 2
+    assert ended.message.startswith(f"{key}: {path} is not read: ")
+    assert "mkdir" in ended.message
+    assert "weights_only" not in ended.out + ended.err
+    assert not ran.exists()
+
+
+def test_nothing_that_a_strangers_checkpoint_names_is_deleted(train, trained, tmp_path: Path) -> None:
+    """Lightning would delete each: the second `ModelCheckpoint` takes its newest one for outdated."""
+    checkpoints = tmp_path / "mine"
+    precious = checkpoints / "precious"
+    precious.mkdir(parents=True)
+    (tmp_path / "theirs").mkdir()
+    (key,) = [key for key in trained["callbacks"] if "'monitor': None" in key]
+    for named in (f"local://{precious}", f"{checkpoints}/../mine/precious", str(precious)):
+        trained["callbacks"][key]["best_model_path"] = named
+        write_whole(trained, tmp_path / "theirs" / "a.ckpt")
+        ended = train(
+            f"ckpt_path={tmp_path}/theirs/a.ckpt",
+            "trainer.max_epochs=2",
+            f"callbacks.last_checkpoint.dirpath={checkpoints}",
+            "extras.plan=false",
+        )
+        assert precious.is_dir(), named
+        assert ended.code == 2
+        assert ended.message.startswith(f"ckpt_path: {tmp_path}/theirs/a.ckpt names ")
