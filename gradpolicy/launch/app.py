@@ -1,6 +1,5 @@
 """The program: reads the command line, checks everything that it asks for, then has Hydra run it."""
 
-import re
 import shutil
 import sys
 from argparse import Namespace
@@ -37,9 +36,10 @@ from gradpolicy.launch.errors import (
     wrong_input_errors,
 )
 from gradpolicy.launch.launchers import check_launcher
-from gradpolicy.launch.ranks import is_first_rank
+from gradpolicy.launch.ranks import is_first_rank, quoted
 from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.rundir import check_writable, empty_directories_removed
+from gradpolicy.launch.rundir import claimed_directory
+from gradpolicy.launch.signals import termination_exits
 from gradpolicy.launch.sweep import RESULTS, SUMMARY, collect, summarize
 
 CONFIG_NAME = "train"
@@ -116,8 +116,9 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
     callbacks = Callbacks(config)
     callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
     job = Job(in_sweep=False)
-    check_writable(Path(config.hydra.run.dir), "hydra.run.dir")
-    with empty_directories_removed(Path(config.hydra.run.dir).absolute()):
+    with claimed_directory(config.hydra.run, "hydra.run.dir") as directory:
+        with read_write(config.hydra):
+            config.hydra.run.dir = str(directory)
         returned = hydra_utils.run_job(
             hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
             task_function=job,
@@ -132,9 +133,7 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
 
 def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
     """Has Hydra's sweeper and launcher run the jobs, and prints the summary, also when some failed."""
-    directory = Path(config.hydra.sweep.dir).absolute()
-    check_writable(directory, "hydra.sweep.dir")
-    with empty_directories_removed(directory):
+    with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
         try:
             prepared.multirun(
                 config_name=source.name,
@@ -179,18 +178,6 @@ class Job:
         if is_first_rank() and (self.in_sweep or result.status == "completed"):
             result.save(place)
         return result.optimized
-
-
-def quoted(value: str) -> str:
-    """Writes a value so that Hydra reads it as it is.
-
-    Example:
-        >>> quoted("a=b, c")
-        "'a=b, c'"
-    """
-    # A backslash is only special before a quote.
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
-    return f"'{escaped}'"
 
 
 def _interrupted() -> int:
