@@ -73,13 +73,13 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         _ask_hydra(config_dir, [*flags, *options.overrides])
         return 0
     except KeyboardInterrupt:
-        return _interrupted()
+        return _interrupted(options)
     except SystemExit as leaving:
         # Lightning leaves so when it was interrupted while it trained.
         if isinstance(leaving.__context__, KeyboardInterrupt):
-            return _interrupted()
+            return _interrupted(options)
         if leaving.code == TERMINATED and is_first_rank():
-            print("ended by SIGTERM; ckpt_path=last goes on from the last checkpoint", file=sys.stderr)
+            print(f"ended by SIGTERM; {_way_on(options, 'last')}", file=sys.stderr)
         return leaving.code if isinstance(leaving.code, int) else FAILED
     except wrong_input_errors() as error:
         if is_first_rank():
@@ -175,15 +175,26 @@ class Job:
                 raise
             self.error = error
             return None
+        except (KeyboardInterrupt, SystemExit):
+            if self.in_sweep and is_first_rank():
+                stopped = "stopped before its end"
+                Result(overrides, status="stopped", error=stopped, directory=str(directory)).save(place)
+            raise
         if is_first_rank() and (self.in_sweep or result.status == "completed"):
             result.save(place)
         return result.optimized
 
 
-def _interrupted() -> int:
+def _interrupted(options: Namespace) -> int:
     if is_first_rank():
-        print("interrupted; ckpt_path=last goes on from the newest checkpoint", file=sys.stderr)
+        print(f"interrupted; {_way_on(options, 'newest')}", file=sys.stderr)
     return INTERRUPTED
+
+
+def _way_on(options: Namespace, which: str) -> str:
+    if options.multirun:
+        return "ckpt_path=DIRECTORY goes on with a job of the sweep, in whose directory its checkpoints lie"
+    return f"ckpt_path=last goes on from the {which} checkpoint"
 
 
 def _only_tells(options: Namespace) -> bool:
