@@ -89,8 +89,8 @@ class Setting:
             "trainer.enable_progress_bar=false",
             f"data.workers={self.workers}",
             "data.batch_size=32",
-            # Learns unevenly: the best is often not the newest.
-            "optimizer.lr=0.02",
+            # Too large: the best is seen in the middle, where a resumed run must not forget it.
+            "optimizer.lr=0.3",
             "logger=csv",
             "+logger.csv.flush_logs_every_n_steps=1",
             *([often] if self.save_every else []),
