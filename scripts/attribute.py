@@ -20,12 +20,18 @@ Writes an overlay for each image and a grid of all of them. Settings are given a
   debug       true: show where in the code an error came from
 """
 
+import os
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 import yaml
@@ -292,4 +298,5 @@ def _device(name: str) -> torch.device:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

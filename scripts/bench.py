@@ -6,12 +6,18 @@ Every figure is a ratio against a baseline that was taken in turn in the same ru
 import argparse
 import importlib
 import json
+import os
 import pkgutil
 import platform
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from rich.console import Console
@@ -127,4 +133,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -4,9 +4,15 @@ python scripts/draw_cards.py              all pictures, into docs/policies/pictu
 python scripts/draw_cards.py guided clip  only these
 """
 
+import os
+import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from matplotlib.axes import Axes
@@ -388,4 +394,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

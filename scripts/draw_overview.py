@@ -1,6 +1,12 @@
 """Draws the README's picture from a short run in plain PyTorch: python scripts/draw_overview.py."""
 
+import os
+import signal
 from pathlib import Path
+
+if __name__ == "__main__":
+    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from matplotlib.axes import Axes
@@ -109,4 +115,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

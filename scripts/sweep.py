@@ -5,15 +5,22 @@
 
 The study lies in an sqlite file: run the same command again to go on where it was stopped, run it twice at
 the same time to search with two processes, open it with `optuna-dashboard sqlite:///outputs/study.db`.
+Ctrl-C and SIGTERM stop the search: the trial that ran is put back, and is the first that the next call runs.
 """
 
 import argparse
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import optuna
 import yaml
@@ -23,17 +30,20 @@ from rich.console import Console
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
 from gradpolicy.launch.app import main as train
-from gradpolicy.launch.app import quoted
+from gradpolicy.launch.checkpoints import find_checkpoint
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
-from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
+from gradpolicy.launch.errors import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.pruning import PRUNED, make_pruner
+from gradpolicy.launch.ranks import quoted
 from gradpolicy.launch.report import RESULT, Result
+from gradpolicy.launch.signals import termination_exits
 from gradpolicy.launch.sweep import summarize
 from gradpolicy.launch.trust import trusted_packages
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 DIRECTORY = "directory"
+PUT_BACK = "put_back"
 Draw = Callable[[Trial, str, Mapping[str, Any]], Any]
 
 # The distributions of W&B sweeps, which the configs are written in, as Optuna draws them.
@@ -85,18 +95,22 @@ class Search:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the program; the exit code is 2 for wrong input."""
+    """Runs the program; the exit code is 2 for wrong input, 130 for Ctrl-C, 143 when told to go."""
     options = parse(arguments)
+    code = 0
     try:
-        search = prepare(options)
-        run_trials(search, options.trials)
+        with termination_exits():
+            search = prepare(options)
+            code = run_trials(search, options.trials)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except wrong_input_errors() as error:
         report_error(error, show_traceback=False)
         return WRONG_INPUT
     except WrongTrialError:
         return WRONG_INPUT
     show(search)
-    return 0
+    return code
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -215,12 +229,35 @@ def open_study(url: str, name: str, goal: Any, seed: int) -> optuna.Study:
     return study
 
 
-def run_trials(search: Search, wanted: int) -> None:
-    """Runs trials until there are enough in the study."""
+def run_trials(search: Search, wanted: int) -> int:
+    """Runs trials until there are enough in the study; gives the exit code, which says what stopped it."""
     good = (TrialState.COMPLETE, TrialState.PRUNED)
     missing = wanted - len(search.study.get_trials(states=good))
-    if missing > 0:
-        search.study.optimize(lambda trial: run_trial(trial, search), missing, catch=(TrialFailedError,))
+    try:
+        if missing > 0:
+            search.study.optimize(
+                lambda trial: run_or_put_back(trial, search), missing, catch=(TrialFailedError,)
+            )
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    return 0
+
+
+def run_or_put_back(trial: Trial, search: Search) -> float:
+    """Runs a trial. If the program is told to stop, the trial waits for the next call.
+
+    Raises:
+        SystemExit: If it is. Optuna lets this one pass; it would take an interrupt for a failed trial.
+    """
+    try:
+        return run_trial(trial, search)
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        trial.set_user_attr(PUT_BACK, True)
+        search.study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+        print(f"trial {trial.number} is put back: the same command goes on with it", file=sys.stderr)
+        raise SystemExit(leaving.code if isinstance(leaving, SystemExit) else INTERRUPTED) from None
 
 
 def run_trial(trial: Trial, search: Search) -> float:
@@ -242,8 +279,11 @@ def run_trial(trial: Trial, search: Search) -> float:
             f"optimized_metric={quoted(search.metric)}",
             f"+callbacks.study={as_override(report)}",
             f"hydra.run.dir={quoted(str(directory))}",
+            *(saved_of(directory) if trial.user_attrs.get(PUT_BACK) else []),
         ],
     )
+    if code in (INTERRUPTED, TERMINATED):
+        raise SystemExit(code)
     if code == WRONG_INPUT:
         raise WrongTrialError
     if code:
@@ -254,6 +294,14 @@ def run_trial(trial: Trial, search: Search) -> float:
     if result.optimized is None:
         raise unknown("metric", search.metric, result.metrics, key="metric.name")
     return result.optimized
+
+
+def saved_of(directory: Path) -> list[str]:
+    """Has a trial that was put back go on from its newest checkpoint; from its beginning if it has none."""
+    try:
+        return [f"ckpt_path={quoted(str(find_checkpoint(str(directory), [])))}"]
+    except PolicyError:
+        return []
 
 
 def as_override(node: Mapping[str, Any]) -> str:
@@ -286,4 +334,5 @@ def _short(value: object) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -411,8 +411,8 @@ class Freezer:
         for policy, own in by_policy.items():
             warnings.warn(
                 f"policy.{policy}: lets {shortened(own, most=8)} train, but no gradient gets there: no "
-                "loss depends on it, something else turned requires_grad off, or code was compiled while it was "
-                "frozen",
+                "loss depends on it, something else turned requires_grad off, or code was compiled while "
+                "it was frozen",
                 stacklevel=3,
             )
 

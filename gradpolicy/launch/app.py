@@ -1,6 +1,5 @@
 """The program: reads the command line, checks everything that it asks for, then has Hydra run it."""
 
-import re
 import shutil
 import sys
 from argparse import Namespace
@@ -39,9 +38,10 @@ from gradpolicy.launch.errors import (
 )
 from gradpolicy.launch.hydra_nodes import check_hydra
 from gradpolicy.launch.launchers import check_launcher
-from gradpolicy.launch.ranks import is_first_rank
+from gradpolicy.launch.ranks import is_first_rank, quoted
 from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.rundir import check_writable, empty_directories_removed
+from gradpolicy.launch.rundir import claimed_directory
+from gradpolicy.launch.signals import termination_exits
 from gradpolicy.launch.sweep import RESULTS, SUMMARY, collect, summarize
 from gradpolicy.launch.trust import check_not_from_config, trusted_packages
 
@@ -79,13 +79,13 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         _ask_hydra(config_dir, [*flags, *options.overrides])
         return 0
     except KeyboardInterrupt:
-        return _interrupted()
+        return _interrupted(options)
     except SystemExit as leaving:
         # Lightning leaves so when it was interrupted while it trained.
         if isinstance(leaving.__context__, KeyboardInterrupt):
-            return _interrupted()
+            return _interrupted(options)
         if leaving.code == TERMINATED and is_first_rank():
-            print("ended by SIGTERM; ckpt_path=last goes on from the last checkpoint", file=sys.stderr)
+            print(f"ended by SIGTERM; {_way_on(options, 'last')}", file=sys.stderr)
         return leaving.code if isinstance(leaving.code, int) else FAILED
     except wrong_input_errors() as error:
         if is_first_rank():
@@ -124,8 +124,9 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
     callbacks = Callbacks(config)
     callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
     job = Job(in_sweep=False)
-    check_writable(Path(config.hydra.run.dir), "hydra.run.dir")
-    with empty_directories_removed(Path(config.hydra.run.dir).absolute()):
+    with claimed_directory(config.hydra.run, "hydra.run.dir") as directory:
+        with read_write(config.hydra):
+            config.hydra.run.dir = str(directory)
         returned = hydra_utils.run_job(
             hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
             task_function=job,
@@ -140,10 +141,8 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
 
 def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
     """Has Hydra's sweeper and launcher run the jobs, and prints the summary, also when some failed."""
-    directory = Path(config.hydra.sweep.dir).absolute()
-    is_new = not directory.exists()
-    check_writable(directory, "hydra.sweep.dir")
-    with empty_directories_removed(directory):
+    with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
+        is_new = not any(directory.iterdir())
         try:
             prepared.multirun(
                 config_name=source.name,
@@ -188,27 +187,26 @@ class Job:
                 raise
             self.error = error
             return None
+        except (KeyboardInterrupt, SystemExit):
+            if self.in_sweep and is_first_rank():
+                stopped = "stopped before its end"
+                Result(overrides, status="stopped", error=stopped, directory=str(directory)).save(place)
+            raise
         if is_first_rank() and (self.in_sweep or result.status == "completed"):
             result.save(place)
         return result.optimized
 
 
-def quoted(value: str) -> str:
-    """Writes a value so that Hydra reads it as it is.
-
-    Example:
-        >>> quoted("a=b, c")
-        "'a=b, c'"
-    """
-    # A backslash is only special before a quote.
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
-    return f"'{escaped}'"
-
-
-def _interrupted() -> int:
+def _interrupted(options: Namespace) -> int:
     if is_first_rank():
-        print("interrupted; ckpt_path=last goes on from the newest checkpoint", file=sys.stderr)
+        print(f"interrupted; {_way_on(options, 'newest')}", file=sys.stderr)
     return INTERRUPTED
+
+
+def _way_on(options: Namespace, which: str) -> str:
+    if options.multirun:
+        return "ckpt_path=DIRECTORY goes on with a job of the sweep, in whose directory its checkpoints lie"
+    return f"ckpt_path=last goes on from the {which} checkpoint"
 
 
 def _only_tells(options: Namespace) -> bool:

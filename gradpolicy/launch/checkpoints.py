@@ -1,5 +1,7 @@
 """Finds the checkpoint to resume from or to test, and makes sure that it is whole and of this model."""
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,14 @@ from gradpolicy.distributed.sharded_checkpoint import (
 )
 from gradpolicy.errors import PolicyError, nearest, shortened
 from gradpolicy.faults.reading import KEY, VERSION, WEIGHTS, check_checkpoint, read_checkpoint, read_weights
+from gradpolicy.launch.runs import (
+    KINDS,
+    RUN,
+    FoundRun,
+    brief_path,
+    is_run_directory,
+    runs_newest_first,
+)
 
 __all__ = ["KEY", "check_fits", "check_resumable", "find_checkpoint", "read_checkpoint", "read_weights"]
 
@@ -28,13 +38,16 @@ LAST = "last"
 LAST_NAME = "last*.ckpt"
 
 
-def find_checkpoint(ckpt_path: str | None, places: Iterable[Path]) -> Path | None:
+def find_checkpoint(ckpt_path: str | None, places: Iterable[Path], task: str | None = None) -> Path | None:
     """Finds the checkpoint that `ckpt_path` names.
 
     Args:
         ckpt_path: None; a file; a run directory, which means the newest good one in it; or ``last``, which
-            means the newest good one of all runs in the given places.
-        places: Directories to look for ``last`` in; the first one that holds any decides.
+            means the newest good one of the newest run in the given places. Jobs of sweeps and trials of
+            studies are no runs that `last` takes, unless a place is such a job's own directory.
+        places: Where to look for ``last``: directories of single runs, then the one that holds all runs. The
+            first one that holds any decides.
+        task: The ``task_name`` of the runs that `last` takes; None: any.
 
     Raises:
         PolicyError: If there is none.
@@ -42,20 +55,17 @@ def find_checkpoint(ckpt_path: str | None, places: Iterable[Path]) -> Path | Non
     if ckpt_path is None:
         return None
     if ckpt_path == LAST:
-        places = list(places)
-        for place in places:
-            found = _newest_good(place, LAST_NAME)
-            if found is not None:
-                return found
-        raise PolicyError(f"ckpt_path=last: no good checkpoint below {', '.join(map(str, places))}")
+        return _last_of(list(places), task)
     path = Path(ckpt_path).expanduser()
-    if path.is_dir() and not is_sharded_checkpoint(path):
-        found = _newest_good(path, "*.ckpt")
+    # Of os.path, which says no where a name is too long for the file system.
+    if os.path.isdir(path) and not is_sharded_checkpoint(path):
+        found, bad = _newest_good(_checkpoints_of_run(path))
+        _warn_of(bad)
         if found is None:
-            raise PolicyError(f"ckpt_path: no good checkpoint in the directory {path}")
+            raise PolicyError(f"ckpt_path: no good checkpoint in the directory {brief_path(path)}")
         return found
-    if not path.exists():
-        raise PolicyError(f"ckpt_path: {path} does not exist; {_near(path)}")
+    if not os.path.exists(path):
+        raise PolicyError(f"ckpt_path: {brief_path(path)} does not exist; {_near(path)}")
     return path
 
 
@@ -146,31 +156,89 @@ RESUMED: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _newest_good(place: Path, name: str) -> Path | None:
-    """The newest checkpoint below a place that can be read: a file, or a directory of shards."""
-    found = {*place.rglob(name), *find_whole(place, name)}
+def _last_of(places: list[Path], task: str | None) -> Path:
+    passed: list[str] = []
+    tried: set[Path] = set()
+    for place in places:
+        for run in _in_order(place, is_own=place != places[-1]):
+            if run.directory in tried:
+                continue
+            tried.add(run.directory)
+            if run.kind != RUN or (task is not None and run.task not in (task, None)):
+                passed.append(KINDS[run.kind] if run.kind != RUN else f"a run of task {run.task!r}")
+                continue
+            found, bad = _newest_good(_named(run.directory, LAST_NAME))
+            if found is None and bad:
+                # Rather another checkpoint of the same run than one of another run.
+                found, more = _newest_good(_named(run.directory, "*.ckpt"))
+                bad += [reason for reason in more if reason not in bad]
+            passed += bad
+            if found is not None:
+                if passed:
+                    rank_zero_warn(f"ckpt_path=last means {found}; passed over: {_counted(passed)}")
+                return found
+            if not bad:
+                passed.append(f"{run.directory.name}, which holds no {LAST_NAME}")
+    hint = f"; passed over: {_counted(passed)}" if passed else ""
+    raise PolicyError(f"ckpt_path=last: no good checkpoint below {', '.join(map(str, places))}{hint}")
+
+
+def _in_order(place: Path, is_own: bool) -> list[FoundRun]:
+    """The runs below a place, the newest first; the directory of the run itself is one run."""
+    checkpoints = _named(place, LAST_NAME)
+    if not is_own:
+        return runs_newest_first(place, checkpoints)
+    return [FoundRun(place, RUN, None, None, True, 0.0)] if checkpoints else []
+
+
+def _named(place: Path, name: str) -> set[Path]:
+    return {*place.rglob(name), *find_whole(place, name)}
+
+
+def _checkpoints_of_run(directory: Path) -> set[Path]:
+    """The checkpoints in a run directory. Below a directory that holds no run, only near the top."""
+    if is_run_directory(directory):
+        return _named(directory, "*.ckpt")
+    near = (directory, *(path for path in directory.glob("*") if os.path.isdir(path)))
+    return {path for place in near for path in place.glob("*.ckpt")}
+
+
+def _newest_good(found: Iterable[Path]) -> tuple[Path | None, list[str]]:
+    """The checkpoint that can be read and is furthest in training; and what is wrong with others.
+
+    One named ``last`` comes before one of the same step; file times come last.
+    """
+    good: list[tuple[int, bool, float, Path]] = []
+    bad = []
     for path in sorted(found, key=lambda each: each.stat().st_mtime, reverse=True):
         try:
             if path.is_dir() and not is_whole(path):
-                raise PolicyError(f"ckpt_path: {path} was not finished")
-            read_checkpoint(path)
+                raise PolicyError(f"{KEY}: {path} was not finished")
+            step = read_checkpoint(path).get("global_step")
         except PolicyError as error:
-            rank_zero_warn(f"passed over: {error}")
-            if name != LAST_NAME:
-                continue
-            # Rather another checkpoint of the same run than one of another run.
-            beside = _newest_good(path.parent, "*.ckpt")
-            if beside is None:
-                continue
-            return beside
-        return path
-    return None
+            bad.append(str(error).removeprefix(f"{KEY}: "))
+            continue
+        named_last = path.name.lstrip(".").startswith(LAST)
+        good.append((step if isinstance(step, int) else -1, named_last, path.stat().st_mtime, path))
+    return max(good)[-1] if good else None, bad
+
+
+def _warn_of(bad: list[str]) -> None:
+    if bad:
+        rank_zero_warn(f"{KEY}: passed over: {'; '.join(bad)}")
+
+
+def _counted(reasons: list[str]) -> str:
+    """Lists reasons in one line, equal ones once with their number."""
+    return "; ".join(
+        reason if number == 1 else f"{reason} ({number})" for reason, number in Counter(reasons).items()
+    )
 
 
 def _near(path: Path) -> str:
     """Names the checkpoints beside the one that does not exist."""
-    if not path.parent.is_dir():
-        return f"there is no directory {path.parent} either; ckpt_path=last finds the newest"
+    if not os.path.isdir(path.parent):
+        return f"there is no directory {brief_path(path.parent)} either; ckpt_path=last finds the newest"
     found = [candidate.name for candidate in path.parent.glob("*.ckpt")]
     return nearest(path.name, found, count=2) or "ckpt_path=last finds the newest"
 

@@ -31,9 +31,25 @@ def is_first_rank() -> bool:
     return rank_zero_only.rank == 0  # type: ignore[attr-defined]
 
 
+def quoted(value: str) -> str:
+    """Writes a value so that Hydra reads it as it is.
+
+    Example:
+        >>> quoted("a=b, c")
+        "'a=b, c'"
+    """
+    # A backslash is only special before a quote.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
+
+
 @contextmanager
-def own_command_line() -> Iterator[None]:
-    """Makes the command line this job's own while it runs, and cleans up what launching ranks leaves."""
+def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
+    """Makes the command line this job's own while it runs, and cleans up what launching ranks leaves.
+
+    Args:
+        checkpoint: What the job resumes from: the other ranks must not look for the newest on their own.
+    """
     if not HydraConfig.initialized():
         yield
         return
@@ -42,6 +58,8 @@ def own_command_line() -> Iterator[None]:
     environment = {name: os.environ.get(name) for name in LAUNCHED_BY_LIGHTNING}
     hydra: Any = HydraConfig.get()
     sys.argv = [str(program(hydra)), *job_arguments(hydra)]
+    if checkpoint is not None:
+        sys.argv.append(f"ckpt_path={quoted(str(checkpoint.absolute()))}")
     main.__spec__ = None
     with read_write(hydra), open_dict(hydra):
         hydra.run.dir = hydra.runtime.output_dir

@@ -24,7 +24,8 @@ class Result:
         overrides: What the command line set.
         metrics: The last value of each metric.
         optimized: The value that a sweep compares.
-        status: ``"completed"``, ``"planned"`` or ``"failed"``.
+        status: ``"completed"``, ``"planned"``, ``"failed"`` or ``"stopped"``, of one job of a sweep that was
+            interrupted.
         error: What was wrong, where it failed.
         directory: Where everything was saved.
     """

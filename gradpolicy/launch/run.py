@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import (
     Callback,
@@ -33,6 +35,7 @@ from gradpolicy.faults.nonfinite import StopOnNonFinite
 from gradpolicy.faults.preemption import SaveOnPreemption
 from gradpolicy.faults.rank_watch import RankWatch
 from gradpolicy.insight.plan import make_plan, training_loss
+from gradpolicy.launch.best_checkpoints import BestCheckpoints
 from gradpolicy.launch.checkpoints import check_fits, check_resumable, find_checkpoint
 from gradpolicy.launch.compose import check_config, resolved
 from gradpolicy.launch.instantiate import build, build_all
@@ -41,7 +44,8 @@ from gradpolicy.launch.places import check_places
 from gradpolicy.launch.ranks import is_first_rank, own_command_line
 from gradpolicy.launch.report import Result, print_config, print_results, saved_in
 from gradpolicy.launch.resuming import CheckedResume, taking_up
-from gradpolicy.launch.rundir import RunDirectory, check_writable, run_directory
+from gradpolicy.launch.rundir import RunDirectory, agreed_checkpoint, check_destinations, run_directory
+from gradpolicy.launch.runs import record_of
 from gradpolicy.launch.schema import Settings
 from gradpolicy.launch.signals import termination_exits
 from gradpolicy.policies import Policy
@@ -54,7 +58,6 @@ QUIET = (
     ".*Checkpoint directory .* exists and is not empty.*",
     ".*treespec, LeafSpec.*",
     ".*Grad strides do not match bucket view strides.*",
-    ".*The dirpath has changed from.*",
     ".*could not find the monitored key in the returned metrics.*",
     ".*You defined a `validation_step` but have no `val_dataloader`.*",
 )
@@ -98,12 +101,14 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
     settings = check_config(config)
     container = resolved(config)
     console = Console(quiet=not is_first_rank(), width=None if sys.stdout.isatty() else 120)
-    check_writable(Path(settings.paths.output_dir), "paths.output_dir")
-    with termination_exits(), quieter(), run_directory(Path(settings.paths.output_dir)) as directory:
+    output = Path(settings.paths.output_dir)
+    with termination_exits(), quieter(), run_directory(output, _made_by_hydra()) as directory:
+        if is_first_rank():
+            check_destinations(container)
         if settings.extras.print_config:
             print_config(OmegaConf.to_container(config), console)
         seed_everything(settings.seed, workers=True, verbose=False)
-        checkpoint = find_checkpoint(settings.ckpt_path, [directory.path, Path(settings.paths.log_dir)])
+        checkpoint = chosen_checkpoint(settings, directory)
         subject = build_subject(container)
         if checkpoint is not None:
             check_fits(checkpoint, subject.model)
@@ -126,6 +131,16 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         if is_first_rank():
             print_results(result, saved_in(directory.path), console)
         return result
+
+
+def chosen_checkpoint(settings: Settings, directory: RunDirectory) -> Path | None:
+    """The checkpoint to resume from or to test, the same on all ranks; None where none is asked for."""
+    places = [directory.path, Path(settings.paths.log_dir)]
+    return agreed_checkpoint(
+        settings.ckpt_path,
+        directory.path,
+        lambda: find_checkpoint(settings.ckpt_path, places, settings.task_name),
+    )
 
 
 def build_subject(container: Mapping[str, Any]) -> Subject:
@@ -164,15 +179,18 @@ def build_trainer(
     chosen = list(_switched_on(build_all(settings.callbacks, "callbacks").values(), node))
     # What is not finite where nothing trains does no harm: these look at what the policies have left.
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
+    # What is resumed from is saved after the best: it must know of it.
+    chosen.sort(key=lambda callback: isinstance(callback, ModelCheckpoint) and callback.monitor is None)
     callbacks = [
         CheckedResume(),
         ExactResume(),
+        BestCheckpoints(),
         RankWatch(),
-        *([SaveOnPreemption()] if saves else []),
         *(callback for callback in chosen if callback not in guards),
         GradientPolicies(subject.policies, seed=settings.seed),
         *guards,
         RunBegins(directory),
+        *([SaveOnPreemption()] if saves else []),
     ]
     plugins = build_plugins(node.pop("plugins", None))
     loggers = list(build_all(settings.logger, "logger").values())
@@ -203,14 +221,18 @@ def train_and_test(
 ) -> dict[str, float]:
     """Trains, tests the best weights, and gives the last value of each metric."""
     save_config(container, directory.path)
+    if is_first_rank():
+        record_of(directory.path, settings.task_name, settings.callbacks, _in_sweep()).save()
     metrics: dict[str, float] = {}
-    with own_command_line(), finished_loggers():
+    best: dict[str, float] = {}
+    with own_command_line(checkpoint), finished_loggers():
         trainer = build_trainer(container, settings, subject, directory)
         if settings.train:
             with monitors_named(settings, trainer), taking_up(checkpoint):
                 trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-            metrics |= best_scores(trainer)
+            best = best_scores(trainer)
+            metrics |= best
             checkpoint = best_checkpoint(trainer)
         if settings.test:
             with taking_up(checkpoint):
@@ -223,7 +245,7 @@ def train_and_test(
                 )
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(best_scores(trainer), step=trainer.global_step)
+            logger.log_metrics(best, step=trainer.global_step)
             logger.save()
     return metrics
 
@@ -270,6 +292,15 @@ def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float |
     if name not in metrics and not quiet:
         rank_zero_warn(f"optimized_metric: {name!r} was not logged; {nearest(name, metrics)}")
     return metrics.get(name)
+
+
+def _made_by_hydra() -> Path | None:
+    """The directory that Hydra has made for this job."""
+    return Path(HydraConfig.get().runtime.output_dir) if HydraConfig.initialized() else None
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def _switched_on(callbacks: Iterable[Callback], trainer: Mapping[str, Any]) -> Iterator[Callback]:

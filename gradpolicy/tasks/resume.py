@@ -95,9 +95,7 @@ class ExactResume(Callback):
         state = saved[trainer.global_rank if same_ranks else 0]
         carry_rows_over(trainer, state["written"])
         _stop_again(trainer, state)
-        trainer._logger_connector._callback_metrics.update(
-            move_data_to_device(state["seen"], pl_module.device)
-        )
+        _see_again(trainer, pl_module, state)
         if same_ranks:
             self._restore_rank(trainer, pl_module, state)
         else:
@@ -110,9 +108,10 @@ class ExactResume(Callback):
         )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Completes the log of a run that had nothing left to train."""
+        """Completes the log and the metrics of a run that had nothing left to train."""
         saved, self._restored = self._restored, []
         if saved:
+            _see_again(trainer, pl_module, saved[0])
             carry_rows_over(trainer, saved[0]["written"])
             log_row(trainer, saved[0]["row"])
 
@@ -123,6 +122,12 @@ class ExactResume(Callback):
             gradient = state.get("gradients", {}).get(plain_name(name))
             if gradient is not None:
                 parameter.grad = _like(parameter, gradient.to(parameter.device))
+
+
+def _see_again(trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
+    """Has the trainer know the values that were logged before."""
+    seen = move_data_to_device(state["seen"], pl_module.device)
+    trainer._logger_connector._callback_metrics.update(seen)
 
 
 def _stop_again(trainer: Trainer, state: dict[str, Any]) -> None:

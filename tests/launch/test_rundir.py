@@ -1,11 +1,20 @@
 """One directory for all processes of a run, and none for a run that never began."""
 
+import json
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.rundir import empty_directories_removed, run_directory, started
+from gradpolicy.launch import rundir
+from gradpolicy.launch.rundir import (
+    check_destinations,
+    claimed_directory,
+    empty_directories_removed,
+    run_directory,
+    started,
+)
 
 
 def fail(path: Path, error: Exception, begun: bool = False) -> None:
@@ -65,3 +74,73 @@ def test_under_srun_all_processes_say_the_same_and_so_does_the_requeued_job(
     for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     assert started() == "slurm-17-0"
+
+
+def place(template: str) -> DictConfig:
+    node = OmegaConf.create({"run": {"dir": template}}).run
+    assert isinstance(node, DictConfig)
+    return node
+
+
+@pytest.fixture
+def _same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "_now", lambda: "2026-01-01_00-00-00-000")
+
+
+@pytest.mark.usefixtures("_same_time")
+def test_two_runs_of_one_time_stamp_get_two_directories(tmp_path: Path) -> None:
+    names = []
+    for _ in range(3):
+        with claimed_directory(place(f"{tmp_path}/runs/${{started:}}"), "hydra.run.dir") as directory:
+            (directory / "file").touch()
+            names.append(directory.name.removeprefix("2026-01-01_00-00-00-000"))
+    assert names == ["", "-1", "-2"]
+
+
+@pytest.mark.usefixtures("_same_time")
+def test_a_directory_that_stays_empty_goes_with_those_that_were_made_for_it(tmp_path: Path) -> None:
+    with claimed_directory(place(f"{tmp_path}/train/runs/${{started:}}"), "hydra.run.dir") as directory:
+        assert directory.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_a_person_names_may_hold_a_run_already(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.yaml").touch()
+    with claimed_directory(place(f"{tmp_path}/mine"), "hydra.run.dir") as directory:
+        assert directory == tmp_path / "mine"
+    assert (tmp_path / "mine/config.yaml").exists()
+
+
+def test_a_requeued_slurm_job_finds_its_directory_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        with claimed_directory(place(f"{tmp_path}/${{started:}}"), "hydra.run.dir") as directory:
+            directory.mkdir(exist_ok=True)
+            (directory / "file").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["slurm-17-0"]
+
+
+@pytest.mark.parametrize(
+    ("key", "config"),
+    [
+        ("paths.output_dir", {"paths": {"output_dir": "FILE/x"}}),
+        ("trainer.default_root_dir", {"trainer": {"default_root_dir": "FILE/x"}}),
+        ("callbacks.best.dirpath", {"callbacks": {"none": None, "best": {"dirpath": "FILE/x"}}}),
+        ("logger.csv.save_dir", {"logger": {"csv": {"save_dir": "FILE/x"}}}),
+        (
+            "callbacks.pictures.directory",
+            {"callbacks": {"pictures": {"_target_": "gradpolicy.Pictures", "directory": "FILE/x"}}},
+        ),
+    ],
+)
+def test_what_cannot_be_written_to_is_refused_under_its_key(tmp_path: Path, key: str, config: dict) -> None:
+    (tmp_path / "file").touch()
+    text = json.dumps({"paths": {"output_dir": "HERE/out"}, "trainer": {}, **config})
+    whole = json.loads(text.replace("FILE", f"{tmp_path}/file").replace("HERE", str(tmp_path)))
+    with pytest.raises(PolicyError, match=f"^{key}: nothing can be written to .*: not a directory$"):
+        check_destinations(whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

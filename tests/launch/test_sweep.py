@@ -1,8 +1,12 @@
 """Sweeps: each job once, with its own arguments, and one table of what came out."""
 
 import csv
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import optuna
@@ -157,3 +161,89 @@ def test_wrong_input_ends_a_search_before_it_begins(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert "random_freeze" in ended.stderr
     assert not (tmp_path / "none").exists()
+
+
+LONG = ("trainer.max_epochs=1000", "trainer.limit_train_batches=5")
+
+
+def stop_when(process: subprocess.Popen, made: Callable[[], bool], number: signal.Signals) -> tuple[str, str]:
+    """Sends a program a signal as soon as it has made something; what it said."""
+    deadline = time.monotonic() + 150
+    while not made() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    return process.communicate(timeout=100)
+
+
+def program(folder: Path, script: str, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_search_that_is_told_to_stop_stops_and_puts_its_trial_back(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    place = ("sweep=learning_rate", "--directory", str(tmp_path), "--trials", "2")
+    process = program(tmp_path, "scripts/sweep.py", *place, *QUICK, *LONG)
+    _, err = stop_when(process, lambda: any(tmp_path.rglob("last.ckpt")), number)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert "trial 0 is put back: the same command goes on with it" in err
+
+    def trials() -> list[optuna.trial.FrozenTrial]:
+        return optuna.load_study(study_name="learning_rate", storage=f"sqlite:///{tmp_path}/study.db").trials
+
+    (waiting,) = trials()
+    assert waiting.state.name == "WAITING"
+    assert search(tmp_path, "--trials", "2", "trainer.max_epochs=1").returncode == 0
+    assert [trial.state.name for trial in trials()] == ["COMPLETE"] * 2
+    assert trials()[0].params == waiting.params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_sweep_that_is_told_to_stop_stops_and_says_what_was_done(
+    tmp_path: Path, launcher: tuple[str, ...], number: signal.Signals, code: int
+) -> None:
+    jobs = ("-m", "trainer.max_epochs=1,1000,1000,1000", "trainer.limit_train_batches=5", *launcher)
+    process = program(tmp_path, "train.py", f"paths.log_dir={tmp_path}", *QUICK, *jobs)
+    done = "train/sweeps/*/results/0.json"
+    out, err = stop_when(
+        process,
+        lambda: any(tmp_path.glob(done)) and any(tmp_path.glob("train/sweeps/*/1/checkpoints/last.ckpt")),
+        number,
+    )
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert "Sweep" in out
+    (sweep,) = tmp_path.glob("train/sweeps/*")
+    with (sweep / SUMMARY).open() as file:
+        assert next(csv.DictReader(file))["status"] == "completed"
+    assert not list(sweep.glob("3/checkpoints/*"))
+
+
+@pytest.mark.parametrize("script", ["train.py", "scripts/sweep.py", "scripts/attribute.py"])
+def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(tmp_path: Path, script: str) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(100)\n"
+    )
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / script), "plan_only=true"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **path},
+    )
+    _, err = stop_when(process, (tmp_path / "importing").exists, signal.SIGINT)
+    assert process.returncode == 130
+    assert len(err.splitlines()) <= 1

@@ -251,3 +251,23 @@ def test_a_process_says_it_in_one_line_and_exits_with_2(train_process) -> None:
     assert ended.err.count("\n") == 1
     assert "model.trunk" in ended.message
     assert ended.left_nothing
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("paths.output_dir=FILE/x", "paths.output_dir"),
+        ("callbacks.model_checkpoint.dirpath=FILE/x", "callbacks.model_checkpoint.dirpath"),
+        ("logger.csv.save_dir=FILE/x", "logger.csv.save_dir"),
+        ("hydra.run.dir=FILE/x", "hydra.run.dir"),
+        (f"hydra.run.dir={'d' * 5000}", "hydra.run.dir"),
+        (f"ckpt_path={'c' * 5000}", "ckpt_path"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_before_anything_is_made(
+    train, tmp_path: Path, override: str, key: str
+) -> None:
+    (tmp_path / "file").touch()
+    refusal = train(override.replace("FILE", str(tmp_path / "file"))).refusal
+    assert refusal.startswith(f"{key}: ")
+    assert len(refusal) < 400

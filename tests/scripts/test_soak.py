@@ -1,4 +1,4 @@
-"""Killed runs end as the undisturbed one; the short version of ``python scripts/soak.py --kills 30``."""
+"""Killed runs end as the undisturbed one; the short version of ``python scripts/soak.py --kills 50``."""
 
 import os
 import subprocess
@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from soak import differences
+from soak import compare, differences
+
+from gradpolicy.launch.report import Result
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "soak.py"
-SHORT = ("trainer.limit_train_batches=6", "trainer.limit_val_batches=1", "data.batch_size=32")
+SHORT = ("trainer.limit_train_batches=4", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
 
 
 def soak(*arguments: str) -> str:
     """What the program says in the end."""
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--epochs=2", "--save-every=2", *arguments, *SHORT],
+        [sys.executable, str(PROGRAM), "--epochs=3", *arguments, *SHORT],
         capture_output=True,
         text=True,
         timeout=230,
@@ -27,7 +29,8 @@ def soak(*arguments: str) -> str:
 
 
 def test_a_run_killed_twice_ends_with_the_same_bits_and_rows() -> None:
-    assert soak("--kills=2", "--accumulate=2").startswith("2 kills, not one bit of difference")
+    said = soak("--kills=2", "--accumulate=2", "--save-every=1")
+    assert said.startswith("2 kills, not one bit of difference")
 
 
 @pytest.mark.slow
@@ -37,9 +40,41 @@ def test_so_does_one_on_two_processes_with_loader_workers() -> None:
 
 
 def test_one_bit_of_difference_is_told_with_its_place() -> None:
-    first = {"weights": [torch.ones(2), torch.zeros(2)], "step": 3, "log": {"path": "here"}}
-    second = {"weights": [torch.ones(2), torch.tensor([0.0, 1e-38])], "step": 4, "log": {"path": "there"}}
+    here, there = "/a/train/runs/1/checkpoints/best.ckpt", "/b/train/runs/2/checkpoints/best.ckpt"
+    first = {"weights": [torch.ones(2), torch.zeros(2)], "step": 3, "best": {here: 0.5}, "path": here}
+    second = {
+        "weights": [torch.ones(2), torch.tensor([0.0, 1e-38])],
+        "step": 4,
+        "best": {there: 0.5},
+        "path": there,
+    }
     assert differences(first, first) == []
     assert [line.split(":")[0] for line in differences(first, second)] == [".weights[1]", ".step"]
     assert differences({"moment": torch.ones(1)}, {"moment": torch.ones(1).double()}), "another dtype"
     assert differences({"mask": 1}, {}) == [".mask: only in one of them"]
+    assert differences({"best": {here: 0.5}}, {"best": {there: 0.4}}), "another score"
+
+
+def end(folder: Path, best: float, accuracy: float, loss: str) -> Path:
+    """What a run left."""
+    run = folder / "train/runs/2026-01-01_00-00-00-000"
+    (run / "checkpoints").mkdir(parents=True)
+    torch.save({"weight": torch.tensor(best)}, run / "checkpoints/best.ckpt")
+    Result([], {"test/accuracy": accuracy}).save(run / "result.json")
+    (run / "csv").mkdir()
+    (run / "csv/metrics.csv").write_text(f"step,train/loss\n1,{loss}\n")
+    return folder
+
+
+def test_checkpoints_results_and_logs_are_compared(tmp_path: Path) -> None:
+    alone = end(tmp_path / "alone", 1.0, 0.5, "0.25")
+    assert compare(alone, end(tmp_path / "same", 1.0, 0.5, "0.25")) == []
+    found = compare(alone, end(tmp_path / "other", 2.0, 0.75, "0.5"))
+    assert [line.split(":")[0] for line in found] == [
+        "best.ckpt.weight",
+        "result.json.metrics.test/accuracy",
+        "metrics.csv, row 1",
+    ]
+    lacking = end(tmp_path / "lacking", 1.0, 0.5, "0.25")
+    next(lacking.rglob("best.ckpt")).unlink()
+    assert compare(alone, lacking) == ["checkpoints: ['best.ckpt'] became []"]
