@@ -410,9 +410,9 @@ class Freezer:
             by_policy.setdefault(self._policies_of[name][0].name, []).append(name)
         for policy, own in by_policy.items():
             warnings.warn(
-                f"policy.{policy}: lets {shortened(own, most=8)} train, but no gradient gets there: no "
-                "loss depends on it, something else turned requires_grad off, or code was compiled while "
-                "it was frozen",
+                f"policy.{policy}: lets {shortened(own, most=8)} train, but no gradient gets there: no loss "
+                "depends on it, something else turned requires_grad off, or code was compiled while it was "
+                "frozen",
                 stacklevel=3,
             )
 
