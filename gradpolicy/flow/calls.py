@@ -116,6 +116,7 @@ class OperationRule:
     def _filtered(self, result: Any, inputs: list[Tensor], in_place: bool) -> Any:
         """The native result with the rule's filter before its node."""
         if not _has_gradient(result):
+            self.binding.meet(self.operation.name)
             return result
         self.binding.count(self.operation.name)
         single = isinstance(result, Tensor)
