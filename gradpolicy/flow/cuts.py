@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.flow.places import place_of
 from gradpolicy.policies import Policy, Stop
 
 
@@ -17,10 +18,13 @@ def check_cuts(policies: Mapping[str, Policy]) -> None:
     Raises:
         PolicyError: If there is a ``Stop`` among them.
     """
-    stops = [f"policy {name!r} ({policy!r})" for name, policy in policies.items() if isinstance(policy, Stop)]
+    stops = [
+        f"policy {name!r} (Stop at {place_of(policy)})"
+        for name, policy in policies.items()
+        if isinstance(policy, Stop)
+    ]
     if stops:
         raise PolicyError(
             f"{' and '.join(stops)} {'cuts' if len(stops) == 1 else 'cut'} the only path of the gradient: "
-            "nothing that trains gets one; stop it at a module beside that path, or let something behind the "
-            "cut train"
+            "nothing that trains gets one; cut elsewhere, or let something between the cut and the loss train"
         )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.flow.places import place_of
 from gradpolicy.policies import FlowPolicy
 
 # Rules that compare what went into an operation with what came out of it.
@@ -31,12 +32,12 @@ def check_rules(policies: Mapping[str, FlowPolicy]) -> None:
         )
         if rule == "identity":
             raise PolicyError(
-                f"policy {name!r}: rule 'identity' changes nothing at {_place(policy)}: the gradient passes "
-                f"there as it is anyway; {instead}"
+                f"policy {name!r}: rule 'identity' changes nothing at {place_of(policy)}: the gradient "
+                f"passes there as it is anyway; {instead}"
             )
         raise PolicyError(
             f"policy {name!r}: rule {rule!r} compares what goes into an operation with what comes out, and "
-            f"at {_place(policy)} both are the one tensor that passes; {instead}"
+            f"at {place_of(policy)} both are the one tensor that passes; {instead}"
         )
 
 
@@ -54,15 +55,11 @@ def idle_remarks(policies: Mapping[str, FlowPolicy]) -> list[str]:
             and factor == _NEUTRAL_FACTORS.get(rule.name)
         ):
             lines.append(
-                f"{name}: a factor of {factor:g} changes nothing at {_place(policy)}; give another one"
+                f"{name}: a factor of {factor:g} changes nothing at {place_of(policy)}; give another one"
             )
         elif not policy.params and "inputs" in (rule.reads or ()):
             lines.append(
-                f"{name}: rule {rule.name!r} reads inputs, and at {_place(policy)} input and output are the "
-                "one tensor that passes; for an operation's own inputs name the operation (ops=[…])"
+                f"{name}: rule {rule.name!r} reads inputs, and at {place_of(policy)} input and output are "
+                "the one tensor that passes; for an operation's own inputs name the operation (ops=[…])"
             )
     return lines
-
-
-def _place(policy: FlowPolicy) -> str:
-    return "the gradients of parameters" if policy.params else f"the {policy.at} of a module"

@@ -19,7 +19,7 @@ from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.override import CallRule
 from gradpolicy.flow.owner import Owner
 from gradpolicy.flow.parameters import ParameterRules
-from gradpolicy.flow.places import find_places
+from gradpolicy.flow.places import find_places, place_of
 from gradpolicy.flow.report import Report, ReportRow
 from gradpolicy.flow.shortcuts import WrappedReLU, WrappedSequence
 from gradpolicy.flow.unmet import Met, tell
@@ -205,7 +205,7 @@ class Installed:
         return ReportRow(
             name=name,
             kind=type(policy).__name__,
-            where=_where(policy),
+            where=place_of(policy),
             active=binding.active,
             modules=tuple(places.matched),
             operations=tuple(operation.name for operation in places.operations),
@@ -227,13 +227,9 @@ class Installed:
 
     def _tell_unmet(self) -> None:
         """Says which operations were not met; it stands two frames below who is told."""
-        messages = [
-            (name, self._row(name).met.message())
-            for name, binding in self.bindings.items()
-            if binding.has_held or binding.without_gradient
-        ]
-        for name, message in messages:
-            tell(f"policy {name!r}", message, strict=self.strict, stacklevel=3)
+        for name, binding in self.bindings.items():
+            if binding.has_held or binding.without_gradient:
+                tell(f"policy {name!r}", self._row(name).met, strict=self.strict, stacklevel=3)
 
     def _put_on(self, entry_points: EntryPoints) -> None:
         done: set[int] = set()
@@ -366,13 +362,3 @@ def _named(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, FlowP
         if not isinstance(policy, FlowPolicy):
             raise PolicyError(f"policy {name!r}: must be a flow policy, got {policy!r}")
     return named
-
-
-def _where(policy: FlowPolicy) -> str:
-    def written(items: Iterable[Any]) -> str:
-        return ", ".join(getattr(item, "__name__", str(item)) for item in items)
-
-    if policy.params:
-        return f"params {written(policy.params)}"
-    modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
-    return f"ops {written(policy.ops)} in {modules}" if policy.ops else f"{policy.at} of {modules}"

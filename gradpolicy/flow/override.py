@@ -126,9 +126,8 @@ class Block(OperationMode):
             return
         met = self._met()
         if met.ran or met.taken or met.without_gradient:
-            message = met.message()
-            self._has_told = bool(message) and not self.strict
-            tell(self.owner, message, strict=self.strict, stacklevel=frames)
+            self._has_told = bool(met.unmet) and not self.strict
+            tell(self.owner, met, strict=self.strict, stacklevel=frames)
 
     def _met(self) -> Met:
         return Met(

@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.flow.near import NEAR
@@ -52,47 +52,75 @@ class Met:
         never = [name for name in unmet if name not in taken and name not in idle]
         parts = []
         if taken:
-            parts.append(f"{_quoted(taken)} was taken by an override or policy within")
+            parts.append(f"{_operations(taken)} taken by an override or policy within")
         if idle:
-            parts.append(f"{_quoted(idle)} {NO_GRADIENT}")
+            parts.append(f"{'operation' if len(idle) == 1 else 'operations'} {_quoted(idle)} {NO_GRADIENT}")
         if never and not (self.any_of and parts):
-            parts.append(f"{_quoted(never)} {self._never(never)}")
-        return f"operation {'; '.join(parts)}" if parts else ""
+            parts.append(f"{_operations(never)} never met; {self._instead(never)}")
+        return "; ".join(parts)
 
-    def _never(self, never: list[str]) -> str:
+    def _instead(self, never: list[str]) -> str:
+        """What may have been meant in the place of what never ran."""
         if any(name in self.ran for name in never):
-            return "ran only with arguments that make it another operation"
+            return "it ran only with arguments that make it another operation"
         likely = dict.fromkeys(name for operation in never for name in NEAR.get(operation, ()))
         near = [name for name in likely if name in self.ran][:4]
         if near:
-            hint = f"near it, {_quoted(near)} ran there: name what is meant"
-        elif self.hiding:
-            hint = f"it may run within {_quoted(self.hiding)}, which cannot be seen into"
-        else:
-            known = set(self.ran) & set(operation_names())
-            hint = nearest(never[0], known) if known else "no operation ran there"
-        return f"was never met; {hint}"
+            return f"near it, {_quoted(near)} ran there: name what is meant"
+        if self.hiding:
+            return f"it may run within {_quoted(self.hiding)}, which cannot be seen into"
+        known = sorted(set(self.ran) & set(operation_names()))
+        if not known:
+            return "nothing ran there that a rule could be put on"
+        return nearest(never[0], known).replace("valid names", "what ran there")
 
 
-def tell(subject: str, message: str, *, strict: bool, stacklevel: int) -> None:
+def check_met(name: str, met: Met, *, may_come: bool = False) -> str:
+    """Makes sure, after a step, that operations which a policy names ran where it acts.
+
+    Args:
+        name: The policy's name.
+        met: What it met.
+        may_come: Whether an operation that ran where no gradient is recorded may still get one.
+
+    Returns:
+        What to say of those that were not met, if others were; empty where all were.
+
+    Raises:
+        PolicyError: If none of them was.
+    """
+    message = met.message()
+    some = set(met.operations) - set(met.unmet) or (may_come and set(met.unmet) & set(met.without_gradient))
+    if message and not some:
+        raise PolicyError(f"policy.{name}.ops: {message}")
+    return message
+
+
+def tell(subject: str, met: Met, *, strict: bool, stacklevel: int) -> None:
     """Says at the end of a block that operations were not met.
 
-    Nothing is said while an exception is on its way: that is the news then.
+    Nothing is said of what an override or policy further in took, which is how these nest, nor while an
+    exception is on its way, which is the news then.
 
     Args:
         subject: Whose operations they are.
-        message: What :meth:`Met.message` gave; nothing is said if it is empty.
+        met: What was met.
         strict: Raise, instead of giving a warning.
         stacklevel: As :func:`warnings.warn` counts it, from the caller.
 
     Raises:
         PolicyError: Where ``strict``.
     """
+    message = replace(met, matched={*met.matched, *met.taken}).message()
     if not message or sys.exception() is not None:
         return
     if strict:
         raise PolicyError(f"{subject}: {message}")
     warnings.warn(f"{subject}: {message}", stacklevel=stacklevel + 1)
+
+
+def _operations(names: list[str]) -> str:
+    return f"operation {_quoted(names)} was" if len(names) == 1 else f"operations {_quoted(names)} were"
 
 
 def _quoted(names: Iterable[str]) -> str:
