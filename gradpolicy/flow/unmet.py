@@ -52,7 +52,7 @@ class Met:
         never = [name for name in unmet if name not in taken and name not in idle]
         parts = []
         if taken:
-            parts.append(f"{_operations(taken)} taken by an override or policy within")
+            parts.append(f"{_operations(taken)} taken by another override or policy further in")
         if idle:
             parts.append(f"{'operation' if len(idle) == 1 else 'operations'} {_quoted(idle)} {NO_GRADIENT}")
         if never and not (self.any_of and parts):
