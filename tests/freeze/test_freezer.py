@@ -670,7 +670,7 @@ def test_what_is_no_freeze_policy_and_no_masked_optimizer_is_refused():
     [
         (
             gp.masks.TopK(0.5, before="freeze"),
-            "until it has seen some nothing trains; call freezer.observe()",
+            "until it has seen some nothing trains; call freezer.ob",
         ),
         (gp.masks.TopK(0.5), "in step 0 it was shown none; call freezer.observe()"),
         (gp.masks.TopK(0.5, by="weight"), None),
