@@ -10,10 +10,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2
 .PHONY: help train test test-slow lint bench clean
 
 help:
-	@echo 'make train [ARGS="policy=guided seed=3"]   install once, then run train.py with these overrides'
-	@echo 'make test                                  install once, then lint, type check and tests'
-	@echo 'make test-slow                             the tests that take longer'
-	@echo 'make bench ARGS=import                     one benchmark of scripts/bench.py'
+	@echo 'make train [ARGS="optimizer.lr=0.01 seed=3"]   install once, then run train.py with these overrides'
+	@echo 'make test                                      install once, then lint, type check and tests'
+	@echo 'make test-slow                                 the tests that take longer'
+	@echo 'make bench ARGS=import                         one benchmark of scripts/bench.py'
 
 train: $(VENV)/.train-installed
 	$(BIN)/python train.py $(ARGS)

@@ -16,10 +16,12 @@ from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.zero import deepspeed_refused, masked
 from gradpolicy.errors import PolicyError, check_named
+from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
+from gradpolicy.flow.cuts import check_cuts
 from gradpolicy.flow.install import Installed
+from gradpolicy.flow.unmet import check_met
 from gradpolicy.freeze import Freezer
-from gradpolicy.insight.plan import check_met
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked import wrapper_of
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
@@ -122,6 +124,8 @@ class GradientPolicies(Callback):
         self._install_freeze(trainer, pl_module)
         self._check_installed()
         self._join_ranks(trainer, pl_module)
+        for line in divided_factors(self.policies, named_parameters(pl_module), trainer.optimizers):
+            rank_zero_warn(f"policy {line}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs flow policies, or switches them to this phase within a fit."""
@@ -142,7 +146,7 @@ class GradientPolicies(Callback):
         """Leaves the model as it was found."""
         if stage == "test":
             self._log_test(trainer)
-        self._remove()
+        self._remove(quiet=stage != "fit")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves the model as it was found, also when the run fails."""
@@ -191,9 +195,9 @@ class GradientPolicies(Callback):
         if self.freezer is not None:
             self.freezer.finish_step()
 
-    def _remove(self) -> None:
+    def _remove(self, *, quiet: bool = True) -> None:
         if self.installed is not None:
-            self.installed.remove()
+            self.installed.remove(quiet=quiet)
             self.installed = None
         for hook in self._hooks:
             hook.remove()
@@ -238,6 +242,16 @@ class GradientPolicies(Callback):
             rows = self.installed.report().rows if logs else ()
             self._met_before = {row.name: row.operations_matched for row in rows}
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Names the policy that cut the loss off from all that trains, before torch says that something did.
+
+        Raises:
+            PolicyError: If there is such a policy.
+        """
+        if not loss.requires_grad and self.installed is not None:
+            rows = self.installed.report().rows
+            check_cuts({row.name: self.policies[row.name] for row in rows if row.active and row.matched})
+
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Masks gradients under manual optimization, where one may clip before Lightning tells of the step.
 
@@ -268,13 +282,14 @@ class GradientPolicies(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Checks after the first batch that every operation was met."""
-        self._check_operations_met("fit")
+        self._check_operations_met("fit", thaws=any(not p.requires_grad for p in pl_module.parameters()))
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
     ) -> None:
         """Checks after the first batch that every operation was met."""
-        self._check_operations_met("test")
+        # Here gradients are recorded only for who asks for them.
+        self._check_operations_met("test", thaws=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switches back from validation within a fit."""
@@ -315,7 +330,7 @@ class GradientPolicies(Callback):
             for name in policy.source.gradient_names(step, epoch)
         }
 
-    def _check_operations_met(self, phase: str) -> None:
+    def _check_operations_met(self, phase: str, *, thaws: bool) -> None:
         """Raises, after the first batch of a phase, for a policy that met none of the operations it names."""
         if self.installed is None or phase in self._checked_phases:
             return
@@ -324,7 +339,7 @@ class GradientPolicies(Callback):
             policy = self.flow_policies[row.name]
             # Compiled code is counted when it is traced, which may have happened before.
             if row.active and not row.compiled and policy.when.active(phase=phase):
-                check_met(row.name, policy, row)
+                check_met(row.name, row.met, may_come=thaws)
 
     # ---- what the loggers get
 

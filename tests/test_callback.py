@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import gradpolicy as gp
+from gradpolicy.insight.plan import make_plan, training_loss
 
 
 class Recorder(Callback):
@@ -451,6 +452,44 @@ def test_an_operation_that_is_never_met_ends_the_run(two_layers, loader, make_tr
     policies = {"wrong": gp.StraightThrough(ops=["floor"])}
     with pytest.raises(gp.PolicyError, match=r"wrong.*floor.*round"):
         make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+
+
+def test_a_stop_that_cuts_the_only_path_is_named(two_layers, loader, make_trainer):
+    policies = {"cut": gp.Stop(modules="head", at="output")}
+    with pytest.raises(gp.PolicyError, match=r"policy 'cut' \(Stop at output of modules head\) cuts"):
+        make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+
+
+def test_operations_of_a_policy_that_a_fit_never_met_are_a_warning_at_its_end(
+    two_layers, loader, make_trainer
+):
+    policies = {"steps": gp.StraightThrough(ops=["round", "floor"])}
+    with pytest.warns(UserWarning, match="policy 'steps': operation 'floor' was never met"):
+        make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+
+
+def test_a_factor_that_adam_divides_out_is_a_warning(two_layers, loader, make_trainer):
+    policies = {"slow": gp.Scale(0.1, params="head.*")}
+    with pytest.warns(UserWarning, match="policy slow: AdamW divides the factor 0.1"):
+        make_trainer(max_steps=1, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+
+
+def test_a_plan_within_a_fit_is_that_of_the_model_before_it(two_layers, loader, make_trainer):
+    policies = {
+        "rounding": gp.StraightThrough(ops=["round"]),
+        "trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.*"),
+    }
+    batch = next(iter(loader))
+    plans = [make_plan(two_layers, policies, lambda copy: training_loss(copy, batch))]
+
+    class Plans(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            plans.append(make_plan(pl_module, policies, lambda copy: training_loss(copy, batch)))
+
+    callbacks = [gp.GradientPolicies(policies), Plans()]
+    make_trainer(max_steps=1, callbacks=callbacks).fit(two_layers, loader)
+    before, within = plans
+    assert within == before
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """A rule as it stands in a model: whether it holds now, its scheduled numbers, and what it has met."""
 
 import itertools
+import sys
 import warnings
 import weakref
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,9 @@ from gradpolicy.when import When
 _BINDINGS: "weakref.WeakValueDictionary[str, Binding]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
+# The keys of the rules that compiled code has met. When it runs again nobody sees what it meets.
+_MET_IN_COMPILED_CODE: set[str] = set()
+
 
 class Binding:
     """One policy's rule in a model.
@@ -28,8 +33,9 @@ class Binding:
         rule: The rule; a callable among its parameters is a schedule.
         detaches: Whether the gradient is cut off rather than asked of the rule.
         when: When it holds.
-        is_reported: Whether anybody asks for what it has met. For blocks nobody does; then the compiler has
-            nothing to tell one from the next by, and need not compile anew for each.
+        is_reported: Whether what it has met in compiled code is counted. For blocks it is not; then the
+            compiler has nothing to tell one from the next by, and need not compile anew for each.
+        written: The policy as a person writes it.
     """
 
     def __init__(
@@ -40,12 +46,16 @@ class Binding:
         detaches: bool = False,
         when: When | None = None,
         is_reported: bool = True,
+        written: str = "",
     ) -> None:
         self.name = name
+        self.written = written
         self.is_reported = is_reported
         self.when = when
         self.detaches = detaches
         self.active = True
+        # Whether a forward pass with gradients has run while the rule held, and while it did not.
+        self.has_held = self.has_rested = False
         self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
         self.rule = with_numbers(rule)
         self.meter = NormMeter()
@@ -59,13 +69,13 @@ class Binding:
 
     def at(self, place: str, *, sums_broadcast: bool = False) -> BackwardRule:
         """The rule at a place."""
-        return BackwardRule(self.rule, place, sums_broadcast, self.meter, tuple(self.schedules))
+        policy = self.name if self.is_reported else None
+        return BackwardRule(self.rule, place, sums_broadcast, self.meter, tuple(self.schedules), policy)
 
     def count(self, place: str) -> None:
         """Counts one more place where the rule was put."""
         if torch.compiler.is_compiling():
-            if self.is_reported:
-                count_traced(self.key, place)
+            count_traced(self.key, place)
         else:
             self.matched[place] += 1
 
@@ -77,6 +87,21 @@ class Binding:
         """Notes an operation that ran where no gradient is asked for, so that there was nothing to do."""
         if not torch.compiler.is_compiling():
             self.without_gradient.add(operation)
+
+    def may_have_met(self) -> bool:
+        """Whether code that was compiled earlier may have met it, unseen."""
+        frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+        if frames is None or self.key not in _MET_IN_COMPILED_CODE:
+            return False
+        # None of it is left after torch._dynamo.reset().
+        return bool(getattr(getattr(frames, "input_codes", None), "seen_ids", True))
+
+    def note_forward(self) -> None:
+        """Notes that a forward pass with gradients runs."""
+        if self.active:
+            self.has_held = True
+        else:
+            self.has_rested = True
 
     def note_unseen(self, call: str, reason: str) -> None:
         """Keeps in mind, and says once, that a call could not be seen into."""
@@ -106,7 +131,8 @@ class Binding:
             self.rule.parameters["loss_scale"] = _number(float(scale))  # type: ignore[index]
 
     def _take_key(self) -> None:
-        self.key = ""
+        # Alike for blocks alike, so that the compiler need not compile anew for each.
+        self.key = f"{self.name}: {self.rule.name}"
         if self.is_reported:
             self.key = f"binding {next(_NUMBERS)}"
             _BINDINGS[self.key] = self
@@ -129,10 +155,19 @@ def with_numbers(rule: Rule) -> Rule:
 
 def count_traced(key: str, place: str) -> None:
     """Counts while ``torch.compile`` traces; the compiled code holds nothing of it."""
+    _MET_IN_COMPILED_CODE.add(key)
     binding = _BINDINGS.get(key)
     if binding is not None:
         binding.matched[place] += 1
         binding.compiled = True
+
+
+def note_forward_traced(keys: tuple[str, ...]) -> None:
+    """Notes while ``torch.compile`` traces that a forward pass runs."""
+    for key in keys:
+        binding = _BINDINGS.get(key)
+        if binding is not None:
+            binding.note_forward()
 
 
 def note_unseen_traced(key: str, name: str, call: str, reason: str) -> None:
@@ -150,7 +185,7 @@ def _warn_of_unseen(name: str, call: str, reason: str) -> None:
 
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler: the functions run
 # while tracing, and only then.
-for _function in (count_traced, note_unseen_traced):
+for _function in (count_traced, note_forward_traced, note_unseen_traced):
     _function.__dict__["_dynamo_marked_constant"] = True
 
 

@@ -116,6 +116,7 @@ class OperationRule:
     def _filtered(self, result: Any, inputs: list[Tensor], in_place: bool) -> Any:
         """The native result with the rule's filter before its node."""
         if not _has_gradient(result):
+            self.binding.meet(self.operation.name)
             return result
         self.binding.count(self.operation.name)
         single = isinstance(result, Tensor)
@@ -145,6 +146,7 @@ class OperationRule:
                 return _remember_source(result, *args, **kwargs)
             source = getattr(args[0] if args else kwargs.get("tensor"), "_argmax_of", None)
             if source is None or not _needs_gradient([source]):
+                self.binding.meet(self.operation.name)
                 return result
             self.binding.count(self.operation.name)
             if self.binding.detaches:

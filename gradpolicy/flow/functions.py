@@ -3,8 +3,10 @@
 They trace under ``torch.compile`` and work under ``torch.func``; the eager short cut stands in ``hooks.py``.
 """
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from gradpolicy.flow.norms import NormMeter
 from gradpolicy.flow.trees import rebuilt_sequence
 from gradpolicy.rules.registry import Rule
 
+# The code of what stands in a module's forward while policies are installed.
+FORWARDS: set[CodeType] = set()
+
 
 @dataclass(frozen=True)
 class BackwardRule:
@@ -28,6 +33,8 @@ class BackwardRule:
         sums_broadcast: Whether a gradient in the output's shape is summed to an input that was broadcast.
         meter: Measures the gradient's norm before and after, where asked to.
         scheduled: Which of the rule's numbers a schedule sets.
+        policy: The name of the policy, for messages; None outside of one.
+        module: In whose forward the operation ran, for messages; None where the place says it.
     """
 
     rule: Rule
@@ -35,6 +42,8 @@ class BackwardRule:
     sums_broadcast: bool = False
     meter: NormMeter | None = None
     scheduled: tuple[str, ...] = ()
+    policy: str | None = None
+    module: str | None = None
 
     def as_now(self) -> "BackwardRule":
         """The rule with its scheduled numbers as they are now, whatever they are when backward comes."""
@@ -43,7 +52,13 @@ class BackwardRule:
         rule = self.rule
         now = {key: rule.parameters[key].clone() for key in self.scheduled}
         kept = Rule(rule.name, rule.function, {**rule.parameters, **now}, rule.gradient_filter, rule.reads)
-        return BackwardRule(kept, self.place, self.sums_broadcast, self.meter)
+        return replace(self, rule=kept, scheduled=())
+
+    def within(self, module: str | None) -> "BackwardRule":
+        """The rule where it runs in a module; made without the price of a dataclass."""
+        found = object.__new__(BackwardRule)
+        found.__dict__.update(self.__dict__, module=module)
+        return found
 
     def gradients(self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]) -> list:
         """The rule's gradients, one an input, checked and in each input's dtype."""
@@ -69,13 +84,25 @@ class BackwardRule:
         return result
 
     def _own(self, function: Callable | None, *arguments: Any) -> Any:
-        """Calls the user's function; no override may act on what it computes with."""
+        """Calls the user's function; no override may act on what it computes with.
+
+        Raises:
+            PolicyError: In place of what it raises, with the place and the shapes.
+        """
         assert function is not None
         parameters = self.rule.parameters
-        if torch._C._len_torch_function_stack() == 0:
-            return function(*arguments, **parameters)
-        with torch._C.DisableTorchFunction():
-            return function(*arguments, **parameters)
+        if torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunction():
+                return function(*arguments, **parameters)
+        try:
+            if torch._C._len_torch_function_stack() == 0:
+                return function(*arguments, **parameters)
+            with torch._C.DisableTorchFunction():
+                return function(*arguments, **parameters)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise self._failure(error, *arguments) from error
 
     def _one_an_input(self, returned: Any, inputs: tuple[Tensor, ...], wanted: Sequence[bool]) -> tuple:
         if isinstance(returned, list):
@@ -113,8 +140,21 @@ class BackwardRule:
             gradient = gradient.sum_to_size(tensor.shape)
         return gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
 
+    def _failure(self, error: Exception, grad: Any, inputs: Any = (), output: Any = None) -> PolicyError:
+        """What to say of a rule's own failure: where it was, what it was given, what went wrong."""
+        given = [f"a gradient of shape {_shape_of(grad)}"]
+        given += [f"inputs of shapes {_shapes(inputs)}"] * bool(inputs)
+        given += [f"an output of shape {_shape_of(output)}"] * (output is not None)
+        reason = " ".join(str(error).split()).removeprefix(f"rule {self.rule.name!r}: ")
+        kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
+        return self._error(f"failed with {', '.join(given)}: {kind}{reason}")
+
     def _error(self, text: str) -> PolicyError:
-        return PolicyError(f"rule {self.rule.name!r} at {self.place}: {text}")
+        policy = "" if self.policy is None else f"policy {self.policy!r}: "
+        module = (
+            "" if self.module is None else f" in {f'module {self.module!r}' if self.module else 'the model'}"
+        )
+        return PolicyError(f"{policy}rule {self.rule.name!r} at {self.place}{module}: {text}")
 
 
 class ReplaceGradient(Function):
@@ -168,6 +208,9 @@ class EagerReplaceGradient(Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         """Gives the values back."""
+        backward_rule = arguments[0]
+        if backward_rule.policy is not None and backward_rule.sums_broadcast:
+            arguments = (backward_rule.within(running_module()), *arguments[1:])
         output = ReplaceGradient.forward(*arguments)
         ReplaceGradient.setup_context(ctx, arguments, output)
         return output
@@ -218,6 +261,14 @@ class ForwardModeFilterGradient(RefusesForwardMode, FilterGradient):
     """The same while forward-mode derivatives are taken."""
 
     generate_vmap_rule = True
+
+
+def running_module() -> str | None:
+    """The name of the innermost module whose wrapped forward runs; None outside of all."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in FORWARDS:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"].name
 
 
 def in_transform() -> bool:
@@ -304,6 +355,12 @@ def _kind(value: Any) -> str:
 
 def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
+
+
+def _shape_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _shape(value)
+    return _shapes(value) if isinstance(value, tuple | list) else type(value).__name__
 
 
 def _shapes(values: Sequence) -> str:

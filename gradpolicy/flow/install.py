@@ -12,17 +12,20 @@ from gradpolicy.flow.binding import Binding
 from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.calls import OperationRule
 from gradpolicy.flow.contradictions import check_boundaries, check_operations, check_parameters
+from gradpolicy.flow.cuts import check_cuts, is_cut
+from gradpolicy.flow.idle import check_rules
 from gradpolicy.flow.known import calls_of
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.override import CallRule
 from gradpolicy.flow.owner import Owner
 from gradpolicy.flow.parameters import ParameterRules
-from gradpolicy.flow.places import find_places
+from gradpolicy.flow.places import find_places, place_of
 from gradpolicy.flow.report import Report, ReportRow
 from gradpolicy.flow.shortcuts import WrappedReLU, WrappedSequence
+from gradpolicy.flow.unmet import Met, tell
 from gradpolicy.flow.unseen import note_script_modules, unseen_calls
 from gradpolicy.flow.wrap import Scope, WrappedForward
-from gradpolicy.policies import BOUNDARIES, FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.policies import BOUNDARIES, STEP_OPERATIONS, FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.where import plain_name
 
 EntryPoints = Mapping[str, Sequence[str]]
@@ -32,15 +35,21 @@ def install(
     model: nn.Module,
     policies: Iterable[Policy] | Mapping[str, Policy],
     *,
+    strict: bool = False,
     entry_points: EntryPoints | None = None,
 ) -> "Installed":
     """Puts flow policies on a model.
 
     Each policy holds from now on, whatever its time, until :meth:`Installed.update` tells the time.
 
+    An operation that a policy names and never met gives a warning when the policies are removed, with those
+    near it that did run; so does one that ran only where no gradient is recorded. Nothing is said where the
+    model never ran, or an exception is on its way.
+
     Args:
         model: The model.
         policies: The policies, by name or in a list. At one boundary the gradient meets them in this order.
+        strict: An operation that was not met is an error when the policies are removed.
         entry_points: For modules that are not entered through ``forward``: their names (``""`` for the model)
             and the methods through which they are.
 
@@ -49,7 +58,8 @@ def install(
 
     Raises:
         PolicyError: If a pattern matches nothing, an operation does not exist, two policies contradict each
-            other, a policy is none of flow, or the model is in ``nn.DataParallel`` on many devices.
+            other, a policy is none of flow, a rule makes no sense where it is put, or the model is in
+            ``nn.DataParallel`` on many devices.
 
     Example:
         >>> import torch, gradpolicy as gp
@@ -62,17 +72,23 @@ def install(
     if torch.compiler.is_compiling():
         # Without fullgraph the compiler then leaves this to eager mode, where it works.
         raise PolicyError("policies cannot be installed within compiled code: install them before the call")
-    return Installed(model, _named(policies), entry_points or {})
+    return Installed(model, _named(policies), entry_points or {}, strict=strict)
 
 
 class Installed:
     """Policies on a model, as :func:`install` put them there."""
 
     def __init__(
-        self, model: nn.Module, policies: Mapping[str, FlowPolicy], entry_points: EntryPoints
+        self,
+        model: nn.Module,
+        policies: Mapping[str, FlowPolicy],
+        entry_points: EntryPoints,
+        *,
+        strict: bool = False,
     ) -> None:
         _refuse_copies(model)
         self.model = model
+        self.strict = strict
         self.policies = dict(policies)
         self.bindings = {
             name: Binding(
@@ -80,6 +96,7 @@ class Installed:
                 policy.rule,
                 detaches=isinstance(policy, Stop) and policy.mode == "detach",
                 when=policy.when,
+                written=repr(policy),
             )
             for name, policy in self.policies.items()
         }
@@ -87,6 +104,7 @@ class Installed:
         check_operations(self.policies, self._places)
         check_boundaries(self.policies, self._places)
         check_parameters(self.policies, self._places)
+        check_rules(self.policies)
         self._at_boundaries = frozenset().union(*(places.at for places in self._places.values()))
         self._has_operations = any(places.operations for places in self._places.values())
         # Which policies act on a parameter, in the order in which its gradient is to meet them.
@@ -101,22 +119,37 @@ class Installed:
         try:
             self._put_on(entry_points)
         except BaseException:
-            self.remove()
+            self.remove(quiet=True)
             raise
 
     def __enter__(self) -> "Installed":
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self.remove()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        told = kind is None and self.owner.installed
+        self.remove(quiet=True)
+        if told:
+            self._tell_unmet()
+        if isinstance(error, RuntimeError) and is_cut(error):
+            acted = {name: self.policies[name] for name, binding in self.bindings.items() if binding.counts()}
+            check_cuts(acted)
 
-    def remove(self) -> None:
-        """Takes everything off in reverse; the model is then as it was found. Again does nothing."""
-        self.owner.installed = False
+    def remove(self, *, quiet: bool = False) -> None:
+        """Takes everything off in reverse; the model is then as it was found. Again does nothing.
+
+        Args:
+            quiet: Say nothing of operations that were not met.
+
+        Raises:
+            PolicyError: For an operation that was not met, where the installation is strict.
+        """
+        was_installed, self.owner.installed = self.owner.installed, False
         while self._parameter_rules:
             self._parameter_rules.pop().take_off()
         while self._wraps:
             self._wraps.pop().take_off()
+        if was_installed and not quiet:
+            self._tell_unmet()
 
     def update(self, phase: str = "fit", step: int = 0, epoch: int = 0) -> None:
         """Tells the time: switches each policy on or off, and sets scheduled numbers.
@@ -168,22 +201,35 @@ class Installed:
         policy, places, binding = self.policies[name], self._places[name], self.bindings[name]
         counts = binding.counts()
         scopes = [scope for names, scope in self._scopes.items() if name in names]
-        met = {name_of(function) for scope in scopes for function in scope.seen}
+        ran = {name_of(function) for scope in scopes for function in scope.seen}
         return ReportRow(
             name=name,
             kind=type(policy).__name__,
-            where=_where(policy),
+            where=place_of(policy),
             active=binding.active,
             modules=tuple(places.matched),
             operations=tuple(operation.name for operation in places.operations),
-            operations_met=frozenset(met | set(counts) | binding.without_gradient)
-            if policy.ops
-            else frozenset(),
+            met=Met(
+                operations=tuple(operation.name for operation in places.operations),
+                matched=frozenset(counts),
+                ran=frozenset(ran | set(counts) | binding.without_gradient),
+                without_gradient=frozenset(binding.without_gradient),
+                taken=frozenset(self.owner.taken),
+                hiding=tuple(binding.unseen),
+                excused=frozenset(ran if binding.has_rested else ()),
+                any_of=policy.ops == STEP_OPERATIONS,
+            ),
             matched=counts,
             parameters=tuple(places.parameters),
             unseen=dict(binding.unseen),
             compiled=binding.compiled,
         )
+
+    def _tell_unmet(self) -> None:
+        """Says which operations were not met; it stands two frames below who is told."""
+        for name, binding in self.bindings.items():
+            if binding.has_held or binding.without_gradient:
+                tell(f"policy {name!r}", self._row(name).met, strict=self.strict, stacklevel=3)
 
     def _put_on(self, entry_points: EntryPoints) -> None:
         done: set[int] = set()
@@ -221,7 +267,7 @@ class Installed:
             return
         self._parameter_rules += parameter_rules
         for method in entry_points.get(name, ("forward",)):
-            wrap = None if entering or leaving else _wrapped_relu(module, self.owner, scope)
+            wrap = None if entering or leaving else _wrapped_relu(name, module, self.owner, scope)
             kind = (
                 WrappedSequence if type(module) is nn.Sequential and method == "forward" else WrappedForward
             )
@@ -229,6 +275,7 @@ class Installed:
                 module,
                 method,
                 self.owner,
+                name=name,
                 scope=scope,
                 entering=entering,
                 leaving=leaving,
@@ -283,14 +330,14 @@ def _refuse_copies(model: nn.Module) -> None:
             )
 
 
-def _wrapped_relu(module: nn.Module, owner: Owner, scope: Scope | None) -> WrappedForward | None:
+def _wrapped_relu(name: str, module: nn.Module, owner: Owner, scope: Scope | None) -> WrappedForward | None:
     """The short way for a ReLU with one rule for what it calls, where that rule is a filter."""
     if scope is None or type(module) is not nn.ReLU or "forward" in module.__dict__:
         return None
     rules = scope.table.get(F.relu, ())
     if len(rules) != 1 or not isinstance(rules[0], OperationRule) or not rules[0].filters:
         return None
-    return WrappedReLU(module, owner, scope, rules[0])
+    return WrappedReLU(module, owner, scope, rules[0], name=name)
 
 
 def _named(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, FlowPolicy]:
@@ -315,13 +362,3 @@ def _named(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, FlowP
         if not isinstance(policy, FlowPolicy):
             raise PolicyError(f"policy {name!r}: must be a flow policy, got {policy!r}")
     return named
-
-
-def _where(policy: FlowPolicy) -> str:
-    def written(items: Iterable[Any]) -> str:
-        return ", ".join(getattr(item, "__name__", str(item)) for item in items)
-
-    if policy.params:
-        return f"params {written(policy.params)}"
-    modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
-    return f"ops {written(policy.ops)} in {modules}" if policy.ops else f"{policy.at} of {modules}"

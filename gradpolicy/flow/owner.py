@@ -33,6 +33,17 @@ class Owner:
         self.has_run = False
         self._runs_again = False
         self._keeps_other_tensors = False
+        # Operations that an override or policy further in took.
+        self.taken: set[str] = set()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the bindings, by which they are known while the compiler traces."""
+        return tuple([binding.key for binding in self.bindings])
+
+    def operations_met(self) -> set[str]:
+        """The names of all operations that a rule of the installation was put on."""
+        return {name for binding in self.bindings for name in binding.counts()}
 
     def begin(self) -> None:
         """At the start of the outermost module that builds a graph.
@@ -43,6 +54,8 @@ class Owner:
         if not self.has_run and torch._C._current_graph_task_id() != -1:
             raise _changed("put on")
         self.has_run = self.builds_graph = True
+        for binding in self.bindings:
+            binding.note_forward()
 
     def note_checkpoint(self) -> None:
         """Notes, in a module that runs without gradients, whether it will run again for them."""

@@ -1,6 +1,8 @@
 """The places of a policy in a model: which modules, operations and parameters it means."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -47,6 +49,18 @@ def find_places(model: nn.Module, name: str, policy: FlowPolicy) -> Places:
         return Places({"": model}, operations, within)
     matched = match_modules(model, policy.modules)
     return Places(matched, operations, _within(model, matched, _taken_away(model, policy)))
+
+
+def place_of(policy: FlowPolicy) -> str:
+    """Where a policy acts, as a person writes it: ``ops round in modules encoder.*``."""
+
+    def written(items: Iterable[Any]) -> str:
+        return ", ".join(getattr(item, "__name__", str(item)) for item in items)
+
+    if policy.params:
+        return f"params {written(policy.params)}"
+    modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
+    return f"ops {written(policy.ops)} in {modules}" if policy.ops else f"{policy.at} of {modules}"
 
 
 def _taken_away(model: nn.Module, policy: FlowPolicy) -> set[str]:

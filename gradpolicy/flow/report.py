@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gradpolicy.flow.unmet import Met
+
 
 @dataclass(frozen=True)
 class ReportRow:
@@ -15,7 +17,7 @@ class ReportRow:
         active: Whether it holds now.
         modules: Names of the modules that it matched, at whose boundary or below which it acts.
         operations: Names of the operations that it is for.
-        operations_met: Names of all operations that ran where it acts.
+        met: What ran where it acts, and which of its operations were not met.
         matched: How often its rule was put on each operation, or passed at each boundary or parameter.
         parameters: Names of the parameters that it matched.
         unseen: Calls that it could not see into, each with the reason.
@@ -28,11 +30,16 @@ class ReportRow:
     active: bool
     modules: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
-    operations_met: frozenset[str] = frozenset()
+    met: Met = field(default_factory=Met)
     matched: Mapping[str, int] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     unseen: Mapping[str, str] = field(default_factory=dict)
     compiled: bool = False
+
+    @property
+    def operations_met(self) -> frozenset[str]:
+        """Names of all operations that ran where it acts."""
+        return frozenset(self.met.ran)
 
     @property
     def operations_matched(self) -> int:

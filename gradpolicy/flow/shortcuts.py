@@ -40,10 +40,13 @@ class WrappedReLU(WrappedForward):
         owner: The installation.
         scope: The operation rules that hold within.
         rule: The one among them that is for ReLUs.
+        name: The module's name.
     """
 
-    def __init__(self, module: nn.Module, owner: Owner, scope: Scope, rule: OperationRule) -> None:
-        super().__init__(module, "forward", owner, scope=scope)
+    def __init__(
+        self, module: nn.Module, owner: Owner, scope: Scope, rule: OperationRule, *, name: str = ""
+    ) -> None:
+        super().__init__(module, "forward", owner, name=name, scope=scope)
         self.rule: OperationRule | None = rule
 
     def __call__(self, input: Tensor) -> Tensor:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradpolicy.flow.binding import note_forward_traced
 from gradpolicy.flow.boundary import Boundary, take_over_writes
-from gradpolicy.flow.functions import in_transform
+from gradpolicy.flow.functions import FORWARDS, in_transform
 from gradpolicy.flow.operations import Function
-from gradpolicy.flow.override import CallRule, OperationMode, Table, make_table
+from gradpolicy.flow.override import CallRule, OperationMode, Table, make_table, tell_those_around
 from gradpolicy.flow.owner import Owner
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.recomputation import checkpoints_above, has_graph, may_be_recomputed, refusal
@@ -48,6 +49,7 @@ class ScopeMode(OperationMode):
     def __init__(self, scope: Scope) -> None:
         super().__init__(scope.table)
         self.owner = scope.owner
+        self.taken = scope.owner.taken
         self.move(scope)
         self.has_graph = has_graph()
 
@@ -73,6 +75,7 @@ class WrappedForward:
         module: The module.
         method: The method that it stands for, ``"forward"`` as a rule.
         owner: The installation.
+        name: The module's name.
         scope: The operation rules that hold within.
         entering: The rules at the module's input.
         leaving: The rules at its output.
@@ -85,6 +88,7 @@ class WrappedForward:
         method: str,
         owner: Owner,
         *,
+        name: str = "",
         scope: Scope | None = None,
         entering: Boundary | None = None,
         leaving: Boundary | None = None,
@@ -93,6 +97,7 @@ class WrappedForward:
         self.module = module
         self.method = method
         self.owner = owner
+        self.name = name
         self.scope = scope
         self.entering = entering
         self.leaving = leaving
@@ -115,6 +120,8 @@ class WrappedForward:
 
     def _run_and_watch(self, args: tuple, kwargs: dict) -> Any:
         if in_transform():
+            if torch.compiler.is_compiling():
+                note_forward_traced(self.owner.keys)
             return self._run(args, kwargs)
         owner = self.owner
         if not torch.is_grad_enabled():
@@ -184,7 +191,10 @@ class WrappedForward:
         mode = mode_of(scope.owner)
         if mode is None:
             with ScopeMode(scope):
-                return self._forward(args, kwargs)
+                result = self._forward(args, kwargs)
+            if _modes() and not in_transform():
+                tell_those_around(scope.owner.operations_met())
+            return result
         outer = mode.scope
         if outer is scope:
             return self._forward(args, kwargs)
@@ -210,3 +220,4 @@ def mode_of(owner: Owner) -> ScopeMode | None:
 
 
 _FORWARD = WrappedForward._forward.__code__
+FORWARDS.add(_FORWARD)

@@ -90,6 +90,14 @@ class BlockCyclic(MaskSource):
         chosen = {*self.active_block(step, epoch).parameters, *self._always}
         return {name: name in chosen for name in self.parameters}
 
+    def layer_groups(self) -> list[Layer]:
+        """The blocks that take turns."""
+        return self.blocks
+
+    def may_freeze(self) -> set[str]:
+        """The parameters of the layers that do not always train."""
+        return set(self.parameters) - self._always if len(self.blocks) > 1 else set()
+
     def describe(self) -> dict[str, Any]:
         """Order and size, and what else was given."""
         given = {"blocks": self.given, "always": self.always}

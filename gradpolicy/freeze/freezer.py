@@ -109,6 +109,8 @@ class Freezer:
         self._wanting: tuple[bool, ...] = ()
         self._step: int | None = None
         self._epoch = 0
+        # Whether gradients were shown in this step, and whether it was said that they were not.
+        self._observed = self._has_told = False
         self._look_up()
 
     def _bind(self, name: str, policy: FreezePolicy, seed: int) -> BoundPolicy:
@@ -205,8 +207,9 @@ class Freezer:
         """
         if step == self._step:
             return
+        self._tell_unobserved()
         self._follow_optimizers()
-        self._step, self._epoch = step, epoch
+        self._step, self._epoch, self._observed = step, epoch, False
         asked = [(bound, bound.ask(step, epoch, phase)) for bound in self._bound]
         changed = set(self.parameters) if not self._combined else set().union(*(names for _, names in asked))
         renewing = [bound for bound in self._bound if bound.holds and bound.source.renews_state]
@@ -230,6 +233,7 @@ class Freezer:
         Args:
             optimizer: The one that is about to step, where there are several; None means all.
         """
+        self._observed = True
         chosen = self.optimizers if optimizer is None else [optimizer]
         mine = self.parameters
         if optimizer is not None and len(self.optimizers) > 1:
@@ -245,6 +249,7 @@ class Freezer:
     @torch.no_grad()
     def finish_step(self) -> None:
         """Is called after an effective step: scales what it changed where a source sets learning rates."""
+        self._tell_unobserved()
         self._updates.finish(self.parameters)
 
     def restore(self) -> None:
@@ -419,6 +424,21 @@ class Freezer:
     def _gradients_wanted(self) -> bool:
         times = (self._step or 0, self._epoch)
         return any(bound.holds and bound.source.wants_gradients(*times) for bound in self._bound)
+
+    def _tell_unobserved(self) -> None:
+        """Says once, when a step is over, that a source waits for gradients which nobody showed it."""
+        if self._step is None or self._observed or self._has_told:
+            return
+        for bound in self._bound:
+            if bound.holds and bound.source.wants_gradients(self._step, self._epoch):
+                self._has_told = True
+                nothing = "" if bound.active() else ", and until it has seen some nothing trains"
+                warnings.warn(
+                    f"policy.{bound.name}: {type(bound.source).__name__} decides by gradients, and in step "
+                    f"{self._step} it was shown none{nothing}; call freezer.observe() between backward() and "
+                    "optimizer.step()",
+                    stacklevel=4,
+                )
 
     def _show_gradients(self, mine: Mapping[str, Tensor], optimizer: MaskingOptimizer | None) -> None:
         times = (self._step or 0, self._epoch)

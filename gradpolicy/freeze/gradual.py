@@ -70,6 +70,14 @@ class Gradual(MaskSource):
         thawed = {name for group in self.groups[-count:] for name in group.parameters}
         return {name: name in thawed for name in self.parameters}
 
+    def layer_groups(self) -> list[Layer]:
+        """The groups that thaw one after the other, the last one first."""
+        return self.groups
+
+    def may_freeze(self) -> set[str]:
+        """The parameters of the layers that do not always train."""
+        return {name for group in self.groups[: -self.initial] for name in group.parameters}
+
     def describe(self) -> dict[str, Any]:
         """How many groups train from the beginning, and which there are where that was given."""
         return {"initial": self.initial, **({} if self.given is None else {"groups": self.given})}

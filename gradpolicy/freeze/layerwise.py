@@ -82,6 +82,15 @@ class Layerwise(MaskSource):
         frozen = {name for layer in self.layers if layer.name not in chosen for name in layer.parameters}
         return {name: name not in frozen or name in self._always for name in self.parameters}
 
+    def layer_groups(self) -> list[Layer]:
+        """The layers of the stack; what lies outside of it always trains."""
+        return self.layers
+
+    def may_freeze(self) -> set[str]:
+        """The parameters of the layers that do not always train."""
+        stack = self.layers if self.active < len(self.layers) else []
+        return {name for layer in stack for name in layer.parameters} - self._always
+
     def describe(self) -> dict[str, Any]:
         """How many layers train, and what else was given."""
         given = {"always": self.always, "layers": self.containers}

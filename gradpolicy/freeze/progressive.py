@@ -76,11 +76,12 @@ class Progressive(MaskSource):
         self.anneal = check_flag("Progressive.anneal", anneal)
         self.scale = check_flag("Progressive.scale", scale)
         self.shares: dict[str, float] = {}
+        self._layers: list[Layer] = []
         self._share_of: dict[str, float] = {}
 
     def prepare(self) -> None:
         """Gives every layer its share of the training."""
-        layers = _with_what_follows(find_layers(self.parameters))
+        layers = self._layers = _with_what_follows(find_layers(self.parameters))
         last = max(len(layers) - 1, 1)
         self.shares, self._share_of = {}, {}
         for place, layer in enumerate(layers):
@@ -108,6 +109,14 @@ class Progressive(MaskSource):
     def _passed(self, step: int, epoch: int) -> float:
         """Which share of the training was over at the last change."""
         return (self.changed_at(self.period(step, epoch)) - self.start) / self.total
+
+    def layer_groups(self) -> list[Layer]:
+        """The layers, in the order in which they freeze for good."""
+        return self._layers
+
+    def may_freeze(self) -> set[str]:
+        """The parameters of the layers that do not always train."""
+        return {name for name, share in self._share_of.items() if share < 1.0}
 
     def describe(self) -> dict[str, Any]:
         """Length and curve, and what becomes of the learning rates."""

@@ -1,12 +1,13 @@
 """What every mask source has: a timetable, a seed, the parameters it masks."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, refuse_unknown_arguments, unknown
+from gradpolicy.freeze.layers import Layer
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.when import UNITS
@@ -199,6 +200,14 @@ class MaskSource:
     def describe(self) -> dict[str, Any]:
         """The source's own arguments, as a report or plot shows them."""
         return {}
+
+    def layer_groups(self) -> Sequence[Layer]:
+        """The groups of parameters that freeze and thaw together, from the input to the output, if any."""
+        return ()
+
+    def may_freeze(self) -> set[str]:
+        """The parameters that are frozen as a whole at some time, where that is known beforehand."""
+        return set()
 
 
 def warn_of_timetable(source: MaskSource) -> None:

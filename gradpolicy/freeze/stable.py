@@ -87,6 +87,14 @@ class Stable(GradientSource):
         super().load_state_dict(state)
         self.frozen, self.norms = state["frozen"], list(state["norms"])
 
+    def layer_groups(self) -> list[Layer]:
+        """The layers that may settle, one after the other."""
+        return self.layers
+
+    def may_freeze(self) -> set[str]:
+        """The parameters of the layers that do not always train."""
+        return {*self._front, *(name for layer in self.layers[:-1] for name in layer.parameters)}
+
     def describe(self) -> dict[str, Any]:
         """The percentile."""
         return {"percentile": self.percentile}

@@ -5,6 +5,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
+# The mark of a tensor whose gradient a switch has turned off: it trains, though not just now.
+_TURNED_OFF = "_gradient_turned_off"
+
 
 class GradientSwitch:
     """Turns the gradients of parameters off and on again, and remembers whose it was.
@@ -33,11 +36,12 @@ class GradientSwitch:
             if not any(name not in idle and self._can_train(name) for name in group):
                 idle = idle - group
         for name in sorted(self._turned_off - idle):
-            self.parameters[name].requires_grad_(True)
+            _turn_on(self.parameters[name])
             self._turned_off.discard(name)
         for name in self.parameters:
             if name in idle and self.parameters[name].requires_grad:
                 self.parameters[name].requires_grad_(False)
+                setattr(self.parameters[name], _TURNED_OFF, True)
                 # A stale gradient would still count in clipping and in the update.
                 self.parameters[name].grad = None
                 self._turned_off.add(name)
@@ -45,11 +49,21 @@ class GradientSwitch:
     def restore(self) -> None:
         """Turns on again whatever this switch turned off."""
         for name in self._turned_off:
-            self.parameters[name].requires_grad_(True)
+            _turn_on(self.parameters[name])
         self._turned_off = set()
 
     def _can_train(self, name: str) -> bool:
         return self.parameters[name].requires_grad or name in self._turned_off
+
+
+def is_turned_off(parameter: Tensor) -> bool:
+    """Whether a switch has turned the parameter's gradient off for a while."""
+    return hasattr(parameter, _TURNED_OFF)
+
+
+def _turn_on(parameter: Tensor) -> None:
+    parameter.requires_grad_(True)
+    parameter.__dict__.pop(_TURNED_OFF, None)
 
 
 def _needed_before_norms(parameters: Mapping[str, Tensor], idle: set[str]) -> set[str]:

@@ -3,23 +3,36 @@
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError
+from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
-from gradpolicy.flow.operations import operation_names
+from gradpolicy.flow.aside import set_aside
+from gradpolicy.flow.cuts import check_cuts
+from gradpolicy.flow.idle import idle_remarks
+from gradpolicy.flow.unmet import check_met
 from gradpolicy.freeze.bound import check_agreement
 from gradpolicy.freeze.mask import intersect
 from gradpolicy.freeze.schedule import Constant
 from gradpolicy.freeze.source import MaskSource
+from gradpolicy.freeze.toggling import is_turned_off
+from gradpolicy.insight.plan_warnings import (
+    buffer_warnings,
+    gets_gradient,
+    kept_buffers,
+    moved_buffers,
+    trained_in_vain,
+    vain_warnings,
+)
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.when import When
-from gradpolicy.where import match_parameters, plain_name
+from gradpolicy.where import match_parameters, named_parameters, plain_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,6 +40,7 @@ if TYPE_CHECKING:
     from gradpolicy.flow.report import ReportRow
 
 Run = Callable[[nn.Module], Tensor]
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 # What becomes of the optimizer state of an entry that freezes, by ``frozen_state``.
 FATES = {
     "keep": "what freezes keeps its optimizer state",
@@ -47,7 +61,9 @@ class PlanRow:
         operations: How many calls of each operation it met in one step.
         parameters: How many parameters it matched.
         entries: How many entries these hold.
-        active_share: The share of these entries that trains at the policy's first step.
+        active_share: The share of these entries that the policy lets train at its first step.
+        training_share: The share that does train: what gets no gradient, or only zeros, is not in it.
+        groups: For a freeze policy that goes by layers: the names of its groups.
         phases: The phases in which it holds.
         when: When it holds, as a person writes it; empty where it holds throughout training.
         course: For a freeze policy: its mask source, when masks may change, what becomes of frozen state.
@@ -61,6 +77,8 @@ class PlanRow:
     parameters: int = 0
     entries: int = 0
     active_share: float = 1.0
+    training_share: float = 1.0
+    groups: tuple[str, ...] = ()
     phases: tuple[str, ...] = ("fit",)
     when: str = ""
     course: str = ""
@@ -73,13 +91,14 @@ class Plan:
     Args:
         rows: One a policy.
         entries: Entries of all trainable parameters.
-        training_entries: How many of them an optimizer step changes: not frozen, and with a gradient.
+        training_entries: How many of them train: not frozen, and with a gradient that is not zero.
         combined: For each parameter under several freeze policies, their names and the share that
             trains in the end (the intersection).
         combined_entries: How many entries each of these parameters has.
         cuts: Where the gradient is cut.
         without_gradient: Parameters that get no gradient at all.
         zero_gradient: Parameters whose gradient is zero in every entry.
+        warnings: What will have no effect, or another one than it seems: what gets no gradient comes first.
     """
 
     rows: tuple[PlanRow, ...]
@@ -90,6 +109,7 @@ class Plan:
     cuts: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     zero_gradient: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __rich__(self) -> "RenderableType":
         """Renders the plan as a table with its remarks below."""
@@ -108,20 +128,29 @@ class Plan:
         return capture.get()
 
 
-def make_plan(model: nn.Module, policies: Mapping[str, Policy], run: Run, *, seed: int = 0) -> Plan:
+def make_plan(
+    model: nn.Module,
+    policies: Mapping[str, Policy],
+    run: Run,
+    *,
+    seed: int = 0,
+    optimizers: Optimizers | None = None,
+) -> Plan:
     """Finds out what policies will touch, by one step of a copy of the model.
 
-    The model, its gradients and the random generators are left alone.
+    The model, its gradients and the random generators are left alone. It may have the policies on it already;
+    others that are installed stay in force.
 
     Args:
         model: The model.
         policies: The policies by name.
         run: Does a training step's forward pass with the model it is given and returns the loss, a scalar.
         seed: The seed that mask sources without one of their own will get.
+        optimizers: What will train the model; None: what its ``configure_optimizers`` gives, if it has one.
 
     Raises:
-        PolicyError: If a pattern matches nothing, an operation that a policy names is not met, or two
-            policies contradict each other.
+        PolicyError: If a pattern matches nothing, an operation that a policy names is not met, a stop leaves
+            nothing that trains with a gradient, or two policies contradict each other.
 
     Example:
         >>> import gradpolicy as gp
@@ -130,32 +159,51 @@ def make_plan(model: nn.Module, policies: Mapping[str, Policy], run: Run, *, see
         >>> plan.without_gradient
         ('0.weight', '0.bias')
     """
-    with torch.random.fork_rng(devices=_cuda_devices(model)):
-        duplicate = copy.deepcopy(model)
-        flow = {name: policy for name, policy in policies.items() if isinstance(policy, FlowPolicy)}
-        rows, gradients = _flow_rows(duplicate, flow, run)
+    flow = {name: policy for name, policy in policies.items() if isinstance(policy, FlowPolicy)}
     freeze = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
-    masks = _freeze_masks(model, freeze, gradients, seed)
-    freeze_rows = {name: _freeze_row(name, freeze[name], model, masks[name]) for name in freeze}
-    combined = _combine(model, masks)
+    with torch.random.fork_rng(devices=_cuda_devices(model)):
+        duplicate = _duplicate(model, flow)
+        optimized = named_parameters(duplicate if optimizers is None else model)
+        divided = tuple(divided_factors(policies, optimized, _optimizers(duplicate, optimizers)))
+        buffers = kept_buffers(duplicate)
+        rows, gradients, partly = _flow_rows(duplicate, flow, run)
+        moved = moved_buffers(buffers, duplicate)
+        sizes = {name: parameter.numel() for name, parameter in _trainable(duplicate).items()}
+    sources, masks = _freeze_masks(model, freeze, gradients, seed)
+    vain = trained_in_vain(policies, model, gradients)
     # Those that hold later leave the first step alone.
     first = {name: masks[name] for name, policy in freeze.items() if policy.when.active()}
-    without = tuple(name for name, gradient in gradients.items() if gradient is None)
-    sizes = {name: parameter.numel() for name, parameter in _trainable(model).items()}
+    _check_cuts(flow, rows, gradients, first)
+    combined = _combine(duplicate, masks)
+    freeze_rows = {
+        name: _freeze_row(name, freeze[name], model, sources[name], masks[name], vain[name])
+        for name in freeze
+    }
     return Plan(
         rows=tuple({**rows, **freeze_rows}[name] for name in policies),
         entries=sum(sizes.values()),
         training_entries=round(
-            sum(size * _share(model, first, name) for name, size in sizes.items() if name not in without)
+            sum(
+                size * _share(duplicate, first, name)
+                for name, size in sizes.items()
+                if gets_gradient(gradients[name])
+            )
         ),
         combined=combined,
         combined_entries={name: sizes[name] for name in combined},
         cuts=_cuts(flow, rows),
-        without_gradient=without,
+        without_gradient=tuple(name for name, gradient in gradients.items() if gradient is None),
         zero_gradient=tuple(
             name
             for name, gradient in gradients.items()
-            if gradient is not None and not gradient.is_meta and not gradient.any()
+            if gradient is not None and not gets_gradient(gradient)
+        ),
+        warnings=(
+            *vain_warnings(policies, model, vain, gradients),
+            *partly,
+            *idle_remarks(flow),
+            *divided,
+            *buffer_warnings(masks, sources, moved, sizes, mask_share),
         ),
     )
 
@@ -178,22 +226,41 @@ def training_loss(module: Any, batch: Any) -> Tensor:
     return loss
 
 
-def check_met(name: str, policy: FlowPolicy, row: "ReportRow") -> None:
-    """Makes sure that operations which a policy names ran where it acts.
+# ---- the copy, and what will train it
 
-    Args:
-        name: The policy's name.
-        policy: The policy.
-        row: What it met in a step.
 
-    Raises:
-        PolicyError: If none of them did; it names the operations that did.
-    """
-    if not policy.ops or row.operations_matched or row.operations_met & set(row.operations):
-        return
-    met = sorted(row.operations_met & set(operation_names()))
-    hint = nearest(row.operations[0], met) if met else "no operation ran where the policy acts"
-    raise PolicyError(f"policy.{name}.ops: {', '.join(row.operations)} is never met in a step; {hint}")
+def _duplicate(model: nn.Module, flow: Mapping[str, FlowPolicy]) -> nn.Module:
+    """A copy of the model without the policies in question; what a freezer has turned off is on again."""
+    duplicate = copy.deepcopy(model)
+    set_aside(duplicate, flow.values())
+    for original, copied in zip(model.parameters(), duplicate.parameters(), strict=True):
+        if is_turned_off(original):
+            copied.requires_grad_(True)
+    return duplicate
+
+
+def _optimizers(duplicate: nn.Module, given: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """The optimizers that were given, or that a LightningModule makes."""
+    if given is not None:
+        return [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+    if not hasattr(duplicate, "configure_optimizers"):
+        return []
+    configure: Any = duplicate.configure_optimizers
+    try:
+        return _optimizers_in(configure())
+    except Exception:
+        # Some ask a Trainer, of which there is none yet; the plan can do without.
+        return []
+
+
+def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in whatever ``configure_optimizers`` may give."""
+    if isinstance(given, torch.optim.Optimizer):
+        return [given]
+    if isinstance(given, Mapping):
+        return _optimizers_in(given.get("optimizer"))
+    several = given if isinstance(given, list | tuple) else ()
+    return [each for item in several for each in _optimizers_in(item)]
 
 
 # ---- flow policies: one step for training, one for what holds in other phases
@@ -201,30 +268,39 @@ def check_met(name: str, policy: FlowPolicy, row: "ReportRow") -> None:
 
 def _flow_rows(
     model: nn.Module, policies: Mapping[str, FlowPolicy], run: Run
-) -> tuple[dict[str, PlanRow], dict[str, Tensor | None]]:
+) -> tuple[dict[str, PlanRow], dict[str, Tensor | None], list[str]]:
+    """A row for each policy, each parameter's gradient, and lines about operations that were not met."""
     training = {name for name, policy in policies.items() if "fit" in policy.when.phases}
-    gradients, rows = _observe(model, policies, training, run)
+    gradients, rows, unmet = _observe(model, policies, training, run)
     others = set(policies) - training
     if others:
-        _, rows_of_others = _observe(model, policies, others, run)
+        _, rows_of_others, unmet_by_others = _observe(model, policies, others, run)
         rows.update({name: rows_of_others[name] for name in others})
-    return rows, gradients
+        unmet += unmet_by_others
+    return rows, gradients, unmet
 
 
 def _observe(
     model: nn.Module, policies: Mapping[str, FlowPolicy], active: set[str], run: Run
-) -> tuple[dict[str, Tensor | None], dict[str, PlanRow]]:
-    """Takes one step with some of the policies active; what they met, and each parameter's gradient."""
+) -> tuple[dict[str, Tensor | None], dict[str, PlanRow], list[str]]:
+    """Takes one step with some of the policies active."""
     parameters = _trainable(model)
-    with install(model, policies, entry_points={"": _entry_points(model)}) as installed:
+    installed = install(model, policies, entry_points={"": _entry_points(model)})
+    try:
         for name in policies:
             installed.set_active(name, name in active)
         loss = run(model)
         found = _gradients(loss, parameters)
         report = {row.name: row for row in installed.report().rows}
-    for name in active:
-        check_met(name, policies[name], report[name])
-    return found, {name: _flow_row(name, policies[name], report[name]) for name in policies}
+    finally:
+        installed.remove(quiet=True)
+    # What runs without a gradient now may get one when what comes before it thaws.
+    thaws = any(not parameter.requires_grad for parameter in model.parameters())
+    messages = {
+        name: check_met(name, report[name].met, may_come=thaws) for name in policies if name in active
+    }
+    rows = {name: _flow_row(name, policies[name], report[name]) for name in policies}
+    return found, rows, [f"{name}: {message}" for name, message in messages.items() if message]
 
 
 def _entry_points(model: nn.Module) -> tuple[str, ...]:
@@ -251,6 +327,22 @@ def _flow_row(name: str, policy: FlowPolicy, row: "ReportRow") -> PlanRow:
     )
 
 
+def _check_cuts(
+    policies: Mapping[str, FlowPolicy],
+    rows: Mapping[str, PlanRow],
+    gradients: Mapping[str, Tensor | None],
+    masks: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Makes sure that the stops leave a path to something that trains.
+
+    Raises:
+        PolicyError: If they do not.
+    """
+    frozen = {key for given in masks.values() for key, mask in given.items() if mask is False}
+    if gradients and not any(g is not None and name not in frozen for name, g in gradients.items()):
+        check_cuts({name: policy for name, policy in policies.items() if "fit" in rows[name].phases})
+
+
 def _cuts(policies: Mapping[str, FlowPolicy], rows: Mapping[str, PlanRow]) -> tuple[str, ...]:
     return tuple(
         f"{rows[name].where} ({name}{', exact zeros' if policy.mode == 'zero' else ''})"
@@ -264,12 +356,13 @@ def _cuts(policies: Mapping[str, FlowPolicy], rows: Mapping[str, PlanRow]) -> tu
 
 def _freeze_masks(
     model: nn.Module, policies: Mapping[str, Freeze], gradients: Mapping[str, Tensor | None], seed: int
-) -> dict[str, dict[str, Any]]:
-    """Each policy's masks at its first step.
+) -> tuple[dict[str, MaskSource], dict[str, dict[str, Any]]]:
+    """Each policy's mask source, set up, and its masks at its first step.
 
     Raises:
         PolicyError: If a source cannot mask what its policy matches, or policies want different state.
     """
+    sources: dict[str, MaskSource] = {}
     masks: dict[str, dict[str, Any]] = {}
     policies_of: dict[str, dict[str, Freeze]] = {}
     for name, policy in policies.items():
@@ -277,40 +370,47 @@ def _freeze_masks(
         for key in parameters:
             policies_of.setdefault(key, {})[name] = policy
         try:
-            masks[name] = _first_masks(policy, parameters, gradients, seed)
+            sources[name] = copy.deepcopy(policy.source)
+            sources[name].setup(parameters, seed=seed)
+            masks[name] = _first_masks(sources[name], policy.when, gradients)
         except PolicyError as error:
             raise PolicyError(f"policy.{name}: {error}") from error
     for key, holders in policies_of.items():
         check_agreement(key, holders)
-    return masks
+    return sources, masks
 
 
-def _first_masks(
-    policy: Freeze, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], seed: int
-) -> dict[str, Any]:
-    source: MaskSource = copy.deepcopy(policy.source)
-    source.setup(parameters, seed=seed)
+def _first_masks(source: MaskSource, when: When, gradients: Mapping[str, Tensor | None]) -> dict[str, Any]:
     if source.needs_gradients:
-        known = {name: gradients.get(name) for name in parameters}
+        known = {name: gradients.get(name) for name in source.parameters}
         source.observe({name: gradient for name, gradient in known.items() if gradient is not None})
-    start = policy.when.start
-    step, epoch = (start, 0) if policy.when.unit == "step" else (0, start)
+    step, epoch = (when.start, 0) if when.unit == "step" else (0, when.start)
     return dict(source.masks(step, epoch))
 
 
-def _freeze_row(name: str, policy: Freeze, model: nn.Module, masks: Mapping[str, Any]) -> PlanRow:
+def _freeze_row(
+    name: str,
+    policy: Freeze,
+    model: nn.Module,
+    source: MaskSource,
+    masks: Mapping[str, Any],
+    vain: Collection[str],
+) -> PlanRow:
     parameters = match_parameters(model, policy.params)
     entries = sum(parameter.numel() for parameter in parameters.values())
-    active = sum(
-        parameter.numel() * mask_share(masks.get(key, True)) for key, parameter in parameters.items()
-    )
+    active = {
+        key: parameter.numel() * mask_share(masks.get(key, True)) for key, parameter in parameters.items()
+    }
+    training = sum(count for key, count in active.items() if key not in vain)
     return PlanRow(
         name=name,
         kind=f"Freeze · {type(policy.source).__name__}",
         where=f"params {', '.join(policy.params)}",
         parameters=len(parameters),
         entries=entries,
-        active_share=active / max(entries, 1),
+        active_share=sum(active.values()) / max(entries, 1),
+        training_share=training / max(entries, 1),
+        groups=tuple(group.name for group in source.layer_groups()),
         phases=policy.when.phases,
         when=_moments(policy.when),
         course=f"{_described(policy.source)} {_timetable(policy.source)}; {FATES[policy.frozen_state]}",

@@ -20,7 +20,7 @@ def table(rows: tuple["PlanRow", ...]) -> Table:
     drawn.add_column("entries that train", justify="right")
     for row in rows:
         when = f" ({row.when})" if row.when else ""
-        trains = f"{row.active_share:.1%} of {row.entries:,}" if row.entries else ""
+        trains = f"{row.training_share:.1%} of {row.entries:,}" if row.entries else ""
         drawn.add_row(*map(escape, (row.name, row.kind + when, row.where, _matched(row), trains)))
     return drawn
 
@@ -36,12 +36,18 @@ def _counted(count: int, what: str) -> list[str]:
 
 
 def remarks(plan: "Plan") -> list[str]:
-    """What trains in the first step, how masks change, what policies share, where gradients end."""
-    lines = [
+    """What to be warned of, what trains in the first step, how masks change, where gradients end."""
+    lines = [f"[bold yellow]Warning:[/bold yellow] {escape(warning)}." for warning in plan.warnings]
+    lines += [
         f"[bold]{plan.training_entries:,}[/bold] of {plan.entries:,} trainable entries "
         f"({plan.training_entries / max(plan.entries, 1):.1%}) train in the first step."
     ]
     lines += [escape(f"{row.name}: {row.course}.") for row in plan.rows if row.course]
+    lines += [
+        escape(f"{row.name} goes by {len(row.groups)} groups: {', '.join(row.groups)}.")
+        for row in plan.rows
+        if row.groups
+    ]
     lines += [
         _intersection(plan, names) for names in dict.fromkeys(names for names, _ in plan.combined.values())
     ]

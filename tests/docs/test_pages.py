@@ -11,9 +11,19 @@ import pytest
 import torch
 import yaml
 from hydra.utils import instantiate
+from omegaconf import open_dict, read_write
 
 import gradpolicy as gp
-from gradpolicy.launch.compose import Source, check_job, compose_job, fixed_overrides, hydra_at, jobs_of
+from gradpolicy.launch.compose import (
+    Source,
+    check_job,
+    compose_job,
+    fixed_overrides,
+    hydra_at,
+    jobs_of,
+    resolved,
+)
+from gradpolicy.launch.run import build_subject, make_run_plan
 from gradpolicy.policies import Policy
 
 ROOT = Path(__file__).parents[2]
@@ -97,3 +107,38 @@ def test_the_links_of_a_page_lead_somewhere(page):
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
     missing = [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
     assert missing == []
+
+
+def chosen_policies():
+    """The words about policies of every command that the pages, the help and the Makefile show."""
+    files = [
+        *PAGES,
+        *(ROOT / "docs").glob("*/*.md"),
+        ROOT / "conf" / "hydra" / "default.yaml",
+        ROOT / "Makefile",
+    ]
+    found = set()
+    for file in files:
+        text = file.read_text()
+        lines = re.findall(r"\bpython train\.py ([^`\n]+)|make train \[?ARGS=\"([^\"]+)\"", text)
+        for command in ("".join(line) for line in lines):
+            words = re.split(r"\s{2,}|\s#", command)[0].replace('"', "").split()
+            # A grid of choices is made of such as are shown by themselves.
+            single = not any(re.search(r",(?![^\[]*\])", word) for word in words)
+            if single and "experiment=" not in command and "ckpt_path" not in command:
+                found.add(tuple(word for word in words if word.lstrip("+~").startswith("policy")))
+    return sorted(found)
+
+
+def test_what_the_pages_let_a_person_try_first_trains_what_its_policies_are_on(configs):
+    chosen, planned = chosen_policies(), []
+    with hydra_at(configs):
+        for words in chosen:
+            job = compose_job(configs, fixed_overrides(list(words)))
+            with read_write(job), open_dict(job):
+                del job["hydra"]
+            container = resolved(job)
+            if container["policy"] not in planned:
+                planned.append(container["policy"])
+                assert make_run_plan(build_subject(container), seed=0).warnings == (), words
+    assert ("policy=[stop,straight_through,my_freeze]",) in chosen

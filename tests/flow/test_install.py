@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import gc
 import io
@@ -132,6 +133,46 @@ def test_outer_and_inner_scopes_of_one_installation(batch):
         assert installed.report().rows[0].operations_matched == 1
 
 
+def test_a_module_goes_on_under_its_own_policies_after_it_caught_an_error_of_a_part(gradient):
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise KeyError
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Fails()
+
+        def forward(self, x):
+            with contextlib.suppress(KeyError):
+                self.part(x)
+            return torch.round(x)
+
+    policies = {"own": gp.StraightThrough(modules=["*", "!part"])}
+    policies["parts"] = gp.UseRule("stop", ops=["round"], modules="part")
+    with gp.install(model := Parent(), policies) as installed:
+        found, _ = gradient(model, torch.randn(3))
+        installed.remove(quiet=True)
+    assert torch.equal(found, torch.ones(3))
+
+
+def test_an_installation_that_fails_half_way_leaves_the_model_as_it_was(net, snapshot, monkeypatch):
+    before = snapshot(net)
+    monkeypatch.setattr(torch.Tensor, "register_hook", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gp.install(net, {"slow": gp.Scale(0.5, modules="first"), "turn": gp.Reverse(params="head.bias")})
+    assert snapshot(net) == before
+
+
+def test_measuring_norms_anew_forgets_what_was_measured():
+    model, x = nn.Identity(), torch.ones(4, requires_grad=True)
+    with gp.install(model, {"half": gp.Scale(0.5, modules=nn.Identity)}) as installed:
+        for _ in range(2):
+            installed.measure_norms(True)
+            model(x).sum().backward()
+            assert installed.gradient_norms["half"] == (2.0, 1.0)
+
+
 def test_a_block_inside_a_module_wins_over_its_policy(gradient):
     class Own(nn.Module):
         def forward(self, x):
@@ -176,7 +217,8 @@ def test_the_report_says_what_was_met_matched_and_not_seen():
     text = str(installed.report())
     assert "tanh × 1, sin × 0" in text
     assert "lstm" in text
-    installed.remove()
+    with pytest.warns(UserWarning, match="'sin' was never met"):
+        installed.remove()
 
 
 def test_names_are_given_by_kind(net):

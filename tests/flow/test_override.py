@@ -78,6 +78,27 @@ def test_a_decorated_generator_is_in_the_block_while_it_runs_and_its_user_is_not
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+def test_a_decorated_generator_that_is_closed_cleans_up_in_the_block(gradient):
+    cleaned = []
+
+    @gp.gradient_override({"round": seven_times})
+    def rounded(x):
+        try:
+            yield torch.round(x)
+        finally:
+            cleaned.append(torch.round(x))
+
+    def closed_outside(x):
+        generator = rounded(x)
+        next(generator)
+        generator.close()
+        return cleaned.pop() + torch.round(x)
+
+    found, _ = gradient(closed_outside, torch.randn(3))
+    assert torch.equal(found, torch.full((3,), 7.0))
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
 def test_a_coroutine_function_cannot_be_decorated():
     async def waits():
         return None

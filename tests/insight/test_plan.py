@@ -154,3 +154,148 @@ def test_a_step_without_a_loss_is_an_error(two_layers, batch):
     two_layers.training_step = lambda batch, index: None
     with pytest.raises(gp.PolicyError, match="gave no loss"):
         training_loss(two_layers, batch)
+
+
+class Normed(nn.Module):
+    """Two blocks with a BatchNorm each, the second without parameters of its own, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)),
+        )
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+def plan_of_normed(policy):
+    return make_plan(Normed(), {"own": policy}, lambda model: model(torch.randn(8, 4)).square().sum())
+
+
+def test_what_gets_no_gradient_is_the_first_warning_and_does_not_count_as_training(two_layers, batch):
+    half = gp.Freeze(gp.masks.Random(0.5), params="trunk.*")
+    policies = {"half": half, "neutral": gp.Scale(1.0, modules="head")}
+    plan = plan_of(two_layers, batch, policies)
+    assert plan.warnings[0].startswith("half: none of its 4 parameters gets a gradient (trunk.0.weight, ")
+    assert "straight_through" in plan.warnings[0]
+    assert (plan.rows[0].training_share, plan.training_entries) == (0.0, 18)
+    lines = str(plan).splitlines()
+    assert any("params trunk.*" in line and "0.0% of 112" in line for line in lines)
+    first = next(number for number, line in enumerate(lines) if line.startswith("Warning: "))
+    assert lines[first].startswith("Warning: half: none of its 4")
+    cut = plan_of(two_layers, batch, {**policies, "cut": gp.Stop(modules="head")} | {"neutral": gp.Guided()})
+    assert "the loss does not depend on them, or a stop" in cut.warnings[0]
+    passed = plan_of(two_layers, batch, {"half": half, "round": gp.StraightThrough()})
+    assert passed.warnings == ()
+    assert passed.rows[0].training_share == pytest.approx(0.5)
+
+
+def test_only_some_parameters_without_a_gradient_are_told_by_name(two_layers, batch):
+    plan = plan_of(
+        two_layers, batch, {"all": gp.Freeze(gp.masks.Random(0.5)), "cut": gp.Scale(2.0, params="*")}
+    )
+    assert [warning.partition(" (")[0] for warning in plan.warnings[:2]] == [
+        "all: 4 of its 6 parameters get no gradient",
+        "cut: 4 of its 6 parameters get no gradient",
+    ]
+
+
+def test_warnings_are_in_colour_and_plain_text_where_there_is_none(two_layers, batch):
+    from rich.console import Console
+
+    plan = plan_of(two_layers, batch, {"half": gp.Freeze(gp.masks.Random(0.5), params="trunk.*")})
+    console = Console(force_terminal=True, color_system="standard", width=120)
+    with console.capture() as captured:
+        console.print(plan)
+    assert "\x1b[1;33mWarning:" in captured.get()
+    assert "\x1b" not in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("source", "groups", "layers"),
+    [
+        (gp.masks.Layerwise(active=1), ("blocks.0", "blocks.1"), "blocks.0.1, blocks.1.1 go"),
+        (gp.masks.Gradual(), ("blocks.0", "blocks.1", "head"), "blocks.0.1, blocks.1.1 go"),
+        (gp.masks.BlockCyclic(), ("blocks.0", "blocks.1", "head"), "blocks.0.1, blocks.1.1 go"),
+        (gp.masks.Progressive(total=10), ("blocks.0", "blocks.1"), "blocks.0.1 goes"),
+        (gp.masks.Stable(), ("blocks.0", "blocks.1"), "blocks.0.1 goes"),
+        (gp.masks.Fixed(["head.*"]), (), "blocks.0.1, blocks.1.1 go"),
+    ],
+)
+def test_layer_sources_list_their_groups_and_frozen_layers_whose_buffers_move_are_named(
+    source, groups, layers
+):
+    plan = plan_of_normed(gp.Freeze(source))
+    assert plan.rows[0].groups == groups
+    if groups:
+        assert f"own goes by {len(groups)} groups: {', '.join(groups)}." in str(plan)
+    (warning,) = plan.warnings
+    assert f"{layers} on changing running_mean, running_var, num_batches_tracked" in warning
+
+
+@pytest.mark.parametrize("policy", [gp.Freeze(gp.masks.Random(0.5)), gp.Freeze(False, params="head.*")])
+def test_layers_that_train_may_move_their_buffers(policy):
+    assert plan_of_normed(policy).warnings == ()
+
+
+def test_a_model_that_has_the_policies_already_gets_the_same_plan(two_layers, batch):
+    policies = {"round": gp.StraightThrough(ops=["round"]), "slow": gp.Scale(0.5, modules="head")}
+    plain = plan_of(two_layers, batch, policies)
+    with gp.install(two_layers, policies) as installed:
+        assert plan_of(two_layers, batch, policies) == plain
+        two_layers(batch[0]).sum().backward()
+        # The plan left the installation alone.
+        assert installed.report().rows[0].operations_matched == 1
+
+
+def test_other_policies_that_are_installed_stay_in_force(two_layers, batch):
+    with gp.install(two_layers, [gp.Stop(modules="head")]) as installed:
+        plan = plan_of(two_layers, batch, {"slow": gp.Scale(0.5, modules="trunk")})
+        assert len(plan.without_gradient) == 4
+        installed.remove()
+    with gp.install(two_layers, [gp.UseRule("tanh", ops="round")]):
+        with pytest.raises(gp.PolicyError, match=r"policy\.mine\.ops: .*'round' was taken by another"):
+            plan_of(two_layers, batch, {"mine": gp.StraightThrough(ops=["round"])})
+        two_layers(batch[0])
+
+
+def test_what_runs_only_without_gradient_is_not_met(two_layers, batch):
+    class Sampling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            p = torch.sigmoid(self.linear(x))
+            return p * torch.distributions.Bernoulli(p).sample()
+
+    policies = {"bits": gp.UseRule("bernoulli", ops="bernoulli")}
+    with pytest.raises(gp.PolicyError, match=r"policy\.bits\.ops: .*only where no gradient is recorded"):
+        make_plan(Sampling(), policies, lambda model: model(torch.ones(2, 4)).sum())
+
+
+def test_some_of_a_policys_operations_that_are_not_met_are_a_warning(two_layers, batch):
+    (warning,) = plan_of(two_layers, batch, {"steps": gp.StraightThrough(ops=["round", "sign"])}).warnings
+    assert warning.startswith("steps: operation 'sign' was never met")
+
+
+def test_the_random_state_is_left_alone_where_the_model_draws(batch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    state = torch.get_rng_state()
+    make_plan(model, {}, lambda copy: copy(batch[0]).sum())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_policys_own_source_is_not_set_up(two_layers, batch):
+    source = gp.masks.TopK(0.5)
+    plan_of(two_layers, batch, {"top": gp.Freeze(source, params="head.*")})
+    assert (source.parameters, source.gathered.sums, source.decided) == ({}, {}, -1)
+
+
+def test_masks_are_those_of_the_epoch_at_which_a_policy_starts(two_layers, batch):
+    thaws = gp.masks.Gradual(initial=1, groups=["trunk.0.*", "trunk.2.*", "head.*"])
+    plan = plan_of(two_layers, batch, {"later": gp.Freeze(thaws, when=gp.When(start=1, unit="epoch"))})
+    assert plan.rows[0].active_share == pytest.approx((72 + 18) / 130)

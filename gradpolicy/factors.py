@@ -1,0 +1,75 @@
+"""Factors on gradients that an optimizer divides out again."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.policies import FlowPolicy, Freeze, Policy
+from gradpolicy.where import pick
+
+# Parts of the names of optimizers whose update is the same for a gradient twice as high, torch's and others'.
+_DIVIDING = (
+    *("adadelta", "adafactor", "adagrad", "adam", "adan", "adopt", "lamb"),
+    *("lion", "muon", "prodigy", "rmsprop", "rprop", "signsgd", "sophia"),
+)
+_RULES = ("scale", "reverse")
+
+
+def divides_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer divides a constant factor on all gradients of a parameter out again.
+
+    Example:
+        >>> weight = [torch.nn.Parameter(torch.zeros(2))]
+        >>> divides_out(torch.optim.AdamW(weight)), divides_out(torch.optim.SGD(weight))
+        (True, False)
+    """
+    own = getattr(optimizer, "inner", optimizer)
+    names = [base.__name__.lower() for base in type(own).__mro__]
+    return any(part in name for part in _DIVIDING for name in names)
+
+
+def divided_factors(
+    policies: Mapping[str, Policy], parameters: Mapping[str, Tensor], optimizers: Iterable[Any]
+) -> Iterator[str]:
+    """A line for each policy whose factor an optimizer divides out, with what to write instead.
+
+    Args:
+        policies: The policies by name.
+        parameters: The model's parameters by name.
+        optimizers: The optimizers.
+    """
+    dividing: dict[int, str] = {
+        id(parameter): type(getattr(optimizer, "inner", optimizer)).__name__
+        for optimizer in optimizers
+        if divides_out(optimizer)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for name, policy in policies.items():
+        factor = _factor(policy)
+        if factor is None:
+            continue
+        matched = pick(parameters, policy.params).values()  # type: ignore[attr-defined]
+        kind = next((dividing[id(p)] for p in matched if id(p) in dividing), None)
+        if kind is not None:
+            yield f"{name}: {kind} divides {factor}"
+
+
+def _factor(policy: Policy) -> str | None:
+    """The factor that a policy puts on whole gradients of parameters, and what to write instead."""
+    if isinstance(policy, Freeze):
+        if not getattr(policy.source, "rescale", False):
+            return None
+        return "the factor of rescale=True out again; leave rescale out, or train with SGD"
+    if not isinstance(policy, FlowPolicy) or not policy.params or policy.rule.name not in _RULES:
+        return None
+    factor = policy.rule.parameters["factor"]
+    if not callable(factor) and abs(float(factor)) in (0.0, 1.0):
+        return None
+    shown = "the scheduled factor" if callable(factor) else f"the factor {factor:g}"
+    return (
+        f"{shown} on the gradients of parameters out again; give these parameters a learning rate of their "
+        "own (a param group of the optimizer), or train with SGD"
+    )

@@ -1,0 +1,67 @@
+"""What a rule returns is checked, and what it fails with is told with its place."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradpolicy as gp
+
+
+def multiplied_wrongly(grad, inputs, output):
+    return grad @ torch.ones(9, 9)
+
+
+class Rounded(nn.Module):
+    def forward(self, x):
+        return torch.round(x)
+
+
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        ({"ops": "round"}, "operation 'round' in module '1'"),
+        ({"modules": "1"}, "input of module '1'"),
+        ({"params": "0.weight"}, "parameter '0.weight'"),
+    ],
+)
+def test_a_rule_that_fails_is_told_with_policy_rule_module_and_shapes(where, place):
+    model = nn.Sequential(nn.Linear(4, 4), Rounded())
+    policies = {"odd": gp.UseRule(multiplied_wrongly, **where)}
+    if "ops" not in where:
+        policies["through"] = gp.StraightThrough()
+    with pytest.raises(gp.PolicyError) as caught, gp.install(model, policies):
+        model(torch.ones(3, 4)).sum().backward()
+    message = str(caught.value)
+    assert message.startswith(f"policy 'odd': rule 'multiplied_wrongly' at {place}: failed")
+    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in message
+    assert ("(4, 4)" if "params" in where else "(3, 4)") in message
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert len(message.splitlines()) == 1
+
+
+def test_a_rule_that_refuses_its_inputs_is_told_so_too():
+    x = torch.ones(3, requires_grad=True)
+    with gp.gradient_override({"round": "lsq"}):
+        y = torch.round(x)
+    with pytest.raises(gp.PolicyError, match=r"rule 'lsq' at operation 'round': failed .*expects the inputs"):
+        y.sum().backward()
+
+
+def test_a_gradient_in_the_outputs_shape_is_summed_for_what_was_broadcast_only():
+    def as_it_comes(grad, inputs, output):
+        return grad, grad
+
+    row, column = torch.ones(1, 3, requires_grad=True), torch.ones(2, 1, requires_grad=True)
+    with gp.gradient_override({"add": as_it_comes}):
+        (row + column).sum().backward()
+    assert row.grad.tolist() == [[2.0, 2.0, 2.0]]
+    assert column.grad.tolist() == [[3.0], [3.0]]
+
+    def widened(grad, inputs, output):
+        return grad.expand(2, *grad.shape)
+
+    x = torch.ones(3, requires_grad=True)
+    with gp.gradient_override({"round": widened}):
+        y = torch.round(x)
+    with pytest.raises(gp.PolicyError, match=r"gradient 0 of shape \(2, 3\) for an input of shape \(3,\)"):
+        y.sum().backward()
