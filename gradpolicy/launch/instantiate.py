@@ -7,8 +7,8 @@ import hydra.utils
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from gradpolicy.errors import PolicyError
-from gradpolicy.launch.errors import root_cause
+from gradpolicy.errors import PolicyError, brief
+from gradpolicy.launch.errors import LINE, root_cause
 
 
 def build(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
@@ -32,8 +32,8 @@ def build(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
         return made
     try:
         return made(**arguments)
-    except (TypeError, ValueError, MisconfigurationException) as error:
-        raise PolicyError(f"{key}: {error}") from error
+    except (TypeError, ValueError, ImportError, MisconfigurationException) as error:
+        raise PolicyError(f"{key}: {brief(str(error), most=LINE)}") from error
 
 
 def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str) -> dict[str, Any]:
