@@ -215,7 +215,9 @@ class Scale(FlowPolicy):
     """
 
     def __init__(self, factor: Scheduled, **where_and_when: Any) -> None:
-        super().__init__(get_rule("scale", factor=_number_or_schedule("factor", factor)), **where_and_when)
+        super().__init__(
+            get_rule("scale", factor=_number_or_schedule("Scale.factor", factor)), **where_and_when
+        )
 
 
 class Reverse(FlowPolicy):
@@ -229,7 +231,9 @@ class Reverse(FlowPolicy):
     """
 
     def __init__(self, factor: Scheduled = 1.0, **where_and_when: Any) -> None:
-        super().__init__(get_rule("reverse", factor=_number_or_schedule("factor", factor)), **where_and_when)
+        super().__init__(
+            get_rule("reverse", factor=_number_or_schedule("Reverse.factor", factor)), **where_and_when
+        )
 
 
 class Clip(FlowPolicy):
@@ -355,5 +359,5 @@ def _number_or_schedule(key: str, value: object) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     raise PolicyError(
-        f"{key}: must be a finite number, or a function of the step that gives one; got {shown(value)}"
+        f"{key}: must be a number, or a function of the step that gives one; got {shown(value)}"
     )

@@ -25,6 +25,7 @@ from gradpolicy.launch.app import main as train
 from gradpolicy.launch.app import quoted
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
+from gradpolicy.launch.output import replace_what_does_not_encode
 from gradpolicy.launch.pruning import PRUNED, make_pruner
 from gradpolicy.launch.report import RESULT, Result
 from gradpolicy.launch.sweep import summarize
@@ -84,6 +85,7 @@ class Search:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; the exit code is 2 for wrong input."""
+    replace_what_does_not_encode()
     options = parse(arguments)
     try:
         search = prepare(options)
@@ -126,10 +128,10 @@ def read_space(path: Path) -> Mapping[str, Any]:
     Raises:
         PolicyError: If there is none, or a distribution in it is unknown or lacks a bound.
     """
-    spaces = [found.stem for found in path.parent.glob("*.yaml") if "parameters:" in found.read_text()]
+    spaces = [found.stem for found in path.parent.glob("*.yaml") if "parameters:" in found.read_text("utf-8")]
     if path.stem not in spaces:
         raise unknown("search space", path.stem, spaces, key="sweep")
-    space = yaml.safe_load(path.read_text())
+    space = yaml.safe_load(path.read_text("utf-8"))
     for key, given in space["parameters"].items():
         kind = distribution_of(given)
         if kind not in DISTRIBUTIONS and kind != "constant":

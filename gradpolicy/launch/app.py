@@ -38,9 +38,10 @@ from gradpolicy.launch.errors import (
     wrong_input_errors,
 )
 from gradpolicy.launch.launchers import check_launcher
+from gradpolicy.launch.output import replace_what_does_not_encode
 from gradpolicy.launch.ranks import is_first_rank
 from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.rundir import check_writable, empty_directories_removed
+from gradpolicy.launch.rundir import RunDirectory, check_writable, empty_directories_removed
 from gradpolicy.launch.sweep import RESULTS, SUMMARY, collect, summarize
 
 CONFIG_NAME = "train"
@@ -56,6 +57,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, 143 when told to go.
     """
+    replace_what_does_not_encode()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = get_args_parser().parse_intermixed_args(arguments)
     flags = [word for word in arguments if word not in options.overrides]
@@ -138,6 +140,7 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
             )
         except Exception as error:
             # The job keeps its own errors: this one is of what Hydra sets up for it.
+            RunDirectory(Path(config.hydra.run.dir)).remove_unless_begun()
             if isinstance(error, wrong_input_errors()):
                 raise
             reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"

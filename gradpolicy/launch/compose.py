@@ -32,7 +32,7 @@ from gradpolicy.launch.schema import Settings, read_settings
 VERSION_BASE = "1.3"
 WHEN = "gradpolicy.When"
 # What Hydra says of a key that it cannot set, add or take away.
-WRONG_KEY = re.compile(r"Could not (?:override|delete(?: from config\.)?|append to config\b.*) ?'([^'\s=]*)")
+WRONG_KEY = re.compile(r"Could not (?:override|delete(?: from config\.)?|append to config\b.*?) ?'([^'\s=]*)")
 # Groups of which something is made, and what for example.
 MADE = {
     "data": "gradpolicy.tasks.DigitsDataModule",
@@ -181,6 +181,7 @@ def check_config(config: DictConfig) -> Settings:
     groups = {key: value for key, value in container.items() if isinstance(value, dict)}
     # The optimizer first: the model refers to it, and a message should name the key that a person set.
     groups = {key: groups[key] for key in sorted(groups, key=lambda key: key == "model")}
+    _check_integers(groups)
     _check_made(groups)
     for name in ("callbacks", "logger"):
         if name in settings.trainer:
@@ -211,6 +212,19 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         if isinstance(when, dict):
             when.setdefault("_target_", WHEN)
     return {str(key): value for key, value in container.items()}
+
+
+def _check_integers(node: Any, key: str = "") -> None:
+    """Refuses whole numbers that take more than 64 bits: torch overflows wherever it meets one.
+
+    Raises:
+        PolicyError: For the first.
+    """
+    if isinstance(node, int) and abs(node) >= 2**63:
+        raise PolicyError(f"{brief(key)}: takes more than 64 bits, got {shown(node)}")
+    below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in below:
+        _check_integers(value, f"{key}.{name}".lstrip("."))
 
 
 def _check_made(groups: Mapping[str, Any]) -> None:
@@ -316,10 +330,10 @@ def _composable(source: Source, overrides: Iterable[str], key: str) -> DictConfi
 def _deepest(config: DictConfig, key: str) -> tuple[Any, str]:
     """The deepest node on the way to a key that exists, and the rest of the way."""
     node: Any = config
-    parts = key.replace("/", ".").split(".")
-    for depth, part in enumerate(parts):
+    *above, last = parts = key.replace("/", ".").split(".")
+    for depth, part in enumerate(above):
         below = OmegaConf.select(node, part, throw_on_missing=False) if isinstance(node, DictConfig) else None
         if below is None or not OmegaConf.is_dict(below):
             return node, ".".join(parts[depth:])
         node = below
-    return node, parts[-1]
+    return node, last

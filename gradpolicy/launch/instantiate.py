@@ -32,8 +32,9 @@ def build(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
         return made
     try:
         return made(**arguments)
-    except (TypeError, ValueError, ImportError, MisconfigurationException) as error:
-        raise PolicyError(f"{key}: {brief(str(error), most=LINE)}") from error
+    except (TypeError, ValueError, ImportError, MemoryError, MisconfigurationException) as error:
+        reason = brief(str(error), most=LINE) or type(error).__name__
+        raise PolicyError(f"{key}: {reason}") from error
 
 
 def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str) -> dict[str, Any]:
