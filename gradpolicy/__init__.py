@@ -14,7 +14,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.rules import Rule, get_rule, rule, rule_names
 from gradpolicy.when import When
 
 if TYPE_CHECKING:
@@ -36,11 +35,13 @@ if TYPE_CHECKING:
         StraightThrough,
         UseRule,
     )
+    from gradpolicy.rules import Rule, get_rule, rule, rule_names
     from gradpolicy.rules.gradcheck import gradcheck_rule
 
 __version__ = "0.1.0"
 
-# Where each name lives that is loaded at its first use, so that importing the package costs next to nothing.
+# Where each name lives that is loaded at its first use: importing the package does not load torch, so that a
+# wrong command line is refused at once.
 _HOMES = {
     "GradientPolicies": "gradpolicy.callback",
     "apply": "gradpolicy.flow",
@@ -49,6 +50,7 @@ _HOMES = {
     "Freezer": "gradpolicy.freeze",
     "MaskedOptimizer": "gradpolicy.optim",
     "gradcheck_rule": "gradpolicy.rules.gradcheck",
+    **dict.fromkeys(("Rule", "get_rule", "rule", "rule_names"), "gradpolicy.rules"),
     **dict.fromkeys(
         ("Clip", "Deconv", "Freeze", "Guided", "Reverse", "Scale", "Stop", "StraightThrough", "UseRule"),
         "gradpolicy.policies",
@@ -84,7 +86,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("masks", "schedules"):
+    if name in ("masks", "rules", "schedules"):
         return importlib.import_module(f"gradpolicy.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from gradpolicy.checks import check_whole
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.zero import deepspeed_refused, masked
@@ -90,6 +91,8 @@ class GradientPolicies(Callback):
         for name, policy in self.policies.items():
             if not isinstance(policy, Policy):
                 raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
+        if agreement_every is not None:
+            check_whole("GradientPolicies.agreement_every", agreement_every, least=1)
         self.seed = seed
         self.log_policies = log
         self.agreement_every = agreement_every

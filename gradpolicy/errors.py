@@ -52,7 +52,28 @@ def unknown(kind: str, name: str, candidates: Iterable[str], key: str | None = N
         key: Where the user wrote it, such as ``"policy.trunk.params"``.
     """
     place = f"{key}: " if key else ""
-    return PolicyError(f"{place}unknown {kind} {name!r}; {nearest(name, candidates)}".rstrip("; "))
+    return PolicyError(f"{place}unknown {kind} {shown(name)}; {nearest(name, candidates)}".rstrip("; "))
+
+
+def shown(value: object) -> str:
+    """Gives a value as an error quotes it: on one line, and no more than the beginning of a long one.
+
+    Example:
+        >>> shown("abc"), shown([1, 2]), len(shown("a" * 5000))
+        ("'abc'", '[1, 2]', 80)
+    """
+    return brief(repr(value))
+
+
+def brief(text: str, most: int = 80) -> str:
+    """Gives the beginning of a text, on one line.
+
+    Example:
+        >>> brief("one two three", most=8), brief("one two")
+        ('one two…', 'one two')
+    """
+    line = " ".join(part.strip() for part in text[: 2 * most].splitlines())
+    return line if len(text) <= most and len(line) <= most else f"{line[: most - 1]}…"
 
 
 def check_named(policies: object) -> None:
@@ -111,7 +132,7 @@ def refuse_unknown_arguments(kind: type, names: Iterable[str], *, called: str | 
     for name in names:
         if name not in known:
             raise PolicyError(
-                f"{called or kind.__name__}: takes no argument {name!r}; {nearest(name, known)}"
+                f"{called or kind.__name__}: takes no argument {shown(name)}; {nearest(name, known)}"
             )
 
 
@@ -139,4 +160,4 @@ def shortened(names: Sequence[str], most: int = 3) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)
+    return ", ".join(map(shown, names))

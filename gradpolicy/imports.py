@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, nearest, shown
 
 # The packages whose modules a path may be followed through. Importing any of them does nothing else.
 KNOWN = (
@@ -70,7 +70,7 @@ def import_by_name(path: str) -> Any:
         PolicyError: If there is none, or it lies in a package that may not be named here.
     """
     if not all(part.isidentifier() for part in path.split(".")):
-        raise PolicyError(f"{path!r} is no dotted path")
+        raise PolicyError(f"{shown(path)} is no dotted path")
     if not is_limited():
         return follow(path)
     packages = (*KNOWN, *allowed_packages())
@@ -83,7 +83,7 @@ def not_allowed(path: str) -> PolicyError:
     """The error for a path into a package that nobody has allowed."""
     package = path.split(".")[0]
     return PolicyError(
-        f"{path!r} is not allowed; if you trust the package, allow it on the command line: "
+        f"{shown(path)} is not allowed; if you trust the package, allow it on the command line: "
         f"allowed_targets=[{package}]"
     )
 
@@ -115,16 +115,18 @@ def follow(path: str, packages: tuple[str, ...] | None = None) -> Any:
     for part in parts:
         below = f"{here}.{part}"
         if part.startswith("_") and packages is not None and not lies_in(below, allowed_packages()):
-            raise PolicyError(f"{path!r} is not allowed: {part!r} is private")
+            raise PolicyError(f"{shown(path)} is not allowed: {part!r} is private")
         if not hasattr(found, part) and isinstance(found, ModuleType) and _may_import(below, packages):
             _import_if_there(path, below)
         if not hasattr(found, part):
             names = [name for name in dir(found) if not name.startswith("_")]
             hint = nearest(part, names)
-            raise PolicyError(f"{path!r} cannot be imported: {here!r} has no {part!r}; {hint}".rstrip("; "))
+            raise PolicyError(
+                f"{shown(path)} cannot be imported: {here!r} has no {part!r}; {hint}".rstrip("; ")
+            )
         found = getattr(found, part)
         if isinstance(found, ModuleType) and packages is not None and not _may_pass(found, packages):
-            raise PolicyError(f"{path!r} is not allowed: it goes through the module {found.__name__!r}")
+            raise PolicyError(f"{shown(path)} is not allowed: it goes through the module {found.__name__!r}")
         here = below
     return found
 
@@ -162,4 +164,4 @@ def _import_if_there(path: str, module: str) -> None:
 def _cannot_import(path: str, error: ImportError) -> PolicyError:
     extra = EXTRAS.get(str(error.name or "").split(".")[0])
     hint = f"; install it: pip install 'gradpolicy[{extra}]'" if extra else ""
-    return PolicyError(f"{path!r} cannot be imported: {error}{hint}")
+    return PolicyError(f"{shown(path)} cannot be imported: {error}{hint}")

@@ -3,13 +3,14 @@
 What is a policy's own may be positional; where (``modules``, ``ops``, ``params``) and ``when`` are keywords.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, knows_its_arguments, unknown
+from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
 from gradpolicy.when import When
 from gradpolicy.where import ModulePattern, as_patterns
@@ -49,7 +50,7 @@ class Policy:
     def __init__(self, when: When | None) -> None:
         self.when = when if when is not None else When()
         if not isinstance(self.when, When):
-            raise PolicyError(f"{type(self).__name__}: when must be a gradpolicy.When, got {when!r}")
+            raise PolicyError(f"{type(self).__name__}: when must be a gradpolicy.When, got {shown(when)}")
 
     def __repr__(self) -> str:
         when = [] if self.when == When() else [f"when={self.when!r}"]
@@ -109,7 +110,7 @@ class FlowPolicy(Policy):
             raise PolicyError(f"{kind}: params= stands alone; it cannot go with modules= or ops=")
         missing = rule.missing_parameters()
         if missing:
-            raise PolicyError(f"{kind}: rule {rule.name!r} needs a value for {', '.join(missing)}")
+            raise PolicyError(f"{kind}: rule {shown(rule.name)} needs a value for {', '.join(missing)}")
 
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""
@@ -214,7 +215,9 @@ class Scale(FlowPolicy):
     """
 
     def __init__(self, factor: Scheduled, **where_and_when: Any) -> None:
-        super().__init__(get_rule("scale", factor=_number_or_schedule("factor", factor)), **where_and_when)
+        super().__init__(
+            get_rule("scale", factor=_number_or_schedule("Scale.factor", factor)), **where_and_when
+        )
 
 
 class Reverse(FlowPolicy):
@@ -228,7 +231,9 @@ class Reverse(FlowPolicy):
     """
 
     def __init__(self, factor: Scheduled = 1.0, **where_and_when: Any) -> None:
-        super().__init__(get_rule("reverse", factor=_number_or_schedule("factor", factor)), **where_and_when)
+        super().__init__(
+            get_rule("reverse", factor=_number_or_schedule("Reverse.factor", factor)), **where_and_when
+        )
 
 
 class Clip(FlowPolicy):
@@ -255,8 +260,8 @@ class Clip(FlowPolicy):
         if (value is None) == (norm is None):
             raise PolicyError("Clip: give exactly one of value= and norm=")
         key, bound = ("value", value) if norm is None else ("norm", norm)
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0:
-            raise PolicyError(f"Clip.{key}: must be a number above 0, got {bound!r}")
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
+            raise PolicyError(f"Clip.{key}: must be a finite number above 0, got {shown(bound)}")
         if per_sample and norm is None:
             raise PolicyError("Clip.per_sample: goes with norm=; a bound by value is per entry anyway")
         rule = (
@@ -349,6 +354,10 @@ def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None)
 
 
 def _number_or_schedule(key: str, value: object) -> Any:
-    if callable(value) or (isinstance(value, int | float) and not isinstance(value, bool)):
+    if callable(value):
         return value
-    raise PolicyError(f"{key}: must be a number, or a function of the step that gives one; got {value!r}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    raise PolicyError(
+        f"{key}: must be a number, or a function of the step that gives one; got {shown(value)}"
+    )

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 
 __all__ = ["Constant", "Cosine", "Exponential", "Ganin", "Linear"]
 
@@ -43,13 +43,13 @@ class Schedule(ABC):
 
     def _number(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise PolicyError(f"{type(self).__name__}.{key}: must be a finite number, got {value!r}")
+            raise PolicyError(f"{type(self).__name__}.{key}: must be a finite number, got {shown(value)}")
         return float(value)
 
     def _whole(self, key: str, value: Any, least: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise PolicyError(
-                f"{type(self).__name__}.{key}: must be a whole number of at least {least}, got {value!r}"
+                f"{type(self).__name__}.{key}: must be a whole number of at least {least}, got {shown(value)}"
             )
         return value
 
@@ -127,7 +127,7 @@ class Exponential(Ramp):
         super().__init__(start, stop, steps, begin)
         if not self.start * self.stop > 0:
             raise PolicyError(
-                f"Exponential: start and stop must be of one sign, not 0; got {start!r}, {stop!r}"
+                f"Exponential: start and stop must be of one sign, not 0; got {shown(start)}, {shown(stop)}"
             )
 
     def value_at(self, passed: float) -> float:

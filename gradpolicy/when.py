@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gradpolicy.errors import PolicyError, knows_its_arguments, unknown
+from gradpolicy.checks import check_whole
+from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
 
 PHASES = ("fit", "validate", "test", "predict")
 UNITS = ("step", "epoch")
@@ -48,17 +49,18 @@ class When:
         every: int = 1,
         unit: str = "step",
     ) -> None:
+        if not isinstance(phases, Iterable) or not phases:
+            raise PolicyError(f"when.phases: must name one phase or more, got {shown(phases)}")
         names = (phases,) if isinstance(phases, str) else tuple(phases)
         for phase in names:
             if phase not in PHASES:
-                raise unknown("phase", phase, PHASES, key="when.phases")
+                raise unknown("phase", str(phase), PHASES, key="when.phases")
         if unit not in UNITS:
             raise unknown("unit", str(unit), UNITS, key="when.unit")
-        for key, value, least in (("start", start, 0), ("every", every, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise PolicyError(f"when.{key}: must be a whole number of at least {least}, got {value!r}")
-        if stop is not None and (not isinstance(stop, int) or stop <= start):
-            raise PolicyError(f"when.stop: must be a whole number above start ({start}), got {stop!r}")
+        check_whole("when.start", start, least=0)
+        check_whole("when.every", every, least=1)
+        if stop is not None and (not isinstance(stop, int) or isinstance(stop, bool) or stop <= start):
+            raise PolicyError(f"when.stop: must be a whole number above start ({start}), got {shown(stop)}")
         object.__setattr__(self, "phases", names)
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "stop", stop)

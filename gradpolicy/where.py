@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.imports import allowed_packages, import_by_name, is_limited, lies_in
 
 ModulePattern = str | type[nn.Module]
@@ -59,7 +59,7 @@ def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) 
     written = as_patterns(patterns)
     for pattern in written:
         if not isinstance(pattern, str):
-            raise PolicyError(f"{kind} pattern {pattern!r}: must be text")
+            raise PolicyError(f"{kind} pattern {shown(pattern)}: must be text")
     wanted = [pattern for pattern in written if not pattern.startswith("!")] or ["*"]
     unwanted = [pattern[1:] for pattern in written if pattern.startswith("!")]
     for pattern in (*wanted, *unwanted):
@@ -81,11 +81,11 @@ def no_match(pattern: str, names: Iterable[str], kind: str) -> PolicyError:
     stem = pattern.rstrip("*").rstrip(".")
     # A module is a place, but no parameter: those below it are meant.
     candidates = _with_parents(names, ".*" if kind == "parameter" else "")
-    return PolicyError(f"{kind} pattern {pattern!r} matches nothing; {nearest(stem, candidates)}")
+    return PolicyError(f"{kind} pattern {shown(pattern)} matches nothing; {nearest(stem, candidates)}")
 
 
 def _nothing_left(written: Iterable[object], kind: str) -> PolicyError:
-    return PolicyError(f"{kind}s {list(written)!r}: the '!' patterns take away everything that matched")
+    return PolicyError(f"{kind}s {shown(list(written))}: the '!' patterns take away everything that matched")
 
 
 def match_modules(
@@ -171,11 +171,12 @@ def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> 
         if not found:
             classes = {type(module).__name__ for module in modules.values()}
             raise PolicyError(
-                f"module class {pattern.__name__!r} matches nothing; {nearest(pattern.__name__, classes)}"
+                f"module class {shown(pattern.__name__)} matches nothing; "
+                f"{nearest(pattern.__name__, classes)}"
             )
         return found
     if not isinstance(pattern, str):
-        raise PolicyError(f"modules: must be a glob or a module class, got {pattern!r}")
+        raise PolicyError(f"modules: must be a glob or a module class, got {shown(pattern)}")
     found = [name for name in modules if fnmatchcase(name, pattern)]
     if found:
         return found

@@ -33,6 +33,7 @@ from gradpolicy.launch.app import main as train
 from gradpolicy.launch.checkpoints import find_checkpoint
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.errors import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
+from gradpolicy.launch.output import replace_what_does_not_encode
 from gradpolicy.launch.pruning import PRUNED, make_pruner
 from gradpolicy.launch.ranks import quoted
 from gradpolicy.launch.report import RESULT, Result
@@ -96,6 +97,7 @@ class Search:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; the exit code is 2 for wrong input, 130 for Ctrl-C, 143 when told to go."""
+    replace_what_does_not_encode()
     options = parse(arguments)
     code = 0
     try:
@@ -142,10 +144,10 @@ def read_space(path: Path) -> Mapping[str, Any]:
     Raises:
         PolicyError: If there is none, or a distribution in it is unknown or lacks a bound.
     """
-    spaces = [found.stem for found in path.parent.glob("*.yaml") if "parameters:" in found.read_text()]
+    spaces = [found.stem for found in path.parent.glob("*.yaml") if "parameters:" in found.read_text("utf-8")]
     if path.stem not in spaces:
         raise unknown("search space", path.stem, spaces, key="sweep")
-    space = yaml.safe_load(path.read_text())
+    space = yaml.safe_load(path.read_text("utf-8"))
     for key, given in space["parameters"].items():
         if key.lstrip("+~").split(".")[0].split("/")[0] in ("hydra", "allowed_targets"):
             raise PolicyError(f"parameters.{key}: can only be set on the command line")

@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from gradpolicy.errors import PolicyError, shown
+
 _KEY = "gradpolicy/died/{rank}"
 # Seconds a rank that raised has to take itself down before the others end the job.
 _PATIENCE = 5.0
@@ -28,6 +30,8 @@ class RankWatch(Callback):
     """
 
     def __init__(self, every: float = 0.5) -> None:
+        if not 0 < every < float("inf"):
+            raise PolicyError(f"RankWatch.every: must be a number of seconds above 0, got {shown(every)}")
         self.every = every
         self._over = threading.Event()
         self._store: Any = None

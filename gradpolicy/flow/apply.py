@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.binding import with_numbers
 from gradpolicy.flow.calls import differentiable
 from gradpolicy.flow.functions import BackwardRule, replace_gradient
@@ -51,7 +51,7 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
     """
     name = getattr(forward, "__name__", type(forward).__name__)
     if not callable(forward):
-        raise PolicyError(f"apply: the forward must be a function, got {forward!r}")
+        raise PolicyError(f"apply: the forward must be a function, got {shown(forward)}")
     backward_rule = BackwardRule(with_numbers(as_rule(rule)), f"forward {name!r}")
     inputs = tensors_in((args, kwargs))
     with torch.no_grad():
@@ -95,4 +95,6 @@ def _as_tensors(values: Any, name: str, inputs: list[Tensor]) -> Any:
         return torch.as_tensor(values, device=device)
     if isinstance(values, tuple | list):
         return type(values)(_as_tensors(value, name, inputs) for value in values)
-    raise PolicyError(f"forward {name!r} returned {type(values).__name__}; it must return tensors or arrays")
+    raise PolicyError(
+        f"forward {shown(name)} returned {type(values).__name__}; it must return tensors or arrays"
+    )

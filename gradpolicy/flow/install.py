@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.binding import Binding
 from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.calls import OperationRule
@@ -355,10 +355,10 @@ def _named(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, FlowP
     for name, policy in named.items():
         if isinstance(policy, Freeze):
             raise PolicyError(
-                f"policy {name!r}: Freeze acts on the optimizer, not on the model; use "
+                f"policy {shown(name)}: Freeze acts on the optimizer, not on the model; use "
                 "gradpolicy.MaskedOptimizer with gradpolicy.Freezer, or the callback "
                 "gradpolicy.GradientPolicies"
             )
         if not isinstance(policy, FlowPolicy):
-            raise PolicyError(f"policy {name!r}: must be a flow policy, got {policy!r}")
+            raise PolicyError(f"policy {shown(name)}: must be a flow policy, got {shown(policy)}")
     return named

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest, unknown
+from gradpolicy.errors import PolicyError, nearest, shown, unknown
 
 Function = Callable[..., Any]
 Decision = Callable[[Function, tuple, Mapping[str, Any]], bool]
@@ -167,7 +167,7 @@ def resolve_operation(specification: str | Function) -> Operation:
         return _operation_named(name, name)
     if not _arrives_at_modes(specification):
         raise PolicyError(
-            f"an operation is a name or a torch function, got {specification!r}; a call of that never "
+            f"an operation is a name or a torch function, got {shown(specification)}; a call of that never "
             f"arrives where rules are put; {_nearest_operation(specification)}"
         )
     packet: Any = getattr(specification, "overloadpacket", specification)

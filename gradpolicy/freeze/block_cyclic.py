@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.freeze.hashing import shuffled
 from gradpolicy.freeze.layers import Layer, find_layers, layers_of, read_groups
 from gradpolicy.freeze.mask import Mask
-from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.freeze.source import MaskSource
 from gradpolicy.where import match_any
 

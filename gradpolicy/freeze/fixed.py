@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.freeze.mask import Mask, check_mask
 from gradpolicy.freeze.source import MaskSource, warn_of_timetable
 from gradpolicy.where import as_patterns, match_names
@@ -69,7 +69,7 @@ class Fixed(MaskSource):
         for pattern in given:
             if not any(fnmatchcase(name, pattern) for name in self.parameters):
                 raise PolicyError(
-                    f"Fixed: mask for {pattern!r}, which is no parameter of this policy; "
+                    f"Fixed: mask for {shown(pattern)}, which is no parameter of this policy; "
                     f"{nearest(pattern, self.parameters)}"
                 )
         self._masks = {name: self._mask_of(name, given) for name in self.parameters}
@@ -99,7 +99,9 @@ class Fixed(MaskSource):
             return read_masks(mask)
         patterns = as_patterns(mask)
         if not all(isinstance(pattern, str) for pattern in patterns):
-            raise PolicyError(f"Fixed.mask: must be a bool, globs, a tensor, a dict or a file, got {mask!r}")
+            raise PolicyError(
+                f"Fixed.mask: must be a bool, globs, a tensor, a dict or a file, got {shown(mask)}"
+            )
         trained = set(match_names(patterns, self.parameters, "parameter"))
         return {name: name in trained for name in self.parameters}
 
@@ -125,10 +127,12 @@ def read_masks(path: str | Path) -> dict[str, Mask]:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise PolicyError(f"Fixed: cannot read masks from {str(path)!r}: {error}") from error
+        raise PolicyError(f"Fixed: cannot read masks from {shown(str(path))}: {error}") from error
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.bool, torch.uint8):
-            raise PolicyError(f"Fixed: {str(path)!r} holds {name!r} as {tensor.dtype}, not bool or uint8")
+            raise PolicyError(
+                f"Fixed: {shown(str(path))} holds {shown(name)} as {tensor.dtype}, not bool or uint8"
+            )
     if not tensors:
-        raise PolicyError(f"Fixed: {str(path)!r} holds no mask")
+        raise PolicyError(f"Fixed: {shown(str(path))} holds no mask")
     return {name: tensor.bool() for name, tensor in tensors.items()}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, check_named, nearest, shortened
+from gradpolicy.errors import PolicyError, check_named, nearest, shortened, shown
 from gradpolicy.freeze.bound import BoundPolicy, FreezePolicy, FreezeRow, check_agreement
 from gradpolicy.freeze.compiled import FOLLOWS_REQUIRES_GRAD, compiled_parameters
 from gradpolicy.freeze.function import Adapted
@@ -289,7 +289,7 @@ class Freezer:
         for bound in self._bound:
             if bound.name == policy:
                 return bound.parameters
-        raise PolicyError(f"no freeze policy {policy!r}; {nearest(policy, self.policies)}")
+        raise PolicyError(f"no freeze policy {shown(policy)}; {nearest(policy, self.policies)}")
 
     def mask_of(self, name: str) -> Mask:
         """The mask in force on a parameter: the intersection of all policies that hold.
@@ -298,7 +298,7 @@ class Freezer:
             PolicyError: If no freeze policy matches the parameter.
         """
         if name not in self.parameters:
-            raise PolicyError(f"no freeze policy matches {name!r}; {nearest(name, self.parameters)}")
+            raise PolicyError(f"no freeze policy matches {shown(name)}; {nearest(name, self.parameters)}")
         return self._combined.get(name, True)
 
     # ---- checkpoints

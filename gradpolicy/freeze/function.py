@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.freeze.fixed import Fixed
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.source import MaskSource
@@ -65,7 +65,7 @@ class Function(MaskSource):
         super().__init__(**timetable)
         if not callable(function):
             raise PolicyError(
-                f"Function: must be a function (name, parameter, step) -> mask, got {function!r}"
+                f"Function: must be a function (name, parameter, step) -> mask, got {shown(function)}"
             )
         try:
             inspect.signature(function).bind("name", None, 0)
@@ -130,7 +130,7 @@ class Adapted(MaskSource):
         given = self.source.masks(step, epoch) if self._takes_epoch else self.source.masks(step)
         if not isinstance(given, Mapping):
             raise PolicyError(
-                f"{type(self.source).__name__}.masks: must give masks by parameter name, got {given!r}"
+                f"{type(self.source).__name__}.masks: must give masks by parameter name, got {shown(given)}"
             )
         return given
 
@@ -162,7 +162,7 @@ def as_source(value: SourceLike) -> MaskSource:
         return Function(value)
     raise PolicyError(
         "Freeze.mask: must be a mask source, a function (name, parameter, step) -> mask, a mask tensor or a "
-        f"dict of masks, got {value!r}"
+        f"dict of masks, got {shown(value)}"
     )
 
 

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.checks import check_whole
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.freeze.layers import Layer, find_layers, layers_of, read_groups
 from gradpolicy.freeze.mask import Mask
-from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.freeze.source import MaskSource
 
 
@@ -62,7 +62,7 @@ class Gradual(MaskSource):
         members = Counter(name for group in self.groups for name in group.parameters)
         for name in self.parameters:
             if members[name] != 1:
-                raise PolicyError(f"Gradual.groups: {name!r} must be in one group, not {members[name]}")
+                raise PolicyError(f"Gradual.groups: {shown(name)} must be in one group, not {members[name]}")
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """True for the groups that train already."""

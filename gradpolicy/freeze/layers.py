@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.where import as_patterns, match_names
 
 
@@ -73,13 +73,17 @@ def read_groups(key: str, groups: Iterable[str | Iterable[str]]) -> list[tuple[s
         groups: A list; one glob by itself would be no group of groups.
 
     Raises:
-        PolicyError: If it is text, or a group or the list of them is empty.
+        PolicyError: If it is no list, or a group or the list of them is empty.
     """
-    if isinstance(groups, str):
-        raise PolicyError(f"{key}: must be a list of groups, each a glob or a list of them, got {groups!r}")
+    if isinstance(groups, str) or not isinstance(groups, Iterable):
+        raise PolicyError(
+            f"{key}: must be a list of groups, each a glob or a list of them, got {shown(groups)}"
+        )
     read = [as_patterns(group) for group in groups]
     if not read or not all(read):
-        raise PolicyError(f"{key}: must name at least one glob in each of one group or more, got {read!r}")
+        raise PolicyError(
+            f"{key}: must name at least one glob in each of one group or more, got {shown(read)}"
+        )
     return read
 
 
@@ -99,7 +103,9 @@ def _chosen_stacks(names: list[str], stacks: str | Iterable[str] | None) -> set[
         return None
     containers = list(dict.fromkeys(stack for name in names for stack, _ in _numbered(name)))
     if not containers:
-        raise PolicyError(f"layers {list(as_patterns(stacks))!r}: no parameter lies in a numbered container")
+        raise PolicyError(
+            f"layers {shown(list(as_patterns(stacks)))}: no parameter lies in a numbered container"
+        )
     return set(match_names(stacks, containers, "layer container"))
 
 

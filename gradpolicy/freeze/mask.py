@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.freeze.recipe import RandomMask, recipe_from_state
 from gradpolicy.freeze.sharding import whole
 
@@ -36,21 +36,23 @@ def check_mask(name: str, mask: object, shape: Sequence[int], device: torch.devi
     if not isinstance(mask, Tensor):
         given = reprlib.repr(mask)
         raise PolicyError(
-            f"mask of {name!r}: must be True, False, a bool tensor or a RandomMask, got {given}"
+            f"mask of {shown(name)}: must be True, False, a bool tensor or a RandomMask, got {given}"
         )
     if mask.dtype != torch.bool:
-        raise PolicyError(f"mask of {name!r}: must be bool, got {str(mask.dtype).removeprefix('torch.')}")
+        raise PolicyError(
+            f"mask of {shown(name)}: must be bool, got {str(mask.dtype).removeprefix('torch.')}"
+        )
     if mask.layout != torch.strided:
-        raise PolicyError(f"mask of {name!r}: must be dense; use mask.to_dense()")
+        raise PolicyError(f"mask of {shown(name)}: must be dense; use mask.to_dense()")
     if mask.is_meta and device is not None and device.type != "meta":
-        raise PolicyError(f"mask of {name!r}: lies on meta, where there are no values")
+        raise PolicyError(f"mask of {shown(name)}: lies on meta, where there are no values")
     padded = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
     fits = len(padded) == len(shape) and all(
         size in (1, full) for size, full in zip(padded, shape, strict=True)
     )
     if not fits:
         raise PolicyError(
-            f"mask of {name!r}: shape {tuple(mask.shape)} does not fit the parameter's {tuple(shape)}"
+            f"mask of {shown(name)}: shape {tuple(mask.shape)} does not fit the parameter's {tuple(shape)}"
         )
     return mask
 

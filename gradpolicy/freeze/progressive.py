@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from gradpolicy.checks import check_flag, check_share, check_whole
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.freeze.layers import Layer, find_layers
 from gradpolicy.freeze.mask import Mask
-from gradpolicy.freeze.schedule import check_flag, check_share, check_whole
 from gradpolicy.freeze.source import MaskSource
 
 POWERS = {"linear": 1, "squared": 2, "cubic": 3}
@@ -70,7 +70,7 @@ class Progressive(MaskSource):
         self.first = check_share("Progressive.first", first)
         if self.first == 0.0:
             raise PolicyError("Progressive.first: must be above 0, or the first layer would never train")
-        if curve not in POWERS:
+        if curve not in tuple(POWERS):
             raise unknown("curve", str(curve), POWERS, key="Progressive.curve")
         self.curve = curve
         self.anneal = check_flag("Progressive.anneal", anneal)

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.checks import check_share
+from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.freeze.hashing import derive
 from gradpolicy.freeze.mask import Mask
-from gradpolicy.freeze.schedule import Schedule, as_schedule, check_share, density_at
+from gradpolicy.freeze.schedule import Schedule, as_schedule, density_at
 from gradpolicy.freeze.select import ROUNDING
 from gradpolicy.freeze.sharding import like, local, whole, write_at
 from gradpolicy.freeze.sparsity import DISTRIBUTIONS, densities
@@ -102,7 +103,7 @@ class PruneAndGrow(GradientSource):
         **timetable: Any,
     ) -> None:
         super().__init__(window=window, every=every, **timetable)
-        if grow not in RULES:
+        if grow not in tuple(RULES):
             raise unknown("value", str(grow), RULES, key="PruneAndGrow.grow")
         rule = RULES[grow]
         self.drop = drop or rule["drop"]
@@ -117,7 +118,7 @@ class PruneAndGrow(GradientSource):
             if value not in valid:
                 raise unknown("value", str(value), valid, key=f"PruneAndGrow.{key}")
         if self.anneal != "constant" and self.stop is None:
-            raise PolicyError(f"PruneAndGrow.stop: anneal={anneal!r} needs the count that it ends at")
+            raise PolicyError(f"PruneAndGrow.stop: anneal={shown(anneal)} needs the count that it ends at")
         self.density = as_schedule("PruneAndGrow.density", density)
         self.grow, self.distribution, self.dense = grow, distribution, dense
         self.fraction = check_share("PruneAndGrow.fraction", fraction)

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from gradpolicy.checks import check_flag
 from gradpolicy.errors import unknown
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.recipe import LEVELS, RandomMask
-from gradpolicy.freeze.schedule import Schedule, as_schedule, check_flag, density_at
+from gradpolicy.freeze.schedule import Schedule, as_schedule, density_at
 from gradpolicy.freeze.source import MaskSource
 
 

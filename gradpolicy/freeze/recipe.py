@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.freeze.hashing import bernoulli, derive
 
 LEVELS = ("entry", "row", "tensor")
@@ -46,7 +46,7 @@ class RandomMask:
         if self.level not in LEVELS:
             raise unknown("level", str(self.level), LEVELS, key="RandomMask.level")
         if not 0.0 <= self.density <= 1.0:
-            raise PolicyError(f"RandomMask.density: must lie between 0 and 1, got {self.density!r}")
+            raise PolicyError(f"RandomMask.density: must lie between 0 and 1, got {shown(self.density)}")
 
     def materialize(
         self,
@@ -92,4 +92,4 @@ def recipe_from_state(state: Mapping[str, Any]) -> RandomMask:
     try:
         return RandomMask(**state)
     except TypeError as error:
-        raise PolicyError(f"mask recipe {dict(state)!r}: {error}") from error
+        raise PolicyError(f"mask recipe {shown(dict(state))}: {error}") from error

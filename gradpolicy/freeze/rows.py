@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.checks import check_whole
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.freeze.mask import Mask
-from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.freeze.source import MaskSource, warn_of_timetable
 
 Indices = int | str | slice | Tensor | Iterable[int | str | slice]
@@ -52,10 +52,10 @@ class Rows(MaskSource):
             raise PolicyError("Rows: no row is given")
         self.size = check_whole("Rows.size", size, least=1)
         if isinstance(dim, bool) or not isinstance(dim, int):
-            raise PolicyError(f"Rows.dim: must be a whole number, got {dim!r}")
+            raise PolicyError(f"Rows.dim: must be a whole number, got {shown(dim)}")
         self.dim = dim
         if self._index is not None and (dim != 0 or size != 1):
-            raise PolicyError(f"Rows: an index ({rows!r}) goes with neither dim nor size")
+            raise PolicyError(f"Rows: an index ({shown(rows)}) goes with neither dim nor size")
         self._masks: dict[str, Mask] = {}
 
     def prepare(self) -> None:
@@ -75,16 +75,18 @@ class Rows(MaskSource):
         """``(n, 1, …)`` for rows of the first dimension, the full shape otherwise."""
         if not -parameter.dim() <= self.dim < parameter.dim():
             raise PolicyError(
-                f"Rows.dim: {name!r} of shape {tuple(parameter.shape)} has no dimension {self.dim}"
+                f"Rows.dim: {shown(name)} of shape {tuple(parameter.shape)} has no dimension {self.dim}"
             )
         dim = self.dim % parameter.dim()
         length = parameter.shape[dim]
         if length % self.size:
             raise PolicyError(
-                f"Rows.size: the {length} rows of {name!r} cannot be cut into pieces of {self.size}"
+                f"Rows.size: the {length} rows of {shown(name)} cannot be cut into pieces of {self.size}"
             )
         if self._flags not in (None, length // self.size):
-            raise PolicyError(f"Rows: {self._flags} flags for the {length // self.size} rows of {name!r}")
+            raise PolicyError(
+                f"Rows: {self._flags} flags for the {length // self.size} rows of {shown(name)}"
+            )
         pieces = torch.zeros(length // self.size, dtype=torch.bool, device=parameter.device)
         pieces[_numbers(name, self.rows, len(pieces))] = True
         line = pieces.repeat_interleave(self.size)
@@ -98,11 +100,11 @@ class Rows(MaskSource):
         except (IndexError, ValueError) as error:
             shape = tuple(parameter.shape)
             raise PolicyError(
-                f"Rows: {_shown(self.rows)} does not fit {name!r} of shape {shape}: {error}"
+                f"Rows: {_shown(self.rows)} does not fit {shown(name)} of shape {shape}: {error}"
             ) from error
         if not mask.any():
             raise PolicyError(
-                f"Rows: {_shown(self.rows)} leaves nothing of {name!r} of shape {tuple(parameter.shape)}"
+                f"Rows: {_shown(self.rows)} leaves nothing of {shown(name)} of shape {tuple(parameter.shape)}"
             )
         return mask
 
@@ -119,7 +121,7 @@ def _read(rows: Indices) -> tuple[list[Any], tuple | None]:
     if isinstance(rows, int | slice):
         rows = [rows]
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping):
-        raise PolicyError(f"Rows: must be numbers, a slice or an index, got {rows!r}")
+        raise PolicyError(f"Rows: must be numbers, a slice or an index, got {shown(rows)}")
     return [_read_part(part) if isinstance(part, str) else part for part in rows], None
 
 
@@ -130,11 +132,11 @@ def _numbers(name: str, rows: list[Any], length: int) -> list[int]:
         if isinstance(part, slice):
             within = list(range(length))[part]
             if not within:
-                raise PolicyError(f"Rows: {_shown([part])} leaves none of the {length} rows of {name!r}")
+                raise PolicyError(f"Rows: {_shown([part])} leaves none of the {length} rows of {shown(name)}")
             numbers += within
         elif isinstance(part, bool) or not isinstance(part, int) or not -length <= part < length:
             hint = '; an index is written as text: "2, 0, 3:"' if isinstance(part, Mapping) else ""
-            raise PolicyError(f"Rows: {name!r} has no row {part!r}; it has {length}{hint}")
+            raise PolicyError(f"Rows: {shown(name)} has no row {shown(part)}; it has {length}{hint}")
         else:
             numbers.append(part % length)
     return numbers
@@ -167,4 +169,4 @@ def _read_part(text: str) -> Any:
             raise ValueError(text)
         return slice(*bounds)
     except ValueError as error:
-        raise PolicyError(f"Rows: {text!r} is no number, no slice and no '...'") from error
+        raise PolicyError(f"Rows: {shown(text)} is no number, no slice and no '...'") from error

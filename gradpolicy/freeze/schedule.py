@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable
 
+from gradpolicy.checks import check_share, check_whole
 from gradpolicy.errors import PolicyError, knows_its_arguments
 
 Schedule = Callable[[int], float]
@@ -132,36 +133,3 @@ def density_at(schedule: Schedule, count: int) -> float:
         PolicyError: If a schedule of the user's gives a value outside [0, 1].
     """
     return check_share(f"density at {count}", schedule(count))
-
-
-def check_share(key: str, value: object) -> float:
-    """Takes a number between 0 and 1.
-
-    Raises:
-        PolicyError: For anything else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise PolicyError(f"{key}: must be a number between 0 and 1, got {value!r}")
-    return float(value)
-
-
-def check_flag(key: str, value: object) -> bool:
-    """Takes True or False.
-
-    Raises:
-        PolicyError: For anything else.
-    """
-    if not isinstance(value, bool):
-        raise PolicyError(f"{key}: must be True or False, got {value!r}")
-    return value
-
-
-def check_whole(key: str, value: object, *, least: int) -> int:
-    """Takes a whole number that is not too small.
-
-    Raises:
-        PolicyError: For anything else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PolicyError(f"{key}: must be a whole number of at least {least}, got {value!r}")
-    return value

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, refuse_unknown_arguments, unknown
+from gradpolicy.checks import check_whole
+from gradpolicy.errors import PolicyError, refuse_unknown_arguments, shown, unknown
 from gradpolicy.freeze.layers import Layer
 from gradpolicy.freeze.mask import Mask
-from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.when import UNITS
 
 TIMETABLE = ("every", "unit", "start", "stop")
@@ -77,7 +77,7 @@ class MaskSource:
         self.start = check_whole(f"{kind}.start", start, least=0)
         self.stop = None if stop is None else check_whole(f"{kind}.stop", stop, least=self.start + 1)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise PolicyError(f"{kind}.seed: must be a whole number, got {seed!r}")
+            raise PolicyError(f"{kind}.seed: must be a whole number, got {shown(seed)}")
         self.own_seed = seed
         self.seed = 0 if seed is None else seed
         self.parameters: dict[str, Tensor] = {}

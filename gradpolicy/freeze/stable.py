@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.checks import check_whole
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.freeze.layers import Layer, find_layers
 from gradpolicy.freeze.mask import Mask
-from gradpolicy.freeze.schedule import check_whole
 from gradpolicy.freeze.sharding import whole
 from gradpolicy.freeze.window import GradientSource
 
@@ -40,7 +40,9 @@ class Stable(GradientSource):
         super().__init__(window=None, every=check_whole("Stable.every", every, least=1), **timetable)
         is_number = isinstance(percentile, int | float) and not isinstance(percentile, bool)
         if not is_number or not 0 <= percentile <= 100:
-            raise PolicyError(f"Stable.percentile: must be a number between 0 and 100, got {percentile!r}")
+            raise PolicyError(
+                f"Stable.percentile: must be a number between 0 and 100, got {shown(percentile)}"
+            )
         self.percentile = float(percentile)
         self.layers: list[Layer] = []
         self.frozen = 0

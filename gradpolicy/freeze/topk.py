@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy.checks import check_flag
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.freeze.mask import Mask
 from gradpolicy.freeze.recipe import LEVELS
-from gradpolicy.freeze.schedule import Schedule, as_schedule, check_flag, density_at
+from gradpolicy.freeze.schedule import Schedule, as_schedule, density_at
 from gradpolicy.freeze.select import highest, highest_together, kept_of
 from gradpolicy.freeze.sharding import like, local, whole
 from gradpolicy.freeze.window import GradientSource, wide

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.freeze.schedule import check_whole
+from gradpolicy.checks import check_whole
 from gradpolicy.freeze.sharding import like, whole
 from gradpolicy.freeze.source import MaskSource
 

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from gradpolicy.callback import GradientPolicies
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.checks import check_sizes
+from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.insight.attribution import input_gradient, predict
 from gradpolicy.insight.pictures import Sample, picture_grid
 from gradpolicy.policies import StraightThrough
@@ -49,8 +50,7 @@ class AttributionPictures(Callback):
         directory: str | Path | None = None,
         required: bool = True,
     ) -> None:
-        if count < 1:
-            raise PolicyError(f"AttributionPictures.count: {count} given, at least 1 needed")
+        check_sizes("AttributionPictures", count=count, columns=columns)
         self.policy = policy
         self.count = count
         self.columns = columns
@@ -73,7 +73,7 @@ class AttributionPictures(Callback):
             reason = f"the run has no such policy; {nearest(self.policy, declared) or 'none is declared'}"
         else:
             reason = f"it does not hold in the phase {PHASE!r}; declare it with when.phases=[{PHASE}]"
-        raise PolicyError(f"AttributionPictures.policy: {self.policy!r}: {reason}")
+        raise PolicyError(f"AttributionPictures.policy: {shown(self.policy)}: {reason}")
 
     def on_test_batch_end(
         self,

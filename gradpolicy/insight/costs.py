@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.checks import check_whole
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.state import bytes_of
 
@@ -30,9 +30,7 @@ class Costs(Callback):
     """
 
     def __init__(self, skip: int = 10) -> None:
-        if skip < 0:
-            raise PolicyError(f"callbacks.costs.skip: {skip} given, at least 0 needed")
-        self.skip = skip
+        self.skip = check_whole("Costs.skip", skip, least=0)
         self._reset()
 
     def _reset(self) -> None:

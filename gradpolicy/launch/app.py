@@ -13,10 +13,10 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from rich.console import Console
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, brief
 from gradpolicy.imports import allowed_packages, limited_to
 from gradpolicy.launch.compose import (
     VERSION_BASE,
@@ -30,6 +30,7 @@ from gradpolicy.launch.compose import (
 from gradpolicy.launch.errors import (
     FAILED,
     INTERRUPTED,
+    LINE,
     TERMINATED,
     WRONG_INPUT,
     explain,
@@ -38,9 +39,10 @@ from gradpolicy.launch.errors import (
 )
 from gradpolicy.launch.hydra_nodes import check_hydra
 from gradpolicy.launch.launchers import check_launcher
+from gradpolicy.launch.output import replace_what_does_not_encode
 from gradpolicy.launch.ranks import is_first_rank, quoted
 from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.rundir import claimed_directory
+from gradpolicy.launch.rundir import RunDirectory, claimed_directory
 from gradpolicy.launch.signals import termination_exits
 from gradpolicy.launch.sweep import RESULTS, SUMMARY, collect, summarize
 from gradpolicy.launch.trust import check_not_from_config, trusted_packages
@@ -58,10 +60,11 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, 143 when told to go.
     """
+    replace_what_does_not_encode()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = get_args_parser().parse_intermixed_args(arguments)
     flags = [word for word in arguments if word not in options.overrides]
-    show_traceback = any(line.startswith("debug=") for line in options.overrides)
+    show_traceback = "extras.traceback=true" in options.overrides
     try:
         source = Source(
             Path(options.config_path or config_dir).absolute(),
@@ -73,7 +76,9 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         trusted = trusted_packages(options.overrides, config_dir.parent)
         with limited_to(trusted), hydra_at(source) as prepared:
             if not _only_tells(options):
-                return start(prepared, source, options)
+                config = compose_job(source, fixed_overrides(options.overrides))
+                show_traceback = OmegaConf.select(config, "extras.traceback") is True
+                return start(prepared, source, options, config)
             if options.cfg:
                 compose_job(source, options.overrides)
         _ask_hydra(config_dir, [*flags, *options.overrides])
@@ -89,17 +94,22 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         return leaving.code if isinstance(leaving.code, int) else FAILED
     except wrong_input_errors() as error:
         if is_first_rank():
-            report_error(error, show_traceback or "extras.traceback=true" in options.overrides)
+            report_error(error, show_traceback)
         return WRONG_INPUT
 
 
-def start(prepared: Hydra, source: Source, options: Namespace) -> int:
+def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfig) -> int:
     """Checks everything that the command line asks for, then runs the job, or the sweep's jobs.
+
+    Args:
+        prepared: Hydra, set up.
+        source: Where configs come from.
+        options: The command line.
+        config: What all jobs have in common, composed.
 
     Raises:
         PolicyError: For wrong input.
     """
-    config = compose_job(source, fixed_overrides(options.overrides))
     check_hydra(config, options.overrides)
     check_not_from_config(config, options.overrides)
     if options.multirun or config.hydra.mode == RunMode.MULTIRUN:
@@ -124,16 +134,26 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
     callbacks = Callbacks(config)
     callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
     job = Job(in_sweep=False)
+    if not config.hydra.run.dir:
+        raise PolicyError("hydra.run.dir: names no directory")
     with claimed_directory(config.hydra.run, "hydra.run.dir") as directory:
         with read_write(config.hydra):
             config.hydra.run.dir = str(directory)
-        returned = hydra_utils.run_job(
-            hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
-            task_function=job,
-            config=config,
-            job_dir_key="hydra.run.dir",
-            job_subdir_key=None,
-        )
+        try:
+            returned = hydra_utils.run_job(
+                hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
+                task_function=job,
+                config=config,
+                job_dir_key="hydra.run.dir",
+                job_subdir_key=None,
+            )
+        except Exception as error:
+            # The job keeps its own errors: this one is of what Hydra sets up for it.
+            RunDirectory(directory).remove_unless_begun()
+            if isinstance(error, wrong_input_errors()):
+                raise
+            reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
+            raise PolicyError(f"hydra: the job cannot be set up: {reason}") from error
     callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=returned)
     if job.error is not None:
         raise job.error

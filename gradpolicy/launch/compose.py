@@ -1,5 +1,6 @@
 """Composes and checks a config, also each job of a sweep, before Hydra makes any directory."""
 
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,29 +9,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose, version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, brief, nearest, shown
+from gradpolicy.launch.errors import LINE
 from gradpolicy.launch.hydra_nodes import check_hydra, check_search_path
 from gradpolicy.launch.schema import Settings, read_settings
-from gradpolicy.launch.signatures import argument_names, check_arguments
-from gradpolicy.launch.targets import check_targets, locate_target
 from gradpolicy.launch.trust import check_not_from_config
+
+# What knows torch is imported where it is used: a wrong name is refused before that takes its seconds.
 
 VERSION_BASE = "1.3"
 WHEN = "gradpolicy.When"
-# Lightning takes less: it divides by the one, and with a negative norm turns gradients round.
-TRAINER_LEAST = {"accumulate_grad_batches": 1, "gradient_clip_val": 0}
+# What Hydra says of a key that it cannot set, add or take away.
+WRONG_KEY = re.compile(r"Could not (?:override|delete(?: from config\.)?|append to config\b.*?) ?'([^'\s=]*)")
+# Groups of which something is made, and what for example.
+MADE = {
+    "data": "gradpolicy.tasks.DigitsDataModule",
+    "model": "gradpolicy.tasks.Classifier",
+    "trainer": "lightning.pytorch.Trainer",
+}
+# Groups of nodes, and what is made of a node for example.
+MADE_OF_EACH = {
+    "policy": "gradpolicy.Freeze",
+    "callbacks": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "logger": "lightning.pytorch.loggers.CSVLogger",
+}
+# Lightning takes less: it divides by some, and with a negative norm turns gradients round.
+TRAINER_LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0}
 # The plugin's own config has that name, so that `hydra/launcher=submitit_slurm` means this project's.
 NAMESAKE = r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema"
+
+# Hydra only warns of it.
+NOT_FOUND = r"provider=hydra\.searchpath"
 
 
 @dataclass(frozen=True)
@@ -40,7 +63,8 @@ class Source:
     Args:
         directory: The directory of configs.
         name: The config at its top.
-        more: A further directory, as ``--config-dir`` names it, that comes first.
+        more: A further directory, as ``--config-dir`` names it. Of two configs of one name, that in
+            `directory` counts.
     """
 
     directory: Path
@@ -59,21 +83,20 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
         if not directory.is_dir():
             raise PolicyError(f"config directory {directory} does not exist")
     check_search_path([directory for directory in (source.directory, source.more) if directory], source.name)
+    version.setbase(VERSION_BASE)
+    search_path = create_config_search_path(str(source.directory))
+    if source.more is not None:
+        # Before Hydra is made: it reads the search path once.
+        search_path.prepend("command-line", f"file://{source.more}", SearchPathQuery(provider="schema"))
     former = HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
-    with (
-        warnings.catch_warnings(),
-        initialize_config_dir(str(source.directory), job_name="train", version_base=VERSION_BASE),
-    ):
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", NAMESAKE)
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        if source.more is not None:
-            path, anchor = f"file://{source.more}", SearchPathQuery(provider="schema")
-            hydra.config_loader.get_search_path().prepend("command-line", path, anchor)
+        warnings.filterwarnings("error", NOT_FOUND)
         try:
-            yield hydra
+            yield Hydra.create_main_hydra2("train", search_path)
         finally:
+            GlobalHydra.instance().clear()
             HydraConfig.instance().cfg = former
 
 
@@ -98,14 +121,25 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
     Raises:
         PolicyError: For a choice or key that does not exist, with the nearest ones that do.
     """
+    for override in OverridesParser.create().parse_overrides(overrides):
+        _check_override(override, source)
     try:
         config = compose(source.name, overrides, return_hydra_config=True)
     except MissingConfigException as error:
         raise _unknown_choice(error, source) from error
     except ConfigCompositionException as error:
-        raise _unknown_key(error, source.name, overrides) from error
-    except ValueError as error:
-        raise _no_choice(error, source, overrides) from error
+        clearer = _wrong_key(error, source, overrides)
+        if clearer is None:
+            raise
+        raise clearer from error
+    except (HydraException, OmegaConfBaseException, YAMLError):
+        raise
+    except UserWarning as error:
+        raise PolicyError(f"hydra.searchpath: {brief(str(error), most=LINE)}") from error
+    except Exception as error:
+        # What is odd enough makes Hydra stumble in any way there is: over the length of a name, for instance.
+        reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
+        raise PolicyError(f"the command line cannot be composed: {reason}") from error
     with read_write(config), open_dict(config):
         # Hydra sets it when a job starts; until then any directory will do for what refers to it.
         config.hydra.runtime.output_dir = str(Path.cwd())
@@ -144,18 +178,26 @@ def check_config(config: DictConfig) -> Settings:
     """
     container = resolved(config)
     settings = read_settings(container)
+    from gradpolicy.launch.signatures import check_arguments
+    from gradpolicy.launch.targets import check_targets
+
     if not (settings.train or settings.test or settings.plan_only):
         raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
     groups = {key: value for key, value in container.items() if isinstance(value, dict)}
     # The optimizer first: the model refers to it, and a message should name the key that a person set.
     groups = {key: groups[key] for key in sorted(groups, key=lambda key: key == "model")}
-    for name, node in (settings.policy or {}).items():
-        if node is not None and "_target_" not in node:
-            raise PolicyError(f"policy.{name}: needs a _target_, such as gradpolicy.Freeze")
+    _check_integers(groups)
+    _check_made(groups)
+    for name in ("callbacks", "logger"):
+        if name in settings.trainer:
+            raise PolicyError(f"trainer.{name}: the group `{name}` decides: {name}.mine={{_target_: …}}")
     for name, least in TRAINER_LEAST.items():
         given = settings.trainer.get(name)
-        if isinstance(given, int | float) and given < least:
-            raise PolicyError(f"trainer.{name}: {given} given, at least {least} needed")
+        if isinstance(given, int | float) and not given >= least:
+            raise PolicyError(f"trainer.{name}: {shown(given)} given, at least {least} needed")
+    interval = settings.trainer.get("val_check_interval")
+    if isinstance(interval, int | float) and not interval > 0:
+        raise PolicyError(f"trainer.val_check_interval: {shown(interval)} given, more than 0 needed")
     check_targets(groups)
     check_arguments(groups)
     return settings
@@ -177,6 +219,33 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
+def _check_integers(node: Any, key: str = "") -> None:
+    """Refuses whole numbers that take more than 64 bits: torch overflows wherever it meets one.
+
+    Raises:
+        PolicyError: For the first.
+    """
+    if isinstance(node, int) and abs(node) >= 2**63:
+        raise PolicyError(f"{brief(key)}: takes more than 64 bits, got {shown(node)}")
+    below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in below:
+        _check_integers(value, f"{key}.{name}".lstrip("."))
+
+
+def _check_made(groups: Mapping[str, Any]) -> None:
+    """Makes sure that every node of which something is made says of what class.
+
+    Raises:
+        PolicyError: For the first without a ``_target_``.
+    """
+    nodes = [(key, groups[key], example) for key, example in MADE.items()]
+    for group, example in MADE_OF_EACH.items():
+        nodes += [(f"{group}.{name}", node, example) for name, node in groups.get(group, {}).items()]
+    for key, node, example in nodes:
+        if node is not None and "_target_" not in node:
+            raise PolicyError(f"{brief(key)}: needs a _target_, such as {example}")
+
+
 def _without_hydra(config: DictConfig) -> DictConfig:
     job = config.copy()
     with read_write(job), open_dict(job):
@@ -190,69 +259,80 @@ def _without_hydra(config: DictConfig) -> DictConfig:
 def _unknown_choice(error: MissingConfigException, source: Source) -> HydraException:
     """Adds the choices there are: Hydra names them for a single choice, not for a list."""
     group = str(error.missing_cfg_file or "").rpartition("/")[0]
-    directories = filter(None, (source.directory, source.more))
-    options = error.options or [
-        path.stem for directory in directories for path in sorted((directory / group).glob("*.yaml"))
-    ]
+    options = error.options or _choices(group, source)
     return MissingConfigException(str(error), error.missing_cfg_file, options)
 
 
-def _no_choice(error: ValueError, source: Source, overrides: Iterable[str]) -> ValueError:
-    """Says what to choose instead: Hydra takes no `null` for a group."""
-    for line in overrides:
-        group, _, value = line.partition("=")
-        if value == "null" and (source.directory / group).is_dir():
-            names = [path.stem for path in (source.directory / group).glob("*.yaml")]
-            hint = f"for nothing {group}=none" if "none" in names else nearest(value, names)
-            return PolicyError(f"{line}: a group takes the name of one of its configs; {hint}")
-    return error
+def _choices(group: str, source: Source) -> list[str]:
+    """The names of a group's configs."""
+    directories = filter(None, (source.directory, source.more))
+    return [path.stem for directory in directories for path in sorted((directory / group).glob("*.yaml"))]
 
 
-def _unknown_key(error: ConfigCompositionException, config_name: str, overrides: list[str]) -> Exception:
-    found = re.match(r"Could not (?:override|delete|append to config\b.*) ?'?([^'\s]*)'?", str(error))
+def _check_override(override: Override, source: Source) -> None:
+    """Refuses what Hydra stumbles over.
+
+    Raises:
+        PolicyError: For an override without a key, or a value that names no config of its group.
+    """
+    line, group = brief(str(override.input_line)), override.key_or_group
+    if not group:
+        raise PolicyError(f"{line}: names no key; write key=value")
+    if override.is_sweep_override() or not os.path.isdir(source.directory / group):
+        return
+    value = override.value()
+    given = value if isinstance(value, list) else [value]
+    if isinstance(value, dict) or all(isinstance(name, str) for name in given):
+        return
+    if override.is_delete() and value is None:
+        return
+    names = _choices(group, source)
+    hint = f"for nothing {group}=none" if value is None and "none" in names else nearest(str(value), names)
+    raise PolicyError(f"{line}: a group takes the name of one of its configs; {hint}")
+
+
+def _wrong_key(error: ConfigCompositionException, source: Source, overrides: list[str]) -> PolicyError | None:
+    """Says which key does not exist, or cannot be set so; None where Hydra complains of something else."""
+    found = WRONG_KEY.match(str(error))
     key = re.sub(r"^[+~]+", "", found.group(1)).rstrip(".") if found else ""
-    if not key or "already at" in str(error):
-        return error
-    config = _composable(config_name, overrides, key)
-    parent, missing = _deepest(config, key)
-    siblings = list(parent.keys()) if isinstance(parent, DictConfig) else []
+    if not key:
+        return None
+    if "An item is already at" in str(error):
+        return PolicyError(f"{brief(key)}: is in the config; set it without a plus")
+    parent, missing = _deepest(_composable(source, overrides, key), key)
+    siblings = list(map(str, parent)) if isinstance(parent, DictConfig) else []
     above = key[: -len(missing) - 1] if key != missing else ""
     name = missing.split(".")[0]
-    arguments = _arguments(parent)
-    if name in arguments or above.split(".")[0] == "user":
-        return PolicyError(f"{key}: is not set in the config; add it by a plus: +{key}=…")
-    hint = nearest(name, {*map(str, siblings), *arguments} - {"_target_", "_partial_", "hydra"})
-    return PolicyError(f"{above + '.' if above else ''}{name}: there is no such key; {hint}")
+    if above.split(".")[0] == "user":
+        return PolicyError(f"{brief(key)}: is not set in the config; add it by a plus: +{brief(key)}=…")
+    given = brief(f"{above}.{name}".lstrip("."))
+    if name in siblings:
+        none = f"; for nothing {key}=none" if "none" in _choices(key, source) else ""
+        return PolicyError(f"{given}: cannot be set or taken away beside the other overrides{none}")
+    hint = nearest(name, set(siblings) - {"_target_", "_partial_", "hydra"})
+    plus = f"; a new key takes a plus: +{brief(key)}=…" if "_target_" in siblings else ""
+    return PolicyError(f"{given}: there is no such key; {hint}{plus}")
 
 
-def _composable(config_name: str, overrides: Iterable[str], key: str) -> DictConfig:
+def _composable(source: Source, overrides: Iterable[str], key: str) -> DictConfig:
     """The config without the overrides near the one that does not compose, to see which keys there are."""
     near = ".".join(key.split(".")[:2])
-    others = [line for line in overrides if not line.lstrip("+~").startswith(near)]
+    others = [
+        line for line in overrides if not line.startswith("~") and not line.lstrip("+").startswith(near)
+    ]
     try:
-        return compose(config_name, others)
+        return compose(source.name, others)
     except HydraException:
-        return compose(config_name)
+        return compose(source.name)
 
 
 def _deepest(config: DictConfig, key: str) -> tuple[Any, str]:
     """The deepest node on the way to a key that exists, and the rest of the way."""
     node: Any = config
-    parts = key.replace("/", ".").split(".")
-    for depth, part in enumerate(parts):
+    *above, last = parts = key.replace("/", ".").split(".")
+    for depth, part in enumerate(above):
         below = OmegaConf.select(node, part, throw_on_missing=False) if isinstance(node, DictConfig) else None
         if below is None or not OmegaConf.is_dict(below):
             return node, ".".join(parts[depth:])
         node = below
-    return node, parts[-1]
-
-
-def _arguments(node: Any) -> Mapping[str, Any]:
-    """The arguments that a node's `_target_` takes."""
-    path = node.get("_target_") if isinstance(node, DictConfig) else None
-    if not isinstance(path, str):
-        return {}
-    try:
-        return argument_names(locate_target("", node))[0]
-    except PolicyError:
-        return {}
+    return node, last

@@ -14,24 +14,32 @@ from hydra.errors import (
 )
 from omegaconf.errors import OmegaConfBaseException
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, brief, nearest, shown
 
 WRONG_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
+# As much as is quoted of what others say.
+LINE = 300
+# No message is longer, whatever it quotes.
+LONGEST = 800
 
 
 def wrong_input_errors() -> tuple[type[Exception], ...]:
     """What was caused by what the user gave, whatever of these ends a run before it trains."""
-    # Loaded here: Lightning takes seconds, and `--help` has no need of it.
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    return PolicyError, HydraException, OmegaConfBaseException, yaml.YAMLError, MisconfigurationException
+    # Lightning takes seconds to load; it has raised nothing where nobody has loaded it.
+    lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
+    of_lightning = (lightning.MisconfigurationException,) if lightning else ()
+    return PolicyError, HydraException, OmegaConfBaseException, yaml.YAMLError, *of_lightning
 
 
 def explain(error: BaseException) -> str:
     """Says in one line what was wrong with the input, as plainly as the error allows."""
+    return brief(_explanation(error), most=LONGEST)
+
+
+def _explanation(error: BaseException) -> str:
     if isinstance(error, PolicyError):
         return str(error)
     if isinstance(error, MissingConfigException):
@@ -39,15 +47,17 @@ def explain(error: BaseException) -> str:
     if isinstance(error, InstantiationException):
         return _failed_instance(error)
     if isinstance(error, OverrideParseException) and "=" not in error.override.lstrip("~"):
-        return f"{error.override}: is no override; write key=value"
+        return f"{brief(error.override)}: is no override; write key=value"
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read as an override: {_first_line(error)}; quote what is special"
+        return (
+            f"{brief(error.override)}: cannot be read as an override{_reason(error)}; quote what is special"
+        )
     if isinstance(error, ConfigCompositionException) and error.__cause__ is not None:
         return f"{_first_line(error).rstrip('.')}: {_first_line(error.__cause__)}"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"{error.full_key}: {_first_line(error)}"
+        return f"{brief(str(error.full_key))}: {_first_line(error)}"
     if isinstance(error, yaml.YAMLError):
-        return f"the file is no valid YAML: {' '.join(str(error).split())}"
+        return f"the file is no valid YAML: {brief(' '.join(str(error).split()), most=LINE)}"
     return _first_line(error)
 
 
@@ -69,8 +79,9 @@ def _missing_choice(error: MissingConfigException) -> str:
     path = str(error.missing_cfg_file or "")
     group, _, name = path.rpartition("/")
     if not group:
-        return f"no config {path!r} found; {_first_line(error)}"
-    return f"{group}={name}: there is no such {group}; {nearest(name, error.options or ())}".rstrip("; ")
+        return f"no config {shown(path)} found; {_first_line(error)}"
+    given, group = brief(f"{group}={name}"), brief(group)
+    return f"{given}: there is no such {group}; {nearest(name, error.options or ())}".rstrip("; ")
 
 
 def _failed_instance(error: InstantiationException) -> str:
@@ -85,6 +96,13 @@ def _failed_instance(error: InstantiationException) -> str:
     return what if not key or what.startswith(f"{key.split('.')[0]}.") else f"{key}: {what}"
 
 
+def _reason(error: OverrideParseException) -> str:
+    """What Hydra says was wrong with an override, beside repeating it."""
+    repeated = ("LexerNoViableAltException", "Error parsing override", "See https", "^")
+    said = [line.strip() for line in str(error).splitlines()]
+    return next((f": {brief(line)}" for line in said if line and not line.startswith(repeated)), "")
+
+
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return brief(lines[0], most=LINE) if lines else type(error).__name__

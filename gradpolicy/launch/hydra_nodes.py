@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.imports import allowed_packages, lies_in
 from gradpolicy.launch.trust import parsed
 
@@ -92,7 +92,7 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
     for name in _mapping("hydra.job.env_set", node["job"]["env_set"]):
         _check_listed("hydra.job.env_set", name, VARIABLES, "set it in your shell")
     if node["output_subdir"] not in (None, ".hydra"):
-        raise PolicyError(f"hydra.output_subdir: must be .hydra or null, got {node['output_subdir']!r}")
+        raise PolicyError(f"hydra.output_subdir: must be .hydra or null, got {shown(node['output_subdir'])}")
 
 
 def _check_built(key: str, node: Any, listed: Sequence[str]) -> None:
@@ -103,12 +103,12 @@ def _check_built(key: str, node: Any, listed: Sequence[str]) -> None:
     for path, value in _leaves(node):
         place = ".".join((key, *path))
         if path[-1] == "_target_" and len(path) > 1:
-            raise PolicyError(f"{place}: nothing else is built there, got {value!r}")
+            raise PolicyError(f"{place}: nothing else is built there, got {shown(value)}")
         # A key leads to a value of the same config; a resolver could give anything, and differ each time.
         if isinstance(value, str) and "${" in REFERENCE.sub("", value):
-            raise PolicyError(f"{place}: must be plain text, or refer to a key, got {value!r}")
+            raise PolicyError(f"{place}: must be plain text, or refer to a key, got {shown(value)}")
         if REFERENCE.fullmatch(str(value)) and key.startswith("hydra.callbacks"):
-            raise PolicyError(f"{place}: must not refer to anything, got {value!r}")
+            raise PolicyError(f"{place}: must not refer to anything, got {shown(value)}")
 
 
 def _check_shell(config: DictConfig, given: set[str]) -> None:
@@ -121,7 +121,9 @@ def _check_shell(config: DictConfig, given: set[str]) -> None:
     for path, value in _leaves(launcher):
         # The lines of the script that say what a job needs are comments, which a line break would end.
         if path[0] not in SHELL and isinstance(value, str) and not value.isprintable():
-            raise PolicyError(f"hydra.launcher.{'.'.join(path)}: must be one line of text, got {value!r}")
+            raise PolicyError(
+                f"hydra.launcher.{'.'.join(path)}: must be one line of text, got {shown(value)}"
+            )
 
 
 def _check_sweep(sweeper: Mapping[str, Any]) -> None:
@@ -142,7 +144,7 @@ def _check_logging(key: str, node: Any) -> None:
             case ("handlers", _, "filename"):
                 _check_log_file(place, value)
             case ("handlers", _, "mode") if value != "a":
-                raise PolicyError(f"{place}: must be a: a log is added to, got {value!r}")
+                raise PolicyError(f"{place}: must be a: a log is added to, got {shown(value)}")
             case ("handlers", _, "stream"):
                 _check_listed(place, value, STREAMS, "others are not imported")
             case _:
@@ -152,27 +154,29 @@ def _check_logging(key: str, node: Any) -> None:
 def _check_plain(place: str, path: tuple[str, ...], value: Any) -> None:
     """Checks a setting of Python's logging that is neither imported nor made."""
     if {"()", ".", "class"} & set(path):
-        raise PolicyError(f"{place}: only handlers may be named, got {value!r}")
+        raise PolicyError(f"{place}: only handlers may be named, got {shown(value)}")
     if isinstance(value, str) and ("${" in value or "://" in value):
-        raise PolicyError(f"{place}: must be plain text, got {value!r}")
+        raise PolicyError(f"{place}: must be plain text, got {shown(value)}")
 
 
 def _check_log_file(place: str, value: Any) -> None:
     rest = str(value).removeprefix(OUTPUT).replace("${hydra.job.name}", "")
     if not str(value).startswith(OUTPUT) or not re.fullmatch(r"[\w-]*\.log", rest):
-        raise PolicyError(f"{place}: must be a .log file in the run's directory, {OUTPUT}…, got {value!r}")
+        raise PolicyError(
+            f"{place}: must be a .log file in the run's directory, {OUTPUT}…, got {shown(value)}"
+        )
 
 
 def _check_listed(key: str, value: Any, listed: Sequence[str], otherwise: str) -> None:
     if value not in listed:
-        raise PolicyError(f"{key}: {value!r} is not allowed; {nearest(str(value), listed)}; {otherwise}")
+        raise PolicyError(f"{key}: {shown(value)} is not allowed; {nearest(str(value), listed)}; {otherwise}")
 
 
 def _mapping(key: str, node: Any) -> Mapping[str, Any]:
     if node is None:
         return {}
     if not isinstance(node, Mapping):
-        raise PolicyError(f"{key}: must be written out as a mapping, got {node!r}")
+        raise PolicyError(f"{key}: must be written out as a mapping, got {shown(node)}")
     return node
 
 

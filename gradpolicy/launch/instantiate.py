@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from gradpolicy.errors import PolicyError
-from gradpolicy.launch.errors import root_cause
+from gradpolicy.errors import PolicyError, brief
+from gradpolicy.launch.errors import LINE, root_cause
 from gradpolicy.launch.targets import TARGET, check_targets, fixed_arguments, locate_target
 
 _OWN_KEYS = (TARGET, "_args_", "_convert_", "_partial_", "_recursive_")
@@ -69,12 +69,12 @@ def _built(value: Any, key: str) -> Any:
 
 def _under_key(error: Exception, key: str) -> PolicyError:
     cause = root_cause(error)
-    message = " ".join(str(cause).split())
+    message = brief(str(cause), most=LINE)
     if isinstance(cause, PolicyError):
         return PolicyError(_message_at(key, message))
     # Lightning's own words need no name; those of a KeyError are nothing without it.
-    kind = "" if isinstance(cause, MisconfigurationException) else f"{type(cause).__name__}: "
-    return PolicyError(f"{key}: {kind}{message}")
+    kind = [] if isinstance(cause, MisconfigurationException) else [type(cause).__name__]
+    return PolicyError(": ".join([key, *kind, *([message] if message else [])]))
 
 
 def _message_at(place: str, message: str) -> str:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict, read_write
 
@@ -21,14 +20,17 @@ from omegaconf import open_dict, read_write
 SWEEPS_OWN = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.sweep|\.mode|\.run)\b")
 # Lightning sets these for the processes it launches; a job must not find those of the job before.
 LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Where those who start processes write a process's number; Lightning asks in this order.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
 def is_first_rank() -> bool:
     """Whether this process is the one that prints, plans and writes."""
-    # Loaded here: Lightning takes seconds, and `--help` has no need of it.
-    from lightning.pytorch.utilities import rank_zero_only
-
-    return rank_zero_only.rank == 0  # type: ignore[attr-defined]
+    lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
+    if lightning is not None:
+        return bool(lightning.rank_zero_only.rank == 0)
+    # Lightning takes seconds to load: what needs none of it, such as `--help`, asks as Lightning would.
+    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
 def quoted(value: str) -> str:
@@ -53,6 +55,8 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
     if not HydraConfig.initialized():
         yield
         return
+    import torch.distributed as dist
+
     main = sys.modules["__main__"]
     argv, spec = sys.argv, getattr(main, "__spec__", None)
     environment = {name: os.environ.get(name) for name in LAUNCHED_BY_LIGHTNING}

@@ -21,7 +21,7 @@ from lightning.pytorch import (
     seed_everything,
 )
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
@@ -35,6 +35,7 @@ from gradpolicy.faults.nonfinite import StopOnNonFinite
 from gradpolicy.faults.preemption import SaveOnPreemption
 from gradpolicy.faults.rank_watch import RankWatch
 from gradpolicy.insight.plan import make_plan, training_loss
+from gradpolicy.launch.batches import BatchesChecked, check_batches
 from gradpolicy.launch.best_checkpoints import BestCheckpoints
 from gradpolicy.launch.checkpoints import check_fits, check_resumable, find_checkpoint
 from gradpolicy.launch.compose import check_config, resolved
@@ -121,6 +122,8 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         if checkpoint is not None and settings.train:
             console.print(f"going on from {checkpoint}", markup=False, soft_wrap=True)
         check_places(subject.model, subject.policies)
+        if settings.plan_only:
+            check_trainer(container, settings, subject, directory)
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
             console.print(make_run_plan(subject, settings.seed))
         if settings.plan_only:
@@ -170,13 +173,29 @@ def make_run_plan(subject: Subject, seed: int) -> Any:
     return make_plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
 
 
+def check_trainer(
+    container: Mapping[str, Any], settings: Settings, subject: Subject, directory: RunDirectory
+) -> None:
+    """Makes the trainer as a run would, so that a plan is refused where the run would be.
+
+    Raises:
+        PolicyError: For what the trainer, a callback or a logger refuses.
+    """
+    with own_command_line(), finished_loggers():
+        trainer = build_trainer(container, settings, subject, directory)
+    if settings.train:
+        subject.data.prepare_data()
+        subject.data.setup("fit")
+        check_batches(trainer, subject.data)
+
+
 def build_trainer(
     container: Mapping[str, Any], settings: Settings, subject: Subject, directory: RunDirectory
 ) -> Trainer:
     """Makes the trainer, with the callbacks that every run has whatever the config says."""
     node = dict(container["trainer"])
     saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
-    chosen = list(_switched_on(build_all(settings.callbacks, "callbacks").values(), node))
+    chosen = list(_switched_on(_built("callbacks", settings.callbacks, Callback), node))
     # What is not finite where nothing trains does no harm: these look at what the policies have left.
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
     # What is resumed from is saved after the best: it must know of it.
@@ -190,10 +209,11 @@ def build_trainer(
         GradientPolicies(subject.policies, seed=settings.seed),
         *guards,
         RunBegins(directory),
+        BatchesChecked(),
         *([SaveOnPreemption()] if saves else []),
     ]
     plugins = build_plugins(node.pop("plugins", None))
-    loggers = list(build_all(settings.logger, "logger").values())
+    loggers = _built("logger", settings.logger, Logger)
     _settle_wandb(loggers)
     return build(node, "trainer", callbacks=callbacks, logger=loggers or False, plugins=plugins)
 
@@ -301,6 +321,15 @@ def _made_by_hydra() -> Path | None:
 
 def _in_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+def _built(group: str, nodes: Mapping[str, Any] | None, kind: type) -> list[Any]:
+    """Makes the nodes of a group, each of one kind."""
+    made = build_all(nodes, group)
+    for name, one in made.items():
+        if not isinstance(one, kind):
+            raise PolicyError(f"{group}.{name}: must be a {kind.__name__}, got {type(one).__name__}")
+    return list(made.values())
 
 
 def _switched_on(callbacks: Iterable[Callback], trainer: Mapping[str, Any]) -> Iterator[Callback]:

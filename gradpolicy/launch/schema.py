@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.checks import LARGEST_SEED
+from gradpolicy.errors import PolicyError, brief, nearest, shown
 
 Node = dict[str, Any]
 
@@ -53,7 +54,7 @@ class Settings(Strict):
 
     task_name: str = "train"
     tags: Annotated[list[str], BeforeValidator(_several)] = Field(default_factory=list)
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
     train: bool = True
     test: bool = True
     plan_only: bool = False
@@ -80,7 +81,7 @@ def read_settings(config: Node) -> Settings:
 def _first_problem(error: ValidationError) -> PolicyError:
     problem = error.errors()[0]
     path = [str(part) for part in problem["loc"] if not str(part).startswith("function-")]
-    key = ".".join(path)
+    key = brief(".".join(path))
     if problem["type"] == "extra_forbidden":
         owner = Extras if path[0] == "extras" else Settings
         hint = nearest(path[-1], owner.model_fields)
@@ -88,8 +89,8 @@ def _first_problem(error: ValidationError) -> PolicyError:
     if problem["type"] == "missing":
         return PolicyError(f"{key}: is missing")
     if problem["type"] == "dict_type":
-        return PolicyError(f"{key}: must be a mapping of keys to values, got {problem['input']!r}")
-    return PolicyError(f"{key}: {_lowered(problem['msg'])}, got {problem['input']!r}")
+        return PolicyError(f"{key}: must be a mapping of keys to values, got {shown(problem['input'])}")
+    return PolicyError(f"{key}: {_lowered(problem['msg'])}, got {shown(problem['input'])}")
 
 
 def _lowered(message: str) -> str:

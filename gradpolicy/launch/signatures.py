@@ -13,11 +13,18 @@ import torch
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from gradpolicy.errors import NAMED, PolicyError, constructors, nearest
+from gradpolicy.errors import NAMED, PolicyError, brief, constructors, nearest, shown
 from gradpolicy.launch.targets import locate_target
 from gradpolicy.policies import Policy
 
-HYDRAS_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
+# What Hydra itself reads in a node, and what each may hold.
+HYDRAS_KEYS: dict[str, Any] = {
+    "_target_": str,
+    "_partial_": bool,
+    "_recursive_": bool,
+    "_convert_": Literal["none", "partial", "object", "all"],
+    "_args_": list[Any],
+}
 PLAIN = (str, int, float, bool, type(None))
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
@@ -102,13 +109,14 @@ def _with_type(parameter: inspect.Parameter, function: Callable[..., Any]) -> in
 def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str) -> None:
     parameters, takes_any = argument_names(target)
     for name, value in config.items():
+        place = brief(f"{key}.{name}")
         if name in HYDRAS_KEYS:
-            continue
-        if name in parameters:
-            _check_type(f"{key}.{name}", parameters[name], value)
+            _check_fits(place, HYDRAS_KEYS[name], value)
+        elif name in parameters:
+            _check_type(place, parameters[name], value)
         elif not takes_any:
             raise PolicyError(
-                f"{key}.{name}: {config['_target_']} takes no such argument; {nearest(str(name), parameters)}"
+                f"{place}: {config['_target_']} takes no such argument; {nearest(str(name), parameters)}"
             )
 
 
@@ -129,8 +137,12 @@ def _check_complete(target: Callable[..., Any], config: Mapping[str, Any], key: 
 def _check_type(key: str, parameter: inspect.Parameter, value: Any) -> None:
     if parameter.annotation is inspect.Parameter.empty or value == parameter.default or _has_target(value):
         return
-    if not fits(value, parameter.annotation):
-        raise PolicyError(f"{key}: must be {in_words(parameter.annotation)}, got {value!r}")
+    _check_fits(key, parameter.annotation, value)
+
+
+def _check_fits(key: str, annotation: Any, value: Any) -> None:
+    if not fits(value, annotation):
+        raise PolicyError(f"{key}: must be {in_words(annotation)}, got {shown(value)}")
 
 
 def in_words(annotation: Any) -> str:

@@ -65,7 +65,7 @@ def summarize(
 
 
 def _write(results: Sequence[Result], heading: str, best: int | None, path: Path) -> None:
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["job", "overrides", heading, "best", "status", "error", "directory"])
         for index, result in enumerate(results):

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.imports import KNOWN, allowed_packages, follow, home_of, import_by_name, is_allowed, lies_in
 from gradpolicy.launch import kinds
 
@@ -56,15 +56,15 @@ def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
     """
     path, place = node[TARGET], f"{key}.{TARGET}"
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        raise PolicyError(f"{place}: must be a dotted path to a class or function, got {path!r}")
+        raise PolicyError(f"{place}: must be a dotted path to a class or function, got {shown(path)}")
     try:
         found = import_by_name(path) if _is_named(path) else None
     except PolicyError as error:
         raise PolicyError(f"{place}: {error}") from error
     if found is None:
-        raise PolicyError(f"{place}: {path!r} is not among what a config may build{_hint(path)}")
+        raise PolicyError(f"{place}: {shown(path)} is not among what a config may build{_hint(path)}")
     if not callable(found):
-        raise PolicyError(f"{place}: {path!r} is a {type(found).__name__}, not a class or function")
+        raise PolicyError(f"{place}: {shown(path)} is a {type(found).__name__}, not a class or function")
     if is_allowed(found):
         return found
     _check_kind(place, path, found, _kinds_at(key))
@@ -110,7 +110,9 @@ def _check_kind(place: str, path: str, found: Callable[..., Any], expected: tupl
         return
     wanted = ", ".join(kind.rpartition(".")[2] for kind in expected)
     wanted = f"no {wanted}" if expected != kinds.PARTS else "no kind of class or function that one may build"
-    raise PolicyError(f"{place}: {path!r} is not among what a config may build: it is {wanted}{_hint(path)}")
+    raise PolicyError(
+        f"{place}: {shown(path)} is not among what a config may build: it is {wanted}{_hint(path)}"
+    )
 
 
 def _check_arguments(key: str, path: str, found: Callable[..., Any], node: Mapping[str, Any]) -> None:

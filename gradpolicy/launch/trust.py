@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 
 KEY = "allowed_targets"
 FILE = "allowed_targets.txt"
@@ -84,6 +84,6 @@ def _checked(source: str, names: Iterable[object]) -> list[str]:
     found = []
     for name in names:
         if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-            raise PolicyError(f"{source}: must be names of packages, such as my_package; got {name!r}")
+            raise PolicyError(f"{source}: must be names of packages, such as my_package; got {shown(name)}")
         found.append(name)
     return found

@@ -83,7 +83,7 @@ def _build(source: Path, compiler: list[str], flags: tuple[str, ...]) -> Path:
     Raises:
         OSError, subprocess.SubprocessError: If there is no compiler, or it fails.
     """
-    texts = [path.read_text() for path in sorted(source.parent.glob("*.c"))]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(source.parent.glob("*.c"))]
     parts = [*texts, source.name, *compiler, *flags, platform.machine(), _processor()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     library = _cache_folder() / f"{source.stem}-{digest}.so"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, nearest, shown
 
 OPTIONS = {"frozen_state": ("keep", "zero", "drop"), "bias_correction": ("entry", "tensor")}
 
@@ -16,5 +16,5 @@ def checked(option: str, value: Any) -> str:
         PolicyError: there is no such value.
     """
     if value not in OPTIONS[option]:
-        raise PolicyError(f"{option}: {value!r} does not exist; {nearest(str(value), OPTIONS[option])}")
+        raise PolicyError(f"{option}: {shown(value)} does not exist; {nearest(str(value), OPTIONS[option])}")
     return str(value)

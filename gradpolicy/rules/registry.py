@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest, unknown
+from gradpolicy.errors import PolicyError, nearest, shown, unknown
 from gradpolicy.imports import import_by_name, is_allowed, is_limited, not_allowed
 
 RuleFunction = Callable[..., Any]
@@ -67,7 +67,7 @@ class Rule:
         for name in parameters:
             if valid is not None and name not in valid:
                 hint = nearest(name, valid) if valid else "it has none"
-                raise PolicyError(f"rule {self.name!r} has no parameter {name!r}; {hint}")
+                raise PolicyError(f"rule {shown(self.name)} has no parameter {shown(name)}; {hint}")
         return replace(self, parameters={**self.parameters, **parameters})
 
     def missing_parameters(self) -> list[str]:
@@ -110,13 +110,15 @@ def rule(
         True
     """
     if not isinstance(name, str):
-        raise PolicyError(f'a rule is registered under a name: write @rule("a_name"), got {name!r}')
+        raise PolicyError(f'a rule is registered under a name: write @rule("a_name"), got {shown(name)}')
 
     def register(function: AnyRuleFunction) -> AnyRuleFunction:
         _check_signature(name, function)
         known = _RULES.get(name)
         if known is not None and _origin(known.function) != _origin(function):
-            raise PolicyError(f"rule {name!r} is already registered, by {'.'.join(_origin(known.function))}")
+            raise PolicyError(
+                f"rule {shown(name)} is already registered, by {'.'.join(_origin(known.function))}"
+            )
         _RULES[name] = Rule(name, function, gradient_filter=gradient_filter, reads=reads)
         return function
 
@@ -164,7 +166,7 @@ def _find(specification: "str | Rule | RuleFunction") -> Rule:
         _check_signature(name, specification)
         return Rule(name, specification)
     if not isinstance(specification, str):
-        raise PolicyError(f"a rule is a name, a dotted path or a function, got {specification!r}")
+        raise PolicyError(f"a rule is a name, a dotted path or a function, got {shown(specification)}")
     if specification in _RULES:
         return _RULES[specification]
     if "." in specification:
@@ -187,7 +189,7 @@ def _check_signature(name: str, function: RuleFunction) -> None:
     try:
         inspect.signature(function).bind_partial(None, None, None)
     except (TypeError, ValueError) as error:
-        raise PolicyError(f"rule {name!r} must take (grad, inputs, output): {error}") from error
+        raise PolicyError(f"rule {shown(name)} must take (grad, inputs, output): {error}") from error
 
 
 def _registered(name: str, parameters: Mapping[str, Any]) -> Rule:

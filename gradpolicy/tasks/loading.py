@@ -15,7 +15,11 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from gradpolicy.checks import LARGEST_SEED, LARGEST_SIZE, check_whole
 from gradpolicy.errors import PolicyError
+
+# Each is a process.
+MOST_WORKERS = 1024
 
 
 class TensorRows(Dataset[tuple[Tensor, ...]]):
@@ -182,7 +186,7 @@ class DataModule(LightningDataModule):
         workers: Loader processes; 0 loads in the training process.
 
     Raises:
-        PolicyError: If a number is too small; when training starts, if no batch can be filled.
+        PolicyError: If a number is too small or too large; when training starts, if no batch can be filled.
     """
 
     train_set: Dataset[Any] | None = None
@@ -191,10 +195,9 @@ class DataModule(LightningDataModule):
 
     def __init__(self, batch_size: int = 64, seed: int = 0, workers: int = 0) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise PolicyError(f"data.batch_size: {batch_size} given, at least 1 needed")
-        if workers < 0:
-            raise PolicyError(f"data.workers: {workers} given, at least 0 needed")
+        check_whole("data.batch_size", batch_size, least=1, most=LARGEST_SIZE)
+        check_whole("data.seed", seed, least=0, most=LARGEST_SEED)
+        check_whole("data.workers", workers, least=0, most=MOST_WORKERS)
         self.batch_size = batch_size
         self.seed = seed
         self.workers = workers

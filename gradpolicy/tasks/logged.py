@@ -94,7 +94,7 @@ def carry_rows_over(trainer: Trainer, written: list[dict[str, Any]]) -> None:
         rows = _read_rows(source)[: former["rows"]] + _read_rows(target)
         writer = logger.experiment
         writer.metrics_keys = sorted({*writer.metrics_keys, *(name for row in rows for name in row)})
-        with target.open("w", newline="") as file:
+        with target.open("w", newline="", encoding="utf-8") as file:
             table = csv.DictWriter(file, writer.metrics_keys)
             table.writeheader()
             table.writerows(rows)
@@ -117,7 +117,7 @@ def _count_rows(path: Path) -> int:
 def _read_rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         return []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 

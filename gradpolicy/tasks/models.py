@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradpolicy.checks import LARGEST_SIZE, check_share, check_sizes, check_whole
+
 
 class Prediction(NamedTuple):
     """What a model with a probe gives.
@@ -29,10 +31,14 @@ class QuantizedReLU(nn.Module):
 
     Args:
         levels: Number of steps between 0 and 1.
+
+    Raises:
+        PolicyError: If there is no step.
     """
 
     def __init__(self, levels: int = 4) -> None:
         super().__init__()
+        check_sizes("QuantizedReLU", levels=levels)
         self.levels = levels
         self.relu = nn.ReLU()
 
@@ -73,6 +79,9 @@ class ConvNet(nn.Module):
         width: Channels of the first convolution; the second has twice as many.
         hidden: Units of the hidden linear layer.
         dropout: Share of its units that are left out in training.
+
+    Raises:
+        PolicyError: For an impossible size, or images that leave nothing after pooling.
     """
 
     def __init__(
@@ -85,6 +94,10 @@ class ConvNet(nn.Module):
         dropout: float = 0.25,
     ) -> None:
         super().__init__()
+        check_sizes("ConvNet", channels=channels, classes=classes, width=width, hidden=hidden)
+        # Each of the two poolings halves it.
+        check_whole("ConvNet.size", size, least=4, most=LARGEST_SIZE)
+        check_share("ConvNet.dropout", dropout)
         self.trunk = nn.Sequential(
             nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
             nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -107,10 +120,16 @@ class MultilayerPerceptron(nn.Module):
         inputs: Pixels of an image, over all channels.
         hidden: Units of each hidden layer.
         classes: Number of classes.
+
+    Raises:
+        PolicyError: For an impossible size.
     """
 
     def __init__(self, inputs: int = 784, hidden: Sequence[int] = (300, 100), classes: int = 10) -> None:
         super().__init__()
+        check_sizes("MultilayerPerceptron", inputs=inputs, classes=classes)
+        for units in hidden:
+            check_sizes("MultilayerPerceptron", hidden=units)
         sizes = [inputs, *hidden]
         self.trunk = nn.Sequential(
             *(nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)),
@@ -135,6 +154,9 @@ class QuantizedConvNet(nn.Module):
         width: Channels of the first block; the later ones have twice as many.
         levels: Steps of the quantised activations between 0 and 1.
         dropout: Share of the features that head and probe do not see in training.
+
+    Raises:
+        PolicyError: For an impossible size.
     """
 
     def __init__(
@@ -147,6 +169,10 @@ class QuantizedConvNet(nn.Module):
         dropout: float = 0.25,
     ) -> None:
         super().__init__()
+        check_sizes(
+            "QuantizedConvNet", channels=channels, size=size, classes=classes, width=width, levels=levels
+        )
+        check_share("QuantizedConvNet.dropout", dropout)
         self.trunk = nn.Sequential(
             QuantizedBlock(channels, width, 1, levels),
             QuantizedBlock(width, 2 * width, 2, levels),

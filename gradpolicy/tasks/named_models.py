@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.faults.reading import read_file
 from gradpolicy.tasks.images import ImageShape, Normalized
 
@@ -45,7 +45,7 @@ def load_named_model(name: str, weights: str | None = None) -> NamedModel:
     """
     package, _, model = name.partition(":")
     if package not in LOADERS or not model:
-        raise PolicyError(f"model: {name!r} given; timm:NAME or torchvision:NAME needed")
+        raise PolicyError(f"model: {shown(name)} given; timm:NAME or torchvision:NAME needed")
     try:
         found = LOADERS[package](_package(package, name), model, weights is None)
     except (OSError, RuntimeError) as error:

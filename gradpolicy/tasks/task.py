@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -36,7 +36,7 @@ class Task(LightningModule):
         super().__init__()
         if scheduler_interval not in ("step", "epoch"):
             raise PolicyError(
-                f"model.scheduler_interval: {scheduler_interval!r} given, 'step' or 'epoch' needed"
+                f"model.scheduler_interval: {shown(scheduler_interval)} given, 'step' or 'epoch' needed"
             )
         self.model = model
         self.make_optimizer = optimizer

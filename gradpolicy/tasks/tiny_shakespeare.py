@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from gradpolicy.checks import LARGEST_SIZE, check_share, check_whole
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.tasks.files import FileDataModule, RemoteFile
 
@@ -89,11 +90,13 @@ class TinyShakespeareDataModule(FileDataModule):
     ) -> None:
         if part not in PARTS:
             raise unknown("part", part, PARTS, key="data.part")
+        check_share("data.validation_share", validation_share)
+        check_share("data.test_share", test_share)
         if min(validation_share, test_share) <= 0 or validation_share + test_share >= 1:
             raise PolicyError("data.validation_share: with data.test_share it must lie between 0 and 1")
         for name, value in {"context": context, "stride": stride}.items():
-            if value is not None and value < 1:
-                raise PolicyError(f"data.{name}: {value} given, at least 1 needed")
+            if value is not None:
+                check_whole(f"data.{name}", value, least=1, most=LARGEST_SIZE)
         super().__init__(FILES, data_dir, batch_size, seed, workers, download)
         self.context = context
         self.stride = stride or context

@@ -4,7 +4,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gradpolicy.checks import check_share, check_sizes, check_whole
 from gradpolicy.errors import PolicyError
+
+# Far above any that was trained; they are made one by one.
+MOST_LAYERS = 10_000
 
 
 class CharacterTransformer(nn.Module):
@@ -23,7 +27,7 @@ class CharacterTransformer(nn.Module):
         dropout: Share of values left out in training.
 
     Raises:
-        PolicyError: If the heads do not divide the width.
+        PolicyError: For an impossible size, or heads that do not divide the width.
     """
 
     def __init__(
@@ -36,6 +40,9 @@ class CharacterTransformer(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
+        check_sizes("CharacterTransformer", vocabulary=vocabulary, context=context, width=width, heads=heads)
+        check_whole("CharacterTransformer.layers", layers, least=1, most=MOST_LAYERS)
+        check_share("CharacterTransformer.dropout", dropout)
         if width % heads:
             raise PolicyError(f"model.heads: {heads} heads do not divide a width of {width}")
         self.context = context

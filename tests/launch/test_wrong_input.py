@@ -24,7 +24,52 @@ UNKNOWN = {
     "trainer=null": ("trainer=null", "ddp_sim"),
     "user.mine=3": ("user.mine", "+user.mine"),
     "+logger.csv.nme=mine": ("logger.csv.nme", "name"),
+    "~nosuch": ("nosuch", "there is no such key"),
+    "debug=wrong": ("debug=wrong", "default"),
+    "policy=[stop,3]": ("policy=[stop,3]", "stop"),
+    "+seed=3": ("seed", "without a plus"),
+    "~policy": ("policy", "policy=none"),
+    "~trainer._target_": ("trainer", "needs a _target_"),
+    "~logger.csv._target_": ("logger.csv", "needs a _target_"),
+    "+trainer.logger=true": ("trainer.logger", "group `logger`"),
 }
+IMPOSSIBLE = {
+    "seed=4294967296": "seed",
+    "seed=9223372036854775808": "seed",
+    "model.model.dropout=nan": "model.model.dropout",
+    "model.model.dropout=1.5": "model.model.dropout",
+    "model.model.levels=0": "model.model.levels",
+    "model.model.width=0": "model.model.width",
+    "model.model.size=-1": "model.model.size",
+    "model.model.classes=100000000000000000000": "model.model.classes",
+    "model=conv_net model.model.size=3": "model.model.size",
+    "model=multilayer_perceptron model.model.hidden=[10,0]": "model.model.hidden",
+    "data.seed=-1": "data.seed",
+    "data.validation_share=nan": "data.validation_share",
+    "trainer.val_check_interval=0": "trainer.val_check_interval",
+    "trainer.val_check_interval=nan": "trainer.val_check_interval",
+    "trainer.val_check_interval=1000": "trainer.val_check_interval",
+    "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch",
+    "trainer.limit_train_batches=nan": "trainer",
+    "trainer.limit_train_batches=0.001": "trainer.limit_train_batches",
+    "trainer.strategy=abc": "trainer",
+    "trainer.devices=100000000000000000000": "trainer.devices",
+    "optimizer.eps=-100000000000000000000": "optimizer.eps",
+    "trainer.precision=transformer-engine": "trainer",
+    "callbacks=[model_checkpoint,costs] callbacks.costs.skip=-1": "callbacks.costs.skip",
+    "policy.random_freeze.mask.density=nan": "policy.random_freeze.mask.density",
+    "+policy.guided.when.every=0": "policy.guided.when.every",
+    "policy.guided.when.phases=[]": "policy.guided.when.phases",
+    "+policy.again={_target_: gradpolicy.Scale, factor: nan, modules: model.head}": "policy.again.factor",
+    "+policy.again={_target_: gradpolicy.Clip, norm: .inf, modules: model.head}": "policy.again.norm",
+    "+model._partial_='yes'": "model._partial_",
+    "+optimizer._recursive_='no'": "optimizer._recursive_",
+    "+policy.stop._convert_=abc": "policy.stop._convert_",
+    "+logger.csv._partial_=true": "logger.csv",
+    "hydra.searchpath=[file:///nowhere]": "hydra.searchpath",
+    "hydra.job_logging.root.level=abc": "hydra",
+}
+ODD = ("=3", "+=3", "~", "~=3", "==", "++", "a", "a..b=1", ".a=1", "seed='1", "seed={a:1", "seed=é", "a.b.=1")
 WRONG_TYPE = {
     "optimizer.lr=abc": "optimizer.lr",
     "trainer.max_epochs=many": "trainer.max_epochs",
@@ -91,6 +136,72 @@ def test_what_a_mask_source_cannot_use_is_said_in_its_words(train, overrides: st
     key, cause = UNREADABLE[overrides]
     assert message.startswith(key)
     assert cause in message
+
+
+@pytest.mark.parametrize("overrides", IMPOSSIBLE)
+def test_what_cannot_be_is_refused_by_its_key_before_anything_is_trained(train, overrides: str) -> None:
+    line = overrides.split() if overrides.startswith(("model=", "callbacks=")) else [overrides]
+    assert train("plan_only=true", *line).refusal.startswith(f"{IMPOSSIBLE[overrides]}:")
+
+
+@pytest.mark.parametrize("override", ["trainer.strategy=abc", "trainer.val_check_interval=1000"])
+def test_a_run_refuses_what_its_plan_refuses(train, override: str) -> None:
+    assert train(override, "extras.plan=false").message == train(override, "plan_only=true").message
+
+
+def test_no_batch_of_validation_is_refused_when_the_run_starts(train) -> None:
+    ended = train("trainer.limit_val_batches=0.01", "extras.plan=false")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("override", ODD)
+def test_what_is_no_override_is_quoted_and_refused(train, override: str) -> None:
+    ended = train(override)
+    assert ended.refusal.startswith(f"{override}: ")
+    assert ended.err.count("\n") == 1
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        LONG,
+        f"{LONG}=3",
+        f"+{LONG}=3",
+        f"~{LONG}",
+        f"seed={LONG}",
+        f"policy={LONG}",
+        f"policy=[{LONG}]",
+        f"+policy.{LONG}=3",
+        f"experiment={LONG}",
+        f"+trainer.{LONG}=3",
+        f"trainer.strategy={LONG}",
+        f"trainer.max_time={LONG}",
+        f"optimizer.lr={LONG}",
+        f"optimizer.lr=${{{LONG}}}",
+        f"policy.stop.modules={LONG}",
+        f"policy.stop.mode={LONG}",
+        f"policy.straight_through.ops={LONG}",
+        f"policy.straight_through.surrogate={LONG}",
+        f"policy.random_freeze.mask.density={LONG}",
+    ],
+    ids=lambda override: override.replace(LONG, "long"),
+)
+def test_a_message_quotes_no_more_than_a_line_of_what_was_given(train, override: str) -> None:
+    ended = train(override, "plan_only=true")
+    assert ended.refusal.count("x") <= 400
+    assert len(ended.message) <= 800
+
+
+def test_an_empty_run_directory_is_refused_and_nothing_removed(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert train("hydra.run.dir=", "plan_only=true").refusal.startswith("hydra.run.dir:")
+    assert (tmp_path / "empty").is_dir()
 
 
 @pytest.mark.parametrize("override", NO_MATCH)

@@ -1,0 +1,57 @@
+"""Checks of the numbers that constructors take; each names the argument it refuses."""
+
+from gradpolicy.errors import PolicyError, shown
+
+# More of anything than this exceeds what memory holds, and what 32-bit counters count.
+LARGEST_SIZE = 2**31 - 1
+# NumPy takes no larger one.
+LARGEST_SEED = 2**32 - 1
+
+
+def check_share(key: str, value: object) -> float:
+    """Takes a number between 0 and 1.
+
+    Raises:
+        PolicyError: For anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise PolicyError(f"{key}: must be a number between 0 and 1, got {shown(value)}")
+    return float(value)
+
+
+def check_flag(key: str, value: object) -> bool:
+    """Takes True or False.
+
+    Raises:
+        PolicyError: For anything else.
+    """
+    if not isinstance(value, bool):
+        raise PolicyError(f"{key}: must be True or False, got {shown(value)}")
+    return value
+
+
+def check_whole(key: str, value: object, *, least: int, most: int | None = None) -> int:
+    """Takes a whole number that is neither too small nor too large.
+
+    Raises:
+        PolicyError: For anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PolicyError(f"{key}: must be a whole number of at least {least}, got {shown(value)}")
+    if most is not None and value > most:
+        raise PolicyError(f"{key}: must be at most {most}, got {shown(value)}")
+    return value
+
+
+def check_sizes(owner: str, **sizes: object) -> None:
+    """Takes whole numbers of at least 1.
+
+    Args:
+        owner: The class whose arguments they are.
+        **sizes: The arguments by name.
+
+    Raises:
+        PolicyError: For the first that is anything else.
+    """
+    for name, value in sizes.items():
+        check_whole(f"{owner}.{name}", value, least=1, most=LARGEST_SIZE)

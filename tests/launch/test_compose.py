@@ -1,0 +1,85 @@
+"""Composing: what a further directory adds, and what is refused before the slow packages are loaded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import CONF, ROOT
+
+WRONG_NAMES = (
+    "policy=gided",
+    "policy=[stop,gided]",
+    "optmizer.lr=1",
+    "trainer.max_epoch=3",
+    "trainer.nosuch=3",
+    "+sede=3",
+    "~nosuch",
+    "debug=wrong",
+    "experiment=wrong",
+    "=3",
+    "policy=null",
+    "seed=one",
+    "seed=4294967296",
+)
+
+
+def test_a_wrong_name_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    program = (
+        "import json, pathlib, sys; from gradpolicy.launch.app import main\n"
+        f"codes = [main(pathlib.Path({str(CONF)!r}), [line]) for line in {WRONG_NAMES!r}]\n"
+        "loaded = [name for name in ('torch', 'lightning', 'numpy') if name in sys.modules]\n"
+        "print(json.dumps([codes, loaded]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr.count("\n") == len(WRONG_NAMES)
+    assert json.loads(done.stdout) == [[2] * len(WRONG_NAMES), []]
+
+
+def test_help_and_config_are_told_without_torch(tmp_path: Path) -> None:
+    for flags in (["--help"], ["--cfg", "job", "policy=guided"]):
+        program = "import sys, train; train.start(); sys.exit(3 if 'torch' in sys.modules else 0)"
+        done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A directory of configs of one's own."""
+    (tmp_path / "conf/policy").mkdir(parents=True)
+    (tmp_path / "conf/policy/mine.yaml").write_text(
+        "cut: {_target_: gradpolicy.Stop, modules: model.probe}\n"
+    )
+    return tmp_path / "conf"
+
+
+def test_a_further_config_directory_is_used(train, mine: Path) -> None:
+    ended = train("--config-dir", str(mine), "policy=mine", "plan_only=true")
+    assert ended.code == 0, ended.err
+    assert "│ cut" in ended.out
+
+
+def test_a_further_config_directory_is_used_where_the_config_is_shown(
+    train, mine: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = train("--config-dir", str(mine), "--cfg", "job", "policy=mine")
+    assert ended.code == 0, ended.err
+    assert "modules: model.probe" in ended.out
+
+
+def test_the_names_in_a_further_directory_are_named_too(train, mine: Path) -> None:
+    message = train("--config-dir", str(mine), "policy=mne").refusal
+    assert "'mine'" in message
+
+
+def test_a_further_directory_that_does_not_exist_is_refused(train, tmp_path: Path) -> None:
+    message = train("--config-dir", str(tmp_path / "nowhere"), "policy=none").refusal
+    assert f"{tmp_path}/nowhere does not exist" in message
+
+
+def test_a_sweep_takes_a_further_directory_too(train, mine: Path) -> None:
+    ended = train("--config-dir", str(mine), "-m", "policy=mine,none", "train=false", "plan_only=true")
+    assert ended.code == 0, ended.err
+    assert ended.out.count("│ cut") == 1

@@ -1,0 +1,45 @@
+"""Streams that do not take UTF-8 get plain characters."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from .conftest import CONF
+
+ENDS = {"--help": 0, "plan_only=true": 0, "task_name='größer – ∞'": 0, "policy='gided–'": 2, "seed='é'": 2}
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What one process says to all of these command lines on a terminal that knows ASCII alone."""
+    program = (
+        "import sys, pathlib; from gradpolicy.launch.app import main\n"
+        f"for line, code in {ENDS!r}.items():\n"
+        f"    words = [line, 'logger=csv', 'plan_only=true']\n"
+        f"    assert main(pathlib.Path({str(CONF)!r}), words) == code\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        cwd=tmp_path_factory.mktemp("place"),
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return (done.stdout + done.stderr).decode("ascii")
+
+
+def test_help_plan_config_and_errors_are_printed_in_ascii(printed: str) -> None:
+    for said in (
+        "outputs/train/runs/.../checkpoints",
+        "Config",
+        "Freeze * Random",
+        "there is no such policy",
+    ):
+        assert said in printed
+
+
+def test_letters_lose_their_accents_and_dashes_become_plain(printed: str) -> None:
+    assert "got 'e'" in printed
+    assert "policy=gided-:" in printed
