@@ -5,13 +5,14 @@
     python scripts/fuzz.py --seed 3 --only 71 --keep /tmp/case
 
 Three things may come of a case: it is accepted and right, it is refused in one clear line, and all else is a
-fault: a traceback, another exit code, a hang, a crash, something left behind, code that ran, a wrong value, or
-nonsense that was accepted. Each case follows from the seed and its number, so that `--only` runs it again
-(as long as this program and the one it tries stay what they are). The exit code is 1 where there was a fault.
+fault: a traceback, another exit code, a hang, a crash, something left behind, code that ran, a value that is
+not held, nonsense that was accepted. Each case follows from the seed and its number, so that `--only` runs it
+again, as long as this program and the one it tries stay what they are. The exit code is 1 where there was a
+fault.
 
 A case runs in a fork of this process, in a folder of its own, with everything imported: what depends on a
-fresh process, on more than one rank or on a GPU is not tried here. Nor is it known of every accepted case that
-all of it is right: it held the values that it was given, did nothing forbidden, and left nothing behind.
+fresh process, on more than one rank or on a GPU is not tried here. Of an accepted case is known that it held
+the values it was given, did nothing forbidden and left nothing behind, not that all of it is right.
 """
 
 import argparse
@@ -137,7 +138,9 @@ def show_fault(fault: Judged, seed: int, console: Console) -> None:
     """Prints a fault with what brings it about."""
     case, outcome = fault.case, fault.outcome
     console.rule(style="red")
-    console.print(f"[bold red]case {fault.number}[/] ({escape(case.mutation)}, {case.expectation})", soft_wrap=True)
+    console.print(
+        f"[bold red]case {fault.number}[/] ({escape(case.mutation)}, {case.expectation})", soft_wrap=True
+    )
     console.print(f"[bold]{escape(fault.verdict.complaint[:600])}[/]", soft_wrap=True)
     console.print(f"  python train.py {_cut(shlex.join(case.arguments), 1500)}", markup=False, soft_wrap=True)
     for name, content in case.files.items():
@@ -150,7 +153,7 @@ def show_fault(fault: Judged, seed: int, console: Console) -> None:
 
 
 def _sort(fault: Judged) -> str:
-    """What faults of one sort have in common: the complaint and where it was raised, without numbers or names."""
+    """What faults of one sort have in common: the complaint, and where an error was raised."""
     places = re.findall(r'File "[^"]*?([\w/]+\.py)", line (\d+)', fault.outcome.out + fault.outcome.err)
     complaint = re.sub(r"'[^']*'|\d+", "…", fault.verdict.complaint)
     mutation = "" if places else fault.case.mutation.partition(":")[0]
@@ -177,7 +180,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", type=int, metavar="NUMBER", help="only the case with this number")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the files of `--only` here")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=60, help="seconds for a case (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for a case (default: %(default)s)")
     return parser.parse_args(arguments)
 
 
@@ -201,7 +204,9 @@ def main(arguments: Sequence[str]) -> int:
         cases = ((number, make_case(parsed.seed, number, material)) for number in numbers)
         if parsed.only is not None and parsed.keep is not None:
             write_files(make_case(parsed.seed, parsed.only, material), parsed.keep)
-        judged = list(run_cases(cases, program, jobs=parsed.jobs, limit=parsed.limit, folder=folder / "cases"))
+        judged = list(
+            run_cases(cases, program, jobs=parsed.jobs, limit=parsed.limit, folder=folder / "cases")
+        )
     show(judged, parsed.seed, console)
     return 1 if any(one.verdict.result == FAULT for one in judged) else 0
 

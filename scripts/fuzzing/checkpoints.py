@@ -74,10 +74,14 @@ def prepare(program: Program, file: bytes, folder: Path) -> Material:
         file: The checkpoint of :func:`warm_up`.
         folder: An empty directory.
     """
-    sharded = command("trainer=fsdp2", "trainer.accelerator=cpu", MODEL, "hydra.run.dir=outputs/run", base=SHORT)
+    sharded = command(
+        "trainer=fsdp2", "trainer.accelerator=cpu", MODEL, "hydra.run.dir=outputs/run", base=SHORT
+    )
     trained = _run(program, Case("train with shards", sharded), folder / "train")
     last = trained / "outputs/run/checkpoints/last.ckpt"
-    tested = _run(program, Case("test", (*TEST, "hydra.run.dir=outputs/run"), files={GIVEN: file}), folder / "test")
+    tested = _run(
+        program, Case("test", (*TEST, "hydra.run.dir=outputs/run"), files={GIVEN: file}), folder / "test"
+    )
     metrics = json.loads((tested / "outputs/run/result.json").read_text())["metrics"]
     return Material(file, {path.name: path.read_bytes() for path in sorted(last.iterdir())}, metrics)
 
@@ -147,11 +151,10 @@ def wrong_weights(draw: random.Random, material: Material) -> Case:
     weights = content["state_dict"]
     name = draw.choice(sorted(weights))
     weight: Tensor = weights[name]
-    number = draw.choice((float("nan"), float("inf"), float("-inf")))
     spoilt = weight.clone()
-    spoilt.view(-1)[draw.randrange(spoilt.numel())] = number
+    spoilt.view(-1)[draw.randrange(spoilt.numel())] = float("nan")
     ways: dict[str, Any] = {
-        f"a weight is {number}": spoilt,
+        "a weight is NaN": spoilt,
         "all weights are NaN": torch.full_like(weight, float("nan")),
         "a weight of another shape": weight.new_zeros(*weight.shape, 2),
         "a weight without entries": weight.new_zeros(0),
@@ -173,8 +176,17 @@ def odd_weights(draw: random.Random, material: Material) -> Case:
     content = _read(material.file)
     name = draw.choice(sorted(content["state_dict"]))
     weight = content["state_dict"][name]
-    kind = draw.choice((torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.complex64))
-    changed = draw.choice((weight.to(kind), weight.to_sparse(), weight.t() if weight.dim() == 2 else weight.double()))
+    kind = draw.choice(
+        (torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
+    )
+    changed = draw.choice(
+        (
+            weight.to(kind),
+            weight.to_sparse(),
+            weight * float("inf"),
+            weight.transpose(0, -1).contiguous().transpose(0, -1),
+        )
+    )
     content["state_dict"][name] = changed
     return _case("a weight of another kind", _written(content), EITHER, draw.choice(USES))
 
@@ -188,7 +200,9 @@ def wrong_part(draw: random.Random, material: Material) -> Case:
     if way == "renamed":
         content[f"{name}s"] = part
     if way == "retyped":
-        content[name] = draw.choice((None, 3, -1, "abc", "999.0.0", [], [1], {}, {"a": 1}, 1.5, torch.zeros(2)))
+        content[name] = draw.choice(
+            (None, 3, -1, "abc", "999.0.0", [], [1], {}, {"a": 1}, 1.5, torch.zeros(2))
+        )
     if way == "emptied":
         content[name] = type(part)()
     expectation = REFUSE if name == "state_dict" else EITHER
@@ -198,9 +212,8 @@ def wrong_part(draw: random.Random, material: Material) -> Case:
 def wrong_depth(draw: random.Random, material: Material) -> Case:
     """Anything anywhere below: deleted, or replaced by garbage."""
     content = _read(material.file)
-    del_keys = [name for name in content if name != "state_dict"]
     below: Any = content
-    key: Any = draw.choice(sorted(del_keys))
+    key: Any = draw.choice(sorted({*content} - {"state_dict"}))
     path = [str(key)]
     while draw.random() < 0.85 and isinstance(below[key], dict | list) and below[key]:
         below = below[key]
@@ -210,7 +223,9 @@ def wrong_depth(draw: random.Random, material: Material) -> Case:
         del below[key]
         mutation = "an entry is missing"
     else:
-        below[key] = draw.choice((None, -1, 10**18, "abc", [], {}, [1], {"a": 1}, float("nan"), torch.zeros(3)))
+        below[key] = draw.choice(
+            (None, -1, 10**18, "abc", [], {}, [1], {"a": 1}, float("nan"), torch.zeros(3))
+        )
         mutation = "an entry is garbage"
     return _case(f"{mutation}: {'.'.join(path)[:60]}", _written(content), EITHER, draw.choice(USES))
 
@@ -222,7 +237,9 @@ def resaved(draw: random.Random, material: Material) -> Case:
     use = draw.choice(USES)
     metrics = material.metrics if use is TEST else None
     mutation = "saved again in torch's old format" if old_format else "saved again"
-    return _case(mutation, _written(content, _use_new_zipfile_serialization=not old_format), EITHER, use, metrics)
+    return _case(
+        mutation, _written(content, _use_new_zipfile_serialization=not old_format), EITHER, use, metrics
+    )
 
 
 def running_code(draw: random.Random, material: Material) -> Case:
@@ -236,7 +253,12 @@ def running_code(draw: random.Random, material: Material) -> Case:
     else:
         content[name] = evil
     new_format = draw.random() < 0.7
-    return _case(f"code in {name}", _written(content, _use_new_zipfile_serialization=new_format), REFUSE, draw.choice(USES))
+    return _case(
+        f"code in {name}",
+        _written(content, _use_new_zipfile_serialization=new_format),
+        REFUSE,
+        draw.choice(USES),
+    )
 
 
 # ---- directories
@@ -314,10 +336,14 @@ def _case(
     use: tuple[str, ...],
     metrics: Mapping[str, float] | None = None,
 ) -> Case:
-    return Case(mutation, use, expectation, ("ckpt_path", "initial_weights"), {**FILES, GIVEN: content}, {}, metrics)
+    return Case(
+        mutation, use, expectation, ("ckpt_path", "initial_weights"), {**FILES, GIVEN: content}, {}, metrics
+    )
 
 
-def _shards(mutation: str, files: Mapping[str, bytes], expectation: Expectation, use: tuple[str, ...]) -> Case:
+def _shards(
+    mutation: str, files: Mapping[str, bytes], expectation: Expectation, use: tuple[str, ...]
+) -> Case:
     below = {f"{GIVEN}/{name}": content for name, content in files.items()}
     return Case(mutation, use, expectation, ("ckpt_path",), {**FILES, **below})
 
@@ -338,8 +364,7 @@ def _repacked(file: bytes, ending: str, content: bytes | None) -> bytes:
     """The archive with another content of the members with an ending, or without them."""
     with zipfile.ZipFile(io.BytesIO(file)) as archive:
         members = {
-            name: content if name.endswith(ending) else archive.read(name)
-            for name in archive.namelist()
+            name: content if name.endswith(ending) else archive.read(name) for name in archive.namelist()
         }
     return _archive({name: data for name, data in members.items() if data is not None})
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from fuzzing.case import Case, Expectation, command
-from fuzzing.dangers import CANARY, FILES, NAMES, SHELL, target
+from fuzzing.dangers import FILES, NAMES, PYTHON, target
 from fuzzing.words import GARBAGE, misspelt, scratched, written
 
 ACCEPT, REFUSE, EITHER = Expectation.ACCEPT, Expectation.REFUSE, Expectation.EITHER
@@ -33,27 +33,56 @@ NODES: tuple[Node, ...] = (
     {"_target_": "gradpolicy.Stop", "modules": "model.probe", "mode": "detach"},
     {"_target_": "gradpolicy.Stop", "modules": ["model.probe"], "mode": "zero", "when": {"phases": ["fit"]}},
     {"_target_": "gradpolicy.Guided", "when": {"phases": ["test"]}},
-    {"_target_": "gradpolicy.Guided", "modules": "model.trunk.*", "when": {"_target_": "gradpolicy.When", "start": 3}},
+    {
+        "_target_": "gradpolicy.Guided",
+        "modules": "model.trunk.*",
+        "when": {"_target_": "gradpolicy.When", "start": 3},
+    },
     {"_target_": "gradpolicy.Deconv", "when": {"phases": ["test"], "every": 2}},
     {"_target_": "gradpolicy.Scale", "factor": 0.5, "modules": "model.probe"},
-    {"_target_": "gradpolicy.Scale", "factor": {"_target_": "gradpolicy.masks.Cosine", "start": 1.0, "stop": 0.0, "steps": 9}, "modules": "model.probe"},
+    {
+        "_target_": "gradpolicy.Scale",
+        "factor": {"_target_": "gradpolicy.masks.Cosine", "start": 1.0, "stop": 0.0, "steps": 9},
+        "modules": "model.probe",
+    },
     {"_target_": "gradpolicy.Reverse", "factor": 1.0, "modules": ["model.probe"]},
     {"_target_": "gradpolicy.Clip", "value": 0.1, "params": ["*.bias", "!model.probe.*"]},
     {"_target_": "gradpolicy.Clip", "norm": 1.0, "modules": "model.trunk.0", "per_sample": True},
-    {"_target_": "gradpolicy.UseRule", "rule": "scale", "parameters": {"factor": 2.0}, "modules": "model.probe"},
-    {"_target_": "gradpolicy.UseRule", "rule": "hardtanh", "ops": ["relu"], "when": {"start": 2, "stop": 9, "unit": "epoch"}},
+    {
+        "_target_": "gradpolicy.UseRule",
+        "rule": "scale",
+        "parameters": {"factor": 2.0},
+        "modules": "model.probe",
+    },
+    {
+        "_target_": "gradpolicy.UseRule",
+        "rule": "hardtanh",
+        "ops": ["relu"],
+        "when": {"start": 2, "stop": 9, "unit": "epoch"},
+    },
     _freeze(_mask("Random", density=0.5, every=5), frozen_state="zero", bias_correction="tensor"),
     _freeze(_mask("Fixed", mask=["*.bias"]), params=["model.trunk.*", "!*.norm.*"]),
     _freeze(_mask("Layerwise", active=2, every=20), frozen_state="zero", when={"start": 5}),
     _freeze(_mask("BlockCyclic", order="forward", size=1, every=20), frozen_state="drop"),
     _freeze(_mask("Gradual", initial=1, every=1, unit="epoch")),
-    _freeze(_mask("TopK", density=0.1, by="magnitude", scope="global")),
+    _freeze(_mask("TopK", density=0.1, by="weight", scope="global")),
     _freeze(_mask("Rows", rows="0:2", dim=0), params="*.weight"),
     _freeze(_mask("PruneAndGrow", density=0.2, grow="random"), params="model.trunk.*.weight"),
 )
 # What a key of a policy can be that is surely wrong.
 WRONG: dict[str, tuple[Any, ...]] = {
-    "_target_": ("gradpolicy.Stpo", "gradpolicy", "Stop", "torch.nn.Linear", "gradpolicy.masks.Random", 3, None, "", ["a"], "gradpolicy..Stop"),
+    "_target_": (
+        "gradpolicy.Stpo",
+        "gradpolicy",
+        "Stop",
+        "torch.nn.Linear",
+        "gradpolicy.masks.Random",
+        3,
+        None,
+        "",
+        ["a"],
+        "gradpolicy..Stop",
+    ),
     "modules": ("nosuch.*", 3, ["model.probe", 3], {"a": 1}, ["!*"], "torch.nn.Nothing"),
     "params": ("nosuch.*", 3, [], {"a": 1}, ["!*"], [None], ""),
     "ops": ("rond", ["relu", 3], {"a": 1}, "torch.nosuch", [None], "os.system"),
@@ -65,8 +94,29 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "norm": ("abc", -1.0, 0, [1.0], True, float("nan")),
     "rule": ("nosuch", 3, None, ["scale"], {"a": 1}, *NAMES),
     "parameters": ("abc", 3, {"nosuch": 1}, [1]),
-    "when": ("abc", 3, [1], {"nosuch": 3}, {"phases": ["nosuch"]}, {"start": -1}, {"every": 0}, {"unit": "day"}, {"start": 5, "stop": 5}, {"start": 1.5}, {"_target_": "gradpolicy.Stop"}),
-    "mask": ("abc", 3, None, [1], {"a": 1}, _mask("Nothing"), {"_target_": "gradpolicy.Stop", "modules": "model.probe"}, {"_target_": "torch.nn.Linear"}),
+    "when": (
+        "abc",
+        3,
+        [1],
+        {"nosuch": 3},
+        {"phases": ["nosuch"]},
+        {"start": -1},
+        {"every": 0},
+        {"unit": "day"},
+        {"start": 5, "stop": 5},
+        {"start": 1.5},
+        {"_target_": "gradpolicy.Stop"},
+    ),
+    "mask": (
+        "abc",
+        3,
+        None,
+        [1],
+        {"a": 1},
+        _mask("Nothing"),
+        {"_target_": "gradpolicy.Stop", "modules": "model.probe"},
+        {"_target_": "torch.nn.Linear"},
+    ),
     "density": ("abc", -0.1, 1.5, None, [0.5], float("nan"), True),
     "every": (0, -1, 1.5, "often", [3], float("nan")),
     "order": ("nosuch", 3, []),
@@ -77,38 +127,67 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "per_sample": ("abc", 3, [True]),
 }
 
-# Files that are no policy, or do more than describe one.
-FILES_WITH: tuple[tuple[str, bytes, Expectation], ...] = (
-    ("an empty file", b"", EITHER),
-    ("only a comment", b"# nothing\n", EITHER),
-    ("no YAML", b"a: [1\n", REFUSE),
-    ("a tab", b"fuzzed:\n\t_target_: gradpolicy.Stop\n", REFUSE),
-    ("a list", HEAD.encode() + b"- a\n- b\n", REFUSE),
-    ("a word", HEAD.encode() + b"abc\n", REFUSE),
-    ("no UTF-8", HEAD.encode() + b"fuzzed: {_target_: \xff\xfe}\n", REFUSE),
-    ("a null byte", HEAD.encode() + b"fuzzed: {_target_: a\0b}\n", REFUSE),
-    ("a key twice", HEAD.encode() + b"fuzzed: {_target_: gradpolicy.Stop, modules: model.probe, modules: x}\n", REFUSE),
-    ("an unknown tag", HEAD.encode() + b"fuzzed: !nothing {}\n", REFUSE),
-    ("Python in a tag", HEAD.encode() + f"fuzzed: !!python/object/apply:os.system ['{SHELL}']\n".encode(), REFUSE),
-    ("Python's name in a tag", HEAD.encode() + b"fuzzed: !!python/name:os.system\n", REFUSE),
-    ("two documents", HEAD.encode() + b"fuzzed: {}\n---\nfuzzed: {}\n", REFUSE),
-    ("deep nesting", HEAD.encode() + b"fuzzed: " + b"{a: " * 150 + b"1" + b"}" * 150 + b"\n", REFUSE),
-    ("deeper nesting", HEAD.encode() + b"fuzzed: " + b"[" * 5000 + b"]" * 5000 + b"\n", REFUSE),
-    ("many policies", HEAD.encode() + b"".join(b"p%d: {_target_: gradpolicy.Stop, modules: nosuch}\n" % n for n in range(300)), REFUSE),
-    ("a missing default", b"defaults: [nosuch]\nfuzzed: {}\n", REFUSE),
-    ("itself as a default", b"defaults: [fuzzed]\n", REFUSE),
-    ("defaults of a wrong kind", b"defaults: 3\n", REFUSE),
-    ("a wrong package", b"# @package ..\nfuzzed: {_target_: gradpolicy.Stop, modules: model.probe}\n", EITHER),
-    ("anchors", HEAD.encode() + b"fuzzed: &a {_target_: gradpolicy.Stop, modules: model.probe}\nother: {<<: *a, mode: zero, modules: model.head}\n", EITHER),
-    ("an anchor that holds itself", HEAD.encode() + b"fuzzed: &a [*a]\n", REFUSE),
-    ("anchors of anchors", b"user:\n  a: &a [x,x,x,x,x,x,x,x]\n" + b"".join(f"  {chr(98 + n)}: &{chr(98 + n)} [{','.join([f'*{chr(97 + n)}'] * 8)}]\n".encode() for n in range(5)), REFUSE),
-    ("allows itself a package", b"# @package _global_\nallowed_targets: [stranger]\npolicy:\n  fuzzed: {_target_: gradpolicy.UseRule, rule: stranger.rule, ops: [round]}\n", REFUSE),
-    ("allows itself a target", b"# @package _global_\nallowed_targets: [os]\npolicy:\n  fuzzed: {_target_: os.system, command: touch canary}\n", REFUSE),
-    ("another search path", b"# @package _global_\nhydra: {searchpath: ['file://guarded']}\n", REFUSE),
-    ("a callback of Hydra's", b"# @package _global_\nhydra: {callbacks: {evil: {_target_: stranger.rule}}}\n", REFUSE),
-    ("a log handler", b"# @package _global_\nhydra: {job_logging: {handlers: {evil: {class: logging.FileHandler, filename: canary}}}}\n", REFUSE),
-    ("a log formatter", b"# @package _global_\nhydra: {job_logging: {formatters: {evil: {(): stranger.rule}}}}\n", REFUSE),
-)
+# Files that are no policy, or that do more than describe one.
+WRONG_FILES: dict[str, str] = {
+    "no YAML": "a: [1\n",
+    "a tab": "fuzzed:\n\t_target_: gradpolicy.Stop\n",
+    "a list": "# @package policy\n- a\n- b\n",
+    "a word": "# @package policy\nabc\n",
+    "no UTF-8": "# @package policy\nfuzzed: {_target_: \udcff\udcfe}\n",
+    "a null byte": "# @package policy\nfuzzed: {_target_: a\0b}\n",
+    "a key twice": "# @package policy\nfuzzed: {_target_: gradpolicy.Guided, _target_: gradpolicy.Deconv}\n",
+    "an unknown tag": "# @package policy\nfuzzed: !nothing {}\n",
+    "a tag that runs code": "# @package policy\nfuzzed: !!python/object/apply:os.system ['touch canary']\n",
+    "a tag that names code": "# @package policy\nfuzzed: !!python/name:os.system\n",
+    "two documents": "# @package policy\nfuzzed: {}\n---\nfuzzed: {}\n",
+    "deep nesting": f"# @package policy\nfuzzed: {'{a: ' * 150}1{'}' * 150}\n",
+    "deeper nesting": f"# @package policy\nfuzzed: {'[' * 5000}{']' * 5000}\n",
+    "many policies": "# @package policy\n"
+    + "".join(f"p{number}: {{_target_: gradpolicy.Stop, modules: nosuch}}\n" for number in range(300)),
+    "a missing default": "defaults: [nosuch]\nfuzzed: {}\n",
+    "itself as a default": "defaults: [fuzzed]\n",
+    "defaults of a wrong kind": "defaults: 3\n",
+    "an anchor that holds itself": "# @package policy\nfuzzed: &a [*a]\n",
+    "anchors of anchors": """\
+# @package policy
+fuzzed:
+  a: &a [x, x, x, x, x, x, x, x]
+  b: &b [*a, *a, *a, *a, *a, *a, *a, *a]
+  c: &c [*b, *b, *b, *b, *b, *b, *b, *b]
+  d: &d [*c, *c, *c, *c, *c, *c, *c, *c]
+  e: &e [*d, *d, *d, *d, *d, *d, *d, *d]
+""",
+    "allows itself a package": """\
+# @package _global_
+allowed_targets: [stranger]
+policy:
+  fuzzed: {_target_: gradpolicy.UseRule, rule: stranger.rule, ops: [relu]}
+""",
+    "allows itself a target": """\
+# @package _global_
+allowed_targets: [os]
+policy:
+  fuzzed: {_target_: os.system, command: touch canary}
+""",
+    "another search path": "# @package _global_\nhydra: {searchpath: ['file://guarded']}\n",
+    "a callback of Hydra's": "# @package _global_\nhydra: {callbacks: {evil: {_target_: stranger.rule}}}\n",
+    "a log handler": """\
+# @package _global_
+hydra:
+  job_logging: {handlers: {evil: {class: logging.FileHandler, filename: canary}}}
+""",
+    "a log formatter": """\
+# @package _global_
+hydra:
+  job_logging: {formatters: {evil: {(): stranger.rule}}}
+""",
+}
+ODD_FILES: dict[str, str] = {
+    "nothing": "",
+    "only a comment": "# nothing\n",
+    "a wrong package": "# @package ..\nfuzzed: {_target_: gradpolicy.Guided}\n",
+    "an anchor": "# @package policy\nfuzzed: &a {_target_: gradpolicy.Guided}\nb: {<<: *a, ops: nosuch}\n",
+}
 
 
 def right_file(draw: random.Random) -> Case:
@@ -200,7 +279,7 @@ def dangerous_node(draw: random.Random) -> Case:
         node["more"] = evil
     else:
         below[key] = name if key == "_target_" else evil
-    return _case(draw, "a dangerous node", node, REFUSE, (name,))
+    return _case(draw, "a dangerous node", node, REFUSE, (name, "_target_"))
 
 
 def dangerous_name(draw: random.Random) -> Case:
@@ -228,12 +307,18 @@ def allowed(draw: random.Random) -> Case:
     node = {"_target_": "gradpolicy.UseRule", "rule": "stranger.rule", "ops": ["relu"]}
     case = _case(draw, "what was allowed", node, ACCEPT, more=("allowed_targets=[stranger]",))
     # This stranger is a friend: importing it leaves no trace.
-    friend = FILES["stranger.py"].replace(f"open('{CANARY}', 'w').close()".encode(), b"")
-    return Case(case.mutation, case.arguments, ACCEPT, files={**case.files, "stranger.py": friend}, holds=case.holds)
+    friend = FILES["stranger.py"].replace(PYTHON.encode(), b"")
+    return Case(
+        case.mutation, case.arguments, ACCEPT, files={**case.files, "stranger.py": friend}, holds=case.holds
+    )
 
 
 def odd_file(draw: random.Random) -> Case:
-    mutation, content, expectation = draw.choice(FILES_WITH)
+    """A file that is no policy, or more than one."""
+    files = {**WRONG_FILES, **ODD_FILES}
+    mutation = draw.choice(sorted(files))
+    content = files[mutation].encode(errors="surrogateescape")
+    expectation = REFUSE if mutation in WRONG_FILES else EITHER
     return Case(f"file: {mutation}", _chosen(), expectation, files={**FILES, FILE: content})
 
 
@@ -265,7 +350,14 @@ def mutate(draw: random.Random) -> Case:
     return draw.choice(MUTATIONS)(draw)
 
 
-_ARGUMENTS = {key for node in (*NODES, WRONG) for key in node} | {"argument", "output", "inside", "calls", "at", "seed"}
+_ARGUMENTS = {key for node in (*NODES, WRONG) for key in node} | {
+    "argument",
+    "output",
+    "inside",
+    "calls",
+    "at",
+    "seed",
+}
 
 
 def _case(
@@ -282,7 +374,9 @@ def _case(
     if draw.random() < 0.5 or not _writable(node):
         text = HEAD + yaml.safe_dump({"fuzzed": node}, sort_keys=False, allow_unicode=True)
         tells = ("--cfg", "job") if draw.random() < 0.1 and expectation is ACCEPT else ()
-        return Case(mutation, (*_chosen(*more), *tells), expectation, names, {**FILES, FILE: text.encode()}, holds)
+        return Case(
+            mutation, (*_chosen(*more), *tells), expectation, names, {**FILES, FILE: text.encode()}, holds
+        )
     line = f"+policy.fuzzed={written(node)}"
     return Case(mutation, command(f"policy={OTHERS}", *more, line), expectation, names, FILES, holds)
 

@@ -8,13 +8,37 @@ from gradpolicy.launch.app import quoted
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # What means something to Hydra, YAML, globs, paths or terminals, and what is no ASCII.
-SIGNS = [*"{}[]():,=~+@$'\"\\ \t#%&*!|/.;^<>?-_019eE", "é", "ß", "日", "🙂", "\u202e", "\x1b", "\x7f", "\udcff"]
+SIGNS = [
+    *"{}[]():,=~+@$'\"\\ \t#%&*!|/.;^<>?-_019eE",
+    "é",
+    "ß",
+    "日",
+    "🙂",
+    "\u202e",
+    "\x1b",
+    "\x7f",
+    "\udcff",
+]
 
 # Values as they are written on a command line, each of some use to somebody who breaks programs.
 ODD = (
     *("null", "true", "-1", "0", "1", "3", "2147483648", "9223372036854775808", "1" + 60 * "0"),
     *("1e308", "-1e308", "1e-320", "nan", "inf", "-inf", "0.5", "1e400"),
-    *("''", "' '", "abc", "a.b.c", "'*'", "'!*'", "a/b", "../..", "'.'", "a" * 5000, "日本", "'🙂'", "'\udcff'"),
+    *(
+        "''",
+        "' '",
+        "abc",
+        "a.b.c",
+        "'*'",
+        "'!*'",
+        "a/b",
+        "../..",
+        "'.'",
+        "a" * 5000,
+        "日本",
+        "'🙂'",
+        "'\udcff'",
+    ),
     *("[]", "[1]", "[a,b]", "[[[1]]]", "[null]", "{}", "{a: 1}", "{a: {b: [1]}}", "{1: 2}"),
     *("{_target_: gradpolicy.Stop}", "{_target_: nowhere.Nothing}", "{_args_: [1]}", "'${seed}'", "'%s'"),
     *("'{'", "\"a 'b'\"", "'a=b'", "'[1'", "'\\'", "'a: b'", "'!!python/none'", "[" * 60 + "]" * 60),
@@ -22,7 +46,23 @@ ODD = (
 # Values for files, where there is no grammar of Hydra's.
 GARBAGE: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 2**31, 2**63, 10**60, 0.5, -0.5, 1e308, float("nan"), float("inf")),
-    *("", " ", "abc", "a.b.c", "*", "!*", "!", "[", "..", "a" * 5000, "日本", "🙂", "${seed}", "${", "${nowhere}"),
+    *(
+        "",
+        " ",
+        "abc",
+        "a.b.c",
+        "*",
+        "!*",
+        "!",
+        "[",
+        "..",
+        "a" * 5000,
+        "日本",
+        "🙂",
+        "${seed}",
+        "${",
+        "${nowhere}",
+    ),
     *([], [1], ["a", "b"], [[[[1]]]], [None], {}, {"a": 1}, {"a": {"b": [1]}}, {1: 2}, {"": ""}),
     *({"_target_": "gradpolicy.Stop"}, {"_target_": "nowhere.Nothing"}, {"_target_": 3}, {"_args_": [1]}),
 )
