@@ -96,19 +96,24 @@ def run_cases(
     """
     waiting = iter(numbered)
     runs: dict[int, Running] = {}
-    while True:
-        while len(runs) < jobs and (following := next(waiting, None)) is not None:
-            number, case = following
-            runs[number] = Running(case, tried, folder / str(number))
-        if not runs:
-            return
-        for number, running in list(runs.items()):
-            outcome = running.ended(limit)
-            if outcome is not None:
-                del runs[number]
-                shutil.rmtree(folder / str(number))
-                yield Judged(number, kind_of(number), running.case, outcome, judge(running.case, outcome))
-        time.sleep(0.003)
+    try:
+        while True:
+            while len(runs) < jobs and (following := next(waiting, None)) is not None:
+                number, case = following
+                runs[number] = Running(case, tried, folder / str(number))
+            if not runs:
+                return
+            for number, running in list(runs.items()):
+                outcome = running.ended(limit)
+                if outcome is not None:
+                    del runs[number]
+                    shutil.rmtree(folder / str(number))
+                    verdict = judge(running.case, outcome)
+                    yield Judged(number, kind_of(number), running.case, outcome, verdict)
+            time.sleep(0.003)
+    finally:
+        for running in runs.values():
+            running.kill()
 
 
 def show(judged: Sequence[Judged], seed: int, console: Console) -> None:
@@ -204,9 +209,14 @@ def main(arguments: Sequence[str]) -> int:
         cases = ((number, make_case(parsed.seed, number, material)) for number in numbers)
         if parsed.only is not None and parsed.keep is not None:
             write_files(make_case(parsed.seed, parsed.only, material), parsed.keep)
-        judged = list(
-            run_cases(cases, program, jobs=parsed.jobs, limit=parsed.limit, folder=folder / "cases")
-        )
+        judged: list[Judged] = []
+        try:
+            for one in run_cases(
+                cases, program, jobs=parsed.jobs, limit=parsed.limit, folder=folder / "cases"
+            ):
+                judged.append(one)
+        except KeyboardInterrupt:
+            console.print("interrupted; this is what was found so far")
     show(judged, parsed.seed, console)
     return 1 if any(one.verdict.result == FAULT for one in judged) else 0
 

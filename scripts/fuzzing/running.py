@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,18 +92,17 @@ class Running:
 
     def ended(self, limit: float) -> Outcome | None:
         """What came of it; None while it still runs. It is killed after so many seconds."""
-        found, status = os.waitpid(self.process, os.WNOHANG)
+        exited = os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         seconds = time.monotonic() - self.began
-        if not found and seconds < limit:
+        if not exited and seconds < limit:
             return None
-        _kill_group(self.process)
-        if not found:
-            os.waitpid(self.process, 0)
+        self.kill()
+        _, status = os.waitpid(self.process, 0)
         told = [json.loads(line) for line in self._read("told").splitlines()]
         ran: dict[str, Any] = next((line["ran"] for line in told if "ran" in line), {})
         results = list(self.folder.glob("outputs/**/result.json"))
         return Outcome(
-            code=os.waitstatus_to_exitcode(status) if found else None,
+            code=os.waitstatus_to_exitcode(status) if exited else None,
             out=self._read("out"),
             err=self._read("err"),
             forbidden=tuple(line["forbidden"] for line in told if "forbidden" in line),
@@ -112,6 +112,13 @@ class Running:
             metrics=json.loads(results[0].read_text())["metrics"] if results else {},
             seconds=seconds,
         )
+
+    def kill(self) -> None:
+        """Kills it, and what it has started and left running. Its number is its own until it was waited for."""
+        # It makes a group of its own in the beginning.
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):
+                kill(self.process, signal.SIGKILL)
 
     def _read(self, name: str) -> str:
         path = self.said[name]
@@ -153,18 +160,6 @@ def _differences(before: dict[str, str], after: dict[str, str]) -> Iterator[str]
             yield f"{name} is new"
         elif before[name] != after[name]:
             yield f"{name} was changed"
-
-
-def _kill_group(process: int) -> None:
-    """Kills the case, and what it has started and left running."""
-    try:
-        os.killpg(process, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        # It has ended, or has not yet made its group.
-        try:
-            os.kill(process, signal.SIGKILL)
-        except ProcessLookupError:
-            return
 
 
 # ---- in the fork
