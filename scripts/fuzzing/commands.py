@@ -477,7 +477,7 @@ def dangerous_target(draw: random.Random) -> Case:
         words += (
             []
             if place == "trainer.strategy"
-            else [f"+{place}.{key}={written(arguments[key])}" for key in arguments]
+            else [f"++{place}.{key}={written(arguments[key])}" for key in arguments]
         )
     elif way == "by keys":
         words = [
@@ -513,9 +513,9 @@ def allowed_from_config(draw: random.Random) -> Case:
     """A package of one's own: on the command line it may be allowed, elsewhere not."""
     words = draw.choice(
         (
-            ("+policy.mine={_target_: gradpolicy.UseRule, rule: stranger.rule, ops: round}",),
+            ("+policy.mine={_target_: gradpolicy.UseRule, rule: stranger.rule, ops: relu}",),
             (
-                "+policy.mine={_target_: gradpolicy.UseRule, rule: stranger.rule, ops: round}",
+                "+policy.mine={_target_: gradpolicy.UseRule, rule: stranger.rule, ops: relu}",
                 "+policy.mine.allowed_targets=[stranger]",
             ),
             ("+policy.mine._target_=stranger.rule", "allowed_targets=[strange]"),
@@ -524,7 +524,7 @@ def allowed_from_config(draw: random.Random) -> Case:
             ("+policy.mine._target_=os.system", "allowed_targets=['*']"),
         )
     )
-    return Case("what was not allowed", command(*words), REFUSE, files=FILES)
+    return Case("what was not allowed", command("policy=straight_through", *words), REFUSE, files=FILES)
 
 
 MUTATIONS: tuple[Callable[[random.Random], Case], ...] = (

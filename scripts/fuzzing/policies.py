@@ -61,7 +61,7 @@ NODES: tuple[Node, ...] = (
         "when": {"start": 2, "stop": 9, "unit": "epoch"},
     },
     _freeze(_mask("Random", density=0.5, every=5), frozen_state="zero", bias_correction="tensor"),
-    _freeze(_mask("Fixed", mask=["*.bias"]), params=["model.trunk.*", "!*.norm.*"]),
+    _freeze(_mask("Fixed", mask=["*.bias"]), params=["model.*", "!model.probe.*"]),
     _freeze(_mask("Layerwise", active=2, every=20), frozen_state="zero", when={"start": 5}),
     _freeze(_mask("BlockCyclic", order="forward", size=1, every=20), frozen_state="drop"),
     _freeze(_mask("Gradual", initial=1, every=1, unit="epoch")),
@@ -288,7 +288,7 @@ def dangerous_name(draw: random.Random) -> Case:
     node: Node = draw.choice(
         (
             {"_target_": "gradpolicy.UseRule", "rule": name, "ops": ["round"]},
-            {"_target_": "gradpolicy.StraightThrough", "surrogate": name},
+            {"_target_": "gradpolicy.StraightThrough", "surrogate": name, "ops": ["relu"]},
             {"_target_": "gradpolicy.Stop", "modules": name},
             {"_target_": "gradpolicy.Stop", "modules": ["model.probe", f"!{name}"]},
             {"_target_": "gradpolicy.Guided", "modules": [name]},

@@ -114,7 +114,7 @@ class Running:
         )
 
     def kill(self) -> None:
-        """Kills it, and what it has started and left running. Its number is its own until it was waited for."""
+        """Kills it, and what it has started; its number is its own until it was waited for."""
         # It makes a group of its own in the beginning.
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
