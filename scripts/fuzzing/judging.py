@@ -1,0 +1,194 @@
+"""Judges what came of a case: accepted and right, one clear line, or a fault."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from fuzzing.case import Case, Expectation
+from fuzzing.running import Outcome
+
+ACCEPTED, REFUSED, FAULT = "accepted and right", "one clear line", "fault"
+RESULTS = (ACCEPTED, REFUSED, FAULT)
+LONGEST = 500
+# What a program says that stumbled, not one that looked.
+STUMBLED = re.compile(
+    r"\b(?:AssertionError|AttributeError|IndexError|KeyError|MemoryError|NameError|NotImplementedError|"
+    r"RecursionError|UnboundLocalError|ZeroDivisionError)\b| at 0x[0-9a-f]{6}"
+)
+ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a case was judged.
+
+    Attributes:
+        result: One of :data:`RESULTS`.
+        complaint: What is wrong with it, if it is a fault.
+    """
+
+    result: str
+    complaint: str = ""
+
+
+def judge(case: Case, outcome: Outcome) -> Verdict:
+    """Judges what came of a case."""
+    complaint = next(_complaints(case, outcome), None)
+    if complaint is not None:
+        return Verdict(FAULT, complaint)
+    return Verdict(ACCEPTED if outcome.code == 0 else REFUSED)
+
+
+def _complaints(case: Case, outcome: Outcome) -> Iterator[str]:
+    """Everything that is wrong, the worst first."""
+    for what in outcome.forbidden:
+        yield f"it did what no input may do: {what}"
+    if outcome.code is None:
+        yield f"it hangs: killed after {outcome.seconds:.0f} s"
+    elif outcome.code < 0:
+        yield f"ended by signal {-outcome.code}"
+    elif outcome.code not in (0, 2):
+        yield f"exit code {outcome.code}"
+    if "Traceback (most recent call last)" in outcome.out + outcome.err:
+        yield "a traceback"
+    yield from _leavings(case, outcome)
+    yield from _wrongly_accepted(case, outcome) if outcome.code == 0 else _wrongly_refused(case, outcome)
+
+
+def _leavings(case: Case, outcome: Outcome) -> Iterator[str]:
+    for change in outcome.changed:
+        run = change.startswith("outputs") and change.endswith("is new")
+        if not (run and outcome.code == 0 and case.leaves_runs):
+            yield f"left behind: {change}"
+
+
+# ---- refused
+
+
+def _wrongly_refused(case: Case, outcome: Outcome) -> Iterator[str]:
+    if case.expectation is Expectation.ACCEPT:
+        yield "refused, although there is nothing wrong with it"
+    lines = _lines(outcome.err)
+    if len(lines) != 1:
+        yield f"{len(lines)} lines instead of one"
+        return
+    (message,) = lines
+    if len(message) > LONGEST:
+        yield f"a line of {len(message)} characters"
+    if "weights_only" in message:
+        yield "the message repeats torch's advice to load with weights_only=False"
+    if not message.removeprefix("error:").strip():
+        yield "an empty message"
+    stumbled = STUMBLED.search(message)
+    if stumbled:
+        yield f"the message is that of a program that stumbled: {stumbled[0].strip()}"
+    if case.names and not any(name in message for name in case.names):
+        yield f"the message names none of {', '.join(repr(name) for name in case.names)}"
+
+
+def _lines(err: str) -> list[str]:
+    """What stands on the error stream beside warnings."""
+    return [line for line in err.splitlines() if line.strip() and not line.startswith("warning:")]
+
+
+# ---- accepted
+
+
+def _wrongly_accepted(case: Case, outcome: Outcome) -> Iterator[str]:
+    if case.expectation is Expectation.REFUSE:
+        yield "accepted, although it is wrong"
+    if _lines(outcome.err):
+        yield f"accepted, with more than warnings on the error stream: {_lines(outcome.err)[0][:200]}"
+    config = yaml.safe_load(outcome.out) if case.only_tells else outcome.config
+    if not isinstance(config, dict):
+        yield "accepted, but nothing was run"
+        return
+    for key, wanted in case.holds.items():
+        if not same(found := _select(config, key), wanted):
+            yield f"accepted, but {key} is {_shown(found)} instead of {_shown(wanted)}"
+    yield from ignored(case.arguments, config, outcome.choices)
+    if case.metrics is not None:
+        yield from (
+            f"accepted, but {name} is {outcome.metrics.get(name)} instead of {value}"
+            for name, value in case.metrics.items()
+            if outcome.metrics.get(name) != value
+        )
+
+
+def ignored(arguments: Sequence[str], config: dict[str, Any], choices: dict[str, Any]) -> Iterator[str]:
+    """What a command line sets, as Hydra's own parser reads it, and the config does not hold."""
+    overrides = []
+    for line in arguments:
+        try:
+            overrides += [] if line.startswith("-") else OverridesParser.create().parse_overrides([line])
+        except HydraException:
+            return
+    for place, override in enumerate(overrides):
+        key = str(override.key_or_group)
+        later = [str(other.key_or_group) for other in overrides[place + 1 :]]
+        if override.is_sweep_override() or any(_overlap(key, other) for other in later):
+            continue
+        wanted = ABSENT if override.is_delete() else _plain(override.value())
+        if "${" in repr(wanted) or key.startswith("hydra") or "@" in key:
+            continue
+        if key in choices:
+            if isinstance(wanted, str) and choices[key] != wanted:
+                yield f"accepted, but {key}={wanted!r} was not chosen: {choices[key]!r}"
+        elif isinstance(config.get(key), dict) and isinstance(wanted, str | list):
+            continue
+        elif not same(found := _select(config, key), wanted):
+            yield f"accepted, but {key} is {_shown(found)} instead of {_shown(wanted)}"
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Whether two values of configs are equal, with their types.
+
+    Example:
+        >>> same([1, {"a": 2.0}], [1, {"a": 2.0}]), same(1, True), same(float("nan"), float("nan"))
+        (True, False, True)
+    """
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        # What a mapping holds already stays beside what is merged into it. Keys came here by way of JSON.
+        named = {str(key): value for key, value in found.items()}
+        return all(str(key) in named and same(named[str(key)], value) for key, value in wanted.items())
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(found) == len(wanted) and all(map(same, found, wanted))
+    if isinstance(wanted, float) and isinstance(found, float) and math.isnan(wanted):
+        return math.isnan(found)
+    return type(found) is type(wanted) and found == wanted
+
+
+def _overlap(first: str, second: str) -> bool:
+    return first == second or first.startswith(f"{second}.") or second.startswith(f"{first}.")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _select(config: dict[str, Any], key: str) -> Any:
+    """The value under a dotted key, resolved where it refers to another."""
+    found: Any = config
+    for part in key.split("."):
+        if not isinstance(found, dict) or part not in found:
+            return ABSENT
+        found = found[part]
+    if isinstance(found, str) and "${" in found:
+        return OmegaConf.select(OmegaConf.create(config), key, throw_on_resolution_failure=False)
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is ABSENT else repr(value)[:100]
