@@ -38,7 +38,7 @@ if __name__ == "__main__":
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # Everything that a run imports is imported once, here; each run is a fork.
 import gradpolicy.launch.run  # noqa: F401
@@ -312,17 +312,13 @@ def compare(first: Path, second: Path) -> list[str]:
     names = [sorted(path.name for path in run.glob("checkpoints/*")) for run in (one, other)]
     if names[0] != names[1]:
         return [f"checkpoints: {names[0]} became {names[1]}"]
-    loaded = (
-        [torch.load(run / "checkpoints" / name, weights_only=True) for run in (one, other)]
-        for name in names[0]
-    )
-    found = [
-        line for name, pair in zip(names[0], loaded, strict=True) for line in differences(*pair, place=name)
-    ]
-    results = [Result.load(run / RESULT) for run in (one, other)]
-    found += differences(
-        *({"metrics": result.metrics, "optimized": result.optimized} for result in results), place=RESULT
-    )
+    found = []
+    for name in names[0]:
+        before, after = (torch.load(run / "checkpoints" / name, weights_only=True) for run in (one, other))
+        found += differences(before, after, name)
+    before, after = (Result.load(run / RESULT) for run in (one, other))
+    found += differences(before.metrics, after.metrics, f"{RESULT}.metrics")
+    found += differences(before.optimized, after.optimized, f"{RESULT}.optimized")
     rows = zip_longest(_logged(one), _logged(other))
     return found + [f"metrics.csv, row {row}: {a} became {b}" for row, (a, b) in enumerate(rows, 1) if a != b]
 

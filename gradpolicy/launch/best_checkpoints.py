@@ -71,6 +71,9 @@ class BestCheckpoints(Callback):
         if isinstance(changed, OSError):
             raise changed
         states.update(changed)
+        for key, callback in local.items():
+            # Saved by Lightning, but not restored.
+            callback.current_score = states[key].get("current_score")
 
 
 class FormerRun:

@@ -101,7 +101,9 @@ def kept(trainer: Trainer) -> list[tuple[Any, ...]]:
             )
         score = callback.best_model_score
         worst = Path(callback.kth_best_model_path).name
-        found.append((None if score is None else float(score), worst, float(callback.kth_value)))
+        current = callback.current_score
+        numbers = [None if value is None else float(value) for value in (score, current, callback.kth_value)]
+        found.append((worst, *numbers))
     return found
 
 
