@@ -169,6 +169,10 @@ def test_a_model_that_never_ran_and_a_policy_that_never_held_say_nothing(x, told
         with gp.install(model := Steps(), [gp.Guided(when=gp.When(phases="test"))]) as installed:
             installed.update(phase="fit")
             model(x)
+        # It may get a gradient in testing.
+        policy = gp.StraightThrough(ops="round", when=gp.When(phases=("fit", "test")))
+        with gp.install(model, [policy]), torch.no_grad():
+            model(x)
         # The rounding ran while its policy was off: it is there.
         with gp.install(model, [gp.StraightThrough(ops="round", when=gp.When(stop=1))]) as installed:
             installed.update(step=1)
