@@ -37,7 +37,7 @@ from gradpolicy.launch.errors import (
     report_error,
     wrong_input_errors,
 )
-from gradpolicy.launch.hydra_nodes import check_hydra
+from gradpolicy.launch.hydra_nodes import check_given_search_path, check_hydra
 from gradpolicy.launch.launchers import check_launcher
 from gradpolicy.launch.output import replace_what_does_not_encode
 from gradpolicy.launch.ranks import is_first_rank, quoted
@@ -79,6 +79,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
                 config = compose_job(source, fixed_overrides(options.overrides))
                 show_traceback = OmegaConf.select(config, "extras.traceback") is True
                 return start(prepared, source, options, config)
+            check_given_search_path(options.overrides)
             if options.cfg:
                 compose_job(source, options.overrides)
         _ask_hydra(config_dir, [*flags, *options.overrides])

@@ -25,7 +25,7 @@ from yaml import YAMLError
 
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.launch.errors import LINE
-from gradpolicy.launch.hydra_nodes import check_hydra, check_search_path
+from gradpolicy.launch.hydra_nodes import check_given_search_path, check_hydra, check_search_path
 from gradpolicy.launch.schema import Settings, read_settings
 from gradpolicy.launch.trust import check_not_from_config
 
@@ -123,6 +123,7 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
     """
     for override in OverridesParser.create().parse_overrides(overrides):
         _check_override(override, source)
+    check_given_search_path(overrides)
     try:
         config = compose(source.name, overrides, return_hydra_config=True)
     except MissingConfigException as error:

@@ -69,6 +69,26 @@ def check_search_path(directories: Sequence[Path], name: str) -> None:
             )
 
 
+def check_given_search_path(overrides: Sequence[str]) -> None:
+    """Checks where the command line sends Hydra to look for more: directories, and packages that are allowed.
+
+    Args:
+        overrides: The command line's.
+
+    Raises:
+        PolicyError: If it names a package that is not allowed: to look into one is to import it.
+    """
+    for override in parsed(overrides):
+        if override.key_or_group != "hydra.searchpath":
+            continue
+        value: Any = override.value()
+        for path in value if isinstance(value, list) else [value]:
+            package = str(path).removeprefix("pkg://")
+            if str(path).startswith("file://") or lies_in(package, allowed_packages()):
+                continue
+            _check_listed("hydra.searchpath", path, SEARCH_PATHS, "a directory is given as file://…")
+
+
 def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
     """Checks Hydra's part of a composed job.
 

@@ -94,6 +94,18 @@ def test_a_package_of_a_search_path_is_not_imported(train, tmp_path: Path, monke
     assert "their_package" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    "flags", [["plan_only=true"], ["--cfg", "job"], ["--info", "searchpath"], ["--help"]]
+)
+def test_a_package_of_the_command_line_must_be_allowed(train, tmp_path: Path, monkeypatch, flags) -> None:
+    (tmp_path / "found_package.py").write_text("raise SystemExit('this must not run')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ended = train("hydra.searchpath=[pkg://found_package]", *flags)
+    assert (ended.code, ended.left_nothing) == (2, True)
+    assert ended.message.startswith("hydra.searchpath: 'pkg://found_package'")
+    assert "found_package" not in sys.modules
+
+
 def test_a_pickled_job_is_not_run_again(train, tmp_path: Path) -> None:
     ended = train(f"--experimental-rerun={tmp_path}/config.pickle")
     assert ended.code == 2
