@@ -261,7 +261,7 @@ class Clip(FlowPolicy):
             raise PolicyError("Clip: give exactly one of value= and norm=")
         key, bound = ("value", value) if norm is None else ("norm", norm)
         if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
-            raise PolicyError(f"Clip.{key}: must be a finite number above 0, got {shown(bound)}")
+            raise PolicyError(f"Clip.{key}: must be a number above 0, got {shown(bound)}")
         if per_sample and norm is None:
             raise PolicyError("Clip.per_sample: goes with norm=; a bound by value is per entry anyway")
         rule = (

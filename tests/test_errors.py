@@ -1,10 +1,17 @@
 import pytest
 
-from gradpolicy.errors import PolicyError, nearest, unknown
+from gradpolicy.errors import PolicyError, brief, nearest, shown, unknown
 
 
 def test_a_policy_error_is_a_value_error():
     assert issubclass(PolicyError, ValueError)
+
+
+def test_a_value_is_shown_in_one_line_and_cut_where_it_is_long():
+    assert shown("a\nb") == "'a\\nb'"
+    assert len(shown(list(range(5000)))) == 80
+    assert brief("one\n   two") == "one two"
+    assert "\n" not in shown(type("Lines", (), {"__repr__": lambda self: "one\ntwo"})())
 
 
 def test_close_names_come_first():

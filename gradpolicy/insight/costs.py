@@ -30,7 +30,7 @@ class Costs(Callback):
     """
 
     def __init__(self, skip: int = 10) -> None:
-        self.skip = check_whole("Costs.skip", skip, least=0)
+        self.skip = check_whole("callbacks.costs.skip", skip, least=0)
         self._reset()
 
     def _reset(self) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gradpolicy.checks import LARGEST_SIZE, check_share, check_whole
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.checks import LARGEST_SIZE, check_share
+from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.tasks.files import FileDataModule, RemoteFile
 
 FILES = (
@@ -95,8 +95,8 @@ class TinyShakespeareDataModule(FileDataModule):
         if min(validation_share, test_share) <= 0 or validation_share + test_share >= 1:
             raise PolicyError("data.validation_share: with data.test_share it must lie between 0 and 1")
         for name, value in {"context": context, "stride": stride}.items():
-            if value is not None:
-                check_whole(f"data.{name}", value, least=1, most=LARGEST_SIZE)
+            if value is not None and not 1 <= value <= LARGEST_SIZE:
+                raise PolicyError(f"data.{name}: {shown(value)} given, at least 1 needed")
         super().__init__(FILES, data_dir, batch_size, seed, workers, download)
         self.context = context
         self.stride = stride or context

@@ -67,7 +67,7 @@ IMPOSSIBLE = {
     "+policy.stop._convert_=abc": "policy.stop._convert_",
     "+logger.csv._partial_=true": "logger.csv",
     "hydra.searchpath=[file:///nowhere]": "hydra.searchpath",
-    "hydra.job_logging.root.level=abc": "hydra",
+    "hydra.job_logging.version=7": "hydra",
 }
 ODD = ("=3", "+=3", "~", "~=3", "==", "++", "a", "a..b=1", ".a=1", "seed='1", "seed={a:1", "seed=é", "a.b.=1")
 WRONG_TYPE = {
