@@ -12,7 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from gradpolicy.launch.best_checkpoints import BestCheckpoints
+from gradpolicy.distributed.sharded_checkpoint import MARKER, is_whole
+from gradpolicy.launch.best_checkpoints import BestCheckpoints, copy_whole
 from gradpolicy.tasks.resume import ExactResume
 
 # The best of all is seen early: a run that forgets it takes a later one.
@@ -211,6 +212,32 @@ def test_a_save_that_waits_for_the_next_validation_is_not_lost(tmp_path: Path) -
     last = tmp_path / "killed/checkpoints/last.ckpt"
     resumed = fit(tmp_path / "resumed", last, **settings)
     assert kept(resumed) == kept(whole)
+
+
+def test_a_directory_of_shards_is_copied_as_a_whole(tmp_path: Path) -> None:
+    source, target = tmp_path / "former/best.ckpt", tmp_path / "now/best.ckpt"
+    for folder, text in ((source, "new"), (target, "old")):
+        folder.mkdir(parents=True)
+        for name in (".metadata", "meta.pt", MARKER):
+            (folder / name).write_text(text)
+    copy_whole(source, target)
+    assert is_whole(target)
+    assert {path.read_text() for path in target.iterdir()} == {"new"}
+    assert [path.name for path in target.parent.iterdir()] == ["best.ckpt"]
+
+
+def test_a_copy_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "former.ckpt", tmp_path / "best.ckpt"
+    source.write_text("new")
+    target.write_text("old")
+
+    def full(*arguments: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(OSError, match="no space left"):
+        copy_whole(source, target)
+    assert target.read_text() == "old"
 
 
 @pytest.mark.slow
