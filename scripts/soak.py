@@ -42,6 +42,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # Everything that a run imports is imported once, here; each run is a fork.
 import gradpolicy.launch.run  # noqa: F401
+from gradpolicy.distributed.sharded_checkpoint import read_as_one
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.errors import TERMINATED
@@ -226,9 +227,11 @@ class Ranks:
     def _fork(self, rank: int, ranks: int, tells: int) -> int:
         """Starts a rank in a process group of its own, so that its loader processes die with it."""
         child = os.fork()
+        # By both: neither may be the first to need it.
+        with suppress(OSError):
+            os.setpgid(child, child)
         if child:
             return child
-        os.setpgid(0, 0)
         if self.store is not None:
             os.environ |= {
                 **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
@@ -314,7 +317,7 @@ def compare(first: Path, second: Path) -> list[str]:
         return [f"checkpoints: {names[0]} became {names[1]}"]
     found = []
     for name in names[0]:
-        before, after = (torch.load(run / "checkpoints" / name, weights_only=True) for run in (one, other))
+        before, after = (_content(run / "checkpoints" / name) for run in (one, other))
         found += differences(before, after, name)
     before, after = (Result.load(run / RESULT) for run in (one, other))
     found += differences(before.metrics, after.metrics, f"{RESULT}.metrics")
@@ -340,6 +343,10 @@ def differences(first: Any, second: Any, place: str = "") -> list[str]:
         pairs = enumerate(zip(first, second, strict=True))
         return [line for index, (a, b) in pairs for line in differences(a, b, f"{place}[{index}]")]
     return [] if _plain(first) == _plain(second) else [f"{place}: {first!r} became {second!r}"]
+
+
+def _content(checkpoint: Path) -> Any:
+    return read_as_one(checkpoint) if checkpoint.is_dir() else torch.load(checkpoint, weights_only=True)
 
 
 def _plain(value: Any) -> Any:

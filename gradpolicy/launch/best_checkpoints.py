@@ -5,6 +5,7 @@ the next validation would count as the best, and other weights would be tested. 
 the new directory, and the state that Lightning restores speaks of the copies.
 """
 
+import filecmp
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from gradpolicy.distributed.sharded_checkpoint import MARKER, sync_folder, take_place
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.checkpoints import read_checkpoint
+from gradpolicy.launch.checkpoints import KEY, read_checkpoint
 
 State = dict[str, Any]
 
@@ -60,15 +61,15 @@ class BestCheckpoints(Callback):
             for key, callback in kept.items()
             if key in states and "://" not in f"{callback.dirpath}{states[key]['dirpath']}{trainer.ckpt_path}"
         }
-        changed: dict[str, State] | OSError = {}
+        changed: dict[str, State] | OSError | PolicyError = {}
         if trainer.is_global_zero and local:
             try:
                 former = FormerRun(Path(str(trainer.ckpt_path)), checkpoint)
                 changed = {key: former.hand_over(key, callback) for key, callback in local.items()}
-            except OSError as error:
+            except (OSError, PolicyError) as error:
                 changed = error
         changed = trainer.strategy.broadcast(changed)
-        if isinstance(changed, OSError):
+        if isinstance(changed, OSError | PolicyError):
             raise changed
         states.update(changed)
         for key, callback in local.items():
@@ -96,6 +97,9 @@ class FormerRun:
         Args:
             key: The callback's key in the checkpoint.
             callback: The callback, which has restored nothing yet.
+
+        Raises:
+            PolicyError: If another run's checkpoint would have to make room.
         """
         state = self.states[key]
         folder = Path(str(callback.dirpath))
@@ -111,6 +115,7 @@ class FormerRun:
                 )
             elif not problem or _is_same(found, target):
                 # What is written over and over stays in its place, whatever it holds by now.
+                _refuse_to_overwrite(found, target, callback)
                 copy_whole(found, target)
                 here[path] = str(target)
         return _for_here(state, here, callback)
@@ -134,7 +139,9 @@ class FormerRun:
 
     def _problem(self, found: Path, key: str, name: str) -> str:
         """Why a file is not the one that the state speaks of; empty where it is."""
-        if not found.exists():
+        if name.split(os.sep)[0] == os.pardir:
+            return "lies outside of its directory"
+        if not (found.is_file() or found.is_dir()):
             return "is gone"
         try:
             content = read_checkpoint(found, key=name)
@@ -167,6 +174,19 @@ def copy_whole(source: Path, target: Path) -> None:
         os.fsync(copy.fileno())
     os.replace(part, target)
     sync_folder(target.parent)
+
+
+def _refuse_to_overwrite(source: Path, target: Path, callback: ModelCheckpoint) -> None:
+    """Keeps a name that a checkpoint gives from replacing a file that this run would not write itself."""
+    written = {
+        f"{name}{callback.FILE_EXTENSION}" for name in (callback.filename, callback.CHECKPOINT_NAME_LAST)
+    }
+    if target.name in written or not target.exists() or _is_same(source, target):
+        return
+    if source.is_dir() or target.is_dir() or not filecmp.cmp(source, target, shallow=False):
+        raise PolicyError(
+            f"{KEY}: {target} is there already, of another run; choose another directory for this run"
+        )
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -43,9 +43,13 @@ class RunRecord:
     def load(directory: Path) -> "RunRecord | None":
         """Reads what :meth:`save` wrote; None where there is nothing that can be read."""
         try:
-            return RunRecord(**json.loads((directory / RECORD).read_text()))
-        except (OSError, ValueError, TypeError):
+            said = json.loads((directory / RECORD).read_text())
+            record = RunRecord(
+                str(said["task"]), said["kind"], float(said["started"]), str(said["directory"])
+            )
+        except (OSError, ValueError, TypeError, KeyError):
             return None
+        return record if record.kind in KINDS else None
 
 
 def record_of(directory: Path, task: str, callbacks: dict[str, Any] | None, in_sweep: bool) -> RunRecord:

@@ -12,7 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from gradpolicy.launch.best_checkpoints import BestCheckpoints
+from gradpolicy.distributed.sharded_checkpoint import MARKER, is_whole
+from gradpolicy.errors import PolicyError
+from gradpolicy.launch.best_checkpoints import BestCheckpoints, copy_whole
 from gradpolicy.tasks.resume import ExactResume
 
 # The best of all is seen early: a run that forgets it takes a later one.
@@ -211,6 +213,68 @@ def test_a_save_that_waits_for_the_next_validation_is_not_lost(tmp_path: Path) -
     last = tmp_path / "killed/checkpoints/last.ckpt"
     resumed = fit(tmp_path / "resumed", last, **settings)
     assert kept(resumed) == kept(whole)
+
+
+def renamed(checkpoint: Path, name: str) -> None:
+    """Has a checkpoint name its best one otherwise, as a stranger might."""
+    content = torch.load(checkpoint, weights_only=True)
+    for state in content["callbacks"].values():
+        if state.get("best_k_models"):
+            (former, score), folder = *state["best_k_models"].items(), Path(state["dirpath"])
+            state |= {"best_k_models": {f"{folder}/{name}": score}, "best_model_path": f"{folder}/{name}"}
+            (folder / name).parent.mkdir(exist_ok=True)
+            best = torch.load(former, weights_only=True)
+            key = next(key for key, value in best["callbacks"].items() if value.get("best_k_models"))
+            best["callbacks"][key]["best_k_models"] = {f"{folder}/{name}": score}
+            torch.save(best, folder / name)
+    torch.save(content, checkpoint)
+
+
+def test_no_name_in_a_checkpoint_leads_out_of_the_directory(tmp_path: Path) -> None:
+    fit(tmp_path / "a/killed", kill=3)
+    last = tmp_path / "a/killed/checkpoints/last.ckpt"
+    renamed(last, "../../mine.ckpt")
+    with pytest.warns(UserWarning, match="lies outside of its directory"):
+        fit(tmp_path / "b/resumed", last)
+    assert not list((tmp_path / "b").glob("*.ckpt"))
+
+
+def test_no_name_in_a_checkpoint_replaces_what_this_run_would_not_write(tmp_path: Path) -> None:
+    fit(tmp_path / "killed", kill=3)
+    last = tmp_path / "killed/checkpoints/last.ckpt"
+    renamed(last, "mine.ckpt")
+    mine = tmp_path / "resumed/checkpoints/mine.ckpt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(PolicyError, match=r"mine\.ckpt is there already, of another run"):
+        fit(tmp_path / "resumed", last)
+    assert mine.read_text() == "mine"
+
+
+def test_a_directory_of_shards_is_copied_as_a_whole(tmp_path: Path) -> None:
+    source, target = tmp_path / "former/best.ckpt", tmp_path / "now/best.ckpt"
+    for folder, text in ((source, "new"), (target, "old")):
+        folder.mkdir(parents=True)
+        for name in (".metadata", "meta.pt", MARKER):
+            (folder / name).write_text(text)
+    copy_whole(source, target)
+    assert is_whole(target)
+    assert {path.read_text() for path in target.iterdir()} == {"new"}
+    assert [path.name for path in target.parent.iterdir()] == ["best.ckpt"]
+
+
+def test_a_copy_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "former.ckpt", tmp_path / "best.ckpt"
+    source.write_text("new")
+    target.write_text("old")
+
+    def full(*arguments: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(OSError, match="no space left"):
+        copy_whole(source, target)
+    assert target.read_text() == "old"
 
 
 @pytest.mark.slow
