@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from gradpolicy.distributed.sharded_checkpoint import sync_folder
+from gradpolicy.distributed.sharded_checkpoint import sync_folder, take_place
 from gradpolicy.faults.checkpoint_file import save_file
 from gradpolicy.faults.reading import load_checkpoint
 
@@ -84,7 +84,7 @@ def write_whole(content: Any, path: Path) -> None:
             save_file(content, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        take_place(part, path) if path.is_dir() else os.replace(part, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         # torch.save reports a failed write as a RuntimeError whose context is the OSError.

@@ -1,5 +1,6 @@
 """The program: reads the command line, checks everything that it asks for, then has Hydra run it."""
 
+import argparse
 import shutil
 import sys
 from argparse import Namespace
@@ -16,7 +17,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from rich.console import Console
 
-from gradpolicy.errors import PolicyError, brief
+from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.imports import allowed_packages, limited_to
 from gradpolicy.launch.compose import (
     VERSION_BASE,
@@ -62,7 +63,11 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     """
     replace_what_does_not_encode()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = get_args_parser().parse_intermixed_args(arguments)
+    try:
+        options = read_command_line(arguments)
+    except PolicyError as error:
+        report_error(error, show_traceback=False)
+        return WRONG_INPUT
     flags = [word for word in arguments if word not in options.overrides]
     show_traceback = "extras.traceback=true" in options.overrides
     try:
@@ -97,6 +102,25 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         if is_first_rank():
             report_error(error, show_traceback)
         return WRONG_INPUT
+
+
+def read_command_line(arguments: Sequence[str]) -> Namespace:
+    """Reads Hydra's own flags; what is none of them is an override.
+
+    Raises:
+        PolicyError: For a flag that does not exist, or a value that one does not take.
+    """
+    parser = get_args_parser()
+    # Otherwise the program ends here, and says how it is used before it says what is wrong.
+    parser.exit_on_error = False
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    try:
+        options, unknown = parser.parse_known_intermixed_args(arguments)
+    except argparse.ArgumentError as error:
+        raise PolicyError(f"{error.argument_name}: {brief(str(error.message), most=LINE)}") from error
+    if unknown:
+        raise PolicyError(f"{brief(unknown[0])}: there is no such flag; {nearest(unknown[0], flags)}")
+    return options
 
 
 def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfig) -> int:

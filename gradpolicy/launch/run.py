@@ -214,7 +214,6 @@ def build_trainer(
     ]
     plugins = build_plugins(node.pop("plugins", None))
     loggers = _built("logger", settings.logger, Logger)
-    _settle_wandb(loggers)
     return build(node, "trainer", callbacks=callbacks, logger=loggers or False, plugins=plugins)
 
 
@@ -247,6 +246,7 @@ def train_and_test(
     best: dict[str, float] = {}
     with own_command_line(checkpoint), finished_loggers():
         trainer = build_trainer(container, settings, subject, directory)
+        _settle_wandb(trainer.loggers)
         if settings.train:
             with monitors_named(settings, trainer), taking_up(checkpoint):
                 trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
