@@ -1,5 +1,6 @@
 """Composes and checks a config, also each job of a sweep, before Hydra makes any directory."""
 
+import math
 import os
 import re
 import warnings
@@ -187,7 +188,7 @@ def check_config(config: DictConfig) -> Settings:
     groups = {key: value for key, value in container.items() if isinstance(value, dict)}
     # The optimizer first: the model refers to it, and a message should name the key that a person set.
     groups = {key: groups[key] for key in sorted(groups, key=lambda key: key == "model")}
-    _check_integers(groups)
+    _check_numbers(groups)
     _check_made(groups)
     for name in ("callbacks", "logger"):
         if name in settings.trainer:
@@ -220,17 +221,19 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def _check_integers(node: Any, key: str = "") -> None:
-    """Refuses whole numbers that take more than 64 bits: torch overflows wherever it meets one.
+def _check_numbers(node: Any, key: str = "") -> None:
+    """Refuses numbers that no class takes rightly: NaN passes most checks; beyond 64 bits torch overflows.
 
     Raises:
         PolicyError: For the first.
     """
     if isinstance(node, int) and abs(node) >= 2**63:
         raise PolicyError(f"{brief(key)}: takes more than 64 bits, got {shown(node)}")
+    if isinstance(node, float) and math.isnan(node):
+        raise PolicyError(f"{brief(key)}: must be a number, got nan")
     below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, value in below:
-        _check_integers(value, f"{key}.{name}".lstrip("."))
+        _check_numbers(value, f"{key}.{name}".lstrip("."))
 
 
 def _check_made(groups: Mapping[str, Any]) -> None:

@@ -50,7 +50,8 @@ IMPOSSIBLE = {
     "trainer.val_check_interval=nan": "trainer.val_check_interval",
     "trainer.val_check_interval=1000": "trainer.val_check_interval",
     "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch",
-    "trainer.limit_train_batches=nan": "trainer",
+    "trainer.limit_train_batches=nan": "trainer.limit_train_batches",
+    "optimizer=sgd optimizer.momentum=nan": "optimizer.momentum",
     "trainer.limit_train_batches=0.001": "trainer.limit_train_batches",
     "trainer.strategy=abc": "trainer",
     "trainer.devices=100000000000000000000": "trainer.devices",
@@ -140,7 +141,9 @@ def test_what_a_mask_source_cannot_use_is_said_in_its_words(train, overrides: st
 
 @pytest.mark.parametrize("overrides", IMPOSSIBLE)
 def test_what_cannot_be_is_refused_by_its_key_before_anything_is_trained(train, overrides: str) -> None:
-    line = overrides.split() if overrides.startswith(("model=", "callbacks=")) else [overrides]
+    line = (
+        overrides.split() if overrides.startswith(("model=", "callbacks=", "optimizer=sgd")) else [overrides]
+    )
     assert train("plan_only=true", *line).refusal.startswith(f"{IMPOSSIBLE[overrides]}:")
 
 
