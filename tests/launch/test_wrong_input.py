@@ -1,5 +1,6 @@
 """Wrong input: one message with the key, the cause and the nearest names; code 2; nothing left behind."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,22 @@ NOT_ALLOWED = (
     "torch.utils.cpp_extension.load",
     "torch.serialization.load",
     "torchvision.models.resnet18",
+    "torch.jit.unsupported_tensor_ops.execWrapper",
+    "torch.utils.data.datapipes.utils.decoder.basichandlers",
+    "torch.distributed.launcher.api.launch_agent",
+    "torch.functional.torch.ops.load_library",
+    "gradpolicy.launch.app.main",
+    "gradpolicy.launch.instantiate.build",
     "lightning.pytorch.LightningModule.load_from_checkpoint",
+    "lightning.pytorch.plugins.io.TorchCheckpointIO.remove_checkpoint",
+)
+# Where a config names what a policy imports.
+NAMES_A_MODULE = (
+    "policy.straight_through.surrogate={name}",
+    "+policy.theirs={{_target_: gradpolicy.UseRule, rule: {name}, ops: round}}",
+    "+policy.theirs={{_target_: gradpolicy.Scale, factor: 2, modules: {name}}}",
+    "+policy.theirs={{_target_: gradpolicy.Freeze, params: '*', mask: {{_target_: {name}}}}}",
+    "+logger.theirs._target_={name}",
 )
 
 
@@ -227,6 +243,18 @@ def test_a_target_outside_the_allowed_packages_is_refused(train, target: str) ->
     message = train(f"+policy.evil._target_={target}").refusal
     assert message.startswith("policy.evil._target_:")
     assert target in message
+
+
+@pytest.mark.parametrize("override", NAMES_A_MODULE)
+def test_no_place_that_imports_by_name_imports_what_is_not_allowed(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    (tmp_path / "their_code.py").write_text("raise SystemExit('this must not run')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ended = train(override.format(name="their_code.Thing"), "plan_only=true")
+    assert "their_code" not in sys.modules
+    assert (ended.code, ended.left_nothing) == (2, True)
+    assert "their_code" in ended.message
 
 
 def test_a_target_is_refused_wherever_it_stands(train) -> None:
