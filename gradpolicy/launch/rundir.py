@@ -205,6 +205,8 @@ def check_destinations(config: Mapping[str, Any]) -> None:
 def check_writable(path: Path, key: str) -> None:
     """Makes sure that a run can leave something in a directory, before it has trained for hours.
 
+    The first rank looks. If all did, one would take away the directory in which another has a file.
+
     Args:
         path: The directory, which need not exist yet.
         key: The config key that names it.
@@ -212,6 +214,8 @@ def check_writable(path: Path, key: str) -> None:
     Raises:
         PolicyError: If it cannot be made or written to.
     """
+    if not is_first_rank():
+        return
     path = path.absolute()
     with empty_directories_removed(path):
         try:

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch import rundir
 from gradpolicy.launch.rundir import (
     check_destinations,
+    check_writable,
     claimed_directory,
     empty_directories_removed,
     run_directory,
@@ -144,3 +146,14 @@ def test_what_cannot_be_written_to_is_refused_under_its_key(tmp_path: Path, key:
     with pytest.raises(PolicyError, match=f"^{key}: nothing can be written to .*: not a directory$"):
         check_destinations(whole)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_only_the_first_rank_looks_whether_a_place_can_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    check_writable(tmp_path / "file" / "below", "paths.output_dir")
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    with pytest.raises(PolicyError, match=r"^paths\.output_dir: nothing can be written"):
+        check_writable(tmp_path / "file" / "below", "paths.output_dir")
