@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from gradpolicy.launch.app import quoted
+from gradpolicy.launch.ranks import quoted
 
 CONF = Path(__file__).parents[2] / "conf"
 Train = Callable[..., object]
