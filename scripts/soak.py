@@ -39,6 +39,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
 
 # Everything that a run imports is imported once, here; each run is a fork.
 import gradpolicy.launch.run  # noqa: F401
@@ -329,6 +330,8 @@ def compare(first: Path, second: Path) -> list[str]:
 def differences(first: Any, second: Any, place: str = "") -> list[str]:
     """The places in which two checkpoints differ, bit for bit, but for the directories of their runs."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
+        # What stands beside the shards may be a part of what all ranks hold.
+        first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (first, second))
         same = first.dtype == second.dtype and torch.equal(first, second)
         return [] if same else [f"{place}: {_shown(first)} became {_shown(second)}"]
     if isinstance(first, Mapping) and isinstance(second, Mapping):

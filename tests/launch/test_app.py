@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from gradpolicy.launch.ranks import quoted
+from gradpolicy.launch.report import Result
 
 CONF = Path(__file__).parents[2] / "conf"
 Train = Callable[..., object]
@@ -162,6 +163,14 @@ def test_last_resumes_the_newest_good_checkpoint(train) -> None:
     assert resumed.code == 0
     ends = [torch.load(path, weights_only=True) for path in resumed.folder.rglob("last.ckpt")]
     assert sorted(end["global_step"] for end in ends) == [2, 4]
+
+
+def test_a_run_that_had_only_to_be_tested_gives_the_results_of_the_run_before(train) -> None:
+    whole = train()
+    assert train("ckpt_path=last", folder=whole.folder).code == 0
+    first, second = (Result.load(path) for path in sorted(whole.folder.glob("train/runs/*/result.json")))
+    assert first.metrics == second.metrics
+    assert {"train/loss", "val/accuracy_best", "test/accuracy"} <= second.metrics.keys()
 
 
 @pytest.mark.filterwarnings("ignore:train=false without ckpt_path")
