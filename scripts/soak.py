@@ -37,6 +37,7 @@ if __name__ == "__main__":
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
@@ -244,6 +245,8 @@ class Ranks:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.store.port),
             }
+            # Lightning read it when it was imported, which a process of torchrun's does by itself.
+            rank_zero_only.rank = rank
         code = 1
         os.dup2(self.told.fileno(), 2)
         try:

@@ -104,9 +104,7 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
     """
     template = OmegaConf.to_container(node, resolve=False)["dir"]  # type: ignore[index, call-overload]
     wanted = Path(node.dir).absolute()
-    if is_first_rank():
-        # The check leaves nothing, and would take away what another rank has just made.
-        check_writable(wanted, key)
+    check_writable(wanted, key)
     alone = any(word in str(template) for word in STAMPED) and not _under_srun()
     if not alone:
         with empty_directories_removed(wanted):
