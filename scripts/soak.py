@@ -246,7 +246,7 @@ class Ranks:
                 "MASTER_PORT": str(self.store.port),
             }
             # Lightning read it when it was imported, which a process of torchrun's does by itself.
-            rank_zero_only.rank = rank
+            rank_zero_only.rank = rank  # type: ignore[attr-defined]
         code = 1
         os.dup2(self.told.fileno(), 2)
         try:
