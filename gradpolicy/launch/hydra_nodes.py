@@ -17,10 +17,8 @@ from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.imports import allowed_packages, lies_in
 from gradpolicy.launch.trust import parsed
 
-CALLBACKS = (
-    "hydra.experimental.callbacks.LogJobReturnCallback",
-    "hydra.experimental.callbacks.PickleJobInfoCallback",
-)
+# Its other one writes pickles, also for a plan.
+CALLBACKS = ("hydra.experimental.callbacks.LogJobReturnCallback",)
 LAUNCHERS = (
     "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
     "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",

@@ -14,6 +14,7 @@ LOG_RESULT = "hydra.experimental.callbacks.LogJobReturnCallback"
 MINE = "hydra.callbacks.mine"
 REFUSED = {
     f"+{MINE}._target_=os.getcwd": f"{MINE}._target_",
+    f"+{MINE}._target_=hydra.experimental.callbacks.PickleJobInfoCallback": f"{MINE}._target_",
     f"+{MINE}._target_=hydra.experimental.callbacks.pickle.loads": f"{MINE}._target_",
     f"+{MINE}={{_target_:{LOG_RESULT},x:{{_target_:os.getcwd}}}}": "x._target_",
     f"+{MINE}={{_target_:{LOG_RESULT},x:'${{user.theirs}}'}}": f"{MINE}.x",
