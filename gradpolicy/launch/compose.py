@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
@@ -22,7 +23,6 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.launch.errors import LINE
@@ -134,19 +134,41 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
         if clearer is None:
             raise
         raise clearer from error
-    except (HydraException, OmegaConfBaseException, YAMLError):
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError):
         raise
     except UserWarning as error:
         raise PolicyError(f"hydra.searchpath: {brief(str(error), most=LINE)}") from error
+    except RecursionError as error:
+        raise PolicyError("the command line cannot be composed: one of its configs holds itself") from error
     except Exception as error:
         # What is odd enough makes Hydra stumble in any way there is: over the length of a name, for instance.
-        reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
-        raise PolicyError(f"the command line cannot be composed: {reason}") from error
+        key = re.search(r"full_key: (\S+)", str(error))
+        if key is not None:
+            raise PolicyError(f"{brief(key[1])}: there is nothing that could be set so") from error
+        raise PolicyError(f"the command line cannot be composed: {brief(str(error), most=LINE)}") from error
+    _check_choices(config, source)
     with read_write(config), open_dict(config):
         # Hydra sets it when a job starts; until then any directory will do for what refers to it.
         config.hydra.runtime.output_dir = str(Path.cwd())
     HydraConfig.instance().set_config(config)
     return config
+
+
+def _check_choices(config: DictConfig, source: Source) -> None:
+    """Refuses a chosen file that is no mapping: Hydra takes nothing from it, and says nothing.
+
+    Raises:
+        PolicyError: For the first.
+    """
+    directories = [directory for directory in (source.directory, source.more) if directory is not None]
+    for group, chosen in config.hydra.runtime.choices.items():
+        for name in [chosen] if isinstance(chosen, str) else chosen or ():
+            for file in (directory / group / f"{name}.yaml" for directory in directories):
+                content = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else None
+                if content is not None and not isinstance(content, dict):
+                    raise PolicyError(
+                        f"{group}={name}: {file.name} must hold keys and values, not {shown(content)}"
+                    )
 
 
 def fixed_overrides(overrides: list[str]) -> list[str]:

@@ -55,7 +55,8 @@ def _explanation(error: BaseException) -> str:
     if isinstance(error, ConfigCompositionException) and error.__cause__ is not None:
         return f"{_first_line(error).rstrip('.')}: {_first_line(error.__cause__)}"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"{brief(str(error.full_key))}: {_first_line(error)}"
+        line = re.sub(r"^\w+ raised while resolving interpolation: ", "", _first_line(error))
+        return f"{brief(str(error.full_key))}: {line.strip(chr(34))}"
     if isinstance(error, yaml.YAMLError):
         return f"the file is no valid YAML: {brief(' '.join(str(error).split()), most=LINE)}"
     return _first_line(error)

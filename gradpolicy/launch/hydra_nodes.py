@@ -17,8 +17,6 @@ from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.imports import allowed_packages, lies_in
 from gradpolicy.launch.trust import parsed
 
-# Its other one writes pickles, also for a plan.
-CALLBACKS = ("hydra.experimental.callbacks.LogJobReturnCallback",)
 LAUNCHERS = (
     "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
     "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
@@ -100,7 +98,7 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
     node: Any = OmegaConf.to_container(config.hydra, resolve=False)
     given = {override.key_or_group for override in parsed(overrides)}
     for name, callback in _mapping("hydra.callbacks", node["callbacks"]).items():
-        _check_built(f"hydra.callbacks.{name}", callback, CALLBACKS)
+        _check_built(f"hydra.callbacks.{name}", callback, ())
     _check_built("hydra.launcher", node["launcher"], LAUNCHERS)
     _check_built("hydra.sweeper", node["sweeper"], SWEEPERS)
     _check_shell(config, given)
@@ -109,6 +107,9 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
         _check_logging(f"hydra.{key}", node[key])
     for name in _mapping("hydra.job.env_set", node["job"]["env_set"]):
         _check_listed("hydra.job.env_set", name, VARIABLES, "set it in your shell")
+    name = str(config.hydra.job.name)
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
+        raise PolicyError(f"hydra.job.name: must be a plain name, for it names the log; got {shown(name)}")
     if node["output_subdir"] not in (None, ".hydra"):
         raise PolicyError(f"hydra.output_subdir: must be .hydra or null, got {shown(node['output_subdir'])}")
 
@@ -187,7 +188,8 @@ def _check_log_file(place: str, value: Any) -> None:
 
 def _check_listed(key: str, value: Any, listed: Sequence[str], otherwise: str) -> None:
     if value not in listed:
-        raise PolicyError(f"{key}: {shown(value)} is not allowed; {nearest(str(value), listed)}; {otherwise}")
+        hints = [hint for hint in (nearest(str(value), listed), otherwise) if hint]
+        raise PolicyError(f"{key}: {shown(value)} is not allowed; {'; '.join(hints)}")
 
 
 def _mapping(key: str, node: Any) -> Mapping[str, Any]:

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
-from gradpolicy.errors import PolicyError, shortened
+from gradpolicy.errors import PolicyError, shortened, shown
 from gradpolicy.launch.checkpoints import CANNOT_RESUME, read_checkpoint
 from gradpolicy.tasks.task import Task
 
@@ -50,3 +51,20 @@ def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
             f"its state has no {shortened(list(dict.fromkeys(lacking)))}; resume with that run's optimizer; "
             f"under this one {CANNOT_RESUME}"
         )
+    for group in groups:
+        for name, value in group.items():
+            if not _is_alike(value, optimizer.defaults.get(name)):
+                raise PolicyError(
+                    f"ckpt_path: {checkpoint} holds {shown(value)} as the optimizer's {name}: {CANNOT_RESUME}"
+                )
+
+
+def _is_alike(value: Any, default: Any) -> bool:
+    """Whether a saved option may stand where the optimizer has another one."""
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, int | float):
+        return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    if isinstance(default, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(default)
+    return True

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import TrainerFn
 
 from gradpolicy.callback import GradientPolicies
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, brief
 from gradpolicy.faults.reading import KEY, check_checkpoint, named_checkpoints
 from gradpolicy.launch.checkpoints import CANNOT_RESUME
 from gradpolicy.launch.errors import wrong_input_errors
@@ -86,9 +86,11 @@ def taking_up(checkpoint: Path | None) -> Iterator[None]:
         frames = traceback.walk_tb(error.__traceback__)
         if checkpoint is None or not any(frame.f_code in TAKING_UP for frame, _ in frames):
             raise
-        what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        # What Python says of a value of another type tells a person nothing.
+        told = isinstance(error, RuntimeError | ValueError)
+        what = f" ({brief(str(error), most=120)})" if told else ""
         raise PolicyError(
-            f"{KEY}: {checkpoint} holds a state of another kind ({what}): {CANNOT_RESUME}"
+            f"{KEY}: {checkpoint} holds a state of another kind{what}: {CANNOT_RESUME}"
         ) from error
 
 

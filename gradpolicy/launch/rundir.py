@@ -161,7 +161,7 @@ class RunDirectory:
 
 def _holds_only_hydras(path: Path) -> bool:
     """Whether there is nothing but what Hydra puts into the directory of a job before it starts."""
-    return path.is_dir() and all(
+    return os.path.isdir(path) and all(
         entry.name == ".hydra" or (entry.suffix == ".log" and not entry.stat().st_size)
         for entry in path.iterdir()
     )

@@ -142,7 +142,7 @@ def _check_type(key: str, parameter: inspect.Parameter, value: Any) -> None:
 
 def _check_fits(key: str, annotation: Any, value: Any) -> None:
     if not fits(value, annotation):
-        raise PolicyError(f"{key}: must be {in_words(annotation)}, got {shown(value)}")
+        raise PolicyError(f"{key}: must be {brief(in_words(annotation), most=200)}, got {shown(value)}")
 
 
 def in_words(annotation: Any) -> str:

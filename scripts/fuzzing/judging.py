@@ -144,6 +144,8 @@ def ignored(arguments: Sequence[str], config: dict[str, Any], choices: dict[str,
                 yield f"accepted, but {key}={wanted!r} was not chosen: {choices[key]!r}"
         elif isinstance(config.get(key), dict) and isinstance(wanted, str | list):
             continue
+        elif wanted is ABSENT and config.get(key) == {}:
+            continue  # a group without a choice
         elif not same(found := _select(config, key), wanted):
             yield f"accepted, but {key} is {_shown(found)} instead of {_shown(wanted)}"
 

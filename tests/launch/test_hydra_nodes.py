@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.imports import limited_to
 from gradpolicy.launch.compose import Source, compose_job, hydra_at
 from gradpolicy.launch.hydra_nodes import check_hydra, check_search_path
 from tests.launch.conftest import CONF
@@ -14,10 +15,10 @@ LOG_RESULT = "hydra.experimental.callbacks.LogJobReturnCallback"
 MINE = "hydra.callbacks.mine"
 REFUSED = {
     f"+{MINE}._target_=os.getcwd": f"{MINE}._target_",
+    f"+{MINE}._target_={LOG_RESULT}": f"{MINE}._target_",
+    "hydra.job.name=../x": "hydra.job.name",
     f"+{MINE}._target_=hydra.experimental.callbacks.PickleJobInfoCallback": f"{MINE}._target_",
     f"+{MINE}._target_=hydra.experimental.callbacks.pickle.loads": f"{MINE}._target_",
-    f"+{MINE}={{_target_:{LOG_RESULT},x:{{_target_:os.getcwd}}}}": "x._target_",
-    f"+{MINE}={{_target_:{LOG_RESULT},x:'${{user.theirs}}'}}": f"{MINE}.x",
     "+hydra.callbacks.mine='${user.theirs}'": "hydra.callbacks.mine",
     "hydra.callbacks='${user.all}'": "hydra.callbacks",
     "hydra.job_logging.handlers.file.class=os.system": "hydra.job_logging.handlers.file.class",
@@ -43,7 +44,6 @@ TAKEN = (
     "hydra/job_logging=stdout",
     "+hydra.job.env_set.OMP_NUM_THREADS=1",
     "hydra.output_subdir=null",
-    "+hydra.callbacks.mine._target_=hydra.experimental.callbacks.LogJobReturnCallback",
 )
 
 
@@ -60,6 +60,15 @@ def test_what_people_set_is_taken(override: str) -> None:
     source = Source(CONF)
     with hydra_at(source):
         check_hydra(compose_job(source, [override]), [override])
+
+
+def test_callbacks_of_hydra_are_built_from_allowed_packages() -> None:
+    source, override = Source(CONF), f"+{MINE}._target_={LOG_RESULT}"
+    with limited_to(["hydra.experimental.callbacks"]), hydra_at(source):
+        check_hydra(compose_job(source, [override]), [override])
+        for more in ("+hydra.callbacks.mine.x={_target_: os.getcwd}", "+hydra.callbacks.mine.x='${user.a}'"):
+            with pytest.raises(PolicyError, match=rf"^{MINE}\.x"):
+                check_hydra(compose_job(source, [override, "+user.a=1", more]), [])
 
 
 def test_the_same_is_refused_in_every_job_of_a_sweep(train) -> None:

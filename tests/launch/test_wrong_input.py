@@ -413,3 +413,27 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_made(
     refusal = train(override.replace("FILE", str(tmp_path / "file"))).refusal
     assert refusal.startswith(f"{key}: ")
     assert len(refusal) < 400
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("abc", "policy=theirs: theirs.yaml must hold keys and values, not 'abc'"),
+        ("a: &a [*a]", "holds itself"),
+    ],
+)
+def test_a_chosen_file_that_is_no_config_is_refused(train, tmp_path: Path, written: str, words: str) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "theirs.yaml").write_text(f"# @package policy\n{written}\n")
+    assert words in train("policy=theirs", f"--config-dir={tmp_path}").refusal
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=${oc.env:NO_SUCH_VARIABLE}", "seed: Environment variable 'NO_SUCH_VARIABLE' not found"),
+        ("hydra.sweeper.params={seed: abc}", "hydra.sweeper.params: there is nothing that could be set so"),
+    ],
+)
+def test_what_cannot_be_resolved_or_set_is_told_under_its_key(train, override: str, message: str) -> None:
+    assert train(override).refusal == message
