@@ -49,7 +49,7 @@ def forgotten():
 
 
 @pytest.mark.parametrize("backend", SLOW_BACKENDS)
-@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.parametrize("compiled_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_and_eager_agree_at_every_step(backend, compiled_first, batch, parameter_gradients, same):
     model = Small()
     twin = copy.deepcopy(model)

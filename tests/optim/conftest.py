@@ -25,7 +25,7 @@ def use(monkeypatch):
     return choose
 
 
-@pytest.fixture(params=MACHINERIES)
+@pytest.fixture(params=["kernel", pytest.param("numba", marks=pytest.mark.slow), "torch"])
 def machinery(request, use):
     """Runs a test with the C kernel, as where there is no compiler, and as where there is no numba either."""
     use(request.param)
