@@ -1,5 +1,6 @@
 """Operations that are named and never met are told when the block ends."""
 
+import sys
 import warnings
 
 import pytest
@@ -7,6 +8,13 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Forgets code that other tests have compiled: it may meet an operation unseen, so nothing is told of it."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
