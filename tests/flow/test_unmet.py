@@ -12,7 +12,7 @@ import gradpolicy as gp
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    """Forgets code that other tests have compiled: it may meet an operation unseen, so nothing is told of it."""
+    """Forgets code that other tests have compiled: it may meet operations unseen, and nothing is told."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
