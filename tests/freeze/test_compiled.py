@@ -20,7 +20,7 @@ SOURCES = {
 }
 BACKENDS = [
     pytest.param("eager", marks=pytest.mark.slow),
-    "aot_eager",
+    pytest.param("aot_eager", marks=pytest.mark.slow),
     pytest.param("inductor", marks=pytest.mark.slow),
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")

@@ -30,6 +30,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (done.stdout + done.stderr).decode("ascii")
 
 
+@pytest.mark.slow
 def test_help_plan_config_and_errors_are_printed_in_ascii(printed: str) -> None:
     for said in (
         "outputs/train/runs/.../checkpoints",

@@ -155,6 +155,7 @@ def test_what_a_mask_source_cannot_use_is_said_in_its_words(train, overrides: st
     assert cause in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", IMPOSSIBLE)
 def test_what_cannot_be_is_refused_by_its_key_before_anything_is_trained(train, overrides: str) -> None:
     line = (
