@@ -146,7 +146,7 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
         if key is not None:
             raise PolicyError(f"{brief(key[1])}: there is nothing that could be set so") from error
         raise PolicyError(f"the command line cannot be composed: {brief(str(error), most=LINE)}") from error
-    _check_choices(config, source)
+    _check_choices(config, source, overrides)
     with read_write(config), open_dict(config):
         # Hydra sets it when a job starts; until then any directory will do for what refers to it.
         config.hydra.runtime.output_dir = str(Path.cwd())
@@ -154,14 +154,17 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
     return config
 
 
-def _check_choices(config: DictConfig, source: Source) -> None:
+def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> None:
     """Refuses a chosen file that is no mapping: Hydra takes nothing from it, and says nothing.
 
     Raises:
         PolicyError: For the first.
     """
     directories = [directory for directory in (source.directory, source.more) if directory is not None]
-    for group, chosen in config.hydra.runtime.choices.items():
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    # Hydra records no choice of several.
+    several = {each.key_or_group: each.value() for each in parsed if isinstance(each.value(), list)}
+    for group, chosen in {**config.hydra.runtime.choices, **several}.items():
         for name in [chosen] if isinstance(chosen, str) else chosen or ():
             for file in (directory / group / f"{name}.yaml" for directory in directories):
                 content = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else None

@@ -426,7 +426,8 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_made(
 def test_a_chosen_file_that_is_no_config_is_refused(train, tmp_path: Path, written: str, words: str) -> None:
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "theirs.yaml").write_text(f"# @package policy\n{written}\n")
-    assert words in train("policy=theirs", f"--config-dir={tmp_path}").refusal
+    for chosen in ("policy=theirs", "policy=[stop,theirs]"):
+        assert words in train(chosen, f"--config-dir={tmp_path}").refusal
 
 
 @pytest.mark.parametrize(
