@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradpolicy.flow.install import install
     from gradpolicy.flow.override import gradient_override
     from gradpolicy.freeze import Freezer
-    from gradpolicy.optim import MaskedOptimizer
+    from gradpolicy.optim import MaskedOptimizer, UpdateRule, update_rule
     from gradpolicy.policies import (
         Clip,
         Deconv,
@@ -48,7 +48,7 @@ _HOMES = {
     "gradient_override": "gradpolicy.flow",
     "install": "gradpolicy.flow",
     "Freezer": "gradpolicy.freeze",
-    "MaskedOptimizer": "gradpolicy.optim",
+    **dict.fromkeys(("MaskedOptimizer", "UpdateRule", "update_rule"), "gradpolicy.optim"),
     "gradcheck_rule": "gradpolicy.rules.gradcheck",
     **dict.fromkeys(("Rule", "get_rule", "rule", "rule_names"), "gradpolicy.rules"),
     **dict.fromkeys(
@@ -71,6 +71,7 @@ __all__ = [
     "Scale",
     "Stop",
     "StraightThrough",
+    "UpdateRule",
     "UseRule",
     "When",
     "apply",
@@ -82,6 +83,7 @@ __all__ = [
     "rule",
     "rule_names",
     "schedules",
+    "update_rule",
 ]
 
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from gradpolicy.checks import check_whole
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
-from gradpolicy.distributed.zero import deepspeed_refused, masked
+from gradpolicy.optim.zero_redundancy import as_masked, deepspeed_refused
 from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
@@ -24,7 +24,7 @@ from gradpolicy.flow.install import Installed
 from gradpolicy.flow.unmet import check_met
 from gradpolicy.freeze import Freezer
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.masked import wrapper_of
+from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, once_each, pick
@@ -440,7 +440,7 @@ def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> tor
         return optimizer
     present = wrapper_of(optimizer)
     if present is None:
-        return masked(optimizer)
+        return as_masked(optimizer)
     # The module gave the same optimizer in a former fit, whose masks are over.
     present.set_masks(dict.fromkeys(held))
     present.effective_steps = 0

@@ -16,7 +16,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.freeze import Freezer
 from gradpolicy.freeze.sharding import local
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.tracked import Tracked
+from gradpolicy.optim.masked_parameter import MaskedParameter
 
 
 class Ranks:
@@ -107,10 +107,11 @@ class Ranks:
             return {}
         masks: dict[str, Any] = {}
         ages: dict[str, Any] = {}
-        for name, tracked in self._tracked():
-            if not isinstance(tracked.parameter, DTensor):
-                masks[f"the mask of {name!r}"] = tracked.cohorts.codes
-                ages[f"the ages of {name!r}"] = tracked.cohorts.slots
+        for name, masked in self._masked():
+            if not isinstance(masked.parameter, DTensor):
+                signed = masked.dense_ages()
+                masks[f"the mask of {name!r}"] = signed > 0
+                ages[f"the ages of {name!r}"] = signed
         for name in self.freezer.parameters if self.freezer is not None else ():
             if isinstance(self.named[name], DTensor):
                 masks[f"the mask of {name!r}"] = self.freezer.mask_of(name)  # type: ignore[union-attr]
@@ -127,21 +128,21 @@ class Ranks:
         There is none under plain FSDP2; under hybrid sharding each part lies on several ranks.
         """
         common: dict[Any, dict[str, Any]] = {}
-        for name, tracked in self._tracked():
-            for group in _replica_groups(tracked.parameter):
-                held = common.setdefault(group, {})
-                held[f"the mask of {name!r}"] = tracked.cohorts.codes
-                held[f"the ages of {name!r}"] = tracked.cohorts.slots
+        for name, masked in self._masked():
+            for group in _replica_groups(masked.parameter):
+                signed, held = masked.dense_ages(), common.setdefault(group, {})
+                held[f"the mask of {name!r}"] = signed > 0
+                held[f"the ages of {name!r}"] = signed
         for name, parameter in self.named.items():
             for group in _replica_groups(parameter):
                 common.setdefault(group, {})[f"the weights {name!r}"] = local(parameter)
         return common
 
-    def _tracked(self) -> Iterator[tuple[str, Tracked]]:
+    def _masked(self) -> Iterator[tuple[str, MaskedParameter]]:
         names = {id(parameter): name for name, parameter in self.named.items()}
         for optimizer in self.optimizers:
-            for parameter, tracked in optimizer._tracked.items():
-                yield names.get(id(parameter), "a parameter without a name"), tracked
+            for parameter, masked in optimizer.masked_parameters().items():
+                yield names.get(id(parameter), "a parameter without a name"), masked
 
     def _schedules(self) -> dict[str, Any]:
         """What changes with time and is not sharded."""

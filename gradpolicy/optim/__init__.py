@@ -1,5 +1,7 @@
 """Optimizers that update only active entries."""
 
-from gradpolicy.optim.masked import MaskedOptimizer
+from gradpolicy.optim.masked_optimizer import MaskedOptimizer
+from gradpolicy.optim.update_rules import UpdateRule, update_rule
+from gradpolicy.optim.zero_redundancy import MaskedZero
 
-__all__ = ["MaskedOptimizer"]
+__all__ = ["MaskedOptimizer", "MaskedZero", "UpdateRule", "update_rule"]

@@ -1,200 +1,161 @@
-"""Masks and ages beside the wrapped optimizer's own state_dict.
+"""What a checkpoint holds of one parameter beside the wrapped optimizer's own state: its mask and ages.
 
-    {"state": ..., "param_groups": ...,
-     "gradpolicy": {"version", "effective_steps", "parameters": {index: record}}}
-
-See `saving` for what a record holds.
-
-`torch.distributed.checkpoint.state_dict` passes on only "state" and "param_groups". So each param group holds
-the records of its parameters, too. This form has two peculiarities:
-
-- A plain torch optimizer that has loaded a group saves all that stands in it again, whatever steps it has
-  made since. So a record carries a checksum of the state it belongs to, which tells whether it is outdated.
-- With `full_state_dict=True`, an entry that the loading optimizer does not have yet arrives only if it is a
-  tensor of at least one dimension. So records are tensors, and the text in them is stored as bytes.
+A record holds the signed ages, which tell the mask too, and the settings. `record_groups` says where records
+lie in a state_dict.
 """
 
 from __future__ import annotations
 
-import json
-import zlib
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import restoring
-from gradpolicy.optim.layout import is_sharded
-from gradpolicy.optim.saving import record_of
-from gradpolicy.optim.tracked import Tracked
+from gradpolicy.optim import entry_ages, record_groups
+from gradpolicy.optim.initial_state import first_step_state, is_torchs_own
+from gradpolicy.optim.layout import Layout, coarse_mask, is_sharded
+from gradpolicy.optim.mask_transition import adopt_ages, freezes_whole_tensor, take_empty_mask
+from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.optim.options import OPTIONS, checked
+from gradpolicy.optim.record_groups import KEY, Record, split
 
-KEY = "gradpolicy"
-VERSION = 1
-# So many values of a tensor tell whether it has changed.
-_SAMPLE = 64
-# A text's length in bytes is a multiple of this, so that texts of one run are mostly of one length.
-_TEXT_BYTES = 1024
+__all__ = ["KEY", "Record", "check", "check_state", "record_of", "restore", "save", "split"]
 
 
 def save(
-    inner: torch.optim.Optimizer, tracked: dict[Tensor, Tracked], effective_steps: int
+    inner: torch.optim.Optimizer, masked_of: dict[Tensor, MaskedParameter], effective_steps: int
 ) -> dict[str, Any]:
-    """The wrapped optimizer's state_dict, with dense moments, and the records of masked parameters."""
+    """The wrapped optimizer's state_dict, with dense state, and in its param groups the records."""
     result = inner.state_dict()
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    records: dict[int, dict[str, Any]] = {}
+    records: dict[int, Record] = {}
     for index, parameter in enumerate(parameters):
-        if parameter in tracked:
-            records[index] = record_of(tracked[parameter])
-            if "settings" not in records[index]:
-                records[index]["begun"] = bool(result["state"].get(index))
-            # A process may have dropped all of its state while others have theirs.
-            state = restoring.state_to_save(tracked[parameter], bool(inner.state) or effective_steps > 0)
-            if state:
-                result["state"][index] = state
-    result[KEY] = {"version": VERSION, "effective_steps": effective_steps, "parameters": records}
+        masked = masked_of.get(parameter)
+        if masked is None:
+            continue
+        records[index] = {**record_of(masked), "begun": bool(result["state"].get(index))}
+        # A process may have dropped all of its state while others have theirs.
+        state = _dense_state(masked, bool(inner.state) or effective_steps > 0)
+        if state:
+            result["state"][index] = state
     if records:
-        _put_into_groups(result, records, inner.param_groups)
+        record_groups.put(result, records, effective_steps)
     return result
 
 
-# --- records within param groups
+def record_of(masked: MaskedParameter) -> Record:
+    """One parameter's mask and ages."""
+    return {
+        "ages": masked.signed_ages(),
+        "mask_shape": None if masked.mask_shape is None else list(masked.mask_shape),
+        "updates": masked.updates,
+        "frozen_state": masked.frozen_state,
+        "bias_correction": masked.bias_correction,
+    }
 
 
-def _put_into_groups(
-    result: dict[str, Any], records: dict[int, dict[str, Any]], live: list[dict[str, Any]]
-) -> None:
-    """Give each param group of a state_dict the records of its parameters, by their positions in the group.
+def _dense_state(masked: MaskedParameter, begun: bool) -> dict[str, Any]:
+    """The state as the wrapped optimizer would hold it.
 
     Args:
-        result: the state_dict.
-        records: by the index of the parameter.
-        live: the optimizer's own param groups.
+        masked: whose state.
+        begun: whether updates have begun, here or elsewhere: then there is a state, if only an initial one.
     """
-    first = 0
-    for group, own in zip(result["param_groups"], live, strict=True):
-        inside = range(first, first + len(group["params"]))
-        first = inside.stop
-        device = next((parameter.device for parameter in own["params"]), torch.device("cpu"))
-        texts: dict[str, Any] = {}
-        tensors: dict[str, Any] = {}
-        for position, index in enumerate(inside):
-            if index not in records:
-                continue
-            record = records[index]
-            if "settings" in record:
-                tensors[str(position)] = {**record, "settings": _as_bytes(record["settings"], device)}
-                continue
-            text, tensors[str(position)] = _part(record)
-            texts[str(position)] = {**text, "mark": _mark(result["state"].get(index, {}))}
-        saved = {key: result[KEY][key] for key in ("version", "effective_steps")}
-        text_of_all = _as_bytes(json.dumps({**saved, "parameters": texts}), device)
-        group[KEY] = {"text": text_of_all, "tensors": tensors}
+    state = masked.dense_state()
+    if masked.rule is not None and begun:
+        return {**masked.initial_state(masked.group, set(state), dense=True), **state}
+    if begun and not state and (is_sharded(masked.parameter) or is_torchs_own(masked.optimizer)):
+        # A checkpoint has one form, whatever is frozen, as torch's own demand; restoring empties it again.
+        return first_step_state(masked.optimizer, masked.parameter, masked.group)
+    return state
 
 
-def _part(record: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Part a record into what JSON can hold, shapes included, and its tensors, flattened."""
-    text, tensors = dict(record), {}
-    if record.get("mask") is not None:
-        tensors["mask"], text["mask"] = record["mask"].reshape(-1), list(record["mask"].shape)
-    if "slots" in record["ages"]:
-        slots = record["ages"]["slots"]
-        tensors["slots"], text["ages"] = slots.reshape(-1), {**record["ages"], "slots": list(slots.shape)}
-    return text, tensors
+# --- loading
 
 
-def _join(text: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Put a record together again.
+def check(record: Record, parameter: Tensor, name: str) -> None:
+    """Make sure that a record can be given to a parameter, before anything is loaded.
 
     Raises:
-        PolicyError: a tensor is missing, or has another size.
+        PolicyError: it lacks something, or is another parameter's; says what and which.
     """
-    record = dict(text)
-    if text.get("mask") is not None:
-        record["mask"] = _shaped(tensors, "mask", text["mask"])
-    if "slots" in text["ages"]:
-        record["ages"] = {**text["ages"], "slots": _shaped(tensors, "slots", text["ages"]["slots"])}
-    return record
+    for key in ("ages", "mask_shape", "updates", *OPTIONS):
+        if key not in record:
+            raise PolicyError(f"{name}: its saved record has no {key!r}")
+    try:
+        for option in OPTIONS:
+            checked(option, record[option])
+    except PolicyError as error:
+        raise PolicyError(f"{name}: saved {error}") from None
+    ages, shape = record["ages"], record["mask_shape"]
+    if ages.is_floating_point() or ages.dtype == torch.bool:
+        raise PolicyError(f"{name}: its saved ages are {ages.dtype}, not whole numbers; the file is damaged")
+    if not _broadcasts(ages.shape, parameter):
+        _refuse("ages", ages.shape, parameter, name)
+    if shape is not None and not _broadcasts(shape, parameter):
+        _refuse("mask", shape, parameter, name)
+    if not is_sharded(ages) and bool((ages == 0).any()):
+        raise PolicyError(f"{name}: its saved ages have a 0, which no entry has; the file is damaged")
 
 
-def _shaped(tensors: dict[str, Tensor], name: str, shape: list[int]) -> Tensor:
-    tensor = tensors.get(name)
-    if tensor is None or tensor.numel() != prod(shape):
-        raise PolicyError(
-            f"{KEY}: the saved {name!r} of shape {tuple(shape)} did not come through: "
-            "torch.distributed.checkpoint.load reads what its target has, too; "
-            "set masks of the saved shapes before the target's state is asked for"
-        )
-    return tensor.reshape(shape)
+def _broadcasts(shape: Any, parameter: Tensor) -> bool:
+    pairs = zip(shape, parameter.shape, strict=False)
+    return len(shape) == parameter.dim() and all(size in (1, full) for size, full in pairs)
 
 
-def _as_bytes(text: str, device: torch.device) -> Tensor:
-    """A text as a uint8 tensor, padded with spaces."""
-    content = text.encode()
-    content = content.ljust(-(-len(content) // _TEXT_BYTES) * _TEXT_BYTES)
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+def check_state(state: dict[str, Any], names: tuple[str, ...], parameter: Tensor, name: str) -> None:
+    """Make sure that what an update rule keeps is a parameter's, which torch does not look at.
+
+    Raises:
+        PolicyError: it has another shape.
+    """
+    for key in names:
+        value = state.get(key)
+        if isinstance(value, Tensor) and value.shape != parameter.shape:
+            _refuse(key, value.shape, parameter, name)
 
 
-def _as_text(content: Tensor) -> str:
-    return content.cpu().numpy().tobytes().decode()
+def _refuse(what: str, shape: Any, parameter: Tensor, name: str) -> NoReturn:
+    raise PolicyError(
+        f"{name}: the saved {what!r} has the shape {tuple(shape)}, the parameter "
+        f"{tuple(parameter.shape)}; load what was saved of this model"
+    )
 
 
-def _mark(state: dict[str, Any]) -> int:
-    """A checksum of some values of each part of a parameter's state."""
-    mark = 0
-    for key in sorted(state):
-        value = state[key]
-        if isinstance(value, Tensor):
-            places = torch.arange(0, value.numel(), max(value.numel() // _SAMPLE, 1), device=value.device)
-            sample = value[torch.unravel_index(places, value.shape)] if value.dim() else value.reshape(1)
-            content = sample.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        else:
-            content = repr(value).encode()
-        mark = zlib.crc32(content, mark)
-    return mark
+def restore(masked: MaskedParameter, record: Record) -> None:
+    """Give a parameter the mask and ages of a record; its state is loaded already, and dense."""
+    masked.frozen_state, masked.bias_correction = record["frozen_state"], record["bias_correction"]
+    masked.begin(int(record["updates"]))
+    if not record.get("begun", True):
+        # Its first update is still to come, and is not that of a parameter with an empty state.
+        masked.optimizer.state.pop(masked.parameter, None)
+    parameter, shape, ages = masked.parameter, record["mask_shape"], record["ages"]
+    masked.mask_shape = None if shape is None else tuple(shape)
+    if is_sharded(parameter):
+        active = entry_ages.is_active(ages)
+        mask = active if shape is None else coarse_mask(active, parameter, shape)
+        masked.frozen_everywhere = freezes_whole_tensor(mask)
+        if not masked.layout.size:
+            take_empty_mask(masked, mask)
+            return
+        ages = ages if is_sharded(ages) else ages.expand(parameter.shape)
+        values, block = masked.layout.blocks_of(ages, parameter)
+        block = _coarsest(masked.layout, values)
+        values = values.view(-1, block)[:, 0].contiguous()
+    else:
+        values, block = masked.layout.blocks_of(ages, parameter)
+    if masked.layout.size:
+        adopt_ages(masked, values, block)
 
 
-def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part a saved state_dict into the wrapped optimizer's own and ours (empty where there is none)."""
-    own = {key: value for key, value in state_dict.items() if key != KEY}
-    saved = state_dict.get(KEY)
-    own["param_groups"] = [_without_ours(group) for group in own["param_groups"]]
-    if saved is None:
-        saved = _gather(state_dict["param_groups"], own["state"])
-    if saved.get("version", VERSION) > VERSION:
-        raise PolicyError(f"{KEY}: saved by a newer gradpolicy (format {saved['version']}, known: {VERSION})")
-    return own, saved
-
-
-def _without_ours(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != KEY}
-
-
-def _gather(groups: list[dict[str, Any]], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """What param groups hold, less what plain steps have outdated, in the form of the whole."""
-    gathered: dict[str, Any] = {}
-    parameters: dict[int, dict[str, Any]] = {}
-    first = 0
-    for group in groups:
-        if KEY in group:
-            saved = json.loads(_as_text(group[KEY]["text"]))
-            tensors = group[KEY].get("tensors", {})
-            for position, text in saved.pop("parameters").items():
-                index = first + int(position)
-                if not _is_outdated(states.get(index, {}), text.pop("mark")):
-                    parameters[index] = _join(text, tensors.get(position, {}))
-            for position, record in tensors.items():
-                if "settings" in record:
-                    settings = _as_text(record["settings"])
-                    parameters[first + int(position)] = {**record, "settings": settings}
-            gathered.update(saved)
-        first += len(group["params"])
-    return {**gathered, "parameters": parameters}
-
-
-def _is_outdated(state: dict[str, Any], mark: int) -> bool:
-    """Whether a state has changed since its mark was made; not known where it is missing or sharded."""
-    sharded = any(isinstance(value, Tensor) and is_sharded(value) for value in state.values())
-    return bool(state) and not sharded and _mark(state) != mark
+def _coarsest(layout: Layout, values: Tensor) -> int:
+    """The largest block of entries within which each has one value."""
+    physical = layout.physical_shape
+    for leading in range(len(physical) + 1):
+        block = prod(physical[leading:])
+        rows = values.view(-1, block)
+        if bool((rows == rows[:, :1]).all()):
+            return block
+    return 1

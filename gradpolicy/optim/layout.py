@@ -138,9 +138,21 @@ class Layout:
 
     def flat(self, tensor: Tensor) -> Tensor:
         """The tensor's entries in memory order: a view where it lies that way, else a copy."""
-        if self.plain and tensor.is_contiguous() and not is_sharded(tensor):
+        if self.lies_plainly(tensor):
             return tensor.detach().view(-1)
         return _real(local_shard(tensor.detach())).permute(self.order).reshape(-1).contiguous()
+
+    def lies_plainly(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is what `flat` would give."""
+        return self.plain and tensor.is_contiguous() and not is_sharded(tensor)
+
+    def shaped(self, flat: Tensor, parameter: Tensor) -> Tensor:
+        """A flat vector as a tensor like the parameter, of which it becomes the memory where that can be."""
+        if self.plain and not is_sharded(parameter):
+            return flat.view(parameter.shape)
+        shaped = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        _real(local_shard(shaped)).copy_(self.unflatten(flat))
+        return shaped
 
     def write_back(self, flat: Tensor, tensor: Tensor) -> None:
         """Put a flat vector from `flat` back where that was a copy."""

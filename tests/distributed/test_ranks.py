@@ -36,7 +36,7 @@ class Fault(Callback):
         if self.kind == "rate":
             optimizer.param_groups[0]["lr"] *= 1.01
         elif self.kind == "age":
-            optimizer._tracked[weight].cohorts.clock += 1
+            optimizer.masked_parameters()[weight].uncounted += 1
         elif self.kind == "mask":
             mask = optimizer.get_mask(weight).clone()
             mask[0, 0] = ~mask[0, 0]
@@ -87,7 +87,7 @@ def hybrid_with_fault(kind: str) -> str:
         if kind == "weight":
             model.weight.to_local().data[0, 0] += 1e-6
         elif kind == "mask":
-            optimizer._tracked[model.weight].cohorts.codes[0] ^= -128
+            optimizer.masked_parameters()[model.weight].ages[0] *= -1
     try:
         ranks.begin_step(1)
     except gp.PolicyError as error:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from gradpolicy import MaskedOptimizer, PolicyError
-from gradpolicy.distributed.zero import masked
+from gradpolicy.optim.zero_redundancy import as_masked as masked
 
 STEPS = 9
 

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from gradpolicy.optim.jitted import moves as jitted
-from gradpolicy.optim.native import moves as native
+from gradpolicy.optim.kernels import native
+
+KERNELS = ("native", "reference")
 
 
 @pytest.fixture(autouse=True)
@@ -10,24 +11,20 @@ def _seed():
     torch.manual_seed(0)
 
 
-MACHINERIES = {"kernel": (), "numba": (native,), "torch": (native, jitted)}
-"""What does the work, and what must be missing for that."""
-
-
 @pytest.fixture
 def use(monkeypatch):
-    """Has a machinery do the work from then on."""
+    """Has these kernels do the work from then on."""
 
-    def choose(machinery):
-        for missing in MACHINERIES[machinery]:
-            monkeypatch.setattr(missing, "library", lambda: None)
+    def choose(kernels):
+        if kernels == "reference":
+            monkeypatch.setattr(native, "supports", lambda *_: False)
 
     return choose
 
 
-@pytest.fixture(params=["kernel", pytest.param("numba", marks=pytest.mark.slow), "torch"])
-def machinery(request, use):
-    """Runs a test with the C kernel, as where there is no compiler, and as where there is no numba either."""
+@pytest.fixture(params=KERNELS)
+def kernels(request, use):
+    """Runs a test with the C kernels, and as where there is no compiler."""
     use(request.param)
     return request.param
 

@@ -1,5 +1,6 @@
 import copy
 import io
+import json
 
 import pytest
 import pytorch_optimizer
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
+from gradpolicy.freeze.recipe import RandomMask
 
 KINDS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, amsgrad=True),
@@ -263,11 +265,32 @@ def test_a_target_without_room_for_masks_is_told_so(tmp_path):
 
     optimizer, other = prepared(), prepared()
     saved = optimizer.state_dict()
-    del saved["gradpolicy"]
     # What torch.distributed.checkpoint.load leaves out where its target has no such entry.
-    del saved["param_groups"][0]["gradpolicy"]["tensors"]["0"]["mask"]
-    with pytest.raises(PolicyError, match=r"'mask' of shape \(6, 5\) did not come through"):
+    del saved["param_groups"][0]["gradpolicy"]["parameters"]["0"]["ages"]
+    with pytest.raises(PolicyError, match=r"ages of shape \(6, 5\) did not come through"):
         other.load_state_dict(saved)
+
+
+def change_settings(tensors, **changed):
+    """Changes the settings of a saved record, which are text in bytes; None takes one out."""
+    settings = json.loads(bytes(tensors["settings"].tolist())) | changed
+    content = json.dumps({key: value for key, value in settings.items() if value is not None}).encode()
+    tensors["settings"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def give_ages(tensors, ages):
+    change_settings(tensors, ages_shape=list(ages.shape))
+    tensors["ages"] = ages.reshape(-1)
+
+
+def change_version(saved, version):
+    general = json.dumps({"version": version, "effective_steps": 3}).encode()
+    saved["param_groups"][0]["gradpolicy"]["general"] = torch.frombuffer(bytearray(general), dtype=torch.uint8)
+
+
+def move_record(saved, place):
+    parameters = saved["param_groups"][0]["gradpolicy"]["parameters"]
+    parameters[str(place)] = parameters["0"]
 
 
 def damaged(change):
@@ -279,24 +302,25 @@ def damaged(change):
         weight.grad = torch.ones(4, 3)
         optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
-    change(saved, saved["gradpolicy"]["parameters"][0])
+    record = saved["param_groups"][0]["gradpolicy"]["parameters"]["0"]
+    change_settings(record, mark=None)
+    change(saved, record)
     return saved
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda _, record: record.update(mask=torch.ones(2, 2, dtype=torch.bool)), "does not broadcast"),
-        (lambda _, record: record.update(mask=torch.ones(4, 3)), "bool"),
-        (lambda _, record: record.update(frozen_state="kept"), "saved frozen_state.*'keep'"),
-        (lambda _, record: record["ages"].update(slots=torch.zeros(5, 5)), r"'ages'.*\(5, 5\)"),
-        (lambda _, record: record["ages"]["slots"].fill_(99), "beyond their table"),
-        (lambda _, record: record.pop("updates"), "no 'updates'"),
-        (lambda _, record: record.update(recipe={"seeds": 1}), "seeds"),
+        (lambda _, record: change_settings(record, mask_shape=[2, 2]), r"'mask'.*\(2, 2\)"),
+        (lambda _, record: record.update(ages=record["ages"].double()), "whole numbers"),
+        (lambda _, record: change_settings(record, frozen_state="kept"), "saved frozen_state.*'keep'"),
+        (lambda _, record: give_ages(record, torch.ones(5, 5, dtype=torch.int16)), r"'ages'.*\(5, 5\)"),
+        (lambda _, record: record["ages"].fill_(0), "a 0, which no entry has"),
+        (lambda _, record: change_settings(record, updates=None), "no 'updates'"),
         (lambda saved, _: saved["state"][0].update(exp_avg=torch.zeros(4, 1)), r"'exp_avg'.*\(4, 1\)"),
-        (lambda saved, _: saved["gradpolicy"].update(version=99), "newer"),
-        (lambda saved, record: saved["gradpolicy"]["parameters"].update({7: record}), "parameter 7"),
-        (lambda saved, record: saved["gradpolicy"]["parameters"].update({-1: record}), "parameter -1"),
+        (lambda saved, _: change_version(saved, 99), "newer"),
+        (lambda saved, _: move_record(saved, 7), "parameter 7"),
+        (lambda saved, _: move_record(saved, -1), "parameter -1"),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_of_it_loaded(change, message):
@@ -406,8 +430,8 @@ def test_a_saved_age_outweighs_the_tensors_step_count():
         optimizer.set_mask(weight, torch.tensor([active]))
         weight.grad = torch.ones(1)
         optimizer.step()
+    optimizer.state[weight]["step"].fill_(4)
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["step"].fill_(4)
     other = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1), frozen_state="zero")
     other.load_state_dict(saved)
     other.set_mask(weight, torch.tensor([True]))
@@ -445,27 +469,14 @@ def test_bf16_ages_are_exact():
     assert optimizer.age(weight).tolist() == [70002, 70001, 70002, 70002]
 
 
-def test_a_recipe_needs_no_stored_tensor():
-    from gradpolicy.freeze.recipe import RandomMask
-
+def test_the_mask_that_a_seeded_mask_made_comes_back():
     weight = torch.nn.Parameter(torch.randn(300, 200))
     optimizer = MaskedOptimizer(torch.optim.AdamW([weight]))
-    recipe = RandomMask(seed=1, step=5, name="weight", density=0.1, level="entry")
-    optimizer.set_mask(weight, recipe)
+    seeded = RandomMask(seed=1, step=5, name="weight", density=0.1, level="entry")
+    optimizer.set_mask(weight, seeded)
     weight.grad = torch.randn(300, 200)
     optimizer.step()
-    state = optimizer.state_dict()
-    stored = []
-
-    def collect(value):
-        if isinstance(value, torch.Tensor):
-            stored.append(value)
-        elif isinstance(value, dict):
-            [collect(each) for each in value.values()]
-
-    collect(state["gradpolicy"])
-    assert not stored
     other = MaskedOptimizer(torch.optim.AdamW([weight]))
-    other.load_state_dict(through_a_file(state))
-    assert torch.equal(other.get_mask(weight), recipe.materialize(weight.shape, weight.device))
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert torch.equal(other.get_mask(weight), seeded.materialize(weight.shape, weight.device))
     assert torch.equal(*torch.broadcast_tensors(other.age(weight), optimizer.age(weight)))

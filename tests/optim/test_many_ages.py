@@ -106,12 +106,12 @@ def few_of_many():
 
 
 @pytest.mark.parametrize(
-    ("machinery", "frozen_state"),
-    [("kernel", "keep"), ("kernel", "zero"), ("kernel", "drop"), ("numba", "keep"), ("torch", "keep")],
+    ("kernels", "frozen_state"),
+    [("native", "keep"), ("native", "zero"), ("native", "drop"), ("reference", "keep")],
 )
-def test_many_ages_are_followed_by_few(machinery, frozen_state, use):
+def test_many_ages_are_followed_by_few(kernels, frozen_state, use):
     """Whatever number stands for an age must find room where there are fewer of them again."""
-    use(machinery)
+    use(kernels)
     follower = Follower(frozen_state, "entry")
     for mask in (*growing(131), *few_of_many(), *at_random(8, random.Random(0))):
         follower.step(mask)
@@ -138,8 +138,8 @@ def test_what_is_dropped_may_begin_anew_any_number_of_times():
 @pytest.mark.slow
 @pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
 @pytest.mark.parametrize("frozen_state", FROZEN_STATES)
-def test_any_course_of_masks_at_random(frozen_state, bias_correction, machinery):
-    choose = random.Random(f"{machinery} {frozen_state} {bias_correction}")
+def test_any_course_of_masks_at_random(frozen_state, bias_correction, kernels):
+    choose = random.Random(f"{kernels} {frozen_state} {bias_correction}")
     follower = Follower(frozen_state, bias_correction)
     for _ in range(3):
         for mask in (*growing(choose.choice([127, 128, 129, 255, 256, 257])), *at_random(30, choose)):
@@ -151,7 +151,7 @@ def test_any_course_of_masks_at_random(frozen_state, bias_correction, machinery)
 
 
 @pytest.mark.slow
-def test_any_course_of_masks_past_the_numbers_of_two_bytes(machinery):
+def test_any_course_of_masks_past_the_numbers_of_two_bytes(kernels):
     """Each entry comes to an age of its own in few changes of masks: its number's bits say when it trains."""
     count = (1 << 15) + 1
     numbers = torch.arange(count)

@@ -1,0 +1,164 @@
+"""Compiles the C sources: when the package is installed, else once at first use; never a condition for running.
+
+Only the standard library is used here: `setup.py` runs this file before anything is installed.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")
+THREAD_FLAGS = ("-fopenmp",)
+"""Torch has loaded OpenMP already: its threads are used, none are added. Not every compiler has it."""
+X86_64 = platform.machine().lower() in ("x86_64", "amd64")
+TARGETS: dict[str, tuple[str, ...]] = {"plain": (), **({"avx2": ("-mavx2",)} if X86_64 else {})}
+"""What the C is compiled for, with the flags of each."""
+SWITCH = "GRADPOLICY_NATIVE"
+"""Set to 0, no C is used."""
+FOLDER = Path(__file__).parent
+_said: list[str] = []
+"""Why there is no C library, once that was said."""
+
+
+def compiled(source: Path, **defines: str) -> ctypes.CDLL | None:
+    """The library made of a C source; None, and one warning for all sources, where it cannot be had.
+
+    Args:
+        source: the C file; it may include others.
+        defines: what the compiler is to define.
+    """
+    command = compiler()
+    if os.environ.get(SWITCH) == "0":
+        reason = f"{SWITCH}=0"
+    else:
+        try:
+            return ctypes.CDLL(str(_found_or_built(source, defines, command)))
+        except (OSError, subprocess.SubprocessError) as error:
+            output = getattr(error, "stderr", None) or str(error)
+            reason = f"{' '.join(command)} failed: {output.strip()[:300]}" if command else str(error)
+    if not _said:
+        _said.append(reason)
+        warnings.warn(
+            "gradpolicy: masked updates and random masks run on plain torch operations, which takes them "
+            f"several times as long (docs/speed.md), for lack of the C kernels: {reason}",
+            stacklevel=2,
+        )
+    return None
+
+
+def build_all(folder: Path) -> list[Path]:
+    """Compile every C source of the package for every target.
+
+    Args:
+        folder: the package's folder that is being installed; libraries go beside their sources there.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no compiler, or it fails.
+    """
+    command = compiler()
+    return [
+        _build(source, defines, command, target, folder / source.parent.relative_to(FOLDER) / "built")
+        for source, defines in _units()
+        for target in TARGETS
+    ]
+
+
+def compiler() -> list[str]:
+    """The compiler and its own arguments, as of ``CC="ccache gcc"``; empty where there is none."""
+    named = os.environ.get("CC")
+    if named:
+        return [named] if shutil.which(named) else named.split()
+    return [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
+
+
+def rule_defines(name: str) -> dict[str, str]:
+    """What makes an update of the C body of one rule, a file of `optim/update_rules`."""
+    return {"RULE": name, "RULE_FILE": f'"../../update_rules/{name}.c"'}
+
+
+def _units() -> list[tuple[Path, dict[str, str]]]:
+    """Every library: its source, and what to define."""
+    native = FOLDER / "optim" / "kernels" / "native"
+    rules = sorted((FOLDER / "optim" / "update_rules").glob("*.c"))
+    updates = [(native / "update.c", rule_defines(rule.stem)) for rule in rules]
+    return [(native / "blocks.c", {}), *updates, *((path, {}) for path in FOLDER.glob("*/hashing.c"))]
+
+
+def _found_or_built(source: Path, defines: dict[str, str], command: list[str]) -> Path:
+    """The library for this processor: as it was installed, as it was compiled before, or compiled now."""
+    target = "avx2" if "avx2" in TARGETS and _has_avx2() else "plain"
+    name = _name(source, defines, target)
+    cache = _cache_folder()
+    for folder in (source.parent / "built", cache):
+        if (folder / name).exists():
+            return folder / name
+    return _build(source, defines, command, target, cache)
+
+
+def _build(source: Path, defines: dict[str, str], command: list[str], target: str, folder: Path) -> Path:
+    """Compile, with threads where the compiler can, else without."""
+    if not command:
+        raise OSError("no C compiler was found")
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / _name(source, defines, target)
+    # Under a name of its own until it is whole: other processes may be looking for it.
+    fresh = library.with_suffix(f".{os.getpid()}")
+    given = [f"-D{key}={value}" for key, value in defines.items()]
+    for flags in ((*FLAGS, *TARGETS[target], *THREAD_FLAGS), (*FLAGS, *TARGETS[target])):
+        whole = [*command, *flags, *given, str(source), "-o", str(fresh), *LINK_FLAGS]
+        with contextlib.suppress(subprocess.CalledProcessError if flags[-1] in THREAD_FLAGS else ()):
+            subprocess.run(whole, check=True, capture_output=True, text=True, timeout=600)
+            break
+    os.replace(fresh, library)
+    return library
+
+
+def _name(source: Path, defines: dict[str, str], target: str) -> str:
+    """A name that changes with all that the library is made of."""
+    folders = [source.parent, *([FOLDER / "optim" / "update_rules"] if defines else [])]
+    paths = [path for folder in folders for path in sorted(folder.glob("*.[ch]"))]
+    parts = [*(path.read_text(encoding="utf-8") for path in paths), *defines.values(), *FLAGS, *TARGETS[target]]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    stem = "-".join([source.stem, *filter(None, [defines.get("RULE")]), target, platform.machine()])
+    return f"{stem}-{digest}.so"
+
+
+def _has_avx2() -> bool:
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+
+
+def _cache_folder() -> Path:
+    """A folder that only this user can write to: what lies in it is run."""
+    return next(filter(_is_made, _folders()), None) or Path(tempfile.mkdtemp(prefix="gradpolicy-"))
+
+
+def _folders() -> Iterator[Path]:
+    """Where a user's caches lie, and what serves processes without a home that they can write to."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(caches):  # a container's user may have no home
+        yield Path(caches, "gradpolicy")
+    if hasattr(os, "getuid"):
+        yield Path(tempfile.gettempdir()) / f"gradpolicy-{os.getuid()}"
+
+
+def _is_made(folder: Path) -> bool:
+    """Whether a folder is there, made if need be, for this user to write to and for no other."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError:
+        return False
+    own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.access(folder, os.W_OK)

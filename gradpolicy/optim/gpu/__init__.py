@@ -1,1 +1,0 @@
-"""The same in Triton kernels, on a GPU."""

@@ -1,0 +1,172 @@
+"""The operations in C, for CPUs: jobs are written down as the C reads them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradpolicy.compiling import compiled, rule_defines
+from gradpolicy.optim.kernels.interface import EntryUpdate
+from gradpolicy.optim.update_rules import UpdateRule
+
+TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+STATES, MAX_SETTINGS = 3, 16
+_UPDATE_JOB = struct.Struct("9P3q3i4x")  # update_job of update.c
+_BLOCK_JOB = struct.Struct("5P3q4i")  # block_job of blocks.c
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FOLDER = Path(__file__).parent
+_forked = False
+"""Whether this process was forked: OpenMP's threads are not inherited, and would be waited for in vain."""
+
+
+class Native:
+    """Carries out operations in C. See `Kernels` for what they do."""
+
+    def update(
+        self, rule: UpdateRule, settings: tuple[float, ...], numbers: Tensor, updates: Sequence[EntryUpdate]
+    ) -> None:
+        """See `Kernels.update`."""
+        constants = (ctypes.c_double * MAX_SETTINGS)(*settings)
+        shared = (numbers.data_ptr(), ctypes.addressof(constants))
+        names = (*rule.names, *("",) * STATES)[:STATES]
+        jobs = bytearray()
+        for parameter, gradient, state, ages, block, index, uncounted, age in updates:
+            jobs += _UPDATE_JOB.pack(
+                parameter.data_ptr(),
+                gradient.data_ptr(),
+                *[state[name].data_ptr() if name in state else 0 for name in names],
+                ages.data_ptr(),
+                0 if index is None else index.data_ptr(),
+                *shared,
+                uncounted if age is None else age,
+                parameter.numel() // block,
+                block,
+                ages.element_size(),
+                TYPES[parameter.dtype],
+                age is not None,
+            )
+        _call(_update_of(rule.kernel), jobs, len(updates))
+
+    def turn(self, ages: Tensor, uncounted: int, flags: Tensor, forget: bool) -> None:
+        """See `Kernels.turn`."""
+        job = _block_job(ages=ages, flags=flags, blocks=ages.numel(), forget=forget, updates=uncounted)
+        _call(_blocks("turn"), job)
+
+    def pack_bits(self, flags: Tensor) -> Tensor:
+        """See `Kernels.pack_bits`."""
+        index = flags.new_empty(-(-flags.numel() // 64) * 8, dtype=torch.uint8)
+        _call(_blocks("pack_bits"), _block_job(index=index, flags=flags, blocks=flags.numel()))
+        return index
+
+    def fill_frozen(
+        self, values: Tensor, ages: Tensor | None, index: Tensor | None, block: int, fill: float | Tensor
+    ) -> None:
+        """See `Kernels.fill_frozen`."""
+        blocks = values.numel() // block
+        _call(_blocks("fill_frozen"), _block_job(values, ages=ages, index=index, blocks=blocks, block=block, fill=fill))
+
+    def compress(self, values: Tensor, index: Tensor, block: int, active_blocks: int) -> Tensor:
+        """See `Kernels.compress`."""
+        packed = values.new_empty(active_blocks * block)
+        job = _block_job(values, packed, index=index, blocks=values.numel() // block, block=block)
+        _call(_blocks("compress"), job)
+        return packed
+
+    def expand(self, packed: Tensor, index: Tensor, block: int, blocks: int, fill: float) -> Tensor:
+        """See `Kernels.expand`."""
+        values = packed.new_empty(blocks * block)
+        _call(_blocks("expand"), _block_job(values, packed, index=index, blocks=blocks, block=block, fill=fill))
+        return values
+
+
+NATIVE = Native()
+
+
+def supports(dtypes: Iterable[torch.dtype], rule_kernel: str | None) -> bool:
+    """Whether the C knows the types and the rule, and can be had."""
+    if rule_kernel is None:
+        return all(dtype.itemsize in _WHOLE for dtype in dtypes) and _library() is not None
+    known = bool(rule_kernel) and all(dtype in TYPES for dtype in dtypes)
+    return known and _library() is not None and _update_library(rule_kernel) is not None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    return compiled(_FOLDER / "blocks.c")
+
+
+@functools.cache
+def _update_library(rule_kernel: str) -> ctypes.CDLL | None:
+    return compiled(_FOLDER / "update.c", **rule_defines(rule_kernel))
+
+
+@functools.cache
+def _blocks(name: str) -> ctypes._NamedFuncPointer:
+    return _typed(_library(), name)
+
+
+@functools.cache
+def _update_of(rule_kernel: str) -> ctypes._NamedFuncPointer:
+    return _typed(_update_library(rule_kernel), f"update_{rule_kernel}")
+
+
+def _typed(library: ctypes.CDLL | None, name: str) -> ctypes._NamedFuncPointer:
+    function = getattr(library, name)
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+    function.restype = None
+    return function
+
+
+def _call(function: ctypes._NamedFuncPointer, jobs: bytes | bytearray, count: int = 1) -> None:
+    buffer = (ctypes.c_char * len(jobs)).from_buffer_copy(jobs)
+    function(ctypes.addressof(buffer), count, 1 if _forked else torch.get_num_threads())
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def _block_job(
+    values: Tensor | None = None,
+    packed: Tensor | None = None,
+    *,
+    ages: Tensor | None = None,
+    index: Tensor | None = None,
+    flags: Tensor | None = None,
+    blocks: int,
+    block: int = 1,
+    fill: float | Tensor = 0,
+    forget: bool = False,
+    updates: int = 0,
+) -> bytes:
+    if isinstance(fill, Tensor):
+        packed, fill = fill, 0
+    tensors = (values, packed, ages, index, flags)
+    item_bytes = 0 if values is None else values.element_size()
+    return _BLOCK_JOB.pack(
+        *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
+        0 if values is None or fill == 0 else _bits_of(fill, values.dtype),
+        blocks,
+        block,
+        0 if ages is None else ages.element_size(),
+        item_bytes,
+        forget,
+        updates,
+    )
+
+
+def _bits_of(number: float, dtype: torch.dtype) -> int:
+    """The bits of a number in a dtype, as a whole number."""
+    return int(torch.tensor([number], dtype=dtype, device="cpu").view(_WHOLE[dtype.itemsize]))

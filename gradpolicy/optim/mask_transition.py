@@ -1,0 +1,188 @@
+"""What a new mask does to ages and state: the one place where either changes but by an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gradpolicy.optim import entry_ages, restoring
+from gradpolicy.optim.initial_state import entry_state, reset_state
+from gradpolicy.optim.kernels import select
+from gradpolicy.optim.layout import is_sharded, local_mask
+from gradpolicy.optim.masked_parameter import MaskedParameter
+
+Change = tuple[MaskedParameter, Tensor | None]
+"""A parameter, and a mask that fits it; None: every entry is active."""
+
+
+def set_masks(changes: Iterable[Change]) -> None:
+    """Put masks in force: ages turn, and state is emptied, packed or spread out as `frozen_state` says."""
+    for masked, mask in changes:
+        masked.follow()
+        mask = _take_shape(masked, mask)
+        if masked.layout.size:
+            flags, block = masked.layout.blocks_of(mask, masked.parameter)
+            set_flags(masked, flags, block)
+            masked.ready_plain_step()
+        else:
+            take_empty_mask(masked, mask)
+        masked.ready_copies()
+
+
+def _take_shape(masked: MaskedParameter, mask: Tensor | None) -> Tensor:
+    """Note the shape of a mask, and of a sharded one whether it freezes every process's part."""
+    masked.mask_shape = None if mask is None else tuple(mask.shape)
+    parameter = masked.parameter
+    if mask is None:
+        mask = torch.ones((1,) * parameter.dim(), dtype=torch.bool, device=parameter.device)
+    if is_sharded(parameter):
+        masked.frozen_everywhere = freezes_whole_tensor(mask)
+    return mask
+
+
+def freezes_whole_tensor(mask: Tensor) -> bool:
+    """Whether a mask leaves nothing active on any process; of a sharded mask every process must ask."""
+    count = mask.int().sum() if is_sharded(mask) else mask.count_nonzero()
+    whole: Tensor = count.full_tensor() if is_sharded(count) else count  # type: ignore[attr-defined]
+    return not int(whole)
+
+
+def take_empty_mask(masked: MaskedParameter, mask: Tensor) -> None:
+    """Take a mask on a process that holds no entry of the parameter."""
+    masked.empty_mask = local_mask(mask, masked.parameter)
+    if not is_sharded(masked.parameter):
+        masked.frozen_everywhere = False
+    if masked.frozen_everywhere and masked.forgets:
+        _empty(masked)
+
+
+def set_flags(masked: MaskedParameter, flags: Tensor, block: int) -> None:
+    """Turn ages and move state so that these blocks alone are active.
+
+    Args:
+        masked: a parameter of which this process holds entries.
+        flags: one for each block of entries, in memory order.
+        block: entries in a block.
+    """
+    active = int(flags.count_nonzero())
+    partly = 0 < active < flags.numel()
+    if not partly:
+        flags, block = flags[:1], masked.layout.size
+    state = {} if masked.rule is None else masked.entry_state()
+    old_index, old_block = masked.index, masked.block
+    flags = _turn_ages(masked, flags, block)
+    masked.active_entries = active * block if partly else masked.layout.size * bool(active)
+    if not is_sharded(masked.parameter):
+        masked.frozen_everywhere = not active
+    if masked.rule is not None and partly and masked.frozen_state == "drop":
+        masked.index = select(flags.device).pack_bits(flags)
+    _move_state(masked, state, old_index, old_block)
+    if masked.index is not None:
+        masked.ages = _compress(masked, masked.ages, 1)
+    if not active and masked.forgets:
+        _empty(masked)
+    elif partly and masked.forgets and masked.rule is None:
+        own = entry_state(masked.state, masked.parameter)
+        restoring.empty_frozen(own, masked)
+
+
+def _turn_ages(masked: MaskedParameter, flags: Tensor, block: int) -> Tensor:
+    """Bring ages in line with flags, for all blocks; both become as fine as either is.
+
+    Returns:
+        The flags, one for each age.
+    """
+    ages, fine = masked.uncounted_ages(), min(block, masked.block)
+    if masked.block > fine:
+        ages = ages.repeat_interleave(masked.block // fine)
+    if block > fine:
+        flags = flags.repeat_interleave(block // fine)
+    select(ages.device, ages.dtype).turn(ages, masked.uncounted, flags, masked.forgets)
+    if block == masked.layout.size and ages.numel() > 1 and bool((ages == ages[:1]).all()):
+        ages, fine = ages[:1].clone(), block
+    masked.ages, masked.block, masked.index, masked.uncounted = ages, fine, None, 0
+    return flags
+
+
+def _move_state(masked: MaskedParameter, state: dict[str, Tensor], index: Tensor | None, block: int) -> None:
+    """Have state lie as the new index says, one tensor after the other; empty what froze and forgets.
+
+    Args:
+        masked: the parameter, with its new ages and index.
+        state: what the rule keeps, as it lies.
+        index: what had state so far; None: every entry.
+        block: entries in a block of that index.
+    """
+    if not state:
+        return
+    assert masked.rule is not None
+    layout, starts = masked.layout, masked.rule.state(masked.group)
+    empties = masked.forgets and 0 < masked.active_entries < layout.size
+    masked.forget_views()
+    for name, value in state.items():
+        start = starts.get(name, 0.0)
+        kernels = select(value.device, value.dtype)
+        if index is not None:
+            dense = kernels.expand(value, index, block, layout.size // block, start)
+        elif masked.index is not None or empties:
+            dense = layout.flat(value)
+        if masked.index is not None:
+            masked.state[name] = _compress(masked, dense, masked.block)
+            continue
+        if empties:
+            kernels.fill_frozen(dense, masked.ages, None, masked.block, start)
+        if index is not None:
+            masked.state[name] = layout.shaped(dense, masked.parameter)
+        elif empties:
+            layout.write_back(dense, value)
+
+
+def _compress(masked: MaskedParameter, values: Tensor, block: int) -> Tensor:
+    """What lies in the parameter's index, of values that are so many a block."""
+    assert masked.index is not None
+    blocks = masked.active_entries // masked.block
+    return select(values.device, values.dtype).compress(values, masked.index, block, blocks)
+
+
+def _empty(masked: MaskedParameter) -> None:
+    """Empty the state of a tensor none of whose entries is active here."""
+    if not masked.state:
+        return
+    exact, drops = masked.rule is not None, masked.frozen_state == "drop"
+    # Without a rule the count is the whole tensor's, on every process alike.
+    restarts = masked.bias_correction == "entry" and (exact or masked.frozen_everywhere)
+    gone = restarts and (drops or not exact) and masked.forget_state()
+    if not gone and drops and exact:
+        for name in masked.entry_state():
+            del masked.state[name]
+    elif not gone:
+        reset_state(masked.optimizer, masked.group, masked.parameter, masked.state)
+    if restarts:
+        masked.set_count(0)
+
+
+def adopt_ages(masked: MaskedParameter, ages: Tensor, block: int) -> None:
+    """Take signed ages from elsewhere, one for each block of entries; the state is dense.
+
+    Whether a sharded parameter is frozen on every process is known already.
+    """
+    active = ages > 0
+    count = int(active.count_nonzero())
+    sizes = ages.long().abs()
+    masked.oldest = int(sizes.max()) - 1
+    masked.ages = ages.to(entry_ages.NARROW if masked.oldest < entry_ages.LAST_NARROW else entry_ages.WIDE)
+    masked.block, masked.active_entries = block, count * block
+    if not is_sharded(masked.parameter):
+        masked.frozen_everywhere = not count
+    exact = masked.rule is not None
+    if exact and masked.frozen_state == "drop" and 0 < count < active.numel():
+        state = masked.entry_state()
+        masked.index = select(active.device).pack_bits(active)
+        _move_state(masked, state, None, 1)
+        masked.ages = _compress(masked, masked.ages, 1)
+    elif not count and (masked.frozen_state == "drop" or (masked.forgets and not exact)):
+        _empty(masked)
+    masked.ready_plain_step()
+    masked.ready_copies()

@@ -1,1 +1,0 @@
-"""Masked Adam and the moves that masks need on a CPU, in C."""

@@ -1,0 +1,92 @@
+"""Update rules: one file an optimizer, and which rule describes which optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.optim.update_rules.adagrad import Adagrad
+from gradpolicy.optim.update_rules.adam import Adam
+from gradpolicy.optim.update_rules.base import Group, State, UpdateRule
+from gradpolicy.optim.update_rules.lion import Lion
+from gradpolicy.optim.update_rules.nadam import NAdam
+from gradpolicy.optim.update_rules.radam import RAdam
+from gradpolicy.optim.update_rules.rmsprop import RMSprop
+from gradpolicy.optim.update_rules.sgd import SGD
+
+__all__ = ["Group", "State", "UpdateRule", "rule_for", "update_rule"]
+
+RULES: dict[str, type[UpdateRule]] = {
+    "torch.optim.Adam": Adam,
+    "torch.optim.AdamW": Adam,
+    "torch.optim.SGD": SGD,
+    "torch.optim.RMSprop": RMSprop,
+    "torch.optim.Adagrad": Adagrad,
+    "torch.optim.NAdam": NAdam,
+    "torch.optim.RAdam": RAdam,
+    "pytorch_optimizer.Lion": Lion,
+}
+"""By the package and name of the optimizer, so that none of these packages has to be imported."""
+_REGISTERED: dict[type[torch.optim.Optimizer], type[UpdateRule]] = {}
+
+
+def update_rule(
+    optimizer_class: type[torch.optim.Optimizer],
+) -> Callable[[type[UpdateRule]], type[UpdateRule]]:
+    """Make MaskedOptimizer exact for an optimizer of your own: decorate an `UpdateRule` that describes it.
+
+    Args:
+        optimizer_class: the optimizer.
+
+    Raises:
+        PolicyError: this is no optimizer class, or what is decorated is no UpdateRule.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> class SignSGD(torch.optim.Optimizer):
+        ...     def __init__(self, params, lr):
+        ...         super().__init__(params, {"lr": lr})
+        ...     def step(self):
+        ...         for group in self.param_groups:
+        ...             for parameter in group["params"]:
+        ...                 parameter.data -= group["lr"] * parameter.grad.sign()
+        >>> @gp.update_rule(SignSGD)
+        ... class SignRule(gp.UpdateRule):
+        ...     def state(self, group):
+        ...         return {}
+        ...     def settings(self, group):
+        ...         return (1.0, group["lr"])
+        ...     def update(self, parameter, gradient, state, settings, numbers):
+        ...         sign, lr = settings
+        ...         return parameter - lr * (sign * gradient).sign(), state
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise PolicyError(f"update_rule: a class of optimizers is needed, got {optimizer_class!r}")
+
+    def register(rule: type[UpdateRule]) -> type[UpdateRule]:
+        if not (isinstance(rule, type) and issubclass(rule, UpdateRule)):
+            raise PolicyError(f"update_rule: it decorates a subclass of gradpolicy.UpdateRule, got {rule!r}")
+        _REGISTERED[optimizer_class] = rule
+        return rule
+
+    return register
+
+
+def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
+    """The rule that describes what an optimizer's own `step` does; None where there is none."""
+    step = inspect.unwrap(type(optimizer).step)
+    for kind in type(optimizer).__mro__:
+        known = _REGISTERED.get(kind) or RULES.get(f"{_package(kind)}.{kind.__name__}")
+        if known is not None and inspect.unwrap(kind.step) is step:  # type: ignore[attr-defined]
+            rule = known(optimizer)
+            return rule if all(map(rule.supports, optimizer.param_groups)) else None
+    return None
+
+
+def _package(kind: type) -> str:
+    """`torch.optim` for `torch.optim.adam`, `pytorch_optimizer` for `pytorch_optimizer.optimizer.lion`."""
+    parts = kind.__module__.split(".")
+    return ".".join(parts[:2]) if parts[0] == "torch" else parts[0]

@@ -1,0 +1,64 @@
+"""Adam, AdamW and AMSGrad.
+
+For an entry at its t-th update (Kingma & Ba 2015, arXiv:1412.6980; AMSGrad: Reddi et al. 2018,
+arXiv:1904.09237):
+
+    m = b1 m + (1 - b1) g          p = p - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+    v = b2 v + (1 - b2) g^2
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of, weight_decay_terms
+
+
+class Adam(UpdateRule):
+    """`torch.optim.Adam` and `AdamW`."""
+
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    kernel = "adam"
+
+    def state(self, group: Group) -> dict[str, float]:
+        """First and second moment, and with AMSGrad the second moment's largest value."""
+        return dict.fromkeys(self.names if group["amsgrad"] else self.names[:2], 0.0)
+
+    def settings(self, group: Group) -> tuple[float, ...]:
+        """See `UpdateRule.settings`."""
+        beta1, beta2 = map(float, group["betas"])
+        terms = weight_decay_terms(group, bool(group.get("decoupled_weight_decay", False)))
+        rest = (1 - beta1, beta2, 1 - beta2, float(group["amsgrad"]), float(group["lr"]), float(group["eps"]))
+        return (sign_of(group), *terms, *rest)
+
+    def age_settings(self, group: Group) -> tuple[float, ...]:
+        """The betas."""
+        return tuple(map(float, group["betas"]))
+
+    def numbers(self, ages: Tensor, *age_settings: float) -> tuple[Tensor, ...]:
+        """1 / (1 - b1^t) and 1 / sqrt(1 - b2^t)."""
+        beta1, beta2 = age_settings
+        return 1 / (1 - beta1**ages), (1 - beta2**ages).rsqrt()
+
+    def update(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        settings: tuple[Any, ...],
+        numbers: tuple[Tensor, ...],
+    ) -> tuple[Tensor, State]:
+        """See `UpdateRule.update`."""
+        sign, decay, shrink, rest1, beta2, rest2, _, lr, eps = settings
+        correction1, correction2 = numbers
+        gradient = sign * gradient + decay * parameter
+        first = state["exp_avg"] + (gradient - state["exp_avg"]) * rest1
+        second = largest = state["exp_avg_sq"] * beta2 + gradient * gradient * rest2
+        new = {"exp_avg": first, "exp_avg_sq": second}
+        if "max_exp_avg_sq" in state:
+            new["max_exp_avg_sq"] = largest = torch.maximum(state["max_exp_avg_sq"], second)
+        denominator = largest.sqrt() * correction2 + eps
+        return parameter * shrink - lr * correction1 * (first / denominator), new

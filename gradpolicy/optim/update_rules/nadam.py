@@ -1,0 +1,85 @@
+"""NAdam (Dozat 2016): Adam with Nesterov momentum.
+
+    mu_t = b1 (1 - 0.96^(t psi) / 2)          p = p - lr (c_g g + c_m m) / (sqrt(v / (1 - b2^t)) + eps)
+    c_g = (1 - mu_t) / (1 - mu_1 ... mu_t)    c_m = mu_(t+1) / (1 - mu_1 ... mu_(t+1))
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of, weight_decay_terms
+
+
+class NAdam(UpdateRule):
+    """`torch.optim.NAdam`."""
+
+    names = ("exp_avg", "exp_avg_sq")
+    kernel = "nadam"
+
+    def state(self, group: Group) -> dict[str, float]:
+        """First and second moment."""
+        return dict.fromkeys(self.names, 0.0)
+
+    def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
+        """The count, and mu_1 ... mu_t."""
+        beta1, _, decay = self.age_settings(group)
+        return {"step": float(updates), "mu_product": self._product(updates, beta1, decay)}
+
+    def _product(self, updates: int, *settings: float) -> float:
+        """mu_1 ... mu_t, from the products up to the next power of two."""
+        length = 1 << max(updates, 1).bit_length()
+        return float(_products(length, *settings, torch.get_default_dtype())[updates - 1]) if updates else 1.0
+
+    def settings(self, group: Group) -> tuple[float, ...]:
+        """See `UpdateRule.settings`."""
+        beta1, beta2 = map(float, group["betas"])
+        terms = weight_decay_terms(group, bool(group["decoupled_weight_decay"]))
+        return (sign_of(group), *terms, 1 - beta1, beta2, 1 - beta2, float(group["lr"]), float(group["eps"]))
+
+    def age_settings(self, group: Group) -> tuple[float, ...]:
+        """The betas and psi."""
+        return (*map(float, group["betas"]), float(group["momentum_decay"]))
+
+    def numbers(self, ages: Tensor, *age_settings: float) -> tuple[Tensor, ...]:
+        """c_g, c_m and 1 / sqrt(1 - b2^t)."""
+        beta1, beta2, decay = age_settings
+        now, following = _mu(ages, beta1, decay), _mu(ages + 1, beta1, decay)
+        product = _products(len(ages), beta1, decay, torch.get_default_dtype())
+        coefficients = (1 - now) / (1 - product), following / (1 - product * following)
+        return (*coefficients, (1 - beta2**ages).rsqrt())
+
+    def update(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        settings: tuple[Any, ...],
+        numbers: tuple[Tensor, ...],
+    ) -> tuple[Tensor, State]:
+        """See `UpdateRule.update`."""
+        sign, decay, shrink, rest1, beta2, rest2, lr, eps = settings
+        of_gradient, of_moment, correction2 = numbers
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        gradient = sign * gradient + decay * parameter
+        first = first + (gradient - first) * rest1
+        second = second * beta2 + gradient * gradient * rest2
+        direction = (of_gradient * gradient + of_moment * first) / (second.sqrt() * correction2 + eps)
+        return parameter * shrink - lr * direction, {"exp_avg": first, "exp_avg_sq": second}
+
+
+@functools.lru_cache(maxsize=16)
+def _products(length: int, beta1: float, decay: float, default_dtype: torch.dtype) -> Tensor:
+    """mu_1, mu_1 mu_2, ... (float64), rounded at each step as torch's count of them is."""
+    factors = _mu(torch.arange(1, length + 1, dtype=torch.float64), beta1, decay).numpy()
+    exact = default_dtype == torch.float64
+    return torch.from_numpy(np.multiply.accumulate(factors if exact else factors.astype(np.float32))).double()
+
+
+def _mu(ages: Tensor, beta1: float, decay: float) -> Tensor:
+    return beta1 * (1 - 0.5 * 0.96 ** (ages * decay))

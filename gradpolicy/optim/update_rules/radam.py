@@ -1,0 +1,67 @@
+"""RAdam (Liu et al. 2020, arXiv:1908.03265): Adam whose first updates do not adapt.
+
+    r = 2 / (1 - b2) - 1,  r_t = r - 2 t b2^t / (1 - b2^t)
+    p = p - lr m / (1 - b1^t) * l_t / (sqrt(v) + eps)  where r_t > 5, else without the last factor
+    l_t = sqrt((1 - b2^t) (r_t - 4) (r_t - 2) r / ((r - 4) (r - 2) r_t))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of, weight_decay_terms
+
+
+class RAdam(UpdateRule):
+    """`torch.optim.RAdam`."""
+
+    names = ("exp_avg", "exp_avg_sq")
+    kernel = "radam"
+
+    def state(self, group: Group) -> dict[str, float]:
+        """First and second moment."""
+        return dict.fromkeys(self.names, 0.0)
+
+    def settings(self, group: Group) -> tuple[float, ...]:
+        """See `UpdateRule.settings`."""
+        beta1, beta2 = map(float, group["betas"])
+        terms = weight_decay_terms(group, bool(group["decoupled_weight_decay"]))
+        return (sign_of(group), *terms, 1 - beta1, beta2, 1 - beta2, float(group["lr"]), float(group["eps"]))
+
+    def age_settings(self, group: Group) -> tuple[float, ...]:
+        """The betas."""
+        return tuple(map(float, group["betas"]))
+
+    def numbers(self, ages: Tensor, *age_settings: float) -> tuple[Tensor, ...]:
+        """1 / (1 - b1^t), l_t (0 before updates adapt), and 1 before updates adapt, else 0."""
+        beta1, beta2 = age_settings
+        correction2 = 1 - beta2**ages
+        limit = 2 / (1 - beta2) - 1
+        length = limit - 2 * ages * beta2**ages / correction2
+        adapts = length > 5
+        # What stands under the root may be negative before updates adapt; it is thrown away then.
+        ratio = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
+        adapted = torch.where(adapts, (correction2 * ratio).clamp(min=0).sqrt(), 0.0)
+        return 1 / (1 - beta1**ages), adapted, (~adapts).double()
+
+    def update(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        settings: tuple[Any, ...],
+        numbers: tuple[Tensor, ...],
+    ) -> tuple[Tensor, State]:
+        """See `UpdateRule.update`."""
+        sign, decay, shrink, rest1, beta2, rest2, lr, eps = settings
+        correction1, adapted, plain = numbers
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        gradient = sign * gradient + decay * parameter
+        first = first + (gradient - first) * rest1
+        second = second * beta2 + gradient * gradient * rest2
+        factor = adapted / (second.sqrt() + eps) + plain
+        parameter = parameter * shrink - lr * correction1 * first * factor
+        return parameter, {"exp_avg": first, "exp_avg_sq": second}

@@ -1,0 +1,90 @@
+"""SGD with momentum, dampening and Nesterov's look ahead (Sutskever et al. 2013).
+
+    b = g at an entry's first update, later  mu b + (1 - tau) g          p = p - lr d
+    d = b, with Nesterov  g + mu b, without momentum  g
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.optim.layout import local_shard
+from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of
+
+
+class SGD(UpdateRule):
+    """`torch.optim.SGD`."""
+
+    names = ("momentum_buffer",)
+    kernel = "sgd"
+
+    def state(self, group: Group) -> dict[str, float]:
+        """The momentum, where there is any."""
+        return {"momentum_buffer": 0.0} if group["momentum"] else {}
+
+    def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
+        """Nothing: torch's SGD does not count."""
+        return {}
+
+    def updates(self, state: dict[str, Any], group: Group) -> int:
+        """1 where there is a momentum other than 0: more makes no difference."""
+        momentum = state.get("momentum_buffer")
+        return int(momentum is not None and bool(local_shard(momentum).any()))
+
+    def settings(self, group: Group) -> tuple[float, ...]:
+        """See `UpdateRule.settings`."""
+        momentum, nesterov = float(group["momentum"]), bool(group["nesterov"])
+        ahead = (1.0, momentum) if nesterov else (0.0, 1.0) if momentum else (1.0, 0.0)
+        return (sign_of(group), float(group["weight_decay"]), momentum, *ahead, float(group["lr"]))
+
+    def age_settings(self, group: Group) -> tuple[float, ...]:
+        """The dampening."""
+        return (float(group["dampening"]),)
+
+    def numbers(self, ages: Tensor, *age_settings: float) -> tuple[Tensor, ...]:
+        """The share of the gradient that goes into the momentum: 1 at first, then 1 - tau."""
+        return (1 - age_settings[0] * (ages > 1).double(),)
+
+    def update(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        settings: tuple[Any, ...],
+        numbers: tuple[Tensor, ...],
+    ) -> tuple[Tensor, State]:
+        """See `UpdateRule.update`."""
+        sign, decay, momentum, of_gradient, of_momentum, lr = settings
+        gradient = sign * gradient + decay * parameter
+        if not state:
+            return parameter - lr * gradient, {}
+        buffer = momentum * state["momentum_buffer"] + numbers[0] * gradient
+        direction = of_gradient * gradient + of_momentum * buffer
+        return parameter - lr * direction, {"momentum_buffer": buffer}
+
+
+def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
+    """Give parameters that join torch's fused SGD later than others the momentum they would begin with.
+
+    The fused step needs the momentum buffers of a group to exist all or not at all. The buffer made here has
+    ``mu b + (1 - tau) g = g``, as after a first update.
+
+    Args:
+        optimizer: the optimizer, about to step.
+        scale: what the gradients are multiplied by.
+    """
+    for group in optimizer.param_groups:
+        moving = [parameter for parameter in group["params"] if parameter.grad is not None]
+        new = [p for p in moving if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        if not (group["fused"] and group["momentum"]) or len(new) in (0, len(moving)):
+            continue
+        for parameter in new:
+            buffer = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if group["dampening"]:
+                buffer.add_(parameter.grad, alpha=sign_of(group) / scale)
+                buffer.add_(parameter, alpha=group["weight_decay"])
+                buffer.mul_(group["dampening"] / group["momentum"])
+            optimizer.state[parameter]["momentum_buffer"] = buffer

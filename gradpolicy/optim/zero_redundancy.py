@@ -1,0 +1,128 @@
+"""Freezing under ZeroRedundancyOptimizer, where each rank holds the optimizer state of some parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.optim import checkpoint
+from gradpolicy.optim.mask_transition import set_masks
+from gradpolicy.optim.masked_optimizer import MaskedOptimizer
+from gradpolicy.optim.masked_parameter import MaskedParameter
+
+if TYPE_CHECKING:  # torch compiles TorchScript for half a second when this is imported
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+class MaskedZero(MaskedOptimizer):
+    """A :class:`~gradpolicy.MaskedOptimizer` for a ZeroRedundancyOptimizer.
+
+    Masks and ages of all parameters are known on every rank, since every rank masks all gradients before
+    they are clipped. Moments lie in the local optimizer of the rank that owns a parameter; that optimizer is
+    wrapped too and does the update, exactly as on one process. Then ZeRO sends the weights round.
+
+    Args:
+        inner: The optimizer, without ``overlap_with_ddp``.
+        frozen_state: As MaskedOptimizer's.
+        bias_correction: As MaskedOptimizer's.
+
+    Raises:
+        PolicyError: If it overlaps its step with the backward pass, where no mask can come in between.
+    """
+
+    inner: ZeroRedundancyOptimizer
+
+    def __init__(
+        self, inner: ZeroRedundancyOptimizer, frozen_state: str = "keep", bias_correction: str = "entry"
+    ) -> None:
+        if inner._overlap_with_ddp:
+            raise PolicyError(
+                "ZeroRedundancyOptimizer: freeze policies need overlap_with_ddp=False: with overlap it "
+                "updates weights within the backward pass, before gradients can be masked"
+            )
+        super().__init__(inner, frozen_state, bias_correction)
+        inner.optim = MaskedOptimizer(inner.optim, frozen_state, bias_correction)
+        # What has never been masked has an age too, which no state here tells.
+        for parameter in (known for group in inner.param_groups for known in group["params"]):
+            self._remember(parameter)
+        # Loading leaves a second copy of this rank's state there, which nothing reads.
+        inner.register_load_state_dict_post_hook(lambda optimizer: optimizer.state.clear())
+
+    @classmethod
+    def wraps(cls, optimizer: Any) -> bool:
+        """Whether an optimizer is a ZeroRedundancyOptimizer.
+
+        Raises:
+            PolicyError: it is DeepSpeed's, for which there is no freezing.
+        """
+        if type(optimizer).__module__.startswith("deepspeed"):
+            raise deepspeed_refused(type(optimizer).__name__)
+        # An optimizer of that class has had its module imported.
+        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
+
+    @property
+    def local(self) -> MaskedOptimizer:
+        """The optimizer of the parameters that this rank owns."""
+        return self.inner.optim
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank holds the parameter's moments."""
+        return any(known is parameter for group in self.local.param_groups for known in group["params"])
+
+    def set_masks(self, masks: Mapping[Tensor, Any], **options: Any) -> None:
+        """Set masks, as MaskedOptimizer does; every rank must set the same."""
+        super().set_masks(masks, **options)
+        self.local.set_masks({key: mask for key, mask in masks.items() if self.owns(key)}, **options)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring all state to one rank, as must be done on every rank before ``state_dict`` there."""
+        self.inner.consolidate_state_dict(to)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a whole state; each rank keeps what it owns."""
+        own, saved = checkpoint.split(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        super().load_state_dict(state_dict)
+        records = {parameters[index]: record for index, record in saved.get("parameters", {}).items()}
+        # What was saved without a record was never masked there; here every parameter has one.
+        for index, state in own["state"].items():
+            parameter = parameters[index]
+            if parameter not in records:
+                masked = self._masked[parameter]
+                set_masks([(masked, masked.adopt_state(updates=int(state.get("step", 0))))])
+        for parameter, masked in self.local.masked_parameters().items():
+            if parameter not in records:
+                set_masks([(masked, masked.adopt_state())])
+        for parameter, record in records.items():
+            if self.owns(parameter):
+                self.local.restore(parameter, record)
+
+    def state_bytes(self) -> int:
+        """Bytes held on this rank for the optimizer's state."""
+        return super().state_bytes() + self.local.state_bytes()
+
+    def _step_and_restore(
+        self, restored: Sequence[MaskedParameter], closure: Callable[[], Any] | None
+    ) -> Any:
+        """The local optimizers leave frozen entries alone by themselves: nothing has to be put back."""
+        return super()._step_and_restore([], closure)
+
+
+def as_masked(optimizer: Optimizer) -> MaskedOptimizer:
+    """Wrap an optimizer unless it is wrapped already."""
+    return optimizer if isinstance(optimizer, MaskedOptimizer) else MaskedOptimizer(optimizer)
+
+
+def deepspeed_refused(what: str) -> PolicyError:
+    """The error that says why there is no freezing under DeepSpeed."""
+    return PolicyError(
+        f"{what}: freeze policies are refused under DeepSpeed: its engine updates flat copies of the weights "
+        "within its own step, where masks, ages and moments are out of reach; use trainer=ddp, trainer=zero1 "
+        "(sharded optimizer state) or trainer=fsdp2 (everything sharded)"
+    )

@@ -1,0 +1,147 @@
+"""The C kernels and torch do the same, operation by operation."""
+
+import itertools
+
+import pytest
+import torch
+
+from gradpolicy.compiling import compiler
+from gradpolicy.optim.kernels import EntryUpdate, reference
+from gradpolicy.optim.kernels.native import NATIVE, supports
+from gradpolicy.optim.kernels.reference import REFERENCE
+from gradpolicy.optim.update_rules.adam import Adam
+
+pytestmark = pytest.mark.skipif(not compiler(), reason="needs a C compiler")
+SIZES = [1, 63, 64, 65, 5000, 70001]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _two_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert supports([torch.float32], "adam")
+
+
+def ages_of(blocks, dtype=torch.int16, most=40):
+    return ((torch.rand(blocks) < 0.5) * 2 - 1).to(dtype) * torch.randint(1, most, (blocks,), dtype=dtype)
+
+
+@pytest.mark.parametrize("blocks", SIZES)
+@pytest.mark.parametrize("forget", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_a_new_mask_turns_the_signs_of_ages(blocks, forget, dtype):
+    before, flags = ages_of(blocks, dtype), torch.rand(blocks) < 0.5
+    expected = []
+    for age, flag in zip(before.tolist(), flags.tolist(), strict=True):
+        size = age + 3 if age > 0 else -age
+        expected.append(size if flag else -1 if forget else -size)
+    for kernels in (NATIVE, REFERENCE):
+        ages = before.clone()
+        kernels.turn(ages, 3, flags, forget)
+        assert ages.tolist() == expected
+
+
+@pytest.mark.parametrize("blocks", SIZES)
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.int16])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
+def test_values_of_active_blocks_are_packed_and_come_back(blocks, block, dtype, share):
+    flags = torch.rand(blocks) < share
+    values = (torch.randn(blocks * block) * 100).to(dtype)
+    dense = values.view(-1, block).clone()
+    dense[~flags] = 7
+    for kernels in (NATIVE, REFERENCE):
+        index = kernels.pack_bits(flags)
+        assert index.numel() % 8 == 0
+        packed = kernels.compress(values, index, block, int(flags.sum()))
+        assert torch.equal(packed, values.view(-1, block)[flags].view(-1))
+        assert torch.equal(kernels.expand(packed, index, block, blocks, 7), dense.view(-1))
+
+
+@pytest.mark.parametrize("blocks", SIZES)
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_frozen_blocks_become_a_number_or_what_another_tensor_has(blocks, block, dtype):
+    ages = ages_of(blocks)
+    values, other = (torch.randn(blocks * block).to(dtype) for _ in range(2))
+    values[0] = torch.nan
+    frozen = (ages < 0).repeat_interleave(block)
+    for kernels, fill in itertools.product((NATIVE, REFERENCE), (0.0, 0.3, other)):
+        expected = torch.where(frozen, fill if fill is other else torch.tensor(fill, dtype=dtype), values)
+        for own_ages, index in ((ages, None), (None, kernels.pack_bits(ages > 0))):
+            filled = values.clone()
+            kernels.fill_frozen(filled, own_ages, index, block, fill)
+            torch.testing.assert_close(filled, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def adam_update(blocks, block, dtype, packed, shared, ages_dtype=torch.int16):
+    ages = ages_of(blocks, ages_dtype)
+    active = ages > 0
+    shape = (blocks * block,)
+    parameter, gradient = (torch.randn(shape).to(dtype) for _ in range(2))
+    state = {"exp_avg": torch.randn(shape).to(dtype), "exp_avg_sq": torch.rand(shape).to(dtype)}
+    index = None
+    if packed:
+        index = REFERENCE.pack_bits(active)
+        count = int(active.sum())
+        state = {name: REFERENCE.compress(value, index, block, count) for name, value in state.items()}
+        ages = ages[active].clone()
+    return EntryUpdate(parameter, gradient, state, ages, block, index, 2, 5 if shared else None)
+
+
+def copied(update):
+    state = {name: value.clone() for name, value in update.state.items()}
+    return update._replace(parameter=update.parameter.clone(), state=state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("blocks", "block"), [(70001, 1), (300, 257), (40, 3), (65, 1)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("ages_dtype", [torch.int16, torch.int32])
+def test_updates_agree(dtype, blocks, block, packed, shared, ages_dtype):
+    updates = [adam_update(blocks, block, dtype, packed, shared, ages_dtype), adam_update(9, 1, dtype, False, shared)]
+    rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
+    settings = rule.settings(rule.optimizer.param_groups[0])
+    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    ages = torch.arange(1, 101, dtype=torch.float64)
+    numbers = torch.stack(rule.numbers(ages, 0.9, 0.999), 1).to(exact).contiguous()
+    ends = []
+    for kernels in (NATIVE, REFERENCE):
+        own = [copied(update) for update in updates]
+        kernels.update(rule, settings, numbers, own)
+        ends.append([tensor for each in own for tensor in (each.parameter, *each.state.values())])
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    for native, other in zip(*ends, strict=True):
+        torch.testing.assert_close(native, other, rtol=tolerance, atol=tolerance)
+
+
+def test_an_accelerators_code_is_compiled_once_whatever_ages_masks_and_shapes(monkeypatch):
+    """Inductor stands in for a device here: what is counted is how often Dynamo asks it to compile."""
+    monkeypatch.setattr(reference, "compiles", lambda device: True)
+    rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
+    settings = rule.settings(rule.optimizer.param_groups[0])
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(reference, "BACKEND", backend)
+    reference.compiled_update.cache_clear()
+    ages = torch.arange(1, 4097, dtype=torch.float64)
+    for length, sizes in ((1024, [50, 300]), (1024, [7, 9, 11]), (2048, [1 << 18]), (4096, [1 << 18, 77])):
+        numbers = torch.stack(rule.numbers(ages[:length], 0.9, 0.999), 1).float().contiguous()
+        for uncounted in range(3):
+            updates = [adam_update(size, 1, torch.float32, False, False) for size in sizes]
+            expected = [copied(update) for update in updates]
+            REFERENCE.update(rule, settings, numbers, [each._replace(uncounted=uncounted) for each in updates])
+            with monkeypatch.context() as patch:
+                patch.setattr(reference, "compiles", lambda device: False)
+                REFERENCE.update(
+                    rule, settings, numbers, [each._replace(uncounted=uncounted) for each in expected]
+                )
+            for own, other in zip(updates, expected, strict=True):
+                torch.testing.assert_close(own.parameter, other.parameter)
+    assert len(compiled) == 1
+    reference.compiled_update.cache_clear()

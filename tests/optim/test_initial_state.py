@@ -1,0 +1,121 @@
+import pytest
+import pytorch_optimizer
+import torch
+
+from gradpolicy import MaskedOptimizer
+from gradpolicy.optim.initial_state import AS_PARAMETER, initial_value
+
+ANCHORED = {
+    "schedule_free": lambda weights: pytorch_optimizer.ScheduleFreeSGD(weights, lr=0.01),
+    "madgrad": lambda weights: pytorch_optimizer.MADGRAD(weights, lr=0.01),
+    "lookahead": lambda weights: pytorch_optimizer.Lookahead(torch.optim.SGD(weights, lr=0.01)),
+}
+
+
+@pytest.mark.parametrize("kind", ANCHORED)
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_entries_that_thaw_go_on_from_where_they_are(kind, frozen_state):
+    weight = torch.nn.Parameter(torch.full((4, 6), 10.0))
+    inner = ANCHORED[kind]([weight])
+    optimizer = MaskedOptimizer(inner, frozen_state=frozen_state)
+    if hasattr(inner, "train"):
+        inner.train()
+    mask = torch.arange(6).expand(4, 6) % 2 == 0
+    for step, now in enumerate((mask, mask, ~mask, ~mask, None, None, mask[:1], None)):
+        optimizer.set_mask(weight, now)
+        before = weight.detach().clone()
+        weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        # An anchor that began at 0 would pull by a tenth of the value and more.
+        assert (weight - before).abs().max() < 0.5
+        assert (weight != before)[optimizer.get_mask(weight).expand(4, 6)].all()
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 1), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Rprop])
+def test_state_that_does_not_begin_at_zero_begins_anew(kind, dtype, shape):
+    settings = {"initial_accumulator_value": 0.3} if kind is torch.optim.Adagrad else {"lr": 0.2}
+    start, gradients = torch.randn(4, 6, dtype=dtype), torch.randn(3, 4, 6, dtype=dtype)
+    weight = torch.nn.Parameter(start.clone())
+    # Torch goes by the constructor's accumulator, whatever a group says.
+    group = {"params": [weight], "initial_accumulator_value": 7.0}
+    optimizer = MaskedOptimizer(kind([group], **settings), frozen_state="zero")
+    mask = (torch.arange(4).view(4, 1) + torch.arange(6))[: shape[0], : shape[1]] % 2 == 1
+    for now, gradient in zip((None, mask, None), gradients, strict=True):
+        optimizer.set_mask(weight, now)
+        weight.grad = gradient.clone()
+        optimizer.step()
+    anew = torch.nn.Parameter(start.clone())
+    for used in ([0], [2]):
+        alone = kind([anew], **settings)
+        for step in used:
+            anew.grad = gradients[step].clone()
+            alone.step()
+    frozen = ~mask.expand(4, 6)
+    assert frozen.any()
+    torch.testing.assert_close(weight.detach()[frozen], anew.detach()[frozen], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+@pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
+def test_what_counts_for_a_whole_tensor_is_not_emptied_as_the_state_of_a_scalars_entry(kind, bias_correction):
+    ends = []
+    for shape in ((), (1,)):
+        weight = torch.nn.Parameter(torch.ones(shape))
+        optimizer = MaskedOptimizer(
+            kind([weight], lr=0.1), frozen_state="zero", bias_correction=bias_correction
+        )
+        for mask in (True, True, False, True, True):
+            optimizer.set_mask(weight, torch.tensor(mask))
+            weight.grad = torch.ones(shape)
+            optimizer.step()
+        ends.append(weight.item())
+    assert ends[0] == ends[1]
+
+
+def test_what_a_strangers_state_begins_with_is_seen_in_a_first_step():
+    weight = torch.nn.Parameter(torch.randn(5, 3))
+    optimizer = pytorch_optimizer.Prodigy([weight], weight_decay=0.1)
+    group = optimizer.param_groups[0]
+    before = torch.get_rng_state()
+    assert initial_value(optimizer, "p0", group, weight) == AS_PARAMETER
+    assert initial_value(optimizer, "exp_avg", group, weight) == 0.0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not optimizer.state
+
+
+def test_what_cannot_be_found_out_is_left_alone():
+    class Demanding(torch.optim.SGD):
+        def __init__(self, weights, model):
+            super().__init__(weights, lr=0.1, momentum=0.9)
+
+    weight = torch.nn.Parameter(torch.randn(5, 3))
+    optimizer = Demanding([weight], model=None)
+    assert initial_value(optimizer, "momentum_buffer", optimizer.param_groups[0], weight) is None
+
+
+def test_sam_gets_its_closure_for_both_of_its_passes():
+    weight = torch.nn.Parameter(torch.randn(5, 3))
+    optimizer = MaskedOptimizer(pytorch_optimizer.SAM([weight], torch.optim.SGD, rho=0.5, lr=0.1))
+    mask = torch.rand(5, 3) < 0.5
+    optimizer.set_mask(weight, mask)
+    before, plain, calls = weight.detach().clone(), [], []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.pow(4).sum()
+        loss.backward()
+        calls.append(weight.detach().clone())
+        plain.append(weight.grad.clone())
+        return loss
+
+    # As it is used: the gradient is there before the step, which asks for one more.
+    closure()
+    optimizer.step(closure)
+    assert len(calls) == 2
+    assert torch.equal(weight.detach() != before, mask)
+    # The second pass is where the first one's masked gradient, made as long as rho, leads.
+    masked = plain[0] * mask
+    torch.testing.assert_close(calls[1], before + 0.5 * masked / masked.norm())
+    torch.testing.assert_close(weight.detach(), torch.where(mask, before - 0.1 * plain[1], before))

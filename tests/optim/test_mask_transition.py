@@ -1,0 +1,106 @@
+"""Masks of many parameters set at once do what they do one after the other."""
+
+import weakref
+
+import pytest
+import torch
+
+from gradpolicy import MaskedOptimizer
+from gradpolicy.errors import PolicyError
+
+SHAPES = [(12, 6), (12, 6), (5,), (3, 4, 2), (40000,)]
+
+
+def made(**options):
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    parameters.append(
+        torch.nn.Parameter(torch.randn(6, 4, 3, 3).contiguous(memory_format=torch.channels_last))
+    )
+    settings = {"frozen_state": "keep", **options}
+    return MaskedOptimizer(torch.optim.AdamW(parameters, lr=0.1), **settings), parameters
+
+
+def masks_of(parameters, round_):
+    """Of entries, mostly; now and then of rows, of whole tensors, the same again, or none."""
+    masks = [torch.rand(parameter.shape) < 0.5 for parameter in parameters]
+    for mask in masks:
+        mask.view(-1)[:2] = torch.tensor([True, False])
+    if round_ == 3:
+        masks[0] = torch.rand(12, 1) < 0.5
+    if round_ in (4, 6):
+        masks[1], masks[2] = torch.zeros(12, 6, dtype=torch.bool), torch.ones(5, dtype=torch.bool)
+    if round_ == 5:
+        masks[3] = None
+    return dict(zip(parameters, masks, strict=True))
+
+
+def outcome(set_masks, rounds=9, **options):
+    optimizer, parameters = made(**options)
+    for round_ in range(rounds):
+        set_masks(optimizer, masks_of(parameters, round_))
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    known = [
+        torch.broadcast_to(look(p), p.shape)
+        for look in (optimizer.get_mask, optimizer.age)
+        for p in parameters
+    ]
+    state = [value for parameter in parameters for value in optimizer.state[parameter].values()]
+    return [parameter.detach() for parameter in parameters] + known + state
+
+
+def one_by_one(optimizer, masks):
+    for parameter, mask in masks.items():
+        optimizer.set_mask(parameter, mask)
+
+
+def at_once(optimizer, masks):
+    optimizer.set_masks(masks)
+
+
+@pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_masks_set_at_once_are_those_set_one_by_one(frozen_state, bias_correction):
+    options = {"frozen_state": frozen_state, "bias_correction": bias_correction}
+    for own, other in zip(outcome(at_once, **options), outcome(one_by_one, **options), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_of_seeded_masks_one_is_in_memory_at_a_time():
+    alive = []
+
+    class Seeded:
+        def materialize(self, shape, device):
+            alive.append(sum(reference() is not None for reference in drawn))
+            mask = torch.rand(shape) < 0.5
+            drawn.append(weakref.ref(mask))
+            return mask
+
+    drawn = []
+    optimizer, parameters = made()
+    optimizer.set_masks({parameter: Seeded() for parameter in parameters})
+    # The one before is let go of while the next is drawn.
+    assert max(alive) <= 1
+    assert not any(reference() is not None for reference in drawn)
+
+
+def test_options_hold_for_all_of_them():
+    optimizer, parameters = made()
+    optimizer.set_masks(masks_of(parameters, 0), frozen_state="drop", bias_correction="tensor")
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    counts = [int(optimizer.get_mask(parameter).sum()) for parameter in parameters]
+    assert [optimizer.state[parameter]["exp_avg"].numel() for parameter in parameters] == counts
+
+
+def test_masks_before_a_wrong_one_are_set():
+    optimizer, parameters = made()
+    masks = masks_of(parameters, 0)
+    masks[parameters[2]] = torch.ones(7, dtype=torch.bool)
+    with pytest.raises(PolicyError, match="does not broadcast"):
+        optimizer.set_masks(masks)
+    assert all(torch.equal(optimizer.get_mask(p), masks[p]) for p in parameters[:2])
+    assert optimizer.get_mask(parameters[3]).all()

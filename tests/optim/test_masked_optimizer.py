@@ -1,0 +1,528 @@
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.testing._internal.common_optimizers import (
+    _get_optim_inputs_including_global_cliquey_kwargs as inputs_with_flags,
+)
+from torch.testing._internal.common_optimizers import optim_db
+
+from gradpolicy import MaskedOptimizer
+from gradpolicy.errors import PolicyError
+from gradpolicy.insight.costs import optimizer_bytes
+
+# Importing torch's own cases forbids every later test of the process to set a backend flag, as Trainer does.
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
+
+def cases(differentiable):
+    """Torch's own inputs for each optimizer, with its foreach, fused and differentiable ways."""
+    for info in optim_db:
+        if info.only_supports_sparse_grads:
+            continue
+        for number, case in enumerate(inputs_with_flags("cpu", torch.float32, info)):
+            name = f"{info.optim_cls.__name__}-{number}-{case.desc or 'default'}"
+            if bool(case.kwargs.get("differentiable")) is differentiable:
+                yield pytest.param(info, case.kwargs, id=name.replace(" ", "_"))
+
+
+def small_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).to(dtype)
+
+
+def train(model, optimizer, steps, needs_closure=False, first=0):
+    for step in range(first, first + steps):
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+        def closure(inputs=inputs):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        if needs_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("info", "settings"), list(cases(differentiable=False)))
+def test_all_active_is_the_wrapped_optimizer_bit_for_bit(info, settings):
+    ends = []
+    for wrap in (False, True):
+        model = small_model()
+        weights = list(model.parameters())
+        if info.optim_cls.__name__ == "Muon":
+            weights = [weight for weight in weights if weight.dim() == 2]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = info.optim_cls(weights, **copy.deepcopy(settings))
+            if wrap:
+                optimizer = MaskedOptimizer(optimizer)
+                optimizer.set_mask(weights[0], torch.ones_like(weights[0], dtype=torch.bool))
+            train(model, optimizer, 4, info.step_requires_closure)
+        ends.append([weight.detach().clone() for weight in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize(("info", "settings"), list(cases(differentiable=True)))
+def test_with_all_active_a_step_can_be_differentiated_through(info, settings):
+    ends = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        start = torch.rand(5, 4, dtype=torch.float64, requires_grad=True)
+        gradient = torch.rand(5, 4, dtype=torch.float64, requires_grad=True)
+        weight = start.clone()
+        optimizer = info.optim_cls([weight], **copy.deepcopy(settings))
+        if wrap:
+            optimizer = MaskedOptimizer(optimizer)
+            optimizer.set_mask(weight, None)
+        weight.grad = gradient
+        optimizer.step()
+        through = torch.autograd.grad(weight.sin().sum(), (start, gradient), materialize_grads=True)
+        ends.append([weight.detach(), *through])
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+    assert ends[0][1].count_nonzero()
+
+
+STEPPING = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, amsgrad=True),
+    "adam": lambda weights: torch.optim.Adam(weights, lr=0.1, weight_decay=0.1, fused=True),
+    "adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.1),
+    "rprop": lambda weights: torch.optim.Rprop(weights, lr=0.1),
+    "rmsprop": lambda weights: torch.optim.RMSprop(weights, lr=0.1, momentum=0.9, centered=True),
+    "nadam": lambda weights: torch.optim.NAdam(weights, lr=0.1, weight_decay=0.1),
+    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", STEPPING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_frozen_entries_keep_their_bits(name, dtype, frozen_state):
+    weight = torch.nn.Parameter(torch.randn(6, 4).to(dtype))
+    optimizer = MaskedOptimizer(STEPPING[name]([weight]), frozen_state=frozen_state)
+    bad = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    for step in range(9):
+        shape = [(6, 4), (6, 1), (1, 1)][step % 3]
+        mask = torch.rand(shape) < 0.5
+        optimizer.set_mask(weight, mask)
+        frozen = ~mask.expand(6, 4)
+        gradient = torch.randn(6, 4)
+        gradient[frozen] = bad[torch.randint(3, (int(frozen.sum()),))]
+        weight.grad = gradient.to(dtype)
+        before = weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(weight.detach()[frozen], before[frozen])
+        assert weight.isfinite().all()
+
+
+def test_frozen_momentum_is_paused_by_keep_and_gone_by_zero():
+    for frozen_state in ("keep", "zero"):
+        weight = torch.nn.Parameter(torch.zeros(2, 3))
+        optimizer = MaskedOptimizer(
+            torch.optim.SGD([weight], lr=1.0, momentum=0.5), frozen_state=frozen_state
+        )
+        for step in range(4):
+            optimizer.set_mask(weight, torch.tensor([[True, True, step == 0]]) if step < 3 else None)
+            weight.grad = torch.ones(2, 3)
+            optimizer.step()
+        momentum = optimizer.state[weight]["momentum_buffer"]
+        assert momentum[0].tolist() == [1.875, 1.875, 1.5 if frozen_state == "keep" else 1.0]
+
+
+def test_zero_empties_moments_at_once_and_drop_holds_none():
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    optimizer = MaskedOptimizer(torch.optim.Adam([weight], amsgrad=True), frozen_state="zero")
+    weight.grad = torch.randn(8, 8)
+    optimizer.step()
+    mask = torch.rand(8, 8) < 0.5
+    optimizer.set_mask(weight, mask)
+    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        assert torch.equal(optimizer.state[weight][key] != 0, mask)
+    optimizer.set_mask(weight, mask, frozen_state="drop")
+    assert optimizer.state[weight]["exp_avg"].numel() == mask.sum()
+    optimizer.set_mask(weight, torch.tensor(False))
+    assert weight not in optimizer.state
+
+
+@pytest.mark.parametrize(("shape", "most"), [((200, 500), 0.16), ((200, 1), 0.11), ((1, 1), 0.11)])
+def test_drop_holds_memory_for_active_entries_alone(shape, most):
+    weights = [torch.nn.Parameter(torch.randn(200, 500)) for _ in range(10)]
+    optimizer = MaskedOptimizer(torch.optim.Adam(weights), frozen_state="drop")
+    for index, weight in enumerate(weights):
+        few = torch.zeros(shape, dtype=torch.bool).view(-1)
+        few[: few.numel() // 10] = True
+        optimizer.set_mask(weight, torch.tensor(index == 0) if few.numel() == 1 else few.view(shape))
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    assert optimizer.state_bytes() <= most * 8 * sum(weight.numel() for weight in weights)
+
+
+def test_masked_gradients_do_not_count_in_the_clipping_norm():
+    weights = [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2)]
+    optimizer = MaskedOptimizer(torch.optim.SGD(weights, lr=1.0))
+    optimizer.set_masks({weights[0]: torch.tensor([[True, False]]), weights[1]: torch.tensor(False)})
+    for weight in weights:
+        weight.grad = torch.tensor([[3.0, float("inf")], [4.0, float("nan")]])
+    optimizer.mask_gradients()
+    assert weights[0].grad.tolist() == [[3, 0], [4, 0]]
+    assert weights[1].grad is None
+    assert torch.nn.utils.clip_grad_norm_(weights, 1.0) == 5
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_skipped_fp16_step_advances_nothing(fused):
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    twin = torch.nn.Parameter(weight.detach().clone())
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1, fused=fused))
+    unscaled = MaskedOptimizer(torch.optim.AdamW([twin], lr=0.1, fused=fused))
+    mask = torch.rand(4, 3) < 0.5
+    optimizer.set_mask(weight, mask)
+    unscaled.set_mask(twin, mask)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(4):
+        gradient = torch.randn(4, 3)
+        scaler.scale(torch.zeros(()))
+        weight.grad = gradient * scaler.get_scale()
+        before = weight.detach().clone()
+        if step == 1:
+            weight.grad.view(-1)[mask.view(-1).nonzero()[0]] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 1:
+            assert torch.equal(weight.detach(), before)
+        else:
+            twin.grad = gradient
+            unscaled.step()
+    assert optimizer.effective_steps == unscaled.effective_steps == 3
+    assert torch.equal(optimizer.age(weight), unscaled.age(twin))
+    torch.testing.assert_close(weight.detach(), twin.detach())
+
+
+def test_wholly_frozen_tensors_are_left_alone_even_with_a_stale_gradient():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = MaskedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.9))
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.set_mask(weight, torch.tensor(False))
+    optimizer.step()
+    assert weight.tolist() == [0, 0, 0]
+    assert optimizer.active_share() == 0
+
+
+def test_lr_schedulers_take_the_wrapper_or_the_wrapped():
+    for outer in (True, False):
+        weight = torch.nn.Parameter(torch.ones(3))
+        inner = torch.optim.AdamW([weight], lr=1.0)
+        optimizer = MaskedOptimizer(inner)
+        optimizer.set_mask(weight, torch.tensor([True, False, True]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer if outer else inner, 1, gamma=0.5)
+            for _ in range(2):
+                weight.grad = torch.ones(3)
+                optimizer.step()
+                scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_hooks_of_both_optimizers_run_once_a_step():
+    weight = torch.nn.Parameter(torch.ones(3))
+    inner = torch.optim.AdamW([weight])
+    optimizer = MaskedOptimizer(inner)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("outer"))
+    inner.register_step_post_hook(lambda *_: seen.append("inner"))
+    optimizer.set_mask(weight, torch.tensor([True, False, True]))
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert seen == ["outer", "inner"]
+
+
+def test_closures_run_with_gradients_before_the_update():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = MaskedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    optimizer.set_mask(weight, torch.tensor([True, False, True]))
+
+    def closure():
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert optimizer.step(closure) == 3
+    torch.testing.assert_close(weight.detach(), torch.tensor([0.8, 1.0, 0.8]))
+
+
+def test_lbfgs_moves_only_active_entries():
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    optimizer = MaskedOptimizer(torch.optim.LBFGS([weight], line_search_fn="strong_wolfe"))
+    optimizer.set_mask(weight, torch.tensor([True, False, True]))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    torch.testing.assert_close(weight.detach(), torch.tensor([0.0, 2.0, 0.0]))
+    with pytest.raises(PolicyError, match="closure"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_lbfgs_leaves_a_tensor_alone_that_freezes_after_it_has_moved(frozen_state):
+    first, second = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
+    optimizer = MaskedOptimizer(torch.optim.LBFGS([first, second], lr=0.5, max_iter=3), frozen_state)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (first.square() + (first - second).pow(4)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.set_mask(second, torch.tensor(False))
+    before = [first.detach().clone(), second.detach().clone()]
+    optimizer.step(closure)
+    assert not torch.equal(first.detach(), before[0])
+    assert torch.equal(second.detach(), before[1])
+    optimizer.set_mask(second, None)
+    optimizer.step(closure)
+    assert not torch.equal(second.detach(), before[1])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_gradient_whose_entries_share_memory_can_be_masked(kind):
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = MaskedOptimizer(kind([weight], lr=1.0, weight_decay=0.0))
+    optimizer.set_mask(weight, torch.eye(2, dtype=torch.bool))
+    for masked_before in (True, False):
+        (weight.grad,) = torch.autograd.grad(weight.sum(), weight)
+        assert weight.grad.stride() == (0, 0)
+        if masked_before:
+            optimizer.mask_gradients()
+            assert weight.grad.tolist() == [[1, 0], [0, 1]]
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), -2 * torch.eye(2))
+
+
+def test_third_party_optimizers_freeze_too():
+    from pytorch_optimizer import SPAM, AdaBelief, Lion
+
+    for kind in (SPAM, AdaBelief, Lion):
+        weight = torch.nn.Parameter(torch.randn(6, 4))
+        optimizer = MaskedOptimizer(kind([weight], lr=0.1, weight_decay=0.1))
+        for _ in range(4):
+            mask = torch.rand(6, 4) < 0.5
+            optimizer.set_mask(weight, mask)
+            before = weight.detach().clone()
+            weight.grad = torch.randn(6, 4).masked_fill(~mask, float("nan"))
+            optimizer.step()
+            assert torch.equal(weight.detach() != before, mask)
+
+
+def test_state_that_a_third_party_keeps_for_the_whole_optimizer_is_counted_too():
+    from pytorch_optimizer import MADGRAD, SPAM
+
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    # SPAM has a flag for each entry, and counts steps in a number; MADGRAD counts them in a tensor.
+    for kind, expected in ((SPAM, 2 * 24 * 4 + 24), (MADGRAD, 3 * 24 * 4 + 8)):
+        plain = kind([weight])
+        optimizer = MaskedOptimizer(plain)
+        weight.grad = torch.randn(6, 4)
+        optimizer.step()
+        assert optimizer.state_bytes() == optimizer_bytes(plain) == expected
+
+
+@pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_a_tensor_frozen_as_a_whole_trains_again(frozen_state, bias_correction):
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = MaskedOptimizer(
+        torch.optim.AdamW([weight]), frozen_state=frozen_state, bias_correction=bias_correction
+    )
+    for mask in (None, torch.tensor(False), None, torch.rand(4, 3) < 0.5, torch.tensor(False), None):
+        optimizer.set_mask(weight, mask)
+        before = weight.detach().clone()
+        weight.grad = torch.randn(4, 3)
+        optimizer.step()
+        active = optimizer.get_mask(weight).expand(4, 3)
+        assert torch.equal(weight.detach() != before, active)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero"])
+def test_fused_sgd_takes_tensors_that_join_later(frozen_state, dampening):
+    ends = []
+    for fused in (False, True):
+        model = small_model()
+        settings = {"momentum": 0.9, "dampening": dampening, "weight_decay": 0.1, "maximize": True}
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused, **settings)
+        optimizer = MaskedOptimizer(inner, frozen_state=frozen_state)
+        for step, mask in enumerate((torch.tensor(False), None, torch.tensor(False), None)):
+            optimizer.set_mask(model[0].weight, mask)
+            train(model, optimizer, 2, first=2 * step)
+        ends.append(model[0].weight.detach())
+    torch.testing.assert_close(*ends)
+    assert not torch.equal(ends[0], small_model()[0].weight)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_the_callers_modes_and_default_device_do_not_matter(kernels, kind, frozen_state):
+    """Lightning validates in inference mode; a default device may be another than an optimizer's."""
+    ends = []
+    for elsewhere in (False, True):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(6, 5))
+        optimizer = MaskedOptimizer(STEPPING[kind]([weight]), frozen_state=frozen_state)
+        for step in range(12):
+            shape = [(6, 5), (6, 5), (6, 1), (1, 1)][step % 4]
+            mask, gradient = torch.rand(shape) < 0.5, torch.randn(6, 5)
+            mode, device = (torch.inference_mode(), "meta") if elsewhere else (torch.no_grad(), "cpu")
+            with mode, torch.device(device):
+                optimizer.set_mask(weight, None if step in (4, 9) else mask)
+            weight.grad = gradient
+            with torch.device(device):
+                optimizer.mask_gradients()
+                optimizer.step()
+        assert not any(
+            value.is_inference() for value in optimizer.state[weight].values() if value is not None
+        )
+        ends.append(weight.detach())
+    assert torch.equal(*ends)
+
+
+def test_setting_the_mask_in_force_again_changes_nothing(parameter):
+    twin = torch.nn.Parameter(parameter.detach().clone())
+    states = []
+    for weight, again in ((parameter, False), (twin, True)):
+        torch.manual_seed(1)
+        optimizer = MaskedOptimizer(torch.optim.AdamW([weight]), frozen_state="drop")
+        for step in range(9):
+            if step % 3 == 0:
+                mask = torch.rand(6, 5) < 0.5
+            if again or step % 3 == 0:
+                optimizer.set_mask(weight, mask.clone())
+            weight.grad = torch.randn(6, 5, dtype=torch.float64)
+            optimizer.step()
+        moments = [value.clone() for value in optimizer.state[weight].values()]
+        states.append([weight.detach(), optimizer.age(weight), optimizer.get_mask(weight), *moments])
+    assert all(map(torch.equal, *states))
+
+
+def test_true_and_false_are_masks_of_the_whole_tensor(parameter):
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], weight_decay=0.1))
+    before = parameter.detach().clone()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.set_mask(parameter, False)
+    optimizer.step()
+    assert torch.equal(parameter, before)
+    assert not optimizer.get_mask(parameter).any()
+    optimizer.set_masks({parameter: True})
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert (parameter < before).all()
+
+
+def test_added_groups_start_active():
+    first, second = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([first]))
+    optimizer.add_param_group({"params": [second], "lr": 0.5})
+    assert optimizer.inner.param_groups[1]["lr"] == 0.5
+    assert optimizer.get_mask(second).all()
+    assert optimizer.age(second).tolist() == [0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("shape", [(6, 5), (6, 1), (1, 1), (0, 3)])
+def test_a_copy_goes_on_as_the_original(copied, kind, shape):
+    start = torch.randn(shape if 0 in shape else (6, 5))
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = MaskedOptimizer(kind([weight], lr=0.1), frozen_state="drop")
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[1:3] = True
+    optimizer.set_mask(weight, mask)
+    pairs = [(weight, optimizer), copied((weight, optimizer))]
+    for own, each in pairs:
+        for step in range(4):
+            if step == 2:
+                each.set_mask(own, ~each.get_mask(own))
+            own.grad = torch.ones_like(own)
+            each.step()
+    (own, one), (other, twin) = pairs
+    assert torch.equal(own, other)
+    assert torch.equal(one.age(own), twin.age(other))
+    assert one.state_bytes() == twin.state_bytes()
+
+
+def test_copies_and_pickles_stand_alone():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight]))
+    optimizer.set_mask(weight, torch.tensor([True, False, True]))
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    own = twin.param_groups[0]["params"][0]
+    own.grad = torch.ones(3)
+    twin.step()
+    assert own[1] == weight[1] == 1
+    assert own[0] < weight[0] < 1
+    assert twin.age(own).tolist() == [2, 0, 2]
+    assert optimizer.age(weight).tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(6, 5), "bool"),
+        (torch.ones(4, 5, dtype=torch.bool), "does not broadcast"),
+        (torch.ones(1, 6, 5, dtype=torch.bool), "does not broadcast"),
+        ([True], "list"),
+        (torch.eye(6, 5, dtype=torch.bool).to_sparse(), "dense"),
+        (torch.ones(6, 5, dtype=torch.bool, device="meta"), "the mask lies on the meta device"),
+    ],
+)
+def test_a_wrong_mask_is_named(parameter, mask, message):
+    named = torch.optim.AdamW([("head.weight", parameter)])
+    with pytest.raises(PolicyError, match=rf"'head\.weight'.*{message}"):
+        MaskedOptimizer(named).set_mask(parameter, mask)
+
+
+def test_a_differentiable_step_cannot_freeze(parameter):
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], differentiable=True))
+    with pytest.raises(PolicyError, match="differentiable=True"):
+        optimizer.set_mask(parameter, torch.tensor(False))
+
+
+def test_other_wrong_input_is_named(parameter):
+    inner = torch.optim.AdamW([parameter])
+    optimizer = MaskedOptimizer(inner)
+    with pytest.raises(PolicyError, match=r"shape \(2,\).*\(6, 5\)"):
+        optimizer.set_mask(torch.nn.Parameter(torch.ones(2)), None)
+    with pytest.raises(PolicyError, match="wrapped by a MaskedOptimizer"):
+        MaskedOptimizer(optimizer)
+    with pytest.raises(PolicyError, match="wrapped by a MaskedOptimizer"):
+        MaskedOptimizer(inner)
+    with pytest.raises(PolicyError, match="did you mean 'zero'"):
+        MaskedOptimizer(torch.optim.SGD([parameter]), frozen_state="zeros")
+    with pytest.raises(PolicyError, match="bias_correction"):
+        optimizer.set_mask(parameter, None, bias_correction="row")
+    with pytest.raises(AttributeError, match="frozen_state"):
+        optimizer.frozen_state = "zero"
+    with pytest.raises(PolicyError, match="Linear"):
+        MaskedOptimizer(torch.nn.Linear(1, 1))
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    sparse = MaskedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1))
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(PolicyError, match="sparse gradient"):
+        sparse.step()
