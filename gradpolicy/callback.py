@@ -22,7 +22,7 @@ from gradpolicy.flow import install
 from gradpolicy.flow.cuts import check_cuts
 from gradpolicy.flow.install import Installed
 from gradpolicy.flow.unmet import check_met
-from gradpolicy.freeze import Freezer
+from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked import wrapper_of
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop

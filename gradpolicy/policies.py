@@ -16,7 +16,7 @@ from gradpolicy.when import When
 from gradpolicy.where import ModulePattern, as_patterns
 
 if TYPE_CHECKING:
-    from gradpolicy.freeze.source import MaskSource
+    from gradpolicy.masks.base import MaskSource
 
 ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
 Operations = str | Callable | Iterable[str | Callable] | None
@@ -313,7 +313,7 @@ class Freeze(Policy):
         bias_correction: str = "entry",
         when: When | None = None,
     ) -> None:
-        from gradpolicy.freeze.function import as_source
+        from gradpolicy.masks.function import as_source
 
         super().__init__(when)
         if frozen_state not in FROZEN_STATES:

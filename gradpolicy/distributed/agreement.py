@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.freeze.hashing import derive
+from gradpolicy.tensors.hashing import derive
 
 # Words summed into one column; a prime, so that swapped rows of a matrix fall into other columns.
 _COLUMNS = 509

@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.freeze.mask import Mask, as_tensor, same_mask
+from gradpolicy.tensors.mask import Mask, as_tensor, same_mask
 
 WIRE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -13,10 +13,10 @@ from gradpolicy.distributed.agreement import check_agreement
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.reducer import ReducerKeeper
 from gradpolicy.errors import PolicyError
-from gradpolicy.freeze import Freezer
-from gradpolicy.freeze.sharding import local
+from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.tracked import Tracked
+from gradpolicy.tensors.sharding import local
 
 
 class Ranks:

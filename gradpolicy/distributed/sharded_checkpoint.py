@@ -24,7 +24,7 @@ from gradpolicy.distributed import manifest
 from gradpolicy.distributed.shard_metadata import read_metadata
 from gradpolicy.distributed.shard_reader import load_all
 from gradpolicy.faults.checkpoint_file import load_file, save_file
-from gradpolicy.freeze.sharding import like
+from gradpolicy.tensors.sharding import like
 
 # The manifest. It is written last; a directory without it was not finished.
 MARKER = "whole"

@@ -17,11 +17,8 @@ from gradpolicy.flow.aside import set_aside
 from gradpolicy.flow.cuts import check_cuts
 from gradpolicy.flow.idle import idle_remarks
 from gradpolicy.flow.unmet import check_met
-from gradpolicy.freeze.bound import check_agreement
-from gradpolicy.freeze.mask import intersect
-from gradpolicy.freeze.schedule import Constant
-from gradpolicy.freeze.source import MaskSource
-from gradpolicy.freeze.toggling import is_turned_off
+from gradpolicy.freezing.policy_masks import check_agreement
+from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.insight.plan_warnings import (
     buffer_warnings,
     gets_gradient,
@@ -30,7 +27,10 @@ from gradpolicy.insight.plan_warnings import (
     trained_in_vain,
     vain_warnings,
 )
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.density import Constant
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.tensors.mask import intersect
 from gradpolicy.when import When
 from gradpolicy.where import match_parameters, named_parameters, plain_name
 

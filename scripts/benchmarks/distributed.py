@@ -27,8 +27,8 @@ from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.reducer import ReducerKeeper
 from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.faults.checkpoints import write_whole
-from gradpolicy.freeze.recipe import RandomMask
 from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.tensors.seeded_mask import RandomMask
 
 SHARES = (1.0, 0.5, 0.1, 0.01)
 AGREEMENT_EVERY = 100

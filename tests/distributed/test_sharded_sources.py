@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradpolicy as gp
-from gradpolicy.freeze.sharding import whole
+from gradpolicy.tensors.sharding import whole
 
 STEPS = 9
 SOURCES = {

@@ -45,7 +45,7 @@ def test_without_triton_there_are_none_which_is_said_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.warns(UserWarning, match="Triton cannot be imported") as said:
         found = [
-            launching.module(f"gradpolicy.{name}") for name in ("optim.gpu.kernels", "freeze.hashing_kernel")
+            launching.module(f"gradpolicy.{name}") for name in ("optim.gpu.kernels", "tensors.hashing_kernel")
         ]
     assert found == [None, None]
     assert len(said) == 1

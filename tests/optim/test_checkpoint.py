@@ -446,7 +446,7 @@ def test_bf16_ages_are_exact():
 
 
 def test_a_recipe_needs_no_stored_tensor():
-    from gradpolicy.freeze.recipe import RandomMask
+    from gradpolicy.tensors.seeded_mask import RandomMask
 
     weight = torch.nn.Parameter(torch.randn(300, 200))
     optimizer = MaskedOptimizer(torch.optim.AdamW([weight]))

@@ -15,9 +15,9 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gradpolicy.freeze import hashing_kernel
 from gradpolicy.optim.gpu import kernels
 from gradpolicy.optim.gpu.adam import WARPS
+from gradpolicy.tensors import hashing_kernel
 
 WORDS = re.compile(r"(?:ld|st)\.global[.\w]*")
 USED = re.compile(r"REG:(\d+) STACK:(\d+)")

@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradpolicy import MaskedOptimizer
-from gradpolicy.freeze import hashing
 from gradpolicy.machinery import launching
 from gradpolicy.optim import adam, cohorts, moves, packed
 from gradpolicy.optim.gpu import adam as gpu_adam
@@ -19,6 +18,7 @@ from gradpolicy.optim.jitted import moves as jitted
 from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.packed import Held
 from gradpolicy.optim.record import Numbers
+from gradpolicy.tensors import hashing
 from tests.optim.alone import run_alone
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -1,0 +1,147 @@
+"""A random mask is a few numbers, and gives the same bits wherever it is made."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.tensors import hashing
+from gradpolicy.tensors.seeded_mask import RandomMask, recipe_from_state
+
+WORD = (1 << 32) - 1
+
+
+def reference_hash(key: int, index: int) -> int:
+    """The same hash in whole numbers of Python, one index at a time."""
+    upper = index >> 32
+    key = hashing.mix(key ^ upper) if upper else key
+    word = (index & WORD) ^ (key & WORD)
+    word = ((word ^ (word >> 17)) * 0xED5AD4BB + (key >> 32)) & WORD
+    word = ((word ^ (word >> 11)) * 0xAC4C1B51) & WORD
+    word = ((word ^ (word >> 15)) * 0x31848BAB) & WORD
+    return word ^ (word >> 14)
+
+
+@given(
+    key=st.integers(0, (1 << 64) - 1),
+    start=st.one_of(st.integers(0, 1000), st.integers((1 << 31) - 40, (1 << 33) + 40)),
+    count=st.integers(0, 80),
+    density=st.floats(0, 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_vector_hash_is_the_hash_of_each_index(key: int, start: int, count: int, density: float) -> None:
+    drawn = hashing.bernoulli(key, density, start, start + count)
+    threshold = round(density * 2**32)
+    expected = [reference_hash(key, index) < threshold for index in range(start, start + count)]
+    assert drawn.tolist() == expected
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_path_gives_the_same_bits(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    count = (1 << 19) + 77
+    for first, key, threshold in ((0, (1, 2), 1), (WORD - 50, (WORD, 7), 1 << 31), (9, (5, WORD), WORD)):
+        expected = torch.empty(count, dtype=torch.bool)
+        hashing._below_cpu(expected.numpy(), first, key, threshold)
+        for path in (hashing._below_device, hashing._below_compiled):
+            drawn = torch.empty(count, dtype=torch.bool)
+            if path(drawn, first, key, threshold) is not False:
+                assert torch.equal(drawn, expected), path
+        drawn = np.empty(count, dtype=bool)
+        assert hashing._below_jitted(drawn, first, key, threshold)
+        assert np.array_equal(drawn, expected.numpy())
+
+
+def test_without_a_compiler_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = hashing.bernoulli(3, 0.3, 5, (1 << 20) + 9)
+    monkeypatch.setattr(hashing, "_kernel", lambda: None)
+    assert torch.equal(hashing.bernoulli(3, 0.3, 5, (1 << 20) + 9), compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_bits_of_the_cpu() -> None:
+    mask = RandomMask(3, 40, "fc.weight", 0.3)
+    assert torch.equal(mask.materialize((1000, 999), "cuda").cpu(), mask.materialize((1000, 999)))
+
+
+@given(
+    rows=st.integers(1, 12),
+    columns=st.integers(1, 7),
+    cut=st.tuples(st.integers(0, 12), st.integers(0, 12)),
+    level=st.sampled_from(["entry", "row"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_shard_is_a_part_of_the_whole(rows: int, columns: int, cut: tuple[int, int], level: str) -> None:
+    mask = RandomMask(1, 2, "w", 0.5, level)
+    whole = mask.materialize((rows, columns))
+    assert torch.equal(mask.materialize((rows, columns), start=cut[0], stop=cut[1]), whole[cut[0] : cut[1]])
+
+
+@pytest.mark.parametrize(
+    ("level", "shape"), [("entry", (6, 4, 3)), ("row", (6, 1, 1)), ("tensor", (1, 1, 1))]
+)
+def test_the_level_says_what_is_drawn_together(level: str, shape: tuple[int, ...]) -> None:
+    assert RandomMask(0, 0, "w", 0.5, level).materialize((6, 4, 3)).shape == shape
+
+
+def test_a_scalar_parameter_has_a_scalar_mask() -> None:
+    assert RandomMask(0, 0, "temperature", 0.5).materialize(()).shape == ()
+
+
+@pytest.mark.parametrize("density", [0.001, 0.1, 0.5, 0.9])
+def test_the_density_is_met_and_entries_are_independent(density: float) -> None:
+    """Counts, neighbours and successive draws stay within five standard deviations of independent coins."""
+    count = 400_000
+    first, second = (RandomMask(0, step, "w", density).materialize((count,)).double() for step in (0, 1))
+    deviation = math.sqrt(density * (1 - density) / count)
+    assert abs(first.mean().item() - density) < 5 * deviation
+    bound = 5 * density * (1 - density) / math.sqrt(count)
+    centred = first - density
+    for other in (second - density, centred.roll(1), centred.roll(64), centred.roll(1000)):
+        assert abs((centred * other).mean().item()) < bound
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"step": 1}, {"name": "v"}])
+def test_seed_step_and_name_each_change_the_mask(other: dict) -> None:
+    plain = {"seed": 0, "step": 0, "name": "w", "density": 0.5}
+    masks = [RandomMask(**arguments).materialize((64, 64)) for arguments in (plain, {**plain, **other})]
+    assert 0.4 < (masks[0] == masks[1]).double().mean().item() < 0.6
+
+
+def test_no_key_gives_a_shifted_copy_of_another() -> None:
+    first = RandomMask(0, 0, "w", 0.5).materialize((1 << 12,))
+    second = RandomMask(0, 1, "w", 0.5).materialize((1 << 12,))
+    agreement = torch.stack([(first == second.roll(shift)).double().mean() for shift in range(1 << 9)])
+    assert agreement.max().item() < 0.55
+
+
+def test_densities_0_and_1_are_exact() -> None:
+    assert not RandomMask(0, 0, "w", 0.0).materialize((1000,)).any()
+    assert RandomMask(0, 0, "w", 1.0).materialize((1000,)).all()
+
+
+def test_a_recipe_survives_a_checkpoint(tmp_path) -> None:
+    mask = RandomMask(7, 1200, "fc.weight", 0.25, "row")
+    torch.save(mask.state(), tmp_path / "mask.pt")
+    assert recipe_from_state(torch.load(tmp_path / "mask.pt", weights_only=True)) == mask
+
+
+def test_a_wrong_recipe_says_what_is_wrong() -> None:
+    with pytest.raises(PolicyError, match="level"):
+        RandomMask(0, 0, "w", 0.5, "rows")
+    with pytest.raises(PolicyError, match="between 0 and 1"):
+        RandomMask(0, 0, "w", 1.5)
+    with pytest.raises(PolicyError, match="recipe"):
+        recipe_from_state({"seed": 0})
+
+
+def test_shuffled_is_a_permutation_that_the_parts_decide() -> None:
+    orders = [hashing.shuffled(8, 0, turn) for turn in range(50)]
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    assert hashing.shuffled(8, 0, 3) == orders[3]
+    assert len({tuple(order) for order in orders}) > 45
