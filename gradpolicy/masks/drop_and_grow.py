@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.masks.selection import highest
-from gradpolicy.tensors.hashing import highest_words, words_at
+from gradpolicy.tensors.hashing import bernoulli, words_at
 
 DROPS = ("magnitude", "sign")
 
@@ -57,7 +57,7 @@ def grown_entries(kept: Tensor, gradient: Tensor, target: int) -> Tensor:
 def grown_at_random(kept: Tensor, key: int, target: int) -> Tensor:
     """As many entries as :func:`grown_entries`, any of those that are not kept."""
     wanted = target - int(torch.count_nonzero(kept))
-    return _marked(highest_words(key, ~kept.flatten(), wanted), kept)
+    return _marked(_highest_words(key, ~kept.flatten(), wanted), kept)
 
 
 def normal(key: int, places: Tensor, deviation: float) -> Tensor:
@@ -82,3 +82,23 @@ def _marked(places: Tensor, like: Tensor) -> Tensor:
     marks = torch.zeros_like(like).flatten()
     marks[places] = True
     return marks.reshape(like.shape)
+
+
+def _highest_words(key: int, among: Tensor, count: int) -> Tensor:
+    """The places of the entries with the highest words, in ascending order; of equal words the first.
+
+    Args:
+        key: 64 bits.
+        among: Which entries take part (bool, 1-D).
+        count: How many are wanted.
+    """
+    candidates = int(torch.count_nonzero(among))
+    share = count / max(candidates, 1)
+    # Coins leave few words to compare; a little more than wanted, so that they nearly always suffice.
+    share += 6.0 * math.sqrt(share / max(candidates, 1))
+    while True:
+        low = bernoulli(key, max(1.0 - share, 0.0), 0, among.numel(), among.device)
+        places = (among & ~low).nonzero().flatten()
+        if len(places) >= count or share >= 1.0:
+            return places[highest(words_at(key, places), count)]
+        share *= 2.0

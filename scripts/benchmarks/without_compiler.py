@@ -24,7 +24,7 @@ ENTRIES = (ROWS, COLUMNS)
 @contextmanager
 def no_compiler() -> Iterator[None]:
     """As on a machine without a C compiler, within."""
-    caches = (native.library, hashing._kernel)
+    caches = (native.library, hashing._library)
     before = os.environ.get(SWITCH)
     try:
         os.environ[SWITCH] = "0"

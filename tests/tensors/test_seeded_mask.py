@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,25 +40,25 @@ def test_the_vector_hash_is_the_hash_of_each_index(key: int, start: int, count: 
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_every_path_gives_the_same_bits(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", [0, WORD - 50, 9])
+@pytest.mark.parametrize("density", [2.0**-32, 0.3, 0.5, 1 - 2.0**-32])
+def test_without_a_compiler_the_bits_are_the_same(threads, start, density, monkeypatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    count = (1 << 19) + 77
-    for first, key, threshold in ((0, (1, 2), 1), (WORD - 50, (WORD, 7), 1 << 31), (9, (5, WORD), WORD)):
-        expected = torch.empty(count, dtype=torch.bool)
-        hashing._below_cpu(expected.numpy(), first, key, threshold)
-        for path in (hashing._below_device, hashing._below_compiled):
-            drawn = torch.empty(count, dtype=torch.bool)
-            if path(drawn, first, key, threshold) is not False:
-                assert torch.equal(drawn, expected), path
-        drawn = np.empty(count, dtype=bool)
-        assert hashing._below_jitted(drawn, first, key, threshold)
-        assert np.array_equal(drawn, expected.numpy())
+    stop = start + (1 << 19) + 77
+    compiled = hashing.bernoulli(3, density, start, stop)
+    monkeypatch.setattr(hashing, "_library", lambda: None)
+    assert torch.equal(hashing.bernoulli(3, density, start, stop), compiled)
 
 
-def test_without_a_compiler_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = hashing.bernoulli(3, 0.3, 5, (1 << 20) + 9)
-    monkeypatch.setattr(hashing, "_kernel", lambda: None)
-    assert torch.equal(hashing.bernoulli(3, 0.3, 5, (1 << 20) + 9), compiled)
+@given(
+    key=st.integers(0, (1 << 64) - 1),
+    places=st.lists(st.integers(0, (1 << 33) + 40) | st.integers((1 << 32) - 9, (1 << 32) + 9), max_size=20),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_words_of_chosen_indices_are_their_hashes(key: int, places: list[int]) -> None:
+    ascending = sorted(places)
+    words = hashing.words_at(key, torch.tensor(ascending, dtype=torch.int64))
+    assert words.tolist() == [reference_hash(key, index) for index in ascending]
 
 
 @pytest.mark.gpu

@@ -17,7 +17,6 @@ from triton.compiler import ASTSource
 
 from gradpolicy.optim.gpu import kernels
 from gradpolicy.optim.gpu.adam import WARPS
-from gradpolicy.tensors import hashing_kernel
 
 WORDS = re.compile(r"(?:ld|st)\.global[.\w]*")
 USED = re.compile(r"REG:(\d+) STACK:(\d+)")
@@ -68,14 +67,6 @@ MOVES = {
     },
     "survey_many": {"table": "*i64", "result": "*i64", "JOBS": 4, "ALIGNED": True},
     "recode_many": {"table": "*i64", "by_code": "*i8", "width": "i32", "JOBS": 4, "ALIGNED": True},
-    "draw": {
-        "out": FLAGS,
-        "size": "i32",
-        "first": "i64",
-        "low_key": "i64",
-        "high_key": "i32",
-        "threshold": "i64",
-    },
 }
 
 
@@ -88,7 +79,7 @@ def built(name, arguments, warps, capability):
     }
     even = [key for key, value in signature.items() if value.startswith("*") or key == "size"]
     attributes = {(names.index(key),): [["tt.divisibility", 16]] for key in even}
-    kernel = getattr(kernels, name, None) or getattr(hashing_kernel, name)
+    kernel = getattr(kernels, name)
     source = ASTSource(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
     made = triton.compile(source, target=target, options={"num_warps": warps})

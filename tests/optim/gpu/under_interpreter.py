@@ -18,7 +18,6 @@ from gradpolicy.optim.jitted import moves as jitted
 from gradpolicy.optim.native import moves as native
 from gradpolicy.optim.packed import Held
 from gradpolicy.optim.record import Numbers
-from gradpolicy.tensors import hashing
 from tests.optim.alone import run_alone
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -276,17 +275,6 @@ def test_a_survey_counts_and_compares(size):
         assert seen.count == flags.sum()
         assert seen.same is torch.equal(flags, other)
         assert moves.survey(other, codes, held).same is True
-
-
-@pytest.mark.parametrize(
-    ("first", "key", "threshold"),
-    [(0, (1, 2), 1), ((1 << 32) - 50, ((1 << 32) - 1, 7), 1 << 31), (9, (5, (1 << 32) - 1), (1 << 32) - 1)],
-)
-def test_random_bits_are_those_of_numpy(first, key, threshold):
-    drawn, expected = torch.empty(9000, dtype=torch.bool), torch.empty(9000, dtype=torch.bool)
-    hashing._below_cpu(expected.numpy(), first, key, threshold)
-    assert hashing._below_kernel(drawn, first, key, threshold)
-    assert torch.equal(drawn, expected)
 
 
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
