@@ -28,8 +28,8 @@ from gradpolicy.insight.plan_warnings import (
     vain_warnings,
 )
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.density import Constant
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import intersect
 from gradpolicy.when import When
 from gradpolicy.where import match_parameters, named_parameters, plain_name

@@ -2,7 +2,6 @@
 
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.block_cyclic import BlockCyclic
-from gradpolicy.masks.density import Constant, Cosine, Cubic, Linear
 from gradpolicy.masks.fixed import Fixed
 from gradpolicy.masks.function import Function, as_source
 from gradpolicy.masks.gradual import Gradual
@@ -13,6 +12,7 @@ from gradpolicy.masks.random import Random
 from gradpolicy.masks.rows import Rows
 from gradpolicy.masks.stable import Stable
 from gradpolicy.masks.topk import TopK
+from gradpolicy.schedules import Constant, Cosine, Cubic, Linear
 from gradpolicy.tensors.seeded_mask import RandomMask
 
 __all__ = [

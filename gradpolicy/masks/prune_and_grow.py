@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from gradpolicy.checks import check_share
-from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.masks.density import Schedule, as_schedule, density_at
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.masks.density import DISTRIBUTIONS, Density, as_density, densities, density_at
 from gradpolicy.masks.drop_and_grow import DROPS, grown_at_random, grown_entries, kept_entries, normal
 from gradpolicy.masks.gradient_source import GradientSource, wide
 from gradpolicy.masks.selection import ROUNDING
-from gradpolicy.masks.sparsity import DISTRIBUTIONS, densities
+from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
 from gradpolicy.tensors.hashing import derive
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import like, local, whole, write_at
@@ -25,7 +25,7 @@ RULES = {
 }
 """What belongs to each way of growing: RigL's and SET's."""
 INITS = ("zero", "random")
-ANNEALS = ("cosine", "constant", "linear")
+ANNEALS: dict[str, type[Ramp]] = {"cosine": Cosine, "linear": Linear}
 
 
 class PruneAndGrow(GradientSource):
@@ -89,7 +89,7 @@ class PruneAndGrow(GradientSource):
 
     def __init__(
         self,
-        density: float | Schedule = 0.1,
+        density: float | Density = 0.1,
         *,
         grow: str = "gradient",
         fraction: float = 0.3,
@@ -112,16 +112,15 @@ class PruneAndGrow(GradientSource):
         for key, value, valid in (
             ("drop", self.drop, DROPS),
             ("grow_init", self.grow_init, INITS),
-            ("anneal", self.anneal, ANNEALS),
+            ("anneal", self.anneal, (*ANNEALS, "constant")),
             ("distribution", distribution, DISTRIBUTIONS),
         ):
             if value not in valid:
                 raise unknown("value", str(value), valid, key=f"PruneAndGrow.{key}")
-        if self.anneal != "constant" and self.stop is None:
-            raise PolicyError(f"PruneAndGrow.stop: anneal={shown(anneal)} needs the count that it ends at")
-        self.density = as_schedule("PruneAndGrow.density", density)
+        self.density = as_density("PruneAndGrow.density", density)
         self.grow, self.distribution, self.dense = grow, distribution, dense
         self.fraction = check_share("PruneAndGrow.fraction", fraction)
+        self.fraction_at = self._annealed()
         self.needs_gradients = grow == "gradient"
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._active: dict[str, Tensor] = {}
@@ -164,13 +163,13 @@ class PruneAndGrow(GradientSource):
             for name, shape in self._shapes.items()
         }
 
-    def fraction_at(self, count: int) -> float:
+    def _annealed(self) -> Schedule:
         """``f(t)``: the share of active entries that is exchanged at a count."""
-        if self.anneal == "constant" or self.stop is None:
-            return self.fraction
-        passed = min(max((count - self.start) / (self.stop - self.start), 0.0), 1.0)
-        left = 1.0 - passed if self.anneal == "linear" else 0.5 * (1.0 + math.cos(math.pi * passed))
-        return self.fraction * left
+        if self.anneal == "constant":
+            return Constant(self.fraction)
+        if self.stop is None:
+            raise PolicyError(f"PruneAndGrow.stop: anneal={self.anneal!r} needs the count that it ends at")
+        return ANNEALS[self.anneal](self.fraction, 0.0, steps=self.stop - self.start, begin=self.start)
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
         """The sparse tensors; what stays dense needs no decision."""

@@ -6,7 +6,7 @@ from typing import Any
 from gradpolicy.checks import check_flag
 from gradpolicy.errors import unknown
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.density import Schedule, as_schedule, density_at
+from gradpolicy.masks.density import Density, as_density, density_at
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.seeded_mask import LEVELS, RandomMask
 
@@ -42,7 +42,7 @@ class Random(MaskSource):
 
     def __init__(
         self,
-        density: float | Schedule = 0.1,
+        density: float | Density = 0.1,
         *,
         level: str = "entry",
         rescale: bool = False,
@@ -51,7 +51,7 @@ class Random(MaskSource):
         super().__init__(**timetable)
         if level not in LEVELS:
             raise unknown("level", str(level), LEVELS, key="Random.level")
-        self.density = as_schedule("Random.density", density)
+        self.density = as_density("Random.density", density)
         self.level = level
         self.rescale = check_flag("Random.rescale", rescale)
 

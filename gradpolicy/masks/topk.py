@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradpolicy.checks import check_flag
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.masks.density import Schedule, as_schedule, density_at
+from gradpolicy.masks.density import Density, as_density, density_at
 from gradpolicy.masks.gradient_source import GradientSource, wide
 from gradpolicy.masks.selection import highest, highest_together, kept_of
 from gradpolicy.tensors.mask import Mask
@@ -68,7 +68,7 @@ class TopK(GradientSource):
 
     def __init__(
         self,
-        density: float | Schedule = 0.1,
+        density: float | Density = 0.1,
         *,
         by: str = "gradient",
         scope: str = "global",
@@ -94,7 +94,7 @@ class TopK(GradientSource):
             raise PolicyError(
                 "TopK.start: by='change' needs steps in which the weights change; give start above 0"
             )
-        self.density = as_schedule("TopK.density", density)
+        self.density = as_density("TopK.density", density)
         self.by, self.scope, self.level = by, scope, level
         self.before, self.rewind = before, check_flag("TopK.rewind", rewind)
         self.needs_gradients = by not in ("weight", "change")
