@@ -16,7 +16,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.tracked import Tracked
-from gradpolicy.tensors.sharding import local
+from gradpolicy.tensors.sharding import local_shard
 
 
 class Ranks:
@@ -134,7 +134,7 @@ class Ranks:
                 held[f"the ages of {name!r}"] = tracked.cohorts.slots
         for name, parameter in self.named.items():
             for group in _replica_groups(parameter):
-                common.setdefault(group, {})[f"the weights {name!r}"] = local(parameter)
+                common.setdefault(group, {})[f"the weights {name!r}"] = local_shard(parameter)
         return common
 
     def _tracked(self) -> Iterator[tuple[str, Tracked]]:

@@ -4,27 +4,27 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-WINDOW = 100
+MOST_UPDATES = 100
 """Updates after which a tensor without a gradient is named, where it does not freeze before."""
-LEAST = 2
+LEAST_UPDATES = 2
 """Updates that are enough where it does: in one, a branch of the model may just not have been taken."""
 
 
-class GradientWatch:
+class MissingGradients:
     """Finds tensors that train and get no gradient for a whole window of updates.
 
-    A window of a tensor ends when it freezes, when training ends, and after :data:`WINDOW` updates. A
+    A window of a tensor ends when it freezes, when training ends, and after :data:`MOST_UPDATES` updates. A
     gradient of zeros is one. Only tensors without a gradient so far are looked at, so that a step costs next
     to nothing.
 
     Example:
         >>> import torch
         >>> used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-        >>> parameters, watch = {"used": used, "unused": unused}, GradientWatch()
+        >>> parameters, missing = {"used": used, "unused": unused}, MissingGradients()
         >>> used.sum().backward()
         >>> for _ in range(3):
-        ...     found = [*watch.follow(parameters), *watch.see(parameters)]
-        >>> found, watch.finish()
+        ...     found = [*missing.follow(parameters), *missing.update(parameters)]
+        >>> found, missing.finish()
         ([], ['unused'])
     """
 
@@ -43,9 +43,9 @@ class GradientWatch:
         """
         before, self._training = self._training, set(training)
         self._look_for(self._training - before)
-        return self._found(before - self._training, LEAST)
+        return self._found(before - self._training, LEAST_UPDATES)
 
-    def see(self, parameters: Mapping[str, Tensor]) -> list[str]:
+    def update(self, parameters: Mapping[str, Tensor]) -> list[str]:
         """Takes an update of some parameters, before gradients of frozen entries are removed.
 
         Returns:
@@ -60,13 +60,13 @@ class GradientWatch:
             else:
                 del self._without[name]
         self._updates += 1
-        if self._updates % WINDOW == 0:
+        if self._updates % MOST_UPDATES == 0:
             self._look_for(self._training)
-        return self._found(self._training, WINDOW)
+        return self._found(self._training, MOST_UPDATES)
 
     def finish(self) -> list[str]:
         """The names of those that got no gradient up to the end of training."""
-        found = self._found(self._training, LEAST)
+        found = self._found(self._training, LEAST_UPDATES)
         self._without, self._training = {}, set()
         return found
 

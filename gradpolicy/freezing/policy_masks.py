@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.function import Adapted
 from gradpolicy.tensors.hashing import derive
@@ -49,7 +49,7 @@ class FreezeRow:
         parameters: How many parameters it matches.
         entries: How many entries these have.
         active: How many of them its own masks let train.
-        holds: Whether the policy's ``when`` lets it act now.
+        in_effect: Whether the policy's ``when`` lets it act now.
         shared_with: Other policies on some of its parameters; there the intersection of the masks counts.
     """
 
@@ -58,7 +58,7 @@ class FreezeRow:
     parameters: int
     entries: int
     active: int
-    holds: bool
+    in_effect: bool
     shared_with: tuple[str, ...]
 
     @property
@@ -68,8 +68,8 @@ class FreezeRow:
 
 
 @dataclass
-class BoundPolicy:
-    """A policy with the parameters it matches and the masks it last gave.
+class PolicyMasks:
+    """A policy with the parameters it matches and the masks that its source last gave.
 
     Attributes:
         name: The policy's name.
@@ -77,7 +77,7 @@ class BoundPolicy:
         source: Its mask source, set up on the parameters.
         parameters: The parameters by name.
         masks: The masks that the source last gave, one for each parameter.
-        holds: Whether the policy's ``when`` lets it act in this step.
+        in_effect: Whether the policy's ``when`` lets it act in this step.
         asked: Whether a step has begun at all.
         period: The period of the source's timetable that the masks are of.
         counted: How many entries the masks let train; None until they are counted.
@@ -90,37 +90,42 @@ class BoundPolicy:
     source: MaskSource
     parameters: dict[str, Tensor]
     masks: dict[str, Mask] = field(default_factory=dict)
-    holds: bool = False
+    in_effect: bool = False
     asked: bool = False
     period: int | None = None
     counted: int | None = None
     shown: set[int] = field(default_factory=set)
     given: dict[str, tuple[Tensor, int | None]] = field(default_factory=dict)
 
-    def ask(self, step: int, epoch: int, phase: str) -> set[str]:
-        """Takes the source's masks where they may have changed; gives the names of those that did."""
+    def update(self, step: int, epoch: int, phase: str) -> set[str]:
+        """Asks the source for new masks where its timetable allows a change.
+
+        Returns:
+            The names of the parameters whose mask has changed.
+        """
         self.asked = True
         self.shown.clear()
-        held, self.holds = self.holds, self.policy.when.active(phase=phase, step=step, epoch=epoch)
-        if not self.holds:
-            return set(self.parameters) if held else set()
+        before, self.in_effect = self.in_effect, self.policy.when.active(phase=phase, step=step, epoch=epoch)
+        if not self.in_effect:
+            return set(self.parameters) if before else set()
         period = self.source.period(step, epoch)
         # Within an epoch that is due, a source is asked once.
         due = self.source.unit == "step" and self.source.due(step, epoch)
-        if held and period == self.period and not due and not self.source.overdue(step, epoch):
+        if before and period == self.period and not due and not self.source.overdue(step, epoch):
             return set()
-        self.period, before = period, self.masks
-        self.masks = self._as_they_are(self._ask(self.source, step, epoch))
-        self.counted = None
-        if not held:
-            return set(self.parameters)
-        return {name for name in self.parameters if not same_mask(before.get(name), self.masks[name])}
+        old, self.period, self.counted = self.masks, period, None
+        self.masks = self._snapshot(self._ask(self.source, step, epoch))
+        return {name for name in self.parameters if not before or not same_mask(old[name], self.masks[name])}
 
     @property
     def never_changes(self) -> bool:
         """Whether the first masks hold all the time."""
         chosen_at_once = self.source.every is None and not self.source.start
         return chosen_at_once and not self.source.needs_gradients and self.policy.when == When()
+
+    def gradient_names(self, step: int, epoch: int) -> set[str]:
+        """The parameters whose gradients the source needs in this step."""
+        return self.source.gradient_names(step, epoch) if self.in_effect else set()
 
     def show(self, gradients: Mapping[str, Tensor], optimizer: int) -> None:
         """Shows the source gradients of this step; those of several optimizers belong to one step.
@@ -143,19 +148,19 @@ class BoundPolicy:
 
     def mask_state(self) -> dict[str, Any] | None:
         """The masks in force and their period; None where there are none, or the source can repeat them."""
-        if self.source.repeats_masks or not self.holds:
+        if self.source.repeats_masks or not self.in_effect:
             return None
         return {"period": self.period, "masks": {name: mask_to_state(m) for name, m in self.masks.items()}}
 
     def load_mask_state(self, state: Mapping[str, Any] | None) -> None:
         """Takes up what :meth:`mask_state` gave; without it, the source is asked at the next step."""
-        self.period, self.holds, self.counted, self.given = None, False, None, {}
+        self.period, self.in_effect, self.counted, self.given = None, False, None, {}
         if state is None:
             return
         self.masks = self._checked(
             {name: mask_from_state(state["masks"][name], p.device) for name, p in self.parameters.items()}
         )
-        self.period, self.holds = state["period"], True
+        self.period, self.in_effect = state["period"], True
 
     def _ask(self, source: MaskSource, step: int, epoch: int) -> dict[str, Mask]:
         try:
@@ -163,8 +168,19 @@ class BoundPolicy:
         except PolicyError as error:
             raise PolicyError(f"policy.{self.name}: {error}") from error
 
-    def _as_they_are(self, masks: dict[str, Mask]) -> dict[str, Mask]:
-        """The masks as they are now, since a source may go on writing to tensors that it has given."""
+    def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
+        for name in given:
+            if name not in self.parameters:
+                raise PolicyError(
+                    f"a mask for {name!r}, which the policy does not match; {nearest(name, self.parameters)}"
+                )
+        return {
+            name: _as_flag(check_mask(given.get(name, True), parameter, shown(name)))
+            for name, parameter in self.parameters.items()
+        }
+
+    def _snapshot(self, masks: dict[str, Mask]) -> dict[str, Mask]:
+        """Copies tensors, since a source may go on writing to those that it has given."""
         before = self.given
         self.given = {
             name: (mask, _version(mask)) for name, mask in masks.items() if isinstance(mask, Tensor)
@@ -177,18 +193,7 @@ class BoundPolicy:
                 masks[name] = mask.clone()
         return masks
 
-    def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
-        for name in given:
-            if name not in self.parameters:
-                raise PolicyError(
-                    f"a mask for {name!r}, which the policy does not match; {nearest(name, self.parameters)}"
-                )
-        return {
-            name: _as_flag(check_mask(name, given.get(name, True), parameter.shape, parameter.device))
-            for name, parameter in self.parameters.items()
-        }
-
-    def _foreseen(self) -> dict[str, Mask]:
+    def _first_masks(self) -> dict[str, Mask]:
         """What the source would give in the first step; it is a copy that decides it."""
         source = copy.copy(self.source)
         if isinstance(source, Adapted):
@@ -197,10 +202,10 @@ class BoundPolicy:
 
     def active(self) -> int:
         """How many entries the policy lets train; counted once for each change of the masks."""
-        if self.asked and not self.holds:
+        if self.asked and not self.in_effect:
             return sum(parameter.numel() for parameter in self.parameters.values())
         if self.counted is None:
-            masks = self.masks or self._foreseen()
+            masks = self.masks or self._first_masks()
             self.counted = sum(
                 active_entries(masks[name], parameter.shape) for name, parameter in self.parameters.items()
             )
@@ -217,20 +222,3 @@ def _as_flag(mask: Mask) -> Mask:
     if isinstance(mask, RandomMask) and mask.level == "tensor":
         return bool(mask.materialize(()))
     return bool(mask) if isinstance(mask, Tensor) and mask.numel() == 1 else mask
-
-
-def check_agreement(name: str, policies: Mapping[str, FreezePolicy]) -> None:
-    """Makes sure that the policies on one parameter want the same optimizer state.
-
-    Raises:
-        PolicyError: If they do not; it names both.
-    """
-    (first, one), *rest = policies.items()
-    for other, another in rest:
-        for key in ("frozen_state", "bias_correction"):
-            here, there = getattr(one, key), getattr(another, key)
-            if here != there:
-                raise PolicyError(
-                    f"{name!r}: policy.{first} wants {key}={here!r}, policy.{other} {key}={there!r};"
-                    " policies on one parameter must agree"
-                )

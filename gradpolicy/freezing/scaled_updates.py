@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.tensors.sharding import local
+from gradpolicy.tensors.sharding import local_shard
 
 # Torch's optimizers whose update is not proportional to the learning rate.
 _NOT_PROPORTIONAL = ("ASGD", "Adafactor", "LBFGS", "Rprop")
@@ -35,6 +35,8 @@ class ScaledUpdates:
             names: The parameters that are about to be updated.
             rates: What their learning rates are multiplied by; 1 where none is given.
         """
+        if not rates and not self._rates:
+            return
         for name in names:
             parameter, rate = self.parameters[name], rates.get(name, 1.0)
             if parameter.grad is None or rate == 1.0:
@@ -43,7 +45,7 @@ class ScaledUpdates:
                 continue
             # A step that asks for several backward passes, as SAM's does, moves the weights in between.
             if name not in self._rates:
-                own = local(parameter.detach())
+                own = local_shard(parameter.detach())
                 self._before.setdefault(name, torch.empty_like(own)).copy_(own)
             self._rates[name] = rate
 
@@ -53,12 +55,12 @@ class ScaledUpdates:
             rate = self._rates.pop(name, None)
             if rate is None:
                 continue
-            own, before = local(self.parameters[name].detach()), self._before[name]
+            own, before = local_shard(self.parameters[name].detach()), self._before[name]
             # What was frozen keeps its bits, an infinite value or a negative zero too.
             own.copy_(torch.where(own == before, before, torch.lerp(before, own, rate)))
 
 
-def check_rates(source: MaskSource, optimizers: Iterable[object]) -> None:
+def check_proportional(source: MaskSource, optimizers: Iterable[object]) -> None:
     """Refuses to scale learning rates where updates are not proportional to them.
 
     Raises:

@@ -17,7 +17,7 @@ from gradpolicy.flow.aside import set_aside
 from gradpolicy.flow.cuts import check_cuts
 from gradpolicy.flow.idle import idle_remarks
 from gradpolicy.flow.unmet import check_met
-from gradpolicy.freezing.policy_masks import check_agreement
+from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.insight.plan_warnings import (
     buffer_warnings,
@@ -376,7 +376,7 @@ def _freeze_masks(
         except PolicyError as error:
             raise PolicyError(f"policy.{name}: {error}") from error
     for key, holders in policies_of.items():
-        check_agreement(key, holders)
+        check_same_options(key, holders)
     return sources, masks
 
 

@@ -173,7 +173,7 @@ class MaskSource:
         return {}
 
     @property
-    def renews_state(self) -> bool:
+    def resets_state(self) -> bool:
         """Whether the masks that were just given come with empty optimizer state, as of a new optimizer."""
         return False
 

@@ -111,7 +111,7 @@ class Fixed(MaskSource):
         if not matching:
             return True
         parameter = self.parameters[name]
-        mask = check_mask(name, given[name if name in given else matching[-1]], parameter.shape)
+        mask = check_mask(given[name if name in given else matching[-1]], parameter, shown(name))
         return mask.to(parameter.device) if isinstance(mask, Tensor) else mask
 
 

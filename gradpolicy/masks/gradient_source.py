@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradpolicy.checks import check_whole
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.tensors.sharding import like, whole
+from gradpolicy.tensors.sharding import full_tensor, shard_like
 
 Statistic = Callable[[Tensor, Tensor], Tensor]
 
@@ -32,11 +32,14 @@ class GradientSums:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums and how many steps are in them."""
-        return {"sums": {name: whole(tensor) for name, tensor in self.sums.items()}, "steps": self.steps}
+        return {
+            "sums": {name: full_tensor(tensor) for name, tensor in self.sums.items()},
+            "steps": self.steps,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
         """Takes up sums that were saved, laid out as the parameters are."""
-        self.sums = {name: like(tensor, parameters[name]) for name, tensor in state["sums"].items()}
+        self.sums = {name: shard_like(tensor, parameters[name]) for name, tensor in state["sums"].items()}
         self.steps = state["steps"]
 
 

@@ -16,7 +16,7 @@ from gradpolicy.masks.selection import ROUNDING
 from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
 from gradpolicy.tensors.hashing import derive
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.sharding import like, local, whole, write_at
+from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like, write_entries
 from gradpolicy.where import match_any
 
 RULES = {
@@ -150,7 +150,7 @@ class PruneAndGrow(GradientSource):
         self._begun = {}
         self._deviations = {}
         if self.grow_init == "random":
-            weights = {name: wide(whole(self.parameters[name].detach())) for name in shapes}
+            weights = {name: wide(full_tensor(self.parameters[name].detach())) for name in shapes}
             self._deviations = {name: float(w.double().std(correction=0)) for name, w in weights.items()}
         # At count 0 the first masks are the draw itself; a later start is the first exchange.
         self.decided = 0 if self.start == 0 else -1
@@ -187,9 +187,9 @@ class PruneAndGrow(GradientSource):
         for name, active in self._active.items():
             parameter = self.parameters[name].detach()
             if name in self._begun:
-                write_at(parameter, *self._begun[name])
-            own = local(parameter)
-            torch.where(local(like(active, parameter)), own, own.new_zeros(()), out=own)
+                write_entries(parameter, *self._begun[name])
+            own = local_shard(parameter)
+            torch.where(local_shard(shard_like(active, parameter)), own, own.new_zeros(()), out=own)
         self._begun = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,14 +217,14 @@ class PruneAndGrow(GradientSource):
         # Not in place: a copy of the source may only be looking ahead.
         self._active, self._begun = dict(self._active), dict(self._begun)
         for name, active in self._active.items():
-            weight = whole(self.parameters[name].detach())
+            weight = full_tensor(self.parameters[name].detach())
             if self.grow == "gradient" and name not in self.gathered.sums:
                 continue
             kept = kept_entries(active, weight, fraction, targets[name], self.drop)
             if self.grow == "random":
                 grown = grown_at_random(kept, self._key(name, period), targets[name])
             else:
-                grown = grown_entries(kept, whole(self.gathered.sums[name]), targets[name])
+                grown = grown_entries(kept, full_tensor(self.gathered.sums[name]), targets[name])
             self._active[name] = kept | grown
             if self.grow_init == "random":
                 # RigL's rule leaves what comes back at once its value, SET's gives it a new one.

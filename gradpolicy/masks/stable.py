@@ -10,7 +10,7 @@ from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.gradient_source import GradientSource
 from gradpolicy.masks.layers import Layer, find_layers
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.sharding import whole
+from gradpolicy.tensors.sharding import full_tensor
 
 
 class Stable(GradientSource):
@@ -105,7 +105,7 @@ class Stable(GradientSource):
         """Takes the interval's norms, and freezes what has settled since the one before."""
         sums = self.gathered.sums
         norms = [
-            sum(float(whole(sums[name].abs().sum())) for name in layer.parameters if name in sums)
+            sum(float(full_tensor(sums[name].abs().sum())) for name in layer.parameters if name in sums)
             for layer in self.layers
         ]
         before, self.norms = self.norms, norms

@@ -14,7 +14,7 @@ from gradpolicy.masks.gradient_source import GradientSource, wide
 from gradpolicy.masks.selection import highest, highest_together, kept_of
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.seeded_mask import LEVELS
-from gradpolicy.tensors.sharding import like, local, whole
+from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like
 
 SCORES = ("gradient", "weight", "fisher", "movement", "change")
 SCOPES = ("global", "tensor")
@@ -127,7 +127,7 @@ class TopK(GradientSource):
         return self._masks
 
     @property
-    def renews_state(self) -> bool:
+    def resets_state(self) -> bool:
         """Where the weights go back to where they began, their optimizer does too."""
         return self._to_rewind
 
@@ -135,19 +135,19 @@ class TopK(GradientSource):
         """Puts the weights back to where they began, once, where ``rewind`` is on."""
         if self._to_rewind:
             for name, parameter in self.parameters.items():
-                local(parameter.detach()).copy_(local(self._initial[name]))
+                local_shard(parameter.detach()).copy_(local_shard(self._initial[name]))
             self._to_rewind = False
 
     def scores(self) -> dict[str, Tensor]:
         """The score of each entry, row or tensor; what no gradient reached scores −∞."""
-        scores = {name: whole(self._score(name, p)) for name, p in self.parameters.items()}
+        scores = {name: full_tensor(self._score(name, p)) for name, p in self.parameters.items()}
         if self.level == "entry":
             return scores
         return {name: _mean_over(score, self.level) for name, score in scores.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The masks, the gradients gathered so far, and w₀ where it is needed."""
-        initial = {name: whole(weight) for name, weight in self._initial.items()}
+        initial = {name: full_tensor(weight) for name, weight in self._initial.items()}
         return {**super().state_dict(), "masks": dict(self._masks), "initial": initial}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ class TopK(GradientSource):
             for name, mask in state["masks"].items()
         }
         self._initial = {
-            name: like(weight, self.parameters[name]) for name, weight in state["initial"].items()
+            name: shard_like(weight, self.parameters[name]) for name, weight in state["initial"].items()
         }
 
     def describe(self) -> dict[str, Any]:

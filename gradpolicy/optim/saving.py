@@ -154,6 +154,6 @@ def _recipe(record: Record) -> Any:
     """The recipe of the mask; None where there is none."""
     if record.get("recipe") is None:
         return None
-    from gradpolicy.tensors.seeded_mask import recipe_from_state
+    from gradpolicy.tensors.seeded_mask import RandomMask
 
-    return recipe_from_state(record["recipe"])
+    return RandomMask.from_state(record["recipe"])

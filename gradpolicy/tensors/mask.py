@@ -12,21 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, shown
-from gradpolicy.tensors.seeded_mask import RandomMask, recipe_from_state
-from gradpolicy.tensors.sharding import whole
+from gradpolicy.errors import PolicyError
+from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.sharding import full_tensor
 
 Mask = bool | Tensor | RandomMask
 
 
-def check_mask(name: str, mask: object, shape: Sequence[int], device: torch.device | None = None) -> Mask:
+def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
     """Takes a mask that fits a parameter.
 
     Args:
-        name: The parameter's name, for the message.
-        mask: What a mask source gave.
-        shape: The parameter's shape.
-        device: Where the parameter lies, where that is known.
+        mask: What was given.
+        parameter: The parameter; it may lie on the meta device.
+        name: What messages call it.
+
+    Returns:
+        The mask as it was given.
 
     Raises:
         PolicyError: If it is no mask, not bool, not dense, has no values or does not broadcast to the shape.
@@ -35,24 +37,23 @@ def check_mask(name: str, mask: object, shape: Sequence[int], device: torch.devi
         return mask
     if not isinstance(mask, Tensor):
         given = reprlib.repr(mask)
-        raise PolicyError(
-            f"mask of {shown(name)}: must be True, False, a bool tensor or a RandomMask, got {given}"
-        )
+        raise PolicyError(f"mask of {name}: must be True, False, a bool tensor or a RandomMask, got {given}")
     if mask.dtype != torch.bool:
-        raise PolicyError(
-            f"mask of {shown(name)}: must be bool, got {str(mask.dtype).removeprefix('torch.')}"
-        )
+        kind = str(mask.dtype).removeprefix("torch.")
+        raise PolicyError(f"mask of {name}: must be bool (True = this entry trains), got {kind}")
     if mask.layout != torch.strided:
-        raise PolicyError(f"mask of {shown(name)}: must be dense; use mask.to_dense()")
-    if mask.is_meta and device is not None and device.type != "meta":
-        raise PolicyError(f"mask of {shown(name)}: lies on meta, where there are no values")
+        raise PolicyError(f"mask of {name}: must be dense, got {mask.layout}; use mask.to_dense()")
+    if mask.is_meta and not parameter.is_meta:
+        raise PolicyError(f"mask of {name}: the mask lies on the meta device, where tensors have no values")
+    shape = tuple(parameter.shape)
     padded = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
     fits = len(padded) == len(shape) and all(
         size in (1, full) for size, full in zip(padded, shape, strict=True)
     )
     if not fits:
         raise PolicyError(
-            f"mask of {shown(name)}: shape {tuple(mask.shape)} does not fit the parameter's {tuple(shape)}"
+            f"mask of {name}: shape {tuple(mask.shape)} does not broadcast to the parameter's {shape}; give "
+            f"{shape} for entries, {(*shape[:1], *(1,) * (len(shape) - 1))} for rows, () for the whole tensor"
         )
     return mask
 
@@ -94,14 +95,14 @@ def same_mask(first: Mask | None, second: Mask | None) -> bool:
 
 
 def mask_to_state(mask: Mask) -> bool | Tensor | dict[str, Any]:
-    """A mask as a checkpoint holds it under ``weights_only=True``: a recipe as its numbers."""
+    """A mask as a checkpoint holds it under ``weights_only=True``: a seeded one as its numbers."""
     if isinstance(mask, RandomMask):
         return mask.state()
-    return whole(mask) if isinstance(mask, Tensor) else mask
+    return full_tensor(mask) if isinstance(mask, Tensor) else mask
 
 
 def mask_from_state(state: bool | Tensor | Mapping[str, Any], device: torch.device | str = "cpu") -> Mask:
     """The mask that :func:`mask_to_state` gave."""
     if isinstance(state, Mapping):
-        return recipe_from_state(state)
+        return RandomMask.from_state(state)
     return state.to(device) if isinstance(state, Tensor) else state

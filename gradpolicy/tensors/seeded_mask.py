@@ -1,4 +1,4 @@
-"""Random masks as recipes: a few numbers in place of a tensor."""
+"""Seeded masks: a few numbers in place of a tensor."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ LEVELS = ("entry", "row", "tensor")
 
 @dataclass(frozen=True)
 class RandomMask:
-    """A random mask that is made when it is needed, so that no checkpoint has to hold it.
+    """A random mask that is drawn when it is needed, so that no checkpoint has to hold it.
 
     Each entry, row or tensor is active with the chance ``density``, independently; the bits depend on
     (seed, step, name, index) only and are the same on every device.
@@ -79,17 +79,17 @@ class RandomMask:
         return drawn.reshape(max(end - begin, 0), *inner)
 
     def state(self) -> dict[str, Any]:
-        """The recipe as a plain dict, which a checkpoint holds under ``weights_only=True``."""
+        """The numbers as a plain dict, which a checkpoint holds under ``weights_only=True``."""
         return asdict(self)
 
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "RandomMask":
+        """Makes the mask of what :meth:`state` gave.
 
-def recipe_from_state(state: Mapping[str, Any]) -> RandomMask:
-    """Makes the recipe of what :meth:`RandomMask.state` gave.
-
-    Raises:
-        PolicyError: If an entry is missing or not known.
-    """
-    try:
-        return RandomMask(**state)
-    except TypeError as error:
-        raise PolicyError(f"mask recipe {shown(dict(state))}: {error}") from error
+        Raises:
+            PolicyError: If an entry is missing or not known.
+        """
+        try:
+            return cls(**state)
+        except TypeError as error:
+            raise PolicyError(f"seeded mask {shown(dict(state))}: {error}") from error

@@ -12,20 +12,25 @@ from torch import Tensor
 from gradpolicy.finite import all_finite
 
 
-def whole(tensor: Tensor) -> Tensor:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor; asked without importing ``torch.distributed.tensor``."""
+    return hasattr(tensor, "to_local")
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, gathered from all processes where it is sharded."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """The part that this process holds; writing to it writes to the tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def like(tensor: Tensor, other: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
     """A whole tensor laid out as another one of the same shape: on its device, and cut as it is."""
     tensor = tensor.to(other.device)
-    if not hasattr(other, "to_local"):
+    if not is_sharded(other):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
@@ -37,13 +42,13 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
 def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
     """Whether every entry of every tensor is finite, on all processes alike."""
     tensors = list(tensors)
-    plain = [tensor for tensor in tensors if not hasattr(tensor, "to_local")]
+    plain = [tensor for tensor in tensors if not is_sharded(tensor)]
     # A sum over all shards is known to all processes, so that they agree; in float64 it cannot overflow.
-    sums = [whole(tensor.double().abs().sum()) for tensor in tensors if hasattr(tensor, "to_local")]
+    sums = [full_tensor(tensor.double().abs().sum()) for tensor in tensors if is_sharded(tensor)]
     return all_finite([*plain, *sums])
 
 
-def write_at(tensor: Tensor, places: Tensor, values: Tensor) -> None:
+def write_entries(tensor: Tensor, places: Tensor, values: Tensor) -> None:
     """Writes values at flat places of the whole tensor, each process those of its part.
 
     Args:
@@ -52,13 +57,13 @@ def write_at(tensor: Tensor, places: Tensor, values: Tensor) -> None:
         values: One a place.
     """
     values = values.to(tensor.dtype)
-    if not hasattr(tensor, "to_local"):
+    if not is_sharded(tensor):
         tensor[torch.unravel_index(places, tensor.shape)] = values
         return
     written = torch.zeros(tensor.shape, dtype=torch.bool, device=places.device).flatten()
     written[places] = True
     content = torch.zeros(written.shape, dtype=values.dtype, device=places.device)
     content[places] = values
-    marks = local(like(written.reshape(tensor.shape), tensor))
-    own = local(tensor)
-    own.copy_(torch.where(marks, local(like(content.reshape(tensor.shape), tensor)), own))
+    marks = local_shard(shard_like(written.reshape(tensor.shape), tensor))
+    own = local_shard(tensor)
+    own.copy_(torch.where(marks, local_shard(shard_like(content.reshape(tensor.shape), tensor)), own))

@@ -147,7 +147,7 @@ def test_several_policies_mean_the_intersection(stack, tokens) -> None:
     freezer = Freezer(stack, optimizer, policies)
     for step in range(4):
         freezer.begin_step(step)
-        layers = freezer._bound[0].source.masks(step, 0)
+        layers = policies["layers"].source.masks(step, 0)
         for i in range(4):
             name = f"blocks.{i}.weight"
             drawn = RandomMask(1, step, name, 0.5).materialize((4, 4))

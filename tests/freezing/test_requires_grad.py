@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradpolicy.freezing.requires_grad import GradientSwitch
+from gradpolicy.freezing.requires_grad import RequiresGrad
 
 ALL = {
     "embed.weight",
@@ -19,8 +19,8 @@ def off(model: nn.Module) -> set[str]:
 
 
 @pytest.fixture
-def switch(stack) -> GradientSwitch:
-    return GradientSwitch(dict(stack.named_parameters()))
+def switch(stack) -> RequiresGrad:
+    return RequiresGrad(dict(stack.named_parameters()))
 
 
 def test_exactly_the_idle_ones_are_off(stack, switch) -> None:
@@ -52,7 +52,7 @@ def test_something_is_left_for_the_backward_pass_of_each_optimizer(stack) -> Non
     """Each may have a loss of its own, as in adversarial training."""
     named = dict(stack.named_parameters())
     head = {id(parameter) for parameter in stack.head.parameters()}
-    switch = GradientSwitch(named, [head, {id(p) for p in named.values()} - head])
+    switch = RequiresGrad(named, [head, {id(p) for p in named.values()} - head])
     switch.turn_off({"head.weight", "head.bias", "embed.weight"})
     assert off(stack) == {"embed.weight"}
     switch.turn_off({"head.weight"})
@@ -70,7 +70,7 @@ def test_a_stale_gradient_goes_when_its_tensor_freezes(stack, switch) -> None:
 @pytest.mark.parametrize(("bias", "left_on"), [(False, "0.weight"), (True, "0.bias")])
 def test_a_frozen_convolution_before_a_norm_that_trains_keeps_one_gradient(bias: bool, left_on: str) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3, bias=bias), nn.GroupNorm(1, 4), nn.Conv2d(4, 2, 3))
-    switch = GradientSwitch(dict(model.named_parameters()))
+    switch = RequiresGrad(dict(model.named_parameters()))
     frozen = {"0.weight", "0.bias", "2.weight"} & dict(model.named_parameters()).keys()
     switch.turn_off(frozen)
     assert off(model) == frozen - {left_on}

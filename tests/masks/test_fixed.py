@@ -54,8 +54,11 @@ def test_a_safetensors_file_holds_masks(prepared, tmp_path, dtype) -> None:
     [
         ("heads.*", "did you mean 'head"),
         ({"head.wieght": True}, "did you mean 'head.weight'"),
-        ({"head.weight": torch.ones(2, 4, dtype=torch.bool)}, r"shape \(2, 4\) does not fit"),
-        ({"head.weight": torch.ones(3, 4)}, "must be bool, got float32"),
+        (
+            {"head.weight": torch.ones(2, 4, dtype=torch.bool)},
+            r"shape \(2, 4\) does not broadcast to the parameter's \(3, 4\)",
+        ),
+        ({"head.weight": torch.ones(3, 4)}, r"must be bool \(True = this entry trains\), got float32"),
         ({"head.weight": 1.0}, "must be True, False, a bool tensor"),
         ("nowhere.safetensors", "cannot read masks"),
         ([1, 2], "must be a bool, globs"),

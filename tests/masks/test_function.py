@@ -116,10 +116,13 @@ def test_a_function_with_some_arguments_given_is_told_by_its_own_name():
     ("mask", "message"),
     [
         (None, "must be True, False, a bool tensor"),
-        (torch.ones(4, 4), "must be bool, got float32"),
-        (torch.ones(3, 4, dtype=torch.bool), r"shape \(3, 4\) does not fit the parameter's \(4, 4\)"),
+        (torch.ones(4, 4), r"must be bool \(True = this entry trains\), got float32"),
+        (
+            torch.ones(3, 4, dtype=torch.bool),
+            r"shape \(3, 4\) does not broadcast to the parameter's \(4, 4\)",
+        ),
         (torch.ones(4, 4, dtype=torch.bool).to_sparse(), "must be dense"),
-        (torch.ones(4, 4, dtype=torch.bool, device="meta"), "lies on meta"),
+        (torch.ones(4, 4, dtype=torch.bool, device="meta"), "the mask lies on the meta device"),
     ],
 )
 def test_what_is_no_mask_of_the_parameter_is_an_error(stack, mask, message: str) -> None:

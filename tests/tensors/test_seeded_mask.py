@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tensors import hashing
-from gradpolicy.tensors.seeded_mask import RandomMask, recipe_from_state
+from gradpolicy.tensors.seeded_mask import RandomMask
 
 WORD = (1 << 32) - 1
 
@@ -124,19 +124,19 @@ def test_densities_0_and_1_are_exact() -> None:
     assert RandomMask(0, 0, "w", 1.0).materialize((1000,)).all()
 
 
-def test_a_recipe_survives_a_checkpoint(tmp_path) -> None:
+def test_a_seeded_mask_survives_a_checkpoint(tmp_path) -> None:
     mask = RandomMask(7, 1200, "fc.weight", 0.25, "row")
     torch.save(mask.state(), tmp_path / "mask.pt")
-    assert recipe_from_state(torch.load(tmp_path / "mask.pt", weights_only=True)) == mask
+    assert RandomMask.from_state(torch.load(tmp_path / "mask.pt", weights_only=True)) == mask
 
 
-def test_a_wrong_recipe_says_what_is_wrong() -> None:
+def test_a_wrong_seeded_mask_says_what_is_wrong() -> None:
     with pytest.raises(PolicyError, match="level"):
         RandomMask(0, 0, "w", 0.5, "rows")
     with pytest.raises(PolicyError, match="between 0 and 1"):
         RandomMask(0, 0, "w", 1.5)
-    with pytest.raises(PolicyError, match="recipe"):
-        recipe_from_state({"seed": 0})
+    with pytest.raises(PolicyError, match=r"seeded mask \{'seed': 0\}: .*missing"):
+        RandomMask.from_state({"seed": 0})
 
 
 def test_shuffled_is_a_permutation_that_the_parts_decide() -> None:
