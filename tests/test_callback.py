@@ -118,6 +118,29 @@ def test_masked_gradients_do_not_count_in_the_clipping_norm(two_layers, loader, 
     assert all(math.isclose(norm, 1e-3, rel_tol=1e-3) for norm in norms)
 
 
+class Reader(Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "readers", "masked"),
+    [({}, [], False), ({"gradient_clip_val": 1e9}, [], True), ({}, [Reader()], True)],
+)
+def test_gradients_are_masked_where_somebody_reads_them(
+    two_layers, loader, make_trainer, settings, readers, masked
+):
+    frozen = []
+    two_layers.on_before_zero_grad = lambda optimizer: frozen.append(
+        two_layers.head.weight.grad[~half("", two_layers.head.weight, 0)]
+        if two_layers.head.weight.grad is not None
+        else None
+    )
+    callbacks = [gp.GradientPolicies({"half": gp.Freeze(half, params="head.weight")}), *readers]
+    make_trainer(max_steps=3, callbacks=callbacks, **settings).fit(two_layers, loader)
+    assert [gradient is None or not gradient.any() for gradient in frozen] == [True, masked, masked]
+
+
 @pytest.mark.parametrize("sees_gradients", [False, True])
 def test_under_manual_optimization_too(two_layers, loader, make_trainer, sees_gradients):
     norms = []

@@ -24,9 +24,6 @@ class MaskingOptimizer(Protocol):
     ) -> None:
         """Sets the masks of parameters; None lets every entry train."""
 
-    def mask_gradients(self) -> None:
-        """Removes the gradients of frozen entries."""
-
 
 def combine(policies: Iterable[PolicyMasks], name: str, parameter: Tensor) -> Mask:
     """The intersection of the masks of all policies that are in effect."""

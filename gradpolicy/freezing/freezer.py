@@ -223,7 +223,9 @@ class Freezer:
         """Takes the gradients of an effective step: after backward and unscaling, before clipping.
 
         Sources that ask for gradients get them, unless one of the optimizer's is not finite, for which mixed
-        precision skips the step; then those of frozen entries are removed.
+        precision skips the step; and gradients are scaled where a source says so. The gradients of frozen
+        entries stay, and the update ignores them. Where you clip or log gradients next, call the optimizer's
+        ``mask_gradients`` first.
 
         Args:
             optimizer: The one that is about to step, where there are several; None means all.
@@ -236,8 +238,6 @@ class Freezer:
         if self.wanted_gradients() and _finite_gradients(chosen):
             self._show_gradients(mine, optimizer)
         self._warn_of_missing(self._missing.update(mine))
-        for each in chosen:
-            each.mask_gradients()
         for name, scale in self._scales("gradient_scale").items():
             if name in mine and (gradient := mine[name].grad) is not None:
                 gradient.mul_(scale)

@@ -20,15 +20,12 @@ class FakeOptimizer:
 
     def __init__(self, parameters) -> None:
         self.param_groups = [{"params": list(parameters)}]
-        self.masks, self.settings, self.calls, self.masked = {}, {}, [], 0
+        self.masks, self.settings, self.calls = {}, {}, []
 
     def set_masks(self, masks, **settings) -> None:
         self.masks |= masks
         self.settings |= dict.fromkeys(masks, settings)
         self.calls.append(len(masks))
-
-    def mask_gradients(self) -> None:
-        self.masked += 1
 
 
 class Recorder(MaskSource):
@@ -156,7 +153,7 @@ def test_several_policies_mean_the_intersection(stack, tokens) -> None:
     assert freezer.report()[1].shared_with == ("layers", "random")
 
 
-def test_gradients_reach_a_source_whole_and_before_they_are_masked(stack, tokens) -> None:
+def test_gradients_reach_a_source_whole(stack, tokens) -> None:
     source = Recorder(every=1)
     optimizer = masked(stack)
     freezer = Freezer(stack, optimizer, {"all": gp.Freeze(source, params="head.*")})
@@ -165,8 +162,25 @@ def test_gradients_reach_a_source_whole_and_before_they_are_masked(stack, tokens
     whole = {name: stack.get_parameter(name).grad.clone() for name in ("head.weight", "head.bias")}
     freezer.observe()
     assert all(torch.equal(source.seen[0][name], whole[name]) for name in whole)
-    assert stack.head.weight.grad is None
-    assert stack.embed.weight.grad is not None
+
+
+def test_gradients_of_frozen_entries_are_left_for_who_asks_to_have_them_removed(stack, tokens) -> None:
+    rows = torch.tensor([[True], [False], [True]])
+    policies = {
+        "rows": gp.Freeze({"head.weight": rows}, params="head.weight"),
+        "bias": gp.Freeze(gp.masks.Fixed(), params="head.bias"),
+    }
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, policies, toggle_requires_grad=False)
+    freezer.begin_step(0)
+    loss_of(stack, tokens).backward()
+    whole = stack.head.weight.grad.clone()
+    freezer.observe()
+    assert torch.equal(stack.head.weight.grad, whole)
+    assert stack.head.bias.grad is not None
+    optimizer.mask_gradients()
+    assert torch.equal(stack.head.weight.grad, torch.where(rows, whole, 0))
+    assert stack.head.bias.grad is None
 
 
 def test_requires_grad_is_off_only_where_nobody_wants_the_gradient(stack) -> None:
@@ -265,8 +279,7 @@ def test_child_tuning_scales_the_gradients_of_active_entries(stack, tokens) -> N
     loss_of(stack, tokens).backward()
     whole = stack.head.weight.grad.clone()
     freezer.observe()
-    mask = freezer.mask_of("head.weight").materialize((3, 4))
-    assert torch.equal(stack.head.weight.grad, torch.where(mask, whole * 2, 0))
+    assert torch.equal(stack.head.weight.grad, whole * 2)
 
 
 class HalfRate(MaskSource):

@@ -105,6 +105,7 @@ def steps_with(
         for name, parameter in parameters.items():
             parameter.grad = given[name].clone() if parameter.requires_grad else None
         freezer.observe()
+        masked.mask_gradients()
         masked.step()
         freezer.finish_step()
         yield parameters, freezer
