@@ -103,20 +103,14 @@ class GradientSource(MaskSource):
         change = self.start + ((count - self.start) // self.every + 1) * self.every
         return change if self.stop is None or change < self.stop else None
 
-    def due(self, step: int, epoch: int) -> bool:
-        """By the timetable; and when a decision that had to wait can be made."""
-        return super().due(step, epoch) or self.overdue(step, epoch)
-
     def overdue(self, step: int, epoch: int) -> bool:
         """Whether a decision is still to be made, and the gradients for it are there."""
-        return self.decided < self.period(step, epoch) and self.window_full(self.count(step, epoch))
-
-    def window_full(self, count: int) -> bool:
-        """Whether enough gradients have been seen for a decision at this count."""
+        if self.decided >= self.period(step, epoch):
+            return False
         if not self.needs_gradients:
             return True
         if self.unit == "epoch":
-            return self.gathered.steps > 0 and count >= max(self.start, self.decided_at + (self.window or 0))
+            return self.gathered.steps > 0 and epoch >= self.decided_at + (self.window or 0)
         return self.gathered.steps >= (self.window or 1)
 
     def decide(self, step: int, epoch: int) -> None:

@@ -214,8 +214,6 @@ class PruneAndGrow(GradientSource):
     def _exchange(self, period: int) -> None:
         count = self.changed_at(period)
         targets, fraction = self.targets(count), self.fraction_at(count)
-        # Not in place: a copy of the source may only be looking ahead.
-        self._active, self._begun = dict(self._active), dict(self._begun)
         for name, active in self._active.items():
             weight = full_tensor(self.parameters[name].detach())
             if self.grow == "gradient" and name not in self.gathered.sums:

@@ -195,6 +195,26 @@ def test_requires_grad_is_off_only_where_nobody_wants_the_gradient(stack) -> Non
     ]
 
 
+class WantsLater(Recorder):
+    """Freezes everything at all times; from step 2 on it wants to see gradients."""
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, bool]:
+        return dict.fromkeys(self.parameters, False)
+
+    def wants_gradients(self, step: int, epoch: int) -> bool:
+        return step >= 2
+
+
+def test_requires_grad_comes_on_when_a_gradient_is_wanted_though_no_mask_changes(stack) -> None:
+    freezer = Freezer(stack, masked(stack), {"head": gp.Freeze(WantsLater(), params="head.*")})
+    on = []
+    for step in range(4):
+        freezer.begin_step(step)
+        on.append(stack.head.weight.requires_grad)
+    assert on == [False, False, True, True]
+    assert freezer.wanted_gradients() == {"head.weight", "head.bias"}
+
+
 def test_a_flag_for_the_tensor_spares_the_backward_pass_in_whatever_form_it_comes(stack) -> None:
     """A drawn flag is the same as the recipe's; a tensor of one entry stands for the whole."""
     drawn = gp.masks.Random(0.5, level="tensor")
@@ -280,6 +300,23 @@ def test_child_tuning_scales_the_gradients_of_active_entries(stack, tokens) -> N
     whole = stack.head.weight.grad.clone()
     freezer.observe()
     assert torch.equal(stack.head.weight.grad, whole * 2)
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_gradients_are_scaled_while_the_policy_is_in_effect(stack, tokens, unit) -> None:
+    policy = gp.Freeze(
+        gp.masks.Random(0.5, rescale=True), params="head.weight", when=gp.When(start=1, stop=2, unit=unit)
+    )
+    freezer = Freezer(stack, masked(stack), {"all": policy})
+    factors = []
+    for step in range(3):
+        stack.zero_grad()
+        freezer.begin_step(step, epoch=step)
+        loss_of(stack, tokens).backward()
+        whole = stack.head.weight.grad.clone()
+        freezer.observe()
+        factors.append(float((stack.head.weight.grad / whole).mean()))
+    assert factors == [1.0, 2.0, 1.0]
 
 
 class HalfRate(MaskSource):
@@ -408,6 +445,16 @@ def test_a_resumed_run_sets_masks_that_a_checkpoint_brought_otherwise(stack) -> 
     freezer.load_state_dict(freezer.state_dict())
     freezer.begin_step(10)
     assert optimizer.active_share(stack.head.weight) == 1.0
+
+
+def test_masks_are_set_anew_after_a_state_is_loaded_within_a_step(stack) -> None:
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
+    freezer.begin_step(3)
+    freezer.load_state_dict(freezer.state_dict())
+    optimizer.set_mask(stack.head.weight, None)
+    freezer.begin_step(3)
+    assert optimizer.active_share(stack.head.weight) == 0.0
 
 
 def test_several_optimizers_get_the_masks_of_their_own(stack, tokens) -> None:

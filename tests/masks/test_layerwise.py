@@ -29,6 +29,11 @@ def test_layers_are_sampled_anew_every_k_steps(prepared) -> None:
     assert len({tuple(layers) for layers in chosen}) == 4
 
 
+def test_before_start_the_first_layers_train(prepared) -> None:
+    source = prepared(gp.masks.Layerwise(active=2, every=3, start=10))
+    assert len({tuple(source.active_layers(step, 0)) for step in range(13)}) == 1
+
+
 def test_every_layer_is_equally_likely(prepared) -> None:
     source = prepared(gp.masks.Layerwise(active=2, every=1))
     counts = Counter(layer for step in range(2000) for layer in source.active_layers(step, 0))

@@ -196,6 +196,31 @@ def test_the_density_may_fall_as_in_gradual_pruning(prepared) -> None:
     assert counts == [100 - int(round((1 - density(min(step, 8))) * 100, 6)) for step in range(0, 12, 2)]
 
 
+@pytest.mark.parametrize(("start", "first"), [(0, 3), (4, 4)])
+def test_the_first_exchange_is_at_a_later_start_or_after_the_first_period(prepared, start, first) -> None:
+    source = prepared(sources(start=start, fraction=1.0), {"w": torch.randn(8, 8)})
+    drawn, changed = source.masks(0, 0)["w"], []
+    for step in range(first + 1):
+        if not torch.equal(source.masks(step, 0)["w"], drawn):
+            changed.append(step)
+        source.observe({"w": torch.randn(8, 8)})
+    assert changed == [first]
+
+
+def test_what_rigl_drops_and_grows_at_once_keeps_its_value(prepared) -> None:
+    weight = torch.randn(8, 8)
+    source = prepared(sources(fraction=1.0, anneal="constant", grow_init="random"), {"w": weight})
+    before = source.masks(0, 0)["w"]
+    source.apply()
+    first = weight.clone()
+    source.observe({"w": torch.randn(8, 8)})
+    after = source.masks(3, 0)["w"]
+    source.apply()
+    assert (before & after).any()
+    assert torch.equal(weight[before & after], first[before & after])
+    assert weight[after & ~before].all()
+
+
 def test_biases_and_named_tensors_stay_dense(prepared, stack) -> None:
     masks = prepared(sources(dense="embed.*")).masks(0, 0)
     dense = [name for name, mask in masks.items() if mask is True]

@@ -149,6 +149,25 @@ def test_a_ticket_of_everything_goes_back_too(stack, tokens) -> None:
     assert optimizer.age(stack.head.weight).max() == 2
 
 
+def test_the_weights_go_back_once_however_often_is_chosen(prepared) -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    source = prepared(gp.masks.TopK(0.5, by="change", start=2, every=2, rewind=True), {"w": weight})
+    for step in range(8):
+        source.masks(step, 0)
+        assert source.resets_state is (step == 2)
+        source.apply()
+        assert (weight.tolist() == [1.0, 2.0, 3.0, 4.0]) is (step in (0, 2))
+        weight += torch.arange(4.0)
+
+
+def test_what_no_gradient_reaches_comes_behind_negative_scores(prepared) -> None:
+    weights = {"idle": torch.ones(4), "used": torch.ones(4)}
+    source = prepared(gp.masks.TopK(0.5, by="movement"), weights)
+    source.observe({"used": torch.ones(4)})
+    masks = source.masks(1, 0)
+    assert (masks["idle"].any().item(), masks["used"].all().item()) == (False, True)
+
+
 def test_tensors_are_chosen_by_their_mean(prepared, weights) -> None:
     source = prepared(gp.masks.TopK(0.5, by="fisher", level="tensor"), weights)
     gradients = gradients_like(weights, 0)
