@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
 from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
 from gradpolicy.when import When
@@ -27,8 +28,6 @@ Scheduled = float | Callable[[int], float]
 
 BOUNDARIES = ("input", "output")
 STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
-FROZEN_STATES = ("keep", "zero", "drop")
-BIAS_CORRECTIONS = ("entry", "tensor")
 
 
 class Policy:
@@ -316,18 +315,12 @@ class Freeze(Policy):
         from gradpolicy.masks.function import as_source
 
         super().__init__(when)
-        if frozen_state not in FROZEN_STATES:
-            raise unknown("frozen_state", str(frozen_state), FROZEN_STATES, key="Freeze.frozen_state")
-        if bias_correction not in BIAS_CORRECTIONS:
-            raise unknown(
-                "bias_correction", str(bias_correction), BIAS_CORRECTIONS, key="Freeze.bias_correction"
-            )
         self.source = as_source(mask)
         self.params = as_patterns(params)
         if not self.params:
             raise PolicyError("Freeze.params: names no parameter; '*' means all of them")
-        self.frozen_state = frozen_state
-        self.bias_correction = bias_correction
+        self.frozen_state = check_choice("Freeze.frozen_state", frozen_state, FROZEN_STATES)
+        self.bias_correction = check_choice("Freeze.bias_correction", bias_correction, BIAS_CORRECTIONS)
 
     @property
     def mask(self) -> "MaskSource":

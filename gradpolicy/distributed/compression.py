@@ -89,7 +89,7 @@ class ActiveEntries:
 
         Args:
             masks: For each parameter that is not to be sent whole True or False, a bool mask that broadcasts
-                to it, or a recipe.
+                to it, or a seeded mask.
         """
         fresh: dict[int, Mask] = {
             id(parameter): mask for parameter, mask in masks.items() if mask is not True

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.checks import check_whole
-from gradpolicy.errors import PolicyError, refuse_unknown_arguments, shown, unknown
+from gradpolicy.checks import check_choice, check_whole
+from gradpolicy.errors import PolicyError, refuse_unknown_arguments, shown
 from gradpolicy.masks.layers import Layer
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.when import UNITS
@@ -70,10 +70,8 @@ class MaskSource:
     ) -> None:
         kind = type(self).__name__
         refuse_unknown_arguments(type(self), wrong)
-        if unit not in UNITS:
-            raise unknown("unit", str(unit), UNITS, key=f"{kind}.unit")
         self.every = None if every is None else check_whole(f"{kind}.every", every, least=1)
-        self.unit = unit
+        self.unit = check_choice(f"{kind}.unit", unit, UNITS)
         self.start = check_whole(f"{kind}.start", start, least=0)
         self.stop = None if stop is None else check_whole(f"{kind}.stop", stop, least=self.start + 1)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
@@ -210,12 +208,27 @@ class MaskSource:
         return set()
 
 
-def warn_of_timetable(source: MaskSource) -> None:
-    """Says so where a source whose masks never change was given a timetable, which is as good as none."""
-    given = [key for key in TIMETABLE if getattr(source, key) != _USUAL[key]]
-    if given:
-        warnings.warn(
-            f"{type(source).__name__}: {' and '.join(given)} make no difference, since its masks never "
-            "change; for a policy that holds only at some times, give the policy when=gradpolicy.When(...)",
-            stacklevel=3,
-        )
+class StaticSource(MaskSource):
+    """A mask source whose masks never change; :meth:`prepare` puts them into ``_masks``.
+
+    Args:
+        **timetable: See :class:`MaskSource`; a warning says that it makes no difference.
+    """
+
+    repeats_masks = True
+
+    def __init__(self, **timetable: Any) -> None:
+        super().__init__(**{"every": None, **timetable})
+        self._masks: dict[str, Mask] = {}
+        given = [key for key in TIMETABLE if getattr(self, key) != _USUAL[key]]
+        if given:
+            warnings.warn(
+                f"{type(self).__name__}: {' and '.join(given)} make no difference, since its masks never "
+                "change; for a policy that holds only at some times, give the policy "
+                "when=gradpolicy.When(...)",
+                stacklevel=3,
+            )
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """The masks, whatever the step."""
+        return self._masks

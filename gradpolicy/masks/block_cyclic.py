@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradpolicy.checks import check_whole
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.checks import check_choice, check_whole
+from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.layers import Layer, find_layers, layers_of, read_groups
 from gradpolicy.tensors.hashing import shuffled
@@ -56,9 +56,7 @@ class BlockCyclic(MaskSource):
         **timetable: Any,
     ) -> None:
         super().__init__(every=every, **timetable)
-        if order not in ORDERS:
-            raise unknown("order", str(order), ORDERS, key="BlockCyclic.order")
-        self.order = order
+        self.order = check_choice("BlockCyclic.order", order, ORDERS)
         self.size = check_whole("BlockCyclic.size", size, least=1)
         self.given = None if blocks is None else read_groups("BlockCyclic.blocks", blocks)
         if self.given is not None and size != 1:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown
-from gradpolicy.masks.base import MaskSource, warn_of_timetable
+from gradpolicy.masks.base import StaticSource
 from gradpolicy.tensors.mask import Mask, check_mask
 from gradpolicy.where import as_patterns, match_names
 
 FILE_ENDING = ".safetensors"
 
 
-class Fixed(MaskSource):
+class Fixed(StaticSource):
     """The same masks at all times. True = this entry trains.
 
     Args:
@@ -28,8 +28,9 @@ class Fixed(MaskSource):
             - a dict from names or globs to masks; what it does not name trains;
             - the path of a ``.safetensors`` file that holds a mask for each name, bool or uint8.
         freeze: The other way round: globs of what does not train; everything else does.
-        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. They make no
-            difference here, which a warning says: the masks never change.
+        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see
+            :class:`~gradpolicy.masks.base.MaskSource`. They make no difference, which a warning says: the masks
+            never change.
 
     Raises:
         PolicyError: If a name or glob matches no parameter, a mask does not fit, or the file is none.
@@ -43,8 +44,6 @@ class Fixed(MaskSource):
         [True, False]
     """
 
-    repeats_masks = True
-
     def __init__(
         self,
         mask: "bool | str | Path | Iterable[str] | Tensor | Mapping[str, Mask]" = False,
@@ -52,8 +51,7 @@ class Fixed(MaskSource):
         freeze: str | Iterable[str] | None = None,
         **timetable: Any,
     ) -> None:
-        super().__init__(**{"every": None, **timetable})
-        warn_of_timetable(self)
+        super().__init__(**timetable)
         if freeze is not None and mask is not False:
             raise PolicyError("Fixed: give either mask (what trains) or freeze (what does not), not both")
         self.mask = mask
@@ -61,7 +59,6 @@ class Fixed(MaskSource):
         key, given = ("mask", mask) if freeze is None else ("freeze", self.frozen)
         if isinstance(given, Mapping | list | tuple) and not given:
             raise PolicyError(f"Fixed.{key}: is empty; False means nothing, True everything")
-        self._masks: dict[str, Mask] = {}
 
     def prepare(self) -> None:
         """Reads the masks and checks that they fit."""
@@ -73,10 +70,6 @@ class Fixed(MaskSource):
                     f"{nearest(pattern, self.parameters)}"
                 )
         self._masks = {name: self._mask_of(name, given) for name in self.parameters}
-
-    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """The masks, whatever the step."""
-        return self._masks
 
     def describe(self) -> dict[str, Any]:
         """What was given, in short."""

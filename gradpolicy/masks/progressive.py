@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gradpolicy.checks import check_flag, check_share, check_whole
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.checks import check_choice, check_flag, check_share, check_whole
+from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.layers import Layer, find_layers
 from gradpolicy.tensors.mask import Mask
@@ -70,9 +70,7 @@ class Progressive(MaskSource):
         self.first = check_share("Progressive.first", first)
         if self.first == 0.0:
             raise PolicyError("Progressive.first: must be above 0, or the first layer would never train")
-        if curve not in tuple(POWERS):
-            raise unknown("curve", str(curve), POWERS, key="Progressive.curve")
-        self.curve = curve
+        self.curve = check_choice("Progressive.curve", curve, POWERS)
         self.anneal = check_flag("Progressive.anneal", anneal)
         self.scale = check_flag("Progressive.scale", scale)
         self.shares: dict[str, float] = {}

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.checks import check_share
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.checks import check_choice, check_share
+from gradpolicy.errors import PolicyError
 from gradpolicy.masks.density import DISTRIBUTIONS, Density, as_density, densities, density_at
 from gradpolicy.masks.drop_and_grow import DROPS, grown_at_random, grown_entries, kept_entries, normal
 from gradpolicy.masks.gradient_source import GradientSource, wide
@@ -103,22 +103,15 @@ class PruneAndGrow(GradientSource):
         **timetable: Any,
     ) -> None:
         super().__init__(window=window, every=every, **timetable)
-        if grow not in tuple(RULES):
-            raise unknown("value", str(grow), RULES, key="PruneAndGrow.grow")
-        rule = RULES[grow]
-        self.drop = drop or rule["drop"]
-        self.grow_init = grow_init or rule["grow_init"]
-        self.anneal = anneal or ("constant" if self.stop is None else rule["anneal"])
-        for key, value, valid in (
-            ("drop", self.drop, DROPS),
-            ("grow_init", self.grow_init, INITS),
-            ("anneal", self.anneal, (*ANNEALS, "constant")),
-            ("distribution", distribution, DISTRIBUTIONS),
-        ):
-            if value not in valid:
-                raise unknown("value", str(value), valid, key=f"PruneAndGrow.{key}")
+        self.grow = check_choice("PruneAndGrow.grow", grow, RULES)
+        rule = RULES[self.grow]
+        self.drop = check_choice("PruneAndGrow.drop", drop or rule["drop"], DROPS)
+        self.grow_init = check_choice("PruneAndGrow.grow_init", grow_init or rule["grow_init"], INITS)
+        anneal = anneal or ("constant" if self.stop is None else rule["anneal"])
+        self.anneal = check_choice("PruneAndGrow.anneal", anneal, (*ANNEALS, "constant"))
+        self.distribution = check_choice("PruneAndGrow.distribution", distribution, DISTRIBUTIONS)
         self.density = as_density("PruneAndGrow.density", density)
-        self.grow, self.distribution, self.dense = grow, distribution, dense
+        self.dense = dense
         self.fraction = check_share("PruneAndGrow.fraction", fraction)
         self.fraction_at = self._annealed()
         self.needs_gradients = grow == "gradient"

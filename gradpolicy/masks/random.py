@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gradpolicy.checks import check_flag
-from gradpolicy.errors import unknown
+from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.density import Density, as_density, density_at
 from gradpolicy.tensors.mask import Mask
@@ -14,7 +13,7 @@ from gradpolicy.tensors.seeded_mask import LEVELS, RandomMask
 class Random(MaskSource):
     """Every entry, row or tensor trains with the chance ``density``, drawn anew every ``every`` steps.
 
-    The masks are recipes (seed, step, name): a checkpoint holds no mask tensor. With ``rescale`` the
+    The masks are seeded (by seed, step and name): a checkpoint holds no mask tensor. With ``rescale`` the
     gradients of active entries are divided by the density, which keeps their expectation:
     ``g ← g · mask / p``, as Child-Tuning_F does. (Adam divides such a factor out again; SGD does not.)
 
@@ -49,14 +48,12 @@ class Random(MaskSource):
         **timetable: Any,
     ) -> None:
         super().__init__(**timetable)
-        if level not in LEVELS:
-            raise unknown("level", str(level), LEVELS, key="Random.level")
         self.density = as_density("Random.density", density)
-        self.level = level
+        self.level = check_choice("Random.level", level, LEVELS)
         self.rescale = check_flag("Random.rescale", rescale)
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """A recipe for each parameter; the same until the next change."""
+        """A seeded mask for each parameter; the same until the next change."""
         drawn_at, density = self._drawn(step, epoch)
         if density in (0.0, 1.0):
             return dict.fromkeys(self.parameters, density == 1.0)

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.masks.base import MaskSource, warn_of_timetable
-from gradpolicy.tensors.mask import Mask
+from gradpolicy.masks.base import StaticSource
 
 Indices = int | str | slice | Tensor | Iterable[int | str | slice]
 
 
-class Rows(MaskSource):
+class Rows(StaticSource):
     """Only the given rows of each parameter train.
 
     Args:
@@ -25,8 +24,9 @@ class Rows(MaskSource):
         dim: The dimension that the rows are of (for an index with commas it has no meaning).
         size: How many neighbouring rows one number stands for: with ``size=head_width`` the numbers are
             attention heads.
-        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. They make no
-            difference here, which a warning says: the masks never change.
+        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see
+            :class:`~gradpolicy.masks.base.MaskSource`. They make no difference, which a warning says: the masks
+            never change.
 
     Raises:
         PolicyError: If an index cannot be read, or a row does not exist in a parameter.
@@ -39,11 +39,8 @@ class Rows(MaskSource):
         [False, False, False, True, True]
     """
 
-    repeats_masks = True
-
     def __init__(self, rows: Indices, *, dim: int = 0, size: int = 1, **timetable: Any) -> None:
-        super().__init__(**{"every": None, **timetable})
-        warn_of_timetable(self)
+        super().__init__(**timetable)
         self.rows, self._index = _read(rows)
         self._flags: int | None = None
         if all(isinstance(part, bool) for part in self.rows):
@@ -56,16 +53,11 @@ class Rows(MaskSource):
         self.dim = dim
         if self._index is not None and (dim != 0 or size != 1):
             raise PolicyError(f"Rows: an index ({shown(rows)}) goes with neither dim nor size")
-        self._masks: dict[str, Mask] = {}
 
     def prepare(self) -> None:
         """Marks the rows, and checks that every parameter has them."""
         make = self._by_rows if self._index is None else self._by_index
         self._masks = {name: make(name, parameter) for name, parameter in self.parameters.items()}
-
-    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """The masks, whatever the step."""
-        return self._masks
 
     def describe(self) -> dict[str, Any]:
         """The rows."""

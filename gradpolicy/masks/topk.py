@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.checks import check_flag
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.checks import check_choice, check_flag
+from gradpolicy.errors import PolicyError
 from gradpolicy.masks.density import Density, as_density, density_at
 from gradpolicy.masks.gradient_source import GradientSource, wide
 from gradpolicy.masks.selection import highest, highest_together, kept_of
@@ -80,14 +80,11 @@ class TopK(GradientSource):
         **timetable: Any,
     ) -> None:
         super().__init__(window=window, every=every, **timetable)
-        for key, value, valid in (
-            ("by", by, SCORES),
-            ("scope", scope, SCOPES),
-            ("level", level, LEVELS),
-            ("before", before, BEFORE),
-        ):
-            if value not in valid:
-                raise unknown("value", str(value), valid, key=f"TopK.{key}")
+        self.by = check_choice("TopK.by", by, SCORES)
+        self.scope = check_choice("TopK.scope", scope, SCOPES)
+        self.level = check_choice("TopK.level", level, LEVELS)
+        self.before = check_choice("TopK.before", before, BEFORE)
+        self.rewind = check_flag("TopK.rewind", rewind)
         if rewind and by != "change":
             raise PolicyError("TopK.rewind: goes with by='change' only")
         if by == "change" and self.start == 0:
@@ -95,8 +92,6 @@ class TopK(GradientSource):
                 "TopK.start: by='change' needs steps in which the weights change; give start above 0"
             )
         self.density = as_density("TopK.density", density)
-        self.by, self.scope, self.level = by, scope, level
-        self.before, self.rewind = before, check_flag("TopK.rewind", rewind)
         self.needs_gradients = by not in ("weight", "change")
         self._masks: dict[str, Mask] = {}
         self._initial: dict[str, Tensor] = {}

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, shown, unknown
+from gradpolicy.checks import check_choice
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.tensors.hashing import bernoulli, derive
 
 LEVELS = ("entry", "row", "tensor")
@@ -43,8 +44,7 @@ class RandomMask:
     level: str = "entry"
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise unknown("level", str(self.level), LEVELS, key="RandomMask.level")
+        check_choice("RandomMask.level", self.level, LEVELS)
         if not 0.0 <= self.density <= 1.0:
             raise PolicyError(f"RandomMask.density: must lie between 0 and 1, got {shown(self.density)}")
 

@@ -115,7 +115,7 @@ def test_masks_with_the_same_options_are_set_in_one_call(stack) -> None:
     assert {optimizer.settings[parameter]["frozen_state"] for parameter in blocks} == {"keep"}
 
 
-def test_the_optimizer_gets_recipes_tensors_and_none(stack) -> None:
+def test_the_optimizer_gets_seeded_masks_tensors_and_none(stack) -> None:
     optimizer = FakeOptimizer(stack.parameters())
     rows = torch.tensor([[True], [False], [True]])
     policies = {
@@ -216,15 +216,15 @@ def test_requires_grad_comes_on_when_a_gradient_is_wanted_though_no_mask_changes
 
 
 def test_a_flag_for_the_tensor_spares_the_backward_pass_in_whatever_form_it_comes(stack) -> None:
-    """A drawn flag is the same as the recipe's; a tensor of one entry stands for the whole."""
+    """A drawn flag is the same as the seeded mask's; a tensor of one entry stands for the whole."""
     drawn = gp.masks.Random(0.5, level="tensor")
     freezer = Freezer(stack, masked(stack), {"drawn": gp.Freeze(drawn, params=["blocks.*", "head.*"])})
     frozen = set()
     for step in range(4):
         freezer.begin_step(step)
-        for name, recipe in drawn.masks(step, 0).items():
+        for name, seeded in drawn.masks(step, 0).items():
             mask = freezer.mask_of(name)
-            assert mask is bool(recipe.materialize(()))
+            assert mask is bool(seeded.materialize(()))
             assert stack.get_parameter(name).requires_grad is mask
             frozen |= set() if mask else {name}
     assert len(frozen) > 5
@@ -500,16 +500,16 @@ def test_masks_that_no_source_could_give_again_are_saved(stack, tokens, tmp_path
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-def test_a_saved_recipe_is_a_few_numbers(stack) -> None:
+def test_a_saved_seeded_mask_is_a_few_numbers(stack) -> None:
     source = gp.masks.Function(lambda name, parameter, step: RandomMask(0, step, name, 0.5), every=5)
     freezer = Freezer(stack, masked(stack), {"all": gp.Freeze(source)})
     freezer.begin_step(7)
-    recipe = {"seed": 0, "step": 5, "name": "head.bias", "density": 0.5, "level": "entry"}
+    numbers = {"seed": 0, "step": 5, "name": "head.bias", "density": 0.5, "level": "entry"}
     state = freezer.state_dict()
-    assert state["masks"]["all"]["masks"]["head.bias"] == recipe
+    assert state["masks"]["all"]["masks"]["head.bias"] == numbers
     freezer.load_state_dict(state)
     freezer.begin_step(8)
-    assert freezer.mask_of("head.bias") == RandomMask(**recipe)
+    assert freezer.mask_of("head.bias") == RandomMask(**numbers)
 
 
 def test_masks_of_other_parameters_are_not_taken_up(stack) -> None:

@@ -1,4 +1,4 @@
-"""Random masks: recipes that change by the timetable."""
+"""Random masks: seeded, and changed by the timetable."""
 
 import copy
 
@@ -10,7 +10,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.tensors.seeded_mask import RandomMask
 
 
-def test_masks_are_recipes_of_seed_step_and_name(prepared) -> None:
+def test_masks_are_seeded_by_seed_step_and_name(prepared) -> None:
     masks = prepared(gp.masks.Random(density=0.3, every=10, level="row"), seed=4).masks(27, 0)
     assert masks["head.weight"] == RandomMask(4, 20, "head.weight", 0.3, "row")
 
