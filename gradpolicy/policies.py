@@ -6,18 +6,17 @@ What is a policy's own may be positional; where (``modules``, ``ops``, ``params`
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
 from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.function import as_source
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
 from gradpolicy.when import When
 from gradpolicy.where import ModulePattern, as_patterns
-
-if TYPE_CHECKING:
-    from gradpolicy.masks.base import MaskSource
 
 ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
 Operations = str | Callable | Iterable[str | Callable] | None
@@ -305,15 +304,13 @@ class Freeze(Policy):
 
     def __init__(
         self,
-        mask: "MaskSource | Callable | Tensor | Mapping[str, Tensor]",
+        mask: MaskSource | Callable | Tensor | Mapping[str, Tensor],
         *,
         params: str | Iterable[str] = "*",
         frozen_state: str = "keep",
         bias_correction: str = "entry",
         when: When | None = None,
     ) -> None:
-        from gradpolicy.masks.function import as_source
-
         super().__init__(when)
         self.source = as_source(mask)
         self.params = as_patterns(params)
@@ -323,7 +320,7 @@ class Freeze(Policy):
         self.bias_correction = check_choice("Freeze.bias_correction", bias_correction, BIAS_CORRECTIONS)
 
     @property
-    def mask(self) -> "MaskSource":
+    def mask(self) -> MaskSource:
         """The mask source."""
         return self.source
 

@@ -11,11 +11,11 @@ LEAST_UPDATES = 2
 
 
 class MissingGradients:
-    """Finds tensors that train and get no gradient for a whole window of updates.
+    """Finds tensors that should train and never get a gradient.
 
-    A window of a tensor ends when it freezes, when training ends, and after :data:`MOST_UPDATES` updates. A
-    gradient of zeros is one. Only tensors without a gradient so far are looked at, so that a step costs next
-    to nothing.
+    A tensor is named when it freezes or training ends, if it got none in the updates before; and after
+    :data:`MOST_UPDATES` updates without one. A gradient of zeros counts as a gradient. Only tensors without a
+    gradient so far are looked at, so that a step costs next to nothing.
 
     Example:
         >>> import torch
@@ -42,14 +42,14 @@ class MissingGradients:
             The names of those that no longer do, and got no gradient while they did.
         """
         before, self._training = self._training, set(training)
-        self._look_for(self._training - before)
+        self._expect(self._training - before)
         return self._found(before - self._training, LEAST_UPDATES)
 
     def update(self, parameters: Mapping[str, Tensor]) -> list[str]:
-        """Takes an update of some parameters, before gradients of frozen entries are removed.
+        """Looks at the gradients of some parameters, before those of frozen entries are removed.
 
         Returns:
-            The names of those that got no gradient for a window.
+            The names of those that got none in :data:`MOST_UPDATES` updates.
         """
         for name in [*self._without]:
             parameter = parameters.get(name)
@@ -61,7 +61,7 @@ class MissingGradients:
                 del self._without[name]
         self._updates += 1
         if self._updates % MOST_UPDATES == 0:
-            self._look_for(self._training)
+            self._expect(self._training)
         return self._found(self._training, MOST_UPDATES)
 
     def finish(self) -> list[str]:
@@ -70,7 +70,7 @@ class MissingGradients:
         self._without, self._training = {}, set()
         return found
 
-    def _look_for(self, names: Collection[str]) -> None:
+    def _expect(self, names: Collection[str]) -> None:
         for name in names:
             if name not in self._named:
                 self._without.setdefault(name, 0)

@@ -14,12 +14,12 @@ FOLLOWS_REQUIRES_GRAD = torch.__version__ >= (2, 12)  # type: ignore[operator]
 Torch 2.11 goes on with what it made: a layer that was frozen then gets no gradient when it thaws
 (pytorch#139476).
 """
-# The mark of a tensor whose gradient a switch has turned off: it trains, though not just now.
+# The mark of a parameter whose requires_grad is off for a while: it trains, though not just now.
 _TURNED_OFF = "_gradient_turned_off"
 
 
 class RequiresGrad:
-    """Turns the gradients of parameters off and on again, and remembers whose it was.
+    """Turns the ``requires_grad`` of parameters off and on again.
 
     Parameters whose ``requires_grad`` somebody else turned off are never touched. If nothing would be left
     for a backward pass, everything stays on: masks alone keep the values then. That goes for each optimizer
@@ -56,7 +56,7 @@ class RequiresGrad:
                 self._turned_off.add(name)
 
     def restore(self) -> None:
-        """Turns on again whatever this switch turned off."""
+        """Turns on again what was turned off here."""
         for name in self._turned_off:
             _turn_on(self.parameters[name])
         self._turned_off = set()
@@ -66,7 +66,7 @@ class RequiresGrad:
 
 
 def is_turned_off(parameter: Tensor) -> bool:
-    """Whether a switch has turned the parameter's gradient off for a while."""
+    """Whether a parameter's ``requires_grad`` was turned off here for a while."""
     return hasattr(parameter, _TURNED_OFF)
 
 

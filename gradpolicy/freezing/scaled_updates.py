@@ -35,7 +35,7 @@ class ScaledUpdates:
             names: The parameters that are about to be updated.
             rates: What their learning rates are multiplied by; 1 where none is given.
         """
-        if not rates and not self._rates:
+        if not rates and not self._before:
             return
         for name in names:
             parameter, rate = self.parameters[name], rates.get(name, 1.0)

@@ -60,7 +60,7 @@ def grown_at_random(kept: Tensor, key: int, target: int) -> Tensor:
     return _marked(_highest_words(key, ~kept.flatten(), wanted), kept)
 
 
-def normal(key: int, places: Tensor, deviation: float) -> Tensor:
+def normal_values(key: int, places: Tensor, deviation: float) -> Tensor:
     """Normal values with mean 0, of the key and each place alone, the same on every device.
 
     Args:

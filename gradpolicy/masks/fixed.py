@@ -29,8 +29,8 @@ class Fixed(StaticSource):
             - the path of a ``.safetensors`` file that holds a mask for each name, bool or uint8.
         freeze: The other way round: globs of what does not train; everything else does.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see
-            :class:`~gradpolicy.masks.base.MaskSource`. They make no difference, which a warning says: the masks
-            never change.
+            :class:`~gradpolicy.masks.base.MaskSource`. The masks never change, so that these make no
+            difference, which a warning says.
 
     Raises:
         PolicyError: If a name or glob matches no parameter, a mask does not fit, or the file is none.

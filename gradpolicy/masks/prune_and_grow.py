@@ -10,7 +10,7 @@ from torch import Tensor
 from gradpolicy.checks import check_choice, check_share
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.density import DISTRIBUTIONS, Density, as_density, densities, density_at
-from gradpolicy.masks.drop_and_grow import DROPS, grown_at_random, grown_entries, kept_entries, normal
+from gradpolicy.masks.drop_and_grow import DROPS, grown_at_random, grown_entries, kept_entries, normal_values
 from gradpolicy.masks.gradient_source import GradientSource, wide
 from gradpolicy.masks.selection import ROUNDING
 from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
@@ -222,7 +222,7 @@ class PruneAndGrow(GradientSource):
                 new = grown if self.grow == "random" else grown & ~active
                 places = new.flatten().nonzero().flatten()
                 key = derive(self.seed, period, name, "prune_and_grow", "init")
-                self._begun[name] = (places, normal(key, places, self._deviations[name]))
+                self._begun[name] = (places, normal_values(key, places, self._deviations[name]))
 
     def _key(self, name: str, period: int) -> int:
         return derive(self.seed, period, name, "prune_and_grow")

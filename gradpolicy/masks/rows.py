@@ -25,8 +25,8 @@ class Rows(StaticSource):
         size: How many neighbouring rows one number stands for: with ``size=head_width`` the numbers are
             attention heads.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see
-            :class:`~gradpolicy.masks.base.MaskSource`. They make no difference, which a warning says: the masks
-            never change.
+            :class:`~gradpolicy.masks.base.MaskSource`. The masks never change, so that these make no
+            difference, which a warning says.
 
     Raises:
         PolicyError: If an index cannot be read, or a row does not exist in a parameter.

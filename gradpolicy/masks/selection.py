@@ -13,7 +13,7 @@ ROUNDING = 1e-14
 _SAMPLE = 1 << 12
 
 
-def kept_of(density: float, count: int) -> int:
+def kept_count(density: float, count: int) -> int:
     """How many of ``count`` entries a density keeps: those at or above its percentile.
 
     ``k = n − ⌈(1 − p)(n − 1)⌉ = 1 + ⌊p (n − 1)⌋``, which is ``p · n`` where that is a whole number; 0 for

@@ -11,7 +11,7 @@ from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.density import Density, as_density, density_at
 from gradpolicy.masks.gradient_source import GradientSource, wide
-from gradpolicy.masks.selection import highest, highest_together, kept_of
+from gradpolicy.masks.selection import highest, highest_together, kept_count
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.seeded_mask import LEVELS
 from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like
@@ -177,9 +177,9 @@ class TopK(GradientSource):
         scores = self.scores()
         if self.scope == "global":
             total = sum(score.numel() for score in scores.values())
-            chosen = highest_together(scores, kept_of(density, total))
+            chosen = highest_together(scores, kept_count(density, total))
         else:
-            chosen = {name: highest(s, kept_of(density, s.numel())) for name, s in scores.items()}
+            chosen = {name: highest(s, kept_count(density, s.numel())) for name, s in scores.items()}
         if self.level == "tensor":
             return {name: bool(mask) for name, mask in chosen.items()}
         return dict(chosen)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradpolicy.masks.drop_and_grow import grown_entries, kept_entries, normal
+from gradpolicy.masks.drop_and_grow import grown_entries, kept_entries, normal_values
 
 
 def exchange(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float, target: int) -> Tensor:
@@ -61,9 +61,9 @@ def test_a_lower_target_takes_the_smallest_away(drop: str) -> None:
 
 def test_values_of_grown_entries_are_normal_and_depend_on_key_and_place() -> None:
     places = torch.arange(0, 200_000, 2)
-    values = normal(7, places, deviation=0.5)
+    values = normal_values(7, places, deviation=0.5)
     drawn = values / 0.5
     for moment, expected in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
         assert drawn.pow(moment).mean().item() == pytest.approx(expected, abs=0.08)
-    assert torch.equal(normal(7, places[30::5], 0.5), values[30::5])
-    assert not torch.equal(normal(8, places, 0.5), values)
+    assert torch.equal(normal_values(7, places[30::5], 0.5), values[30::5])
+    assert not torch.equal(normal_values(8, places, 0.5), values)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradpolicy.masks.selection import highest, highest_together, kept_of
+from gradpolicy.masks.selection import highest, highest_together, kept_count
 
 
 @given(
@@ -35,14 +35,14 @@ def test_exactly_so_many_are_marked_and_none_left_out_is_higher(scores: list[flo
 def test_a_density_keeps_what_lies_at_or_above_the_percentile(density: float, count: int, seed: int) -> None:
     scores = np.random.default_rng(seed).permutation(count).astype(np.float64)
     kept = int((scores >= np.percentile(scores, (1 - density) * 100) - 1e-14 * count).sum())
-    assert kept_of(density, count) == kept
+    assert kept_count(density, count) == kept
 
 
 @pytest.mark.parametrize(
     ("density", "count", "kept"), [(0.5, 10, 5), (0.1, 1000, 100), (1, 7, 7), (0, 7, 0), (0.3, 0, 0)]
 )
 def test_a_whole_share_is_kept_exactly(density: float, count: int, kept: int) -> None:
-    assert kept_of(density, count) == kept
+    assert kept_count(density, count) == kept
 
 
 def test_together_means_the_highest_of_all() -> None:
@@ -88,4 +88,4 @@ def test_values_that_are_very_common_are_found_too(kept: int) -> None:
 )
 def test_the_count_is_that_of_exact_arithmetic(density: str, count: int) -> None:
     share = Fraction(density)
-    assert kept_of(float(density), count) == count - math.ceil((1 - share) * (count - 1))
+    assert kept_count(float(density), count) == count - math.ceil((1 - share) * (count - 1))
