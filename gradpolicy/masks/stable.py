@@ -61,9 +61,10 @@ class Stable(GradientSource):
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """False for the layers that have settled."""
         period = self.period(step, epoch)
-        if self.decided < period and (period <= 0 or self.overdue(step, epoch)):
-            if period > 0:
-                self._compare()
+        if period == 0 and self.decided < 0:
+            self.decide(step, epoch)  # the first interval begins
+        elif period > 0 and self.overdue(step, epoch):
+            self._compare()
             self.decide(step, epoch)
         settled = {name for layer in self.layers[: self.frozen] for name in layer.parameters}
         settled.update(self._front if self.frozen else ())

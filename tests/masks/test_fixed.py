@@ -108,3 +108,16 @@ def test_a_source_whose_masks_never_change_names_an_unknown_argument() -> None:
 def test_mask_and_freeze_exclude_each_other() -> None:
     with pytest.raises(PolicyError, match="not both"):
         gp.masks.Fixed("a", freeze="b")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (gp.masks.Fixed(), "Fixed(mask=False)"),
+        (gp.masks.Fixed(freeze="*.bias"), "Fixed(freeze=['*.bias'])"),
+        (gp.masks.Fixed({"a": True, "b": False}), "Fixed(mask='2 masks')"),
+        (gp.masks.Fixed(torch.ones(3, 1, dtype=torch.bool)), "Fixed(mask='tensor (3, 1)')"),
+    ],
+)
+def test_it_tells_what_was_given_in_short(source, text: str) -> None:
+    assert repr(source) == text
