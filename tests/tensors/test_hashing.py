@@ -62,3 +62,15 @@ def test_shuffled_is_a_permutation_that_the_parts_decide() -> None:
     assert all(sorted(order) == list(range(8)) for order in orders)
     assert hashing.shuffled(8, 0, 3) == orders[3]
     assert len({tuple(order) for order in orders}) > 45
+
+
+def test_keys_are_those_of_splitmix64() -> None:
+    """The first outputs of the published generator for the seeds 0 and 1."""
+    assert (hashing.mix(0), hashing.mix(1)) == (0xE220A8397B1DCDAF, 0x910A2DEC89025CC1)
+
+
+def test_the_same_parts_give_the_same_key_in_every_version() -> None:
+    """A checkpoint holds the parts only."""
+    assert hashing.derive(0, "fc.weight") == 0x370D75876069D8B1
+    assert hashing.derive(-1, 3, "ü") == 0x8D08B82DF7C3B4F1
+    assert hashing.shuffled(8, 0, 3) == [3, 0, 7, 4, 5, 6, 1, 2]

@@ -87,3 +87,11 @@ def test_a_wrong_seeded_mask_says_what_is_wrong() -> None:
         RandomMask(0, 0, "w", 1.5)
     with pytest.raises(PolicyError, match=r"seeded mask \{'seed': 0\}: .*missing"):
         RandomMask.from_state({"seed": 0})
+
+
+def test_the_same_numbers_give_the_same_mask_in_every_version() -> None:
+    entries = RandomMask(0, 40, "fc.weight", 0.5).materialize((4, 8))
+    drawn = ["".join("01"[bit] for bit in row) for row in entries.int().tolist()]
+    assert drawn == ["10001000", "01110110", "00101000", "00101101"]
+    rows = RandomMask(0, 40, "fc.weight", 0.5, "row").materialize((16, 8))
+    assert "".join("01"[bit] for bit in rows.flatten().int().tolist()) == "1000100001110110"
