@@ -75,3 +75,16 @@ def test_a_window_is_refused_since_the_interval_is_the_window() -> None:
 def test_a_percentile_beyond_100_is_an_error() -> None:
     with pytest.raises(PolicyError, match="between 0 and 100"):
         gp.masks.Stable(101)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "settled"),
+    [
+        ([0.5, 0.5], [0.5, 0.1], 1),
+        ([0.0, 0.5], [0.5, 0.1], 1),
+        ([0.5, 0.5], [0.0, 0.1], 1),
+        ([0.5, 0.5], [0.1, 0.5], 0),
+    ],
+)
+def test_a_layer_without_a_gradient_before_or_now_counts_as_unchanged(before, now, settled) -> None:
+    assert settled_layers(before, now, 50) == settled
