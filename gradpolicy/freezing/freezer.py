@@ -93,8 +93,10 @@ class Freezer:
         self._missing = MissingGradients()
         # Empty at first: an optimizer may bring masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
+        # The step whose masks are set; None before the first, and after a state is loaded.
         self._step: int | None = None
-        self._epoch = 0
+        # The step and epoch that sources are asked about.
+        self._now = (0, 0)
         # Whether gradients were shown in this step, and whether it was said that they were not.
         self._observed = self._has_told = False
         self._find_parameters()
@@ -204,7 +206,7 @@ class Freezer:
             return
         self._warn_of_unobserved()
         self._bind_joined()
-        self._step, self._epoch, self._observed = step, epoch, False
+        self._step, self._now, self._observed = step, (step, epoch), False
         changes = [(each, each.update(step, epoch, phase)) for each in self._policies]
         changed = set().union(*(names for _, names in changes)) if self._combined else set(self.parameters)
         resetting = [each for each in self._policies if each.in_effect and each.source.resets_state]
@@ -251,7 +253,7 @@ class Freezer:
 
     def wanted_gradients(self) -> set[str]:
         """The parameters whose whole gradients mask sources want to see in this step."""
-        return set().union(*(each.gradient_names(self._step or 0, self._epoch) for each in self._policies))
+        return set().union(*(each.gradient_names(*self._now) for each in self._policies))
 
     def restore(self) -> None:
         """Gives every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
@@ -405,7 +407,7 @@ class Freezer:
         if self._step is None or self._observed or self._has_told:
             return
         for each in self._policies:
-            if each.gradient_names(self._step, self._epoch):
+            if each.gradient_names(*self._now):
                 self._has_told = True
                 nothing = "" if each.active() else ", and until it has seen some nothing trains"
                 warnings.warn(
@@ -417,7 +419,7 @@ class Freezer:
 
     def _show_gradients(self, mine: Mapping[str, Tensor], optimizer: MaskingOptimizer | None) -> None:
         for each in self._policies:
-            wanted = each.gradient_names(self._step or 0, self._epoch)
+            wanted = each.gradient_names(*self._now)
             # In the order of the parameters, which is the same on all processes.
             gradients = {
                 name: parameter.grad.detach()
@@ -432,7 +434,7 @@ class Freezer:
         scales: dict[str, float] = {}
         for each in self._policies:
             if each.in_effect:
-                for name, scale in getattr(each.source, method)(self._step or 0, self._epoch).items():
+                for name, scale in getattr(each.source, method)(*self._now).items():
                     scales[name] = scales.get(name, 1.0) * scale
         return scales
 

@@ -77,7 +77,7 @@ class MaskSource:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise PolicyError(f"{kind}.seed: must be a whole number, got {shown(seed)}")
         self.own_seed = seed
-        self.seed = 0 if seed is None else seed
+        self.seed = 0
         self.parameters: dict[str, Tensor] = {}
 
     def setup(self, parameters: Mapping[str, Tensor], *, seed: int) -> None:

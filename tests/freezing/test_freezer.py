@@ -297,6 +297,35 @@ def test_a_scaled_rate_is_that_of_a_group_with_this_rate(stack, tokens, make) ->
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
 
 
+class ByTheTime(MaskSource):
+    """Everything trains; gradients are scaled by the step, learning rates by the epoch."""
+
+    def masks(self, step: int, epoch: int) -> dict:
+        return {}
+
+    def gradient_scale(self, step: int, epoch: int) -> dict[str, float]:
+        return dict.fromkeys(self.parameters, 1.0 + step)
+
+    def learning_rate_scale(self, step: int, epoch: int) -> dict[str, float]:
+        return dict.fromkeys(self.parameters, 1.0 / (1 + epoch))
+
+
+def test_scales_are_those_of_the_step_and_the_epoch() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    freezer = Freezer({"weight": weight}, optimizer, {"all": gp.Freeze(ByTheTime())})
+    moves = []
+    for step in range(4):
+        before = weight.detach().clone()
+        freezer.begin_step(step, epoch=step // 2)
+        weight.grad = torch.ones(2)
+        freezer.observe()
+        optimizer.step()
+        freezer.finish_step()
+        moves.append(float((before - weight.detach())[0]))
+    assert moves == [1.0, 2.0, 1.5, 2.0]
+
+
 def proportional(optimizer: str) -> bool:
     """Whether torch's second update doubles where the learning rate is doubled after the first."""
     moved = []
