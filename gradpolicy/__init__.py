@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradpolicy.flow.apply import apply
     from gradpolicy.flow.install import install
     from gradpolicy.flow.override import gradient_override
-    from gradpolicy.freeze import Freezer
+    from gradpolicy.freezing import Freezer
     from gradpolicy.optim import MaskedOptimizer, UpdateRule, update_rule
     from gradpolicy.policies import (
         Clip,
@@ -47,7 +47,7 @@ _HOMES = {
     "apply": "gradpolicy.flow",
     "gradient_override": "gradpolicy.flow",
     "install": "gradpolicy.flow",
-    "Freezer": "gradpolicy.freeze",
+    "Freezer": "gradpolicy.freezing",
     **dict.fromkeys(("MaskedOptimizer", "UpdateRule", "update_rule"), "gradpolicy.optim"),
     "gradcheck_rule": "gradpolicy.rules.gradcheck",
     **dict.fromkeys(("Rule", "get_rule", "rule", "rule_names"), "gradpolicy.rules"),

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -22,7 +23,7 @@ from gradpolicy.flow import install
 from gradpolicy.flow.cuts import check_cuts
 from gradpolicy.flow.install import Installed
 from gradpolicy.flow.unmet import check_met
-from gradpolicy.freeze import Freezer
+from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
@@ -43,7 +44,8 @@ class GradientPolicies(Callback):
     - before the first batch after an update: schedules are evaluated and new masks are set, so that the
       backward pass already knows what is frozen; on many processes the reducer learns what trains, and from
       time to time the ranks check that they agree;
-    - before gradient clipping: gradients of frozen entries are removed, so that they do not count there;
+    - before gradient clipping, if there is any: gradients of frozen entries are removed, so that they do not
+      count there, nor in what is logged;
     - as soon as an optimizer has stepped: its update is scaled where a mask source sets learning rates;
     - once a tensor: a warning that a policy lets it train and it gets no gradient, see
       :class:`~gradpolicy.Freezer`;
@@ -233,9 +235,7 @@ class GradientPolicies(Callback):
                 self.freezer.begin_step(updates, trainer.current_epoch)
             if self.ranks is not None:
                 times = (updates, trainer.current_epoch)
-                self.ranks.begin_step(
-                    updates, cut=self._cuts_now(*times), wanted=self._gradients_wanted(*times)
-                )
+                self.ranks.begin_step(updates, cut=self._cuts_now(*times), wanted=self._wanted_gradients())
             self._updates_seen = updates
         if self.installed is not None:
             self.installed.set_loss_scale(_loss_scale(trainer))
@@ -262,7 +262,7 @@ class GradientPolicies(Callback):
         """
         if pl_module.automatic_optimization or self.freezer is None:
             return
-        if not self._gradients_wanted(self._updates_seen, trainer.current_epoch):
+        if not self._wanted_gradients():
             for optimizer in self._masked:
                 with _one_gradient_left(trainer, optimizer):
                     optimizer.mask_gradients()
@@ -270,14 +270,16 @@ class GradientPolicies(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Masks gradients: after unscaling, before clipping, once per effective step."""
+        """Shows sources the gradients, and masks them if they are clipped or logged; after unscaling."""
         logs = self.log_policies and self._logs_now(trainer)
-        if logs or self._gradients_wanted(self._updates_seen, trainer.current_epoch):
+        if logs or self._wanted_gradients():
             _unscale(trainer, optimizer)
         before = self._freeze_norms() if logs else {}
         if self.freezer is not None and optimizer in self._masked:
-            with _one_gradient_left(trainer, optimizer):
-                self.freezer.observe(optimizer)
+            self.freezer.observe(optimizer)
+            if logs or self._gradients_are_read(trainer, pl_module):
+                with _one_gradient_left(trainer, optimizer):
+                    optimizer.mask_gradients()
         if logs:
             pl_module.log_dict({**self._flow_metrics("fit"), **self._freeze_metrics(before)})
 
@@ -324,14 +326,19 @@ class GradientPolicies(Callback):
         """Whether a policy may leave parameters without a gradient about this time."""
         return any(_cuts(policy) and _lasts(policy.when, step, epoch) for policy in self.policies.values())
 
-    def _gradients_wanted(self, step: int, epoch: int) -> set[str]:
-        """The parameters whose whole gradient a mask source wants to see."""
-        return {
-            name
-            for policy in self.freeze_policies.values()
-            if policy.when.active(phase="fit", step=step, epoch=epoch)
-            for name in policy.source.gradient_names(step, epoch)
-        }
+    def _wanted_gradients(self) -> set[str]:
+        """The parameters whose whole gradients mask sources want to see."""
+        return self.freezer.wanted_gradients() if self.freezer is not None else set()
+
+    def _gradients_are_read(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Whether gradients are clipped before the update, or a hook of somebody else's may look at them."""
+        hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+        return (
+            bool(trainer.gradient_clip_val)
+            or any(is_overridden(hook, pl_module) for hook in hooks)
+            or any(is_overridden(hooks[0], each, Callback) for each in others)
+        )
 
     def _check_operations_met(self, phase: str, *, thaws: bool) -> None:
         """Raises, after the first batch of a phase, for a policy that met none of the operations it names."""

@@ -1,11 +1,30 @@
-"""Checks of the numbers that constructors take; each names the argument it refuses."""
+"""Checks of what constructors take; each names the argument it refuses."""
 
-from gradpolicy.errors import PolicyError, shown
+from collections.abc import Iterable
+
+from gradpolicy.errors import PolicyError, shown, unknown
 
 # More of anything than this exceeds what memory holds, and what 32-bit counters count.
 LARGEST_SIZE = 2**31 - 1
 # NumPy takes no larger one.
 LARGEST_SEED = 2**32 - 1
+
+
+# What may become of the optimizer state of frozen entries, and whose age counts in bias correction.
+FROZEN_STATES = ("keep", "zero", "drop")
+BIAS_CORRECTIONS = ("entry", "tensor")
+
+
+def check_choice(key: str, value: object, valid: Iterable[str]) -> str:
+    """Takes one of some names.
+
+    Raises:
+        PolicyError: For anything else; it names the nearest valid name.
+    """
+    names = tuple(valid)
+    if value not in names:
+        raise unknown("value", str(value), names, key=key)
+    return str(value)
 
 
 def check_share(key: str, value: object) -> float:

@@ -91,7 +91,7 @@ def _units() -> list[tuple[Path, dict[str, str]]]:
     native = FOLDER / "optim" / "kernels" / "native"
     rules = sorted((FOLDER / "optim" / "update_rules").glob("*.c"))
     updates = [(native / "update.c", rule_defines(rule.stem)) for rule in rules]
-    return [(native / "blocks.c", {}), *updates, *((path, {}) for path in FOLDER.glob("*/hashing.c"))]
+    return [(native / "blocks.c", {}), *updates, *((path, {}) for path in FOLDER.glob("tensors/*.c"))]
 
 
 def _found_or_built(source: Path, defines: dict[str, str], command: list[str]) -> Path:

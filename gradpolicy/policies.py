@@ -6,17 +6,17 @@ What is a policy's own may be positional; where (``modules``, ``ops``, ``params`
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
 from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.function import as_source
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
 from gradpolicy.when import When
 from gradpolicy.where import ModulePattern, as_patterns
-
-if TYPE_CHECKING:
-    from gradpolicy.freeze.source import MaskSource
 
 ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
 Operations = str | Callable | Iterable[str | Callable] | None
@@ -27,8 +27,6 @@ Scheduled = float | Callable[[int], float]
 
 BOUNDARIES = ("input", "output")
 STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
-FROZEN_STATES = ("keep", "zero", "drop")
-BIAS_CORRECTIONS = ("entry", "tensor")
 
 
 class Policy:
@@ -306,31 +304,23 @@ class Freeze(Policy):
 
     def __init__(
         self,
-        mask: "MaskSource | Callable | Tensor | Mapping[str, Tensor]",
+        mask: MaskSource | Callable | Tensor | Mapping[str, Tensor],
         *,
         params: str | Iterable[str] = "*",
         frozen_state: str = "keep",
         bias_correction: str = "entry",
         when: When | None = None,
     ) -> None:
-        from gradpolicy.freeze.function import as_source
-
         super().__init__(when)
-        if frozen_state not in FROZEN_STATES:
-            raise unknown("frozen_state", str(frozen_state), FROZEN_STATES, key="Freeze.frozen_state")
-        if bias_correction not in BIAS_CORRECTIONS:
-            raise unknown(
-                "bias_correction", str(bias_correction), BIAS_CORRECTIONS, key="Freeze.bias_correction"
-            )
         self.source = as_source(mask)
         self.params = as_patterns(params)
         if not self.params:
             raise PolicyError("Freeze.params: names no parameter; '*' means all of them")
-        self.frozen_state = frozen_state
-        self.bias_correction = bias_correction
+        self.frozen_state = check_choice("Freeze.frozen_state", frozen_state, FROZEN_STATES)
+        self.bias_correction = check_choice("Freeze.bias_correction", bias_correction, BIAS_CORRECTIONS)
 
     @property
-    def mask(self) -> "MaskSource":
+    def mask(self) -> MaskSource:
         """The mask source."""
         return self.source
 

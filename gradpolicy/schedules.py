@@ -1,8 +1,9 @@
-"""Ready schedules: a rule's number as a function of the step (or epoch) count.
+"""Ready schedules: a number as a function of the step (or epoch) count.
 
 A schedule is any callable ``count -> float``. These can be pickled, compared and named in YAML as
-``_target_: gradpolicy.schedules.Ganin``; give one wherever a rule takes a number. The ramps run from count
-``begin`` for ``steps`` counts, and hold their ends: ``p`` is the share that has passed, from 0 to 1.
+``_target_: gradpolicy.schedules.Ganin``; give one wherever a rule takes a number, or a mask source a
+density. The ramps run from count ``begin`` for ``steps`` counts, and hold their ends: ``p`` is the share that
+has passed, from 0 to 1.
 
 Example:
     >>> import gradpolicy as gp
@@ -16,9 +17,10 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
-from gradpolicy.errors import PolicyError, shown
+from gradpolicy.checks import check_whole
+from gradpolicy.errors import PolicyError, knows_its_arguments, shown
 
-__all__ = ["Constant", "Cosine", "Exponential", "Ganin", "Linear"]
+__all__ = ["Constant", "Cosine", "Cubic", "Exponential", "Ganin", "Linear"]
 
 
 class Schedule(ABC):
@@ -46,13 +48,6 @@ class Schedule(ABC):
             raise PolicyError(f"{type(self).__name__}.{key}: must be a finite number, got {shown(value)}")
         return float(value)
 
-    def _whole(self, key: str, value: Any, least: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise PolicyError(
-                f"{type(self).__name__}.{key}: must be a whole number of at least {least}, got {shown(value)}"
-            )
-        return value
-
 
 class Constant(Schedule):
     """The same number at every count.
@@ -61,6 +56,7 @@ class Constant(Schedule):
         value: The number.
     """
 
+    @knows_its_arguments
     def __init__(self, value: float) -> None:
         self.value = self._number("value", value)
 
@@ -82,15 +78,19 @@ class Ramp(Schedule):
         PolicyError: If a value is not finite, or there is not at least one step.
     """
 
+    @knows_its_arguments
     def __init__(self, start: float, stop: float, steps: int, begin: int = 0) -> None:
         self.start = self._number("start", start)
         self.stop = self._number("stop", stop)
-        self.steps = self._whole("steps", steps, least=1)
-        self.begin = self._whole("begin", begin, least=0)
+        self.steps = check_whole(f"{type(self).__name__}.steps", steps, least=1)
+        self.begin = check_whole(f"{type(self).__name__}.begin", begin, least=0)
 
     def __call__(self, count: int) -> float:
         """The value at a count of steps or epochs."""
         return self.value_at(progress(count - self.begin, self.steps))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.start}, {self.stop}, steps={self.steps}, begin={self.begin})"
 
     @abstractmethod
     def value_at(self, passed: float) -> float:
@@ -98,11 +98,11 @@ class Ramp(Schedule):
 
 
 class Linear(Ramp):
-    """A straight line: ``start + (stop − start) · p``."""
+    """A straight line: ``stop + (start − stop) · (1 − p)``."""
 
     def value_at(self, passed: float) -> float:
         """The value where a share of the way has passed."""
-        return self.start + (self.stop - self.start) * passed
+        return self.stop + (self.start - self.stop) * (1 - passed)
 
 
 class Cosine(Ramp):
@@ -116,6 +116,17 @@ class Cosine(Ramp):
         return self.stop + (self.start - self.stop) * (1 + math.cos(math.pi * passed)) / 2
 
 
+class Cubic(Ramp):
+    """Fast at first, slow at the end: ``stop + (start − stop) · (1 − p)³``.
+
+    Source: Zhu, Gupta 2017, arXiv:1710.01878.
+    """
+
+    def value_at(self, passed: float) -> float:
+        """The value where a share of the way has passed."""
+        return self.stop + (self.start - self.stop) * (1 - passed) ** 3
+
+
 class Exponential(Ramp):
     """A constant ratio from count to count: ``start · (stop / start)ᵖ``.
 
@@ -123,6 +134,7 @@ class Exponential(Ramp):
         PolicyError: If the ratio does not exist: one end is 0, or the signs differ.
     """
 
+    @knows_its_arguments
     def __init__(self, start: float, stop: float, steps: int, begin: int = 0) -> None:
         super().__init__(start, stop, steps, begin)
         if not self.start * self.stop > 0:
@@ -146,10 +158,11 @@ class Ganin(Schedule):
     Source: Ganin, Lempitsky 2015, arXiv:1409.7495 (λₚ of its experiments).
     """
 
+    @knows_its_arguments
     def __init__(self, gamma: float = 10.0, steps: int = 10_000, begin: int = 0) -> None:
         self.gamma = self._number("gamma", gamma)
-        self.steps = self._whole("steps", steps, least=1)
-        self.begin = self._whole("begin", begin, least=0)
+        self.steps = check_whole(f"{type(self).__name__}.steps", steps, least=1)
+        self.begin = check_whole(f"{type(self).__name__}.begin", begin, least=0)
 
     def __call__(self, count: int) -> float:
         """The value at a count of steps or epochs."""

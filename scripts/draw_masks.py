@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from drawing import draw, panel
-from gradpolicy.freeze.layers import find_layers
-from gradpolicy.freeze.mask import as_tensor
+from gradpolicy.masks.layers import find_layers
+from gradpolicy.tensors.mask import as_tensor
 
 FOLDER = Path(__file__).parents[1] / "docs" / "masks" / "pictures"
 TRAINS, LINE = "Oranges", "#D55E00"

@@ -76,3 +76,29 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
         return Trainer(**{**defaults, **settings})
 
     return make
+
+
+class Stack(nn.Module):
+    """An embedding, four numbered blocks, a head."""
+
+    def __init__(self, blocks: int = 4, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+@pytest.fixture
+def stack() -> Stack:
+    return Stack()
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.arange(24).reshape(4, 6) % 6

@@ -118,6 +118,54 @@ def test_masked_gradients_do_not_count_in_the_clipping_norm(two_layers, loader, 
     assert all(math.isclose(norm, 1e-3, rel_tol=1e-3) for norm in norms)
 
 
+class Reader(Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        pass
+
+
+class OwnClipping:
+    def configure_gradient_clipping(self, *_, **__):
+        pass
+
+
+class OwnStep:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class OwnLog:
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "readers", "mixed_in", "masked"),
+    [
+        ({}, [], (), False),
+        ({"gradient_clip_val": 0.0}, [], (), False),
+        ({"gradient_clip_val": 1e9}, [], (), True),
+        ({}, [Reader()], (), True),
+        ({}, [], (OwnClipping,), True),
+        ({}, [], (OwnStep,), True),
+        ({}, [], (OwnLog,), True),
+    ],
+)
+def test_gradients_are_masked_where_somebody_may_read_them(
+    two_layers, loader, make_trainer, settings, readers, mixed_in, masked
+):
+    remaining = []
+
+    class Module(*mixed_in, type(two_layers)):
+        def on_before_zero_grad(self, optimizer):
+            gradient = self.head.weight.grad
+            if gradient is not None:
+                remaining.append(bool(gradient[~half("", gradient, 0)].any()))
+
+    callbacks = [gp.GradientPolicies({"half": gp.Freeze(half, params="head.weight")}), *readers]
+    make_trainer(max_steps=3, callbacks=callbacks, **settings).fit(Module(), loader)
+    assert remaining == [not masked] * 2
+
+
 @pytest.mark.parametrize("sees_gradients", [False, True])
 def test_under_manual_optimization_too(two_layers, loader, make_trainer, sees_gradients):
     norms = []

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from gradpolicy.checks import check_flag, check_share, check_sizes, check_whole
+from gradpolicy.checks import check_choice, check_flag, check_share, check_sizes, check_whole
 from gradpolicy.errors import PolicyError
 
 
@@ -20,6 +20,13 @@ def test_a_share_lies_between_0_and_1(value):
 
 def test_what_is_right_is_given_back():
     assert (check_whole("n", 3, least=3), check_share("p", 1), check_flag("f", False)) == (3, 1.0, False)
+
+
+@pytest.mark.parametrize("value", ["forwards", None, ["forward"], 1])
+def test_a_choice_is_one_of_the_names(value):
+    with pytest.raises(PolicyError, match=r"^Net\.order: unknown value .*'forward'"):
+        check_choice("Net.order", value, ("forward", "reverse"))
+    assert check_choice("Net.order", "reverse", {"forward": 1, "reverse": 2}) == "reverse"
 
 
 def test_a_flag_is_no_number():

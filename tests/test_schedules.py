@@ -6,12 +6,13 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import gradpolicy as gp
-from gradpolicy.schedules import Constant, Cosine, Exponential, Ganin, Linear
+from gradpolicy.schedules import Constant, Cosine, Cubic, Exponential, Ganin, Linear
 
 SCHEDULES = [
     Constant(0.3),
     Linear(1.0, 5.0, 10),
     Cosine(1.0, 0.0, 10),
+    Cubic(1.0, 0.1, 10),
     Exponential(1.0, 0.01, 10),
     Ganin(10, 100),
 ]
@@ -27,6 +28,28 @@ def test_cosine_is_half_a_wave():
     assert [wave(count) for count in range(9)] == pytest.approx(
         [math.cos(math.pi * count / 16) ** 2 for count in range(9)]
     )
+
+
+CURVES = {
+    Linear: lambda passed: 1 - passed,
+    Cosine: lambda passed: (1 + math.cos(math.pi * passed)) / 2,
+    Cubic: lambda passed: (1 - passed) ** 3,
+}
+
+
+@pytest.mark.parametrize("kind", CURVES)
+@pytest.mark.parametrize(("start", "stop"), [(1.0, 0.1), (0.0, 0.5)])
+def test_a_ramp_follows_its_curve(kind: type, start: float, stop: float) -> None:
+    ramp = kind(start, stop, steps=40, begin=10)
+    for count in range(60):
+        passed = min(max((count - 10) / 40, 0), 1)
+        assert ramp(count) == pytest.approx(stop + (start - stop) * CURVES[kind](passed), abs=1e-12)
+
+
+def test_a_ramp_holds_its_ends_exactly() -> None:
+    for kind in CURVES:
+        ramp = kind(0.7, 0.3, steps=5, begin=2)
+        assert (ramp(0), ramp(2), ramp(7), ramp(99)) == (0.7, 0.7, 0.3, 0.3)
 
 
 def test_exponential_keeps_the_ratio():
@@ -91,3 +114,8 @@ def test_schedules_are_found_under_the_package():
 def test_wrong_input_names_the_key(make, message):
     with pytest.raises(gp.PolicyError, match=message):
         make()
+
+
+def test_an_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(gp.PolicyError, match="Cubic: takes no argument 'stp'; did you mean 'stop'"):
+        Cubic(1.0, stp=0.1, steps=3)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.freeze.hashing import derive
+from gradpolicy.tensors.hashing import derive
 
 # Words summed into one column; a prime, so that swapped rows of a matrix fall into other columns.
 _COLUMNS = 509
@@ -46,8 +46,8 @@ def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: st
 
     Args:
         tensors: What must be the same everywhere, by a name a person understands: tensors, or anything
-            with a ``repr`` that tells it from others (a recipe, a number). The first difference in this order
-            is named.
+            with a ``repr`` that tells it from others (a seeded mask, a number). The first difference in this
+            order is named.
         group: The process group; None for all ranks.
         moment: When this is, for the message, such as ``"before update 300"``.
 

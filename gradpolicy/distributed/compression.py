@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.freeze.mask import Mask, as_tensor, same_mask
+from gradpolicy.tensors.mask import Mask, as_tensor, same_mask
 
 WIRE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -89,7 +89,7 @@ class ActiveEntries:
 
         Args:
             masks: For each parameter that is not to be sent whole True or False, a bool mask that broadcasts
-                to it, or a recipe.
+                to it, or a seeded mask.
         """
         fresh: dict[int, Mask] = {
             id(parameter): mask for parameter, mask in masks.items() if mask is not True

@@ -13,10 +13,10 @@ from gradpolicy.distributed.agreement import check_agreement
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.reducer import ReducerKeeper
 from gradpolicy.errors import PolicyError
-from gradpolicy.freeze import Freezer
-from gradpolicy.freeze.sharding import local
+from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.tensors.sharding import local_shard
 
 
 class Ranks:
@@ -135,7 +135,7 @@ class Ranks:
                 held[f"the ages of {name!r}"] = signed
         for name, parameter in self.named.items():
             for group in _replica_groups(parameter):
-                common.setdefault(group, {})[f"the weights {name!r}"] = local(parameter)
+                common.setdefault(group, {})[f"the weights {name!r}"] = local_shard(parameter)
         return common
 
     def _masked(self) -> Iterator[tuple[str, MaskedParameter]]:

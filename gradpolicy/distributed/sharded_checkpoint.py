@@ -24,7 +24,7 @@ from gradpolicy.distributed import manifest
 from gradpolicy.distributed.shard_metadata import read_metadata
 from gradpolicy.distributed.shard_reader import load_all
 from gradpolicy.faults.checkpoint_file import load_file, save_file
-from gradpolicy.freeze.sharding import like
+from gradpolicy.tensors.sharding import shard_like
 
 # The manifest. It is written last; a directory without it was not finished.
 MARKER = "whole"
@@ -170,7 +170,7 @@ def cut_as(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]
 
     def cut(value: Any, parameter: Tensor) -> Any:
         matches = isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
-        return like(value, parameter) if matches else value
+        return shard_like(value, parameter) if matches else value
 
     entries = {
         number: {key: cut(value, parameters[number]) for key, value in entry.items()}

@@ -17,11 +17,8 @@ from gradpolicy.flow.aside import set_aside
 from gradpolicy.flow.cuts import check_cuts
 from gradpolicy.flow.idle import idle_remarks
 from gradpolicy.flow.unmet import check_met
-from gradpolicy.freeze.bound import check_agreement
-from gradpolicy.freeze.mask import intersect
-from gradpolicy.freeze.schedule import Constant
-from gradpolicy.freeze.source import MaskSource
-from gradpolicy.freeze.toggling import is_turned_off
+from gradpolicy.freezing.combination import check_same_options
+from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.insight.plan_warnings import (
     buffer_warnings,
     gets_gradient,
@@ -30,7 +27,10 @@ from gradpolicy.insight.plan_warnings import (
     trained_in_vain,
     vain_warnings,
 )
+from gradpolicy.masks.base import MaskSource
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.schedules import Constant
+from gradpolicy.tensors.mask import intersect
 from gradpolicy.when import When
 from gradpolicy.where import match_parameters, named_parameters, plain_name
 
@@ -376,7 +376,7 @@ def _freeze_masks(
         except PolicyError as error:
             raise PolicyError(f"policy.{name}: {error}") from error
     for key, holders in policies_of.items():
-        check_agreement(key, holders)
+        check_same_options(key, holders)
     return sources, masks
 
 

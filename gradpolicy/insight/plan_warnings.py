@@ -11,7 +11,7 @@ from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.where import match_parameters, plain_name
 
 if TYPE_CHECKING:
-    from gradpolicy.freeze.source import MaskSource
+    from gradpolicy.masks.base import MaskSource
 
 Gradients = Mapping[str, Tensor | None]
 

@@ -23,8 +23,6 @@ PLACES: dict[str, tuple[str, ...]] = {
 PARTS: tuple[str, ...] = (
     "gradpolicy.When",
     "gradpolicy.distributed.compression.ActiveEntries",
-    "gradpolicy.freeze.schedule.Constant",
-    "gradpolicy.freeze.schedule.Ramp",
     "gradpolicy.masks.MaskSource",
     "gradpolicy.masks.RandomMask",
     "gradpolicy.policies.Policy",

@@ -15,11 +15,12 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import entry_ages, record_groups
 from gradpolicy.optim.initial_state import first_step_state, is_torchs_own
-from gradpolicy.optim.layout import Layout, coarse_mask, is_sharded
+from gradpolicy.optim.layout import Layout, coarse_mask
 from gradpolicy.optim.mask_transition import adopt_ages, freezes_whole_tensor, take_empty_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.optim.options import OPTIONS, checked
 from gradpolicy.optim.record_groups import KEY, Record, split
+from gradpolicy.tensors.sharding import is_sharded
 
 __all__ = ["KEY", "Record", "check", "check_state", "record_of", "restore", "save", "split"]
 

@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: the tensor itself unless it is a DTensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+from gradpolicy.tensors.mask import as_tensor, check_mask
+from gradpolicy.tensors.sharding import is_sharded, local_shard
 
 
 def local_mask(mask: Tensor, parameter: Tensor) -> Tensor:
@@ -69,39 +66,17 @@ def _hidden_from_some(parameter: Tensor, shape: Sequence[int]) -> bool:
     )
 
 
-def check_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
-    """The mask with as many dimensions as the parameter.
+def fitting_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
+    """A mask as a bool tensor with as many dimensions as the parameter.
 
     Raises:
-        PolicyError: it is neither True or False nor a dense bool tensor, does not broadcast to the parameter,
-            or one of the two has no values.
+        PolicyError: see `check_mask`; or the parameter has no values.
     """
-    if isinstance(mask, bool):
-        mask = torch.tensor(mask, device=parameter.device)
-    if not isinstance(mask, Tensor):
-        raise PolicyError(
-            f"{name}: a mask is a bool tensor, True, False, a mask recipe or None, not {type(mask).__name__}"
-        )
-    if mask.dtype is not torch.bool:
-        raise PolicyError(f"{name}: a mask is a bool tensor (True = trains), this one is {mask.dtype}")
-    if mask.layout is not torch.strided:
-        raise PolicyError(f"{name}: a mask is a dense tensor, this one is {mask.layout}; use mask.to_dense()")
-    if mask.is_meta or parameter.is_meta:
-        which = "the parameter" if parameter.is_meta else "the mask"
-        raise PolicyError(f"{name}: {which} lies on the meta device, where tensors have no values")
-    if mask.shape == parameter.shape:
-        return mask
-    shape = (1,) * (parameter.dim() - mask.dim()) + tuple(mask.shape)
-    fits = len(shape) == parameter.dim() and all(
-        size in (1, full) for size, full in zip(shape, parameter.shape, strict=True)
-    )
-    if not fits:
-        raise PolicyError(
-            f"{name}: a mask of shape {tuple(mask.shape)} does not broadcast to the parameter's shape "
-            f"{tuple(parameter.shape)}; give {tuple(parameter.shape)} for entries, "
-            f"{(*parameter.shape[:1], *(1,) * (parameter.dim() - 1))} for rows, () for the whole tensor"
-        )
-    return mask if mask.dim() == parameter.dim() else mask.reshape(shape)
+    if parameter.is_meta:
+        raise PolicyError(f"{name}: the parameter lies on the meta device, where tensors have no values")
+    tensor = as_tensor(check_mask(mask, parameter, name), parameter.shape, parameter.device)
+    missing = parameter.dim() - tensor.dim()
+    return tensor.reshape((1,) * missing + tuple(tensor.shape)) if missing else tensor
 
 
 @dataclass(frozen=True)
@@ -228,11 +203,6 @@ class Layout:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor, of which each process holds a part."""
-    return hasattr(tensor, "to_local")
 
 
 def _is_one(shape: Sequence[int], parameter: Tensor, dim: int) -> bool:

@@ -10,8 +10,9 @@ from torch import Tensor
 from gradpolicy.optim import entry_ages, restoring
 from gradpolicy.optim.initial_state import entry_state, reset_state
 from gradpolicy.optim.kernels import select
-from gradpolicy.optim.layout import is_sharded, local_mask
+from gradpolicy.optim.layout import local_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.tensors.sharding import full_tensor, is_sharded
 
 Change = tuple[MaskedParameter, Tensor | None]
 """A parameter, and a mask that fits it; None: every entry is active."""
@@ -44,9 +45,7 @@ def _take_shape(masked: MaskedParameter, mask: Tensor | None) -> Tensor:
 
 def freezes_whole_tensor(mask: Tensor) -> bool:
     """Whether a mask leaves nothing active on any process; of a sharded mask every process must ask."""
-    count = mask.int().sum() if is_sharded(mask) else mask.count_nonzero()
-    whole: Tensor = count.full_tensor() if is_sharded(count) else count  # type: ignore[attr-defined]
-    return not int(whole)
+    return not int(full_tensor(mask.int().sum() if is_sharded(mask) else mask.count_nonzero()))
 
 
 def take_empty_mask(masked: MaskedParameter, mask: Tensor) -> None:

@@ -15,7 +15,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.optim import checkpoint, restoring, state_probe
 from gradpolicy.optim.entry_updates import EntryUpdates
 from gradpolicy.optim.initial_state import is_torchs_own, needs_closure
-from gradpolicy.optim.layout import check_mask, is_sharded
+from gradpolicy.optim.layout import fitting_mask
 from gradpolicy.optim.mask_transition import Change, set_masks
 from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.optim.options import checked
@@ -23,6 +23,7 @@ from gradpolicy.optim.state_bytes import bytes_of
 from gradpolicy.optim.step_modes import StepModes
 from gradpolicy.optim.update_rules import rule_for
 from gradpolicy.optim.update_rules.sgd import begin_momenta
+from gradpolicy.tensors.sharding import is_sharded
 
 _WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[MaskedOptimizer]] = (
     weakref.WeakKeyDictionary()
@@ -229,7 +230,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         if hasattr(mask, "materialize"):
             mask = mask.materialize(parameter.shape, parameter.device)
         if mask is not None:
-            mask = check_mask(mask, parameter, name)
+            mask = fitting_mask(mask, parameter, name)
         masked = self._masked.get(parameter) or self._remember(parameter)
         if mask is not None and masked.differentiable:
             raise PolicyError(f"{name}: an optimizer with differentiable=True cannot freeze entries")

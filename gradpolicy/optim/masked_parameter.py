@@ -13,8 +13,9 @@ from gradpolicy.optim import entry_ages
 from gradpolicy.optim.frozen_copies import FrozenCopies
 from gradpolicy.optim.initial_state import makes_state_again, needs_closure
 from gradpolicy.optim.kernels import EntryUpdate, select
-from gradpolicy.optim.layout import Layout, as_sharded, has_one_value, is_sharded, local_shard, own_gradient
+from gradpolicy.optim.layout import Layout, as_sharded, has_one_value, own_gradient
 from gradpolicy.optim.update_rules import Group, UpdateRule
+from gradpolicy.tensors.sharding import is_sharded, local_shard
 
 
 class Mode(Enum):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim.layout import is_sharded
+from gradpolicy.tensors.sharding import is_sharded
 
 Record = dict[str, Any]
 """What is saved of one parameter: "ages" (a tensor) and settings that JSON can hold."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.optim.layout import local_shard
+from gradpolicy.tensors.sharding import local_shard
 
 
 def bytes_of(state: Mapping[Any, Any]) -> int:

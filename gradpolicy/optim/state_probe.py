@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim.initial_state import entry_state, initial_value, reset_state
-from gradpolicy.optim.layout import local_shard
 from gradpolicy.optim.mask_transition import set_masks
 from gradpolicy.optim.masked_parameter import MaskedParameter, step_count
+from gradpolicy.tensors.sharding import local_shard
 
 
 def is_probe(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,7 +8,7 @@ import torch
 from benchmarks.measure import Row, paired_ratio
 from benchmarks.optimizer import CPU, fused
 from gradpolicy import masks
-from gradpolicy.freeze.window import GradientSource
+from gradpolicy.masks.gradient_source import GradientSource
 
 TENSORS, SIDE = 5, 2000
 

@@ -27,8 +27,8 @@ from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.reducer import ReducerKeeper
 from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.faults.checkpoints import write_whole
-from gradpolicy.freeze.recipe import RandomMask
 from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.tensors.seeded_mask import RandomMask
 
 SHARES = (1.0, 0.5, 0.1, 0.01)
 AGREEMENT_EVERY = 100
@@ -81,23 +81,23 @@ def _files() -> list[Row]:
             rounds=7,
         )
         rows = [time]
-        for name, recipe in {"entry masks": False, "recipes of masks": True}.items():
-            write_whole(_trained(recipe), path)
+        for name, seeded in {"entry masks": False, "seeded masks": True}.items():
+            write_whole(_trained(seeded), path)
             what = f"{name}, 10 % active: bytes / those of plain AdamW"
             rows.append({"what": what, "ratio": path.stat().st_size / plain_bytes, "unit": "bytes"})
     return rows
 
 
-def _trained(recipe: bool | None) -> dict[str, Any]:
-    """The checkpoint after a step; under entry masks drawn here, or as recipes; None: without any."""
+def _trained(seeded: bool | None) -> dict[str, Any]:
+    """The checkpoint after a step; under entry masks drawn here, or seeded; None: without any."""
     model = _network()
     inner = torch.optim.AdamW(model.parameters(), fused=True)
-    optimizer = inner if recipe is None else MaskedOptimizer(inner)
+    optimizer = inner if seeded is None else MaskedOptimizer(inner)
     if isinstance(optimizer, MaskedOptimizer):
         for name, parameter in model.named_parameters():
             drawn = RandomMask(0, 0, name, 0.1)
             shape = parameter.shape
-            optimizer.set_mask(parameter, drawn if recipe else drawn.materialize(shape, parameter.device))
+            optimizer.set_mask(parameter, drawn if seeded else drawn.materialize(shape, parameter.device))
     _stepper(model, optimizer, torch.randn(64, 512))()
     return {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
 

@@ -13,9 +13,9 @@ from benchmarks.measure import paired_ratio
 from benchmarks.optimizer import COLUMNS, CPU, fused, weight
 from benchmarks.optimizer import CPU_ROWS as ROWS
 from gradpolicy import MaskedOptimizer
-from gradpolicy.freeze import hashing
 from gradpolicy.machinery.compiling import SWITCH
 from gradpolicy.optim.native import moves as native
+from gradpolicy.tensors import hashing
 
 Row = dict[str, Any]
 ENTRIES = (ROWS, COLUMNS)
@@ -24,7 +24,7 @@ ENTRIES = (ROWS, COLUMNS)
 @contextmanager
 def no_compiler() -> Iterator[None]:
     """As on a machine without a C compiler, within."""
-    caches = (native.library, hashing._kernel)
+    caches = (native.library, hashing._library)
     before = os.environ.get(SWITCH)
     try:
         os.environ[SWITCH] = "0"

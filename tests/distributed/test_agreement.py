@@ -5,7 +5,7 @@ from process_pool import ProcessPool, RemoteError, here
 
 from gradpolicy import PolicyError
 from gradpolicy.distributed.agreement import check_agreement, checksum
-from gradpolicy.freeze.recipe import RandomMask
+from gradpolicy.tensors.seeded_mask import RandomMask
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.uint8, torch.int16]
 
@@ -54,7 +54,7 @@ def differing(fault: str) -> str | None:
     if rank == 1 and fault == "tensor":
         held["mask of a.weight"][17, 1] = False
         held["a.weight"][3] = 0.0
-    if rank == 1 and fault == "recipe":
+    if rank == 1 and fault == "seeded":
         held["mask of b.weight"] = RandomMask(0, 41, "b.weight", 0.5)
     if rank == 1 and fault == "missing":
         del held["mask of b.weight"]
@@ -67,7 +67,7 @@ def differing(fault: str) -> str | None:
 
 @pytest.mark.parametrize(
     ("fault", "culprit"),
-    [("tensor", "mask of a.weight"), ("recipe", "mask of b.weight"), ("missing", "mask of b.weight")],
+    [("tensor", "mask of a.weight"), ("seeded", "mask of b.weight"), ("missing", "mask of b.weight")],
 )
 def test_every_rank_names_the_first_difference(pair: ProcessPool, fault: str, culprit: str) -> None:
     messages = pair(differing, fault)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.distributed.sharded_checkpoint import cut_as
-from gradpolicy.freeze.recipe import RandomMask
+from gradpolicy.tensors.seeded_mask import RandomMask
 
 STEPS, SAVED_AT = 10, 5
 OPTIMIZERS = {
@@ -35,12 +35,12 @@ OPTIMIZERS = {
     # Its step count and its product of momenta are the whole tensor's.
     "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.05),
 }
-LEVELS, FROZEN_STATES = ("tensor", "row", "entry", "recipe"), ("keep", "zero", "drop")
+LEVELS, FROZEN_STATES = ("tensor", "row", "entry", "seeded"), ("keep", "zero", "drop")
 FAST_RUNS = [
     ("tensor", "keep", "adamw"),
     ("row", "zero", "adamw"),
     *(("entry", frozen_state, "adamw") for frozen_state in FROZEN_STATES),
-    ("recipe", "drop", "adamw"),
+    ("seeded", "drop", "adamw"),
     ("row", "drop", "fused"),
     ("entry", "keep", "fused"),
     ("tensor", "drop", "sgd"),
@@ -52,7 +52,7 @@ FAST_CHECKPOINTS = [
     ("tensor", "zero"),
     ("row", "drop"),
     *(("entry", frozen_state) for frozen_state in FROZEN_STATES),
-    ("recipe", "keep"),
+    ("seeded", "keep"),
 ]
 Facts = dict[str, list[Tensor]]
 
@@ -72,7 +72,7 @@ def shard(model: nn.Sequential) -> nn.Sequential:
 def mask_at(level: str, name: str, shape: torch.Size, step: int) -> Any:
     """A mask for a parameter: new ones every third step."""
     generator = torch.Generator().manual_seed(sum(map(ord, name)) + step // 3)
-    if level == "recipe":
+    if level == "seeded":
         return RandomMask(seed=0, step=step // 3, name=name, density=0.5)
     coarse = {"tensor": (), "row": (shape[0], *(1,) * (len(shape) - 1)), "entry": tuple(shape)}[level]
     return (torch.rand(coarse, generator=generator) < 0.6).to(here())

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import gradpolicy as gp
-from gradpolicy.freeze.recipe import RandomMask
 from gradpolicy.insight.plan import make_plan
+from gradpolicy.tensors.seeded_mask import RandomMask
 
 WIDTH, KEYS, HIDDEN, LAYERS, WORDS = 8192, 1024, 28672, 80, 128256
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradpolicy as gp
-from gradpolicy.freeze.sharding import whole
+from gradpolicy.tensors.sharding import full_tensor
 
 STEPS = 9
 SOURCES = {
@@ -51,7 +51,7 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
         freezer.observe()
         optimizer.step()
         freezer.finish_step()
-    return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", SOURCES)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.layout import local_shard
 from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of
+from gradpolicy.tensors.sharding import local_shard
 
 
 class SGD(UpdateRule):

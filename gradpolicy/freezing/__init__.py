@@ -1,0 +1,6 @@
+"""The engine of freeze policies: asks mask sources, combines their masks, hands them to the optimizers."""
+
+from gradpolicy.freezing.freezer import Freezer
+from gradpolicy.freezing.policy_masks import FreezeRow
+
+__all__ = ["FreezeRow", "Freezer"]

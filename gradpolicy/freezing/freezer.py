@@ -1,0 +1,475 @@
+"""The engine of freeze policies: asks the sources, combines their masks, hands them to the optimizer.
+
+It knows neither Lightning nor the optimizer's arithmetic. A training loop calls, for each effective step,
+``begin_step`` before the first forward pass, ``observe`` between backward pass and clipping, and
+``finish_step`` after the update.
+"""
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError, check_named, nearest, shortened, shown
+from gradpolicy.freezing.combination import (
+    MaskingOptimizer,
+    Options,
+    check_same_options,
+    combine,
+    parameter_ids,
+    set_masks,
+)
+from gradpolicy.freezing.missing_gradients import MissingGradients
+from gradpolicy.freezing.policy_masks import FreezePolicy, FreezeRow, PolicyMasks
+from gradpolicy.freezing.requires_grad import FOLLOWS_REQUIRES_GRAD, RequiresGrad, compiled_parameters
+from gradpolicy.freezing.scaled_updates import ScaledUpdates, check_proportional
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.function import Adapted
+from gradpolicy.tensors.mask import Mask, same_mask
+from gradpolicy.tensors.sharding import finite_everywhere
+from gradpolicy.where import named_parameters, once_each, pick, plain_name
+
+NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+class Freezer:
+    """Runs freeze policies on a model and its optimizers.
+
+    Masks change in :meth:`begin_step` only, and only when the count of effective steps has moved on: never
+    within a window of accumulated batches, never after a skipped step.
+
+    A tensor that policies let train, and that gets no gradient until it freezes again or training ends, or
+    for 100 updates, is named in a warning.
+
+    Args:
+        model: A model, or its parameters by name.
+        optimizers: One or several :class:`gradpolicy.MaskedOptimizer`.
+        policies: The freeze policies by name.
+        seed: Seeds the mask sources that have no seed of their own.
+        toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, unless a
+            source needs their gradients: the backward pass then skips them. In compiled modules it stays as
+            it is, unless masks never change. Not under DistributedDataParallel, which must know its
+            parameters beforehand, nor where the training step as a whole is a compiled function.
+
+    Raises:
+        PolicyError: If a policy does not freeze, an optimizer takes no masks, a pattern matches nothing,
+            no optimizer holds what a policy matches, a source serves two policies, or two policies want
+            different optimizer state for one parameter.
+
+    Example:
+        >>> import torch, gradpolicy as gp
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
+        >>> freezer = Freezer(model, optimizer, {"bias": gp.Freeze(gp.masks.Fixed(), params="bias")}, seed=0)
+        >>> for step in range(3):
+        ...     freezer.begin_step(step, epoch=0)
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     freezer.observe()
+        ...     optimizer.step()
+        ...     freezer.finish_step()
+        ...     optimizer.zero_grad()
+        >>> [(row.name, row.active_share) for row in freezer.report()]
+        [('bias', 0.0)]
+    """
+
+    def __init__(
+        self,
+        model: NamedParameters,
+        optimizers: MaskingOptimizer | Sequence[MaskingOptimizer],
+        policies: Mapping[str, FreezePolicy],
+        *,
+        seed: int = 0,
+        toggle_requires_grad: bool = True,
+    ) -> None:
+        self.optimizers = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+        _check_optimizers(self.optimizers)
+        check_named(policies)
+        self.toggle_requires_grad = toggle_requires_grad
+        self._seed = seed
+        self._model = model if isinstance(model, nn.Module) else _named_parameters(model)
+        self._requires_grad = RequiresGrad({})
+        self._missing = MissingGradients()
+        # Empty at first: an optimizer may bring masks of its own from a checkpoint.
+        self._combined: dict[str, Mask] = {}
+        # The step whose masks are set; None before the first, and after a state is loaded.
+        self._step: int | None = None
+        # The step and epoch that sources are asked about.
+        self._now = (0, 0)
+        # Whether gradients were shown in this step, and whether it was said that they were not.
+        self._observed = self._has_told = False
+        self._find_parameters()
+        self._policies = [self._bind(name, policy) for name, policy in policies.items()]
+        _check_sources(self._policies)
+        self._look_up()
+
+    # ---- policies and parameters
+
+    def _find_parameters(self) -> None:
+        """Finds the parameters by name, and the optimizers of each by its id: losses may share some."""
+        self._named = _named_parameters(self._model)
+        self._optimized = self._count_optimized()
+        self._optimizers_of: dict[int, list[MaskingOptimizer]] = {}
+        for optimizer in self.optimizers:
+            for key in parameter_ids(optimizer):
+                self._optimizers_of.setdefault(key, []).append(optimizer)
+
+    def _count_optimized(self) -> int:
+        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def _bind(self, name: str, policy: FreezePolicy) -> PolicyMasks:
+        """Finds a policy's parameters and sets its source up."""
+        if not isinstance(getattr(policy, "mask", None), MaskSource):
+            raise PolicyError(f"policy.{name}: must be a freeze policy, got {type(policy).__name__}")
+        try:
+            matched = pick(self._named, policy.params)
+            parameters = {key: p for key, p in matched.items() if id(p) in self._optimizers_of}
+            if not parameters:
+                raise PolicyError(f"no optimizer holds what it matches: {', '.join(list(matched)[:5])}")
+            policy.mask.setup(parameters, seed=self._seed)
+            if policy.mask.learning_rate_scale(0, 0):
+                own = [each for p in parameters.values() for each in self._optimizers_of[id(p)]]
+                check_proportional(policy.mask, own)
+        except PolicyError as error:
+            raise PolicyError(f"policy.{name}: {error}") from error
+        return PolicyMasks(name, policy, policy.mask, parameters)
+
+    def _look_up(self) -> None:
+        """Finds, for the policies as they are bound, what every step asks for."""
+        self.parameters = {name: p for each in self._policies for name, p in each.parameters.items()}
+        self._policies_of = {
+            name: [each for each in self._policies if name in each.parameters] for name in self.parameters
+        }
+        for name, policies in self._policies_of.items():
+            check_same_options(name, {each.name: each.policy for each in policies})
+        self._requires_grad.restore()
+        self._requires_grad = RequiresGrad(
+            once_each(self._named), [parameter_ids(optimizer) for optimizer in self.optimizers]
+        )
+        self._wanted: set[str] = set()
+        self._updates = ScaledUpdates(self.parameters)
+        self._keep_on = self._compiled_names()
+
+    def _compiled_names(self) -> set[str]:
+        """Parameters whose ``requires_grad`` must not change, since they are in compiled code.
+
+        Each change is a reason to compile anew, and after eight torch gives up. Where masks never change
+        there is but one.
+        """
+        compiled = compiled_parameters(self._model) if isinstance(self._model, nn.Module) else set()
+        return {
+            name
+            for name, parameter in self.parameters.items()
+            if id(parameter) in compiled
+            and not (FOLLOWS_REQUIRES_GRAD and all(each.never_changes for each in self._policies_of[name]))
+        }
+
+    def _bind_joined(self) -> None:
+        """Binds policies anew to parameters that joined an optimizer, as a finetuning schedule adds them.
+
+        Raises:
+            PolicyError: If a mask source remembers what it decided without them.
+        """
+        if self._count_optimized() == self._optimized:
+            return
+        self._find_parameters()
+        for place, each in enumerate(self._policies):
+            matched = pick(self._named, each.policy.params)
+            joined = [
+                key
+                for key, p in matched.items()
+                if id(p) in self._optimizers_of and key not in each.parameters
+            ]
+            if joined and each.source.state_dict():
+                raise PolicyError(
+                    f"policy.{each.name}: {', '.join(joined[:5])} joined the optimizer during training, and "
+                    f"{type(each.source).__name__} decides by what it gathered without; give the optimizer "
+                    "all parameters from the start, or take these out of params"
+                )
+            if joined:
+                self._policies[place] = self._bind(each.name, each.policy)
+        self._look_up()
+
+    # ---- an effective step
+
+    @torch.no_grad()
+    def begin_step(self, step: int, epoch: int = 0, phase: str = "fit") -> None:
+        """Sets the masks of an effective step; a second call with the same step changes nothing.
+
+        Args:
+            step: Effective optimizer steps taken so far.
+            epoch: Epochs completed so far.
+            phase: The phase that runs.
+        """
+        if step == self._step:
+            return
+        self._warn_of_unobserved()
+        self._bind_joined()
+        self._step, self._now, self._observed = step, (step, epoch), False
+        changes = [(each, each.update(step, epoch, phase)) for each in self._policies]
+        changed = set().union(*(names for _, names in changes)) if self._combined else set(self.parameters)
+        resetting = [each for each in self._policies if each.in_effect and each.source.resets_state]
+        reset = set().union(*(each.parameters for each in resetting))
+        if reset:
+            self._empty_state(reset)
+        if changed or reset:
+            self._set_masks(changed | reset)
+            training = {name for name in self.parameters if self._combined.get(name) is not False}
+            self._warn_of_missing(self._missing.follow(training))
+        self._apply([each for each, names in changes if each in resetting or (each.in_effect and names)])
+        self._toggle(bool(changed))
+
+    @torch.no_grad()
+    def observe(self, optimizer: MaskingOptimizer | None = None) -> None:
+        """Takes the gradients of an effective step: after backward and unscaling, before clipping.
+
+        Sources that ask for gradients get them, unless one of the optimizer's is not finite, for which mixed
+        precision skips the step; and gradients are scaled where a source says so. The gradients of frozen
+        entries stay, and the update ignores them. Where you clip or log gradients next, call the optimizer's
+        ``mask_gradients`` first.
+
+        Args:
+            optimizer: The one that is about to step, where there are several; None means all.
+        """
+        self._observed = True
+        chosen = self.optimizers if optimizer is None else [optimizer]
+        mine = self.parameters
+        if optimizer is not None and len(self.optimizers) > 1:
+            mine = {name: p for name, p in mine.items() if optimizer in self._optimizers_of[id(p)]}
+        if self.wanted_gradients() and _finite_gradients(chosen):
+            self._show_gradients(mine, optimizer)
+        self._warn_of_missing(self._missing.update(mine))
+        for name, scale in self._scales("gradient_scale").items():
+            if name in mine and (gradient := mine[name].grad) is not None:
+                gradient.mul_(scale)
+        self._updates.begin(mine, self._scales("learning_rate_scale"))
+
+    @torch.no_grad()
+    def finish_step(self) -> None:
+        """Is called after an effective step: scales what it changed where a source sets learning rates."""
+        self._warn_of_unobserved()
+        self._updates.finish(self.parameters)
+
+    def wanted_gradients(self) -> set[str]:
+        """The parameters whose whole gradients mask sources want to see in this step."""
+        return set().union(*(each.gradient_names(*self._now) for each in self._policies))
+
+    def restore(self) -> None:
+        """Gives every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
+        self._requires_grad.restore()
+        self._step = None
+        self._warn_of_missing(self._missing.finish())
+
+    # ---- what a person sees
+
+    @property
+    def policies(self) -> list[str]:
+        """The names of the policies."""
+        return [each.name for each in self._policies]
+
+    def report(self) -> list[FreezeRow]:
+        """A row for each policy: what it matched and what trains now (or will in the first step)."""
+        return [
+            FreezeRow(
+                name=each.name,
+                source=repr(each.source),
+                parameters=len(each.parameters),
+                entries=sum(parameter.numel() for parameter in each.parameters.values()),
+                active=each.active(),
+                in_effect=each.in_effect,
+                shared_with=self._shared_with(each),
+            )
+            for each in self._policies
+        ]
+
+    def parameters_of(self, policy: str) -> dict[str, Tensor]:
+        """The parameters that a policy matches, by name.
+
+        Raises:
+            PolicyError: If there is no such policy.
+        """
+        for each in self._policies:
+            if each.name == policy:
+                return each.parameters
+        raise PolicyError(f"no freeze policy {shown(policy)}; {nearest(policy, self.policies)}")
+
+    def mask_of(self, name: str) -> Mask:
+        """The mask in force on a parameter: the intersection of all policies that hold.
+
+        Raises:
+            PolicyError: If no freeze policy matches the parameter.
+        """
+        if name not in self.parameters:
+            raise PolicyError(f"no freeze policy matches {shown(name)}; {nearest(name, self.parameters)}")
+        return self._combined.get(name, True)
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the sources remember, and masks in force that they could not give again.
+
+        The optimizer's own state_dict holds the masks as they are combined, and the ages.
+        """
+        masks = {each.name: each.mask_state() for each in self._policies}
+        return {
+            "sources": {each.name: each.source.state_dict() for each in self._policies},
+            "masks": {name: state for name, state in masks.items() if state is not None},
+            "identities": {each.name: each.identity() for each in self._policies},
+            "parameters": list(self.parameters),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives the sources what they remember.
+
+        A policy that the state does not know starts anew; with a warning, one that has another kind of mask
+        source now, or other parameters. What only policies of the saved run froze trains.
+        """
+        self._bind_joined()
+        saved, masks, identities = (state.get(key, {}) for key in ("sources", "masks", "identities"))
+        for each in self._policies:
+            own = each.identity()
+            known = each.name in saved
+            if known and identities.get(each.name, own) != own:
+                warnings.warn(
+                    f"policy.{each.name}: was saved with another kind of mask source or other parameters; "
+                    "it starts anew",
+                    stacklevel=2,
+                )
+                known = False
+            if known:
+                each.source.load_state_dict(saved[each.name])
+            each.load_mask_state(masks.get(each.name) if known else None)
+        self._release(set(state.get("parameters", ())) - set(self.parameters))
+        self._combined = {}
+        self._step = None
+
+    # ---- the parts
+
+    def _release(self, names: Collection[str]) -> None:
+        """Takes off the masks that an optimizer has from a checkpoint, and no policy gives any more."""
+        free = {p: (True, (None, None)) for name, p in self._named.items() if name in names}
+        set_masks(self.optimizers, free)
+
+    def _apply(self, changed: Sequence[PolicyMasks]) -> None:
+        """Has sources write to the weights what new masks demand."""
+        # What one writes, another one on the same parameters may hold at zero.
+        concerned = {name for each in changed for name in self._shared_with(each)}
+        for each in (*changed, *(e for e in self._policies if e.in_effect and e.name in concerned)):
+            each.source.apply()
+
+    def _empty_state(self, names: Collection[str]) -> None:
+        """Freezes whole parameters for a moment, which leaves nothing of their optimizer state."""
+        for name in names:
+            self._combined.pop(name, None)
+        frozen = {p: (False, ("zero", None)) for name, p in self.parameters.items() if name in names}
+        set_masks(self.optimizers, frozen)
+
+    def _set_masks(self, names: Collection[str]) -> None:
+        """Hands the optimizers the intersections of the masks in effect, where those are new."""
+        new: dict[Tensor, tuple[Mask, Options]] = {}
+        for name, parameter in self.parameters.items():
+            if name not in names:
+                continue
+            policies = self._policies_of[name]
+            combined = combine(policies, name, parameter)
+            if not same_mask(self._combined.get(name), combined):
+                policy = policies[0].policy
+                self._combined[name] = combined
+                new[parameter] = combined, (policy.frozen_state, policy.bias_correction)
+        set_masks(self.optimizers, new)
+
+    def _toggle(self, changed: bool) -> None:
+        """Turns ``requires_grad`` off where nothing trains and no source wants the gradient."""
+        if not self.toggle_requires_grad:
+            return
+        wanted = self.wanted_gradients()
+        if changed or wanted != self._wanted:
+            self._wanted = wanted
+            frozen = {name for name, mask in self._combined.items() if mask is False}
+            self._requires_grad.turn_off(frozen - wanted - self._keep_on)
+
+    def _warn_of_missing(self, names: Collection[str]) -> None:
+        """Says which tensors train without a gradient."""
+        by_policy: dict[str, list[str]] = {}
+        for name in sorted(names, key=[*self.parameters].index):
+            by_policy.setdefault(self._policies_of[name][0].name, []).append(name)
+        for policy, own in by_policy.items():
+            warnings.warn(
+                f"policy.{policy}: lets {shortened(own, most=8)} train, but no gradient gets there: no loss "
+                "depends on it, something else turned requires_grad off, or code was compiled while it was "
+                "frozen",
+                stacklevel=3,
+            )
+
+    def _warn_of_unobserved(self) -> None:
+        """Says once, when a step is over, that a source waits for gradients which nobody showed it."""
+        if self._step is None or self._observed or self._has_told:
+            return
+        for each in self._policies:
+            if each.gradient_names(*self._now):
+                self._has_told = True
+                nothing = "" if each.active() else ", and until it has seen some nothing trains"
+                warnings.warn(
+                    f"policy.{each.name}: {type(each.source).__name__} decides by gradients, and in step "
+                    f"{self._step} it was shown none{nothing}; call freezer.observe() between backward() and "
+                    "optimizer.step()",
+                    stacklevel=4,
+                )
+
+    def _show_gradients(self, mine: Mapping[str, Tensor], optimizer: MaskingOptimizer | None) -> None:
+        for each in self._policies:
+            wanted = each.gradient_names(*self._now)
+            # In the order of the parameters, which is the same on all processes.
+            gradients = {
+                name: parameter.grad.detach()
+                for name, parameter in each.parameters.items()
+                if name in wanted and name in mine and parameter.grad is not None
+            }
+            if gradients:
+                each.show(gradients, id(optimizer))
+
+    def _scales(self, method: str) -> dict[str, float]:
+        """The product of what the policies in effect ask for."""
+        scales: dict[str, float] = {}
+        for each in self._policies:
+            if each.in_effect:
+                for name, scale in getattr(each.source, method)(*self._now).items():
+                    scales[name] = scales.get(name, 1.0) * scale
+        return scales
+
+    def _shared_with(self, policy: PolicyMasks) -> tuple[str, ...]:
+        others = {other.name: None for name in policy.parameters for other in self._policies_of[name]}
+        return tuple(name for name in others if name != policy.name)
+
+
+def _named_parameters(model: NamedParameters) -> dict[str, Tensor]:
+    """Parameters by plain name; of a model, shared ones under each of their names."""
+    if isinstance(model, nn.Module):
+        return dict(named_parameters(model))
+    pairs = model.items() if isinstance(model, Mapping) else model
+    return {plain_name(name): parameter for name, parameter in pairs}
+
+
+def _finite_gradients(optimizers: Iterable[MaskingOptimizer]) -> bool:
+    """Whether all gradients of the optimizers are finite."""
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return finite_everywhere(parameter.grad for parameter in parameters if parameter.grad is not None)
+
+
+def _check_optimizers(optimizers: Iterable[object]) -> None:
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "set_masks"):
+            kind = type(optimizer).__name__
+            raise PolicyError(f"optimizers: {kind} takes no masks; wrap it: gradpolicy.MaskedOptimizer(...)")
+
+
+def _check_sources(policies: Sequence[PolicyMasks]) -> None:
+    seen: dict[int, str] = {}
+    for each in policies:
+        own = each.source.source if isinstance(each.source, Adapted) else each.source
+        other = seen.setdefault(id(own), each.name)
+        if other != each.name:
+            raise PolicyError(
+                f"policy.{each.name}: has the mask source of policy.{other}; each needs its own"
+            )

@@ -1,0 +1,84 @@
+"""Notices tensors that train and get no gradient."""
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+MOST_UPDATES = 100
+"""Updates after which a tensor without a gradient is named, where it does not freeze before."""
+LEAST_UPDATES = 2
+"""Updates that are enough where it does: in one, a branch of the model may just not have been taken."""
+
+
+class MissingGradients:
+    """Finds tensors that should train and never get a gradient.
+
+    A tensor is named when it freezes or training ends, if it got none in the updates before; and after
+    :data:`MOST_UPDATES` updates without one. A gradient of zeros counts as a gradient. Only tensors without a
+    gradient so far are looked at, so that a step costs next to nothing.
+
+    Example:
+        >>> import torch
+        >>> used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        >>> parameters, missing = {"used": used, "unused": unused}, MissingGradients()
+        >>> used.sum().backward()
+        >>> for _ in range(3):
+        ...     found = [*missing.follow(parameters), *missing.update(parameters)]
+        >>> found, missing.finish()
+        ([], ['unused'])
+    """
+
+    def __init__(self) -> None:
+        # How many updates each has had without a gradient. Those that got one are not here.
+        self._without: dict[str, int] = {}
+        self._training: set[str] = set()
+        self._named: set[str] = set()
+        self._updates = 0
+
+    def follow(self, training: Collection[str]) -> list[str]:
+        """Takes the names of the tensors that train from now on.
+
+        Returns:
+            The names of those that no longer do, and got no gradient while they did.
+        """
+        before, self._training = self._training, set(training)
+        self._expect(self._training - before)
+        return self._found(before - self._training, LEAST_UPDATES)
+
+    def update(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        """Looks at the gradients of some parameters, before those of frozen entries are removed.
+
+        Returns:
+            The names of those that got none in :data:`MOST_UPDATES` updates.
+        """
+        for name in [*self._without]:
+            parameter = parameters.get(name)
+            if parameter is None or name not in self._training:
+                continue
+            if parameter.grad is None:
+                self._without[name] += 1
+            else:
+                del self._without[name]
+        self._updates += 1
+        if self._updates % MOST_UPDATES == 0:
+            self._expect(self._training)
+        return self._found(self._training, MOST_UPDATES)
+
+    def finish(self) -> list[str]:
+        """The names of those that got no gradient up to the end of training."""
+        found = self._found(self._training, LEAST_UPDATES)
+        self._without, self._training = {}, set()
+        return found
+
+    def _expect(self, names: Collection[str]) -> None:
+        for name in names:
+            if name not in self._named:
+                self._without.setdefault(name, 0)
+
+    def _found(self, names: Collection[str], least: int) -> list[str]:
+        """Each is named once."""
+        found = [name for name, count in self._without.items() if name in names and count >= least]
+        for name in found:
+            del self._without[name]
+        self._named.update(found)
+        return found

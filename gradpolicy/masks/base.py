@@ -1,0 +1,234 @@
+"""What every mask source has: a timetable, a seed, the parameters it masks."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradpolicy.checks import check_choice, check_whole
+from gradpolicy.errors import PolicyError, refuse_unknown_arguments, shown
+from gradpolicy.masks.layers import Layer
+from gradpolicy.tensors.mask import Mask
+from gradpolicy.when import UNITS
+
+TIMETABLE = ("every", "unit", "start", "stop")
+# What a repr does not mention.
+_USUAL = {"every": None, "unit": "step", "start": 0, "stop": None, "seed": None}
+
+
+class MaskSource:
+    """Gives the masks for an effective optimizer step. True = this entry trains.
+
+    The masks may change at the counts ``start``, ``start + every``, ``start + 2 · every``, … below
+    ``stop``. Before ``start`` the first masks hold, from ``stop`` on the last ones. (To let everything train
+    at other times, give the policy a ``when``.) What a source gives depends on (seed, step, parameter name)
+    only, and for some on weights and averaged gradients, so that every rank and resumed run agrees.
+
+    A subclass defines :meth:`masks`, mostly with the help of :meth:`period`; all other methods are optional.
+
+    Args:
+        every: After how many steps (or epochs) the masks may change again; None: they are chosen once.
+        unit: ``"step"`` (effective optimizer steps) or ``"epoch"``.
+        start: The count at which masks may change for the first time.
+        stop: The count from which they no longer change; None for never.
+        seed: The source's own seed; None takes the run's.
+        **wrong: Any other argument is refused, with the nearest valid names.
+
+    Raises:
+        PolicyError: For an unknown argument or unit, or an impossible timetable.
+
+    Example:
+        >>> class EvenSteps(MaskSource):
+        ...     def masks(self, step, epoch):
+        ...         return {name: self.period(step, epoch) % 2 == 0 for name in self.parameters}
+        >>> source = EvenSteps(every=5)
+        >>> [step for step in range(12) if source.due(step, epoch=0)]
+        [0, 5, 10]
+    """
+
+    # A subclass that observes needs them, unless it says otherwise.
+    needs_gradients: bool = False
+    # Whether masks() gives the masks in force again, from arguments and state_dict alone, at any later step
+    # of their period. Where it does not, as where it goes by the weights, a checkpoint holds them.
+    repeats_masks: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "observe" in vars(cls) and "needs_gradients" not in vars(cls):
+            cls.needs_gradients = True
+
+    def __init__(
+        self,
+        *,
+        every: int | None = 1,
+        unit: str = "step",
+        start: int = 0,
+        stop: int | None = None,
+        seed: int | None = None,
+        **wrong: Any,
+    ) -> None:
+        kind = type(self).__name__
+        refuse_unknown_arguments(type(self), wrong)
+        self.every = None if every is None else check_whole(f"{kind}.every", every, least=1)
+        self.unit = check_choice(f"{kind}.unit", unit, UNITS)
+        self.start = check_whole(f"{kind}.start", start, least=0)
+        self.stop = None if stop is None else check_whole(f"{kind}.stop", stop, least=self.start + 1)
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise PolicyError(f"{kind}.seed: must be a whole number, got {shown(seed)}")
+        self.own_seed = seed
+        self.seed = 0
+        self.parameters: dict[str, Tensor] = {}
+
+    def setup(self, parameters: Mapping[str, Tensor], *, seed: int) -> None:
+        """Learns which parameters to mask.
+
+        Args:
+            parameters: The parameters by name, in model order.
+            seed: The run's seed; a seed of the source's own goes before it.
+
+        Raises:
+            PolicyError: If the source cannot mask these parameters.
+        """
+        kind = type(self).__name__
+        if not hasattr(self, "own_seed"):
+            raise PolicyError(f"{kind}.__init__: must call super().__init__(**timetable)")
+        if not parameters:
+            raise PolicyError(f"{kind}: there is no parameter to mask")
+        self.parameters = dict(parameters)
+        self.seed = seed if self.own_seed is None else self.own_seed
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Is called at the end of :meth:`setup`: a subclass checks its arguments against the parameters."""
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """The masks for an effective step; what is not named trains.
+
+        Args:
+            step: Effective optimizer steps taken so far.
+            epoch: Epochs completed so far.
+
+        Returns:
+            For each parameter name True or False (the whole tensor), a bool tensor (``(n, 1, …)`` for rows,
+            the full shape for entries) or a :class:`~gradpolicy.tensors.seeded_mask.RandomMask`.
+        """
+        raise TypeError(f"{type(self).__name__} must define masks(step, epoch)")
+
+    def due(self, step: int, epoch: int) -> bool:
+        """Whether the timetable lets the masks change at this effective step (or in this epoch)."""
+        count = self.count(step, epoch)
+        if count < self.start or (self.stop is not None and count >= self.stop):
+            return False
+        passed = count - self.start
+        return passed == 0 if self.every is None else passed % self.every == 0
+
+    def overdue(self, step: int, epoch: int) -> bool:
+        """Whether a change that the timetable allowed earlier had to wait, and can be made now."""
+        return False
+
+    def count(self, step: int, epoch: int) -> int:
+        """The count that the timetable goes by: of steps or of epochs."""
+        return step if self.unit == "step" else epoch
+
+    def period(self, step: int, epoch: int) -> int:
+        """How often the masks may have changed since ``start``; −1 before it."""
+        count = self.count(step, epoch)
+        if count < self.start:
+            return -1
+        if self.stop is not None:
+            count = min(count, self.stop - 1)
+        return 0 if self.every is None else (count - self.start) // self.every
+
+    def changed_at(self, period: int) -> int:
+        """The count at which a period begins."""
+        return self.start + max(period, 0) * (self.every or 0)
+
+    def wants_gradients(self, step: int, epoch: int) -> bool:
+        """Whether :meth:`observe` should be given this step's gradients."""
+        return self.needs_gradients
+
+    def gradient_names(self, step: int, epoch: int) -> set[str]:
+        """The parameters whose gradients the source needs at this step."""
+        return set(self.parameters) if self.wants_gradients(step, epoch) else set()
+
+    def observe(self, gradients: Mapping[str, Tensor]) -> None:
+        """Takes the whole gradients of an effective step, before clipping and masking.
+
+        A step in which any gradient of the optimizer is not finite is not shown.
+        """
+
+    def observe_more(self, gradients: Mapping[str, Tensor]) -> None:
+        """Takes those of a further optimizer in the same step; as another step, unless a subclass counts."""
+        self.observe(gradients)
+
+    def gradient_scale(self, step: int, epoch: int) -> Mapping[str, float]:
+        """What the gradients of active entries are multiplied by; what is not named stays as it is."""
+        return {}
+
+    def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
+        """What the learning rate of a parameter is multiplied by; what is not named stays as it is."""
+        return {}
+
+    @property
+    def resets_state(self) -> bool:
+        """Whether the masks that were just given come with empty optimizer state, as of a new optimizer."""
+        return False
+
+    def apply(self) -> None:
+        """Is called after new masks are in force: writes to the weights what the masks demand.
+
+        It is called again for the same masks in a resumed run, and where another policy has written to the
+        weights.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beyond the arguments: plain containers and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up where :meth:`state_dict` left off."""
+
+    def __repr__(self) -> str:
+        timetable = {**{key: getattr(self, key) for key in TIMETABLE}, "seed": self.own_seed}
+        given = {key: value for key, value in timetable.items() if value != _USUAL[key]}
+        shown = ", ".join(f"{key}={value!r}" for key, value in {**self.describe(), **given}.items())
+        return f"{type(self).__name__}({shown})"
+
+    def describe(self) -> dict[str, Any]:
+        """The source's own arguments, as a report or plot shows them."""
+        return {}
+
+    def layer_groups(self) -> Sequence[Layer]:
+        """The groups of parameters that freeze and thaw together, from the input to the output, if any."""
+        return ()
+
+    def may_freeze(self) -> set[str]:
+        """The parameters that are frozen as a whole at some time, where that is known beforehand."""
+        return set()
+
+
+class StaticSource(MaskSource):
+    """A mask source whose masks never change; :meth:`prepare` puts them into ``_masks``.
+
+    Args:
+        **timetable: See :class:`MaskSource`; a warning says that it makes no difference.
+    """
+
+    repeats_masks = True
+
+    def __init__(self, **timetable: Any) -> None:
+        super().__init__(**{"every": None, **timetable})
+        self._masks: dict[str, Mask] = {}
+        given = [key for key in TIMETABLE if getattr(self, key) != _USUAL[key]]
+        if given:
+            warnings.warn(
+                f"{type(self).__name__}: {' and '.join(given)} make no difference, since its masks never "
+                "change; for a policy that holds only at some times, give the policy "
+                "when=gradpolicy.When(...)",
+                stacklevel=3,
+            )
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """The masks, whatever the step."""
+        return self._masks

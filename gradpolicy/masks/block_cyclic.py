@@ -1,0 +1,111 @@
+"""BAdam: one block of layers after the other trains."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gradpolicy.checks import check_choice, check_whole
+from gradpolicy.errors import PolicyError
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.layers import Layer, find_layers, layers_of, read_groups
+from gradpolicy.tensors.hashing import shuffled
+from gradpolicy.tensors.mask import Mask
+from gradpolicy.where import match_any
+
+ORDERS = ("forward", "reverse", "random")
+
+
+class BlockCyclic(MaskSource):
+    """One block trains for ``every`` steps, then the next; after the last a new cycle begins.
+
+    A block is a layer (see :func:`~gradpolicy.masks.layers.find_layers`), or ``size`` neighbouring ones.
+    Everything lies in exactly one block: what comes before, between and after the numbered layers makes
+    blocks of its own. With ``frozen_state="zero"`` Adam starts each turn of a block anew, as BAdam does.
+
+    Args:
+        order: ``"forward"`` (from the input to the output), ``"reverse"``, or ``"random"`` (a new permutation
+            each cycle, so that each block still has one turn a cycle).
+        size: How many neighbouring layers make a block.
+        blocks: Each block as a list of globs, instead of the layers. What is in none of them does not train.
+        always: Globs of parameters that train at all times.
+        every: How many steps (or epochs) a turn takes; BAdam's ``K``.
+        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
+
+    Raises:
+        PolicyError: For an unknown order, or a glob that matches nothing.
+
+    Source: Luo, Yu, Li 2024, "BAdam", arXiv:2404.02827.
+
+    Example:
+        >>> import torch
+        >>> source = BlockCyclic(every=10, order="reverse")
+        >>> source.setup({f"h.{i}.weight": torch.zeros(2) for i in range(3)}, seed=0)
+        >>> [source.active_block(step, epoch=0).name for step in (0, 9, 10, 20, 30)]
+        ['h.2', 'h.2', 'h.1', 'h.0', 'h.2']
+    """
+
+    repeats_masks = True
+
+    def __init__(
+        self,
+        order: str = "forward",
+        *,
+        size: int = 1,
+        blocks: Iterable[str | Iterable[str]] | None = None,
+        always: str | Iterable[str] | None = None,
+        every: int | None = 50,
+        **timetable: Any,
+    ) -> None:
+        super().__init__(every=every, **timetable)
+        self.order = check_choice("BlockCyclic.order", order, ORDERS)
+        self.size = check_whole("BlockCyclic.size", size, least=1)
+        self.given = None if blocks is None else read_groups("BlockCyclic.blocks", blocks)
+        if self.given is not None and size != 1:
+            raise PolicyError("BlockCyclic: size goes with layers, not with blocks that are given")
+        self.always = always
+        self.blocks: list[Layer] = []
+        self._always: set[str] = set()
+
+    def prepare(self) -> None:
+        """Finds the blocks."""
+        if self.given is None:
+            layers = find_layers(self.parameters)
+            self.blocks = [_joined(layers[i : i + self.size]) for i in range(0, len(layers), self.size)]
+        else:
+            self.blocks = layers_of(self.given, self.parameters)
+        self._always = match_any(self.always, self.parameters, "parameter")
+
+    def active_block(self, step: int, epoch: int) -> Layer:
+        """The block whose turn it is."""
+        cycle, turn = divmod(max(self.period(step, epoch), 0), len(self.blocks))
+        if self.order == "reverse":
+            turn = len(self.blocks) - 1 - turn
+        elif self.order == "random":
+            turn = shuffled(len(self.blocks), self.seed, cycle, "block_cyclic")[turn]
+        return self.blocks[turn]
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """True for the block whose turn it is."""
+        chosen = {*self.active_block(step, epoch).parameters, *self._always}
+        return {name: name in chosen for name in self.parameters}
+
+    def layer_groups(self) -> list[Layer]:
+        """The blocks that take turns."""
+        return self.blocks
+
+    def may_freeze(self) -> set[str]:
+        """The parameters of the layers that do not always train."""
+        return set(self.parameters) - self._always if len(self.blocks) > 1 else set()
+
+    def describe(self) -> dict[str, Any]:
+        """Order and size, and what else was given."""
+        given = {"blocks": self.given, "always": self.always}
+        own = {"order": self.order, "size": self.size}
+        return {**own, **{key: value for key, value in given.items() if value is not None}}
+
+
+def _joined(layers: list[Layer]) -> Layer:
+    return Layer(
+        "+".join(layer.name for layer in layers),
+        tuple(name for layer in layers for name in layer.parameters),
+        all(layer.numbered for layer in layers),
+    )

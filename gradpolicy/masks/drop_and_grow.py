@@ -1,0 +1,104 @@
+"""One exchange of a sparse topology: which entries stay, which are grown, and what these begin with."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradpolicy.masks.selection import highest
+from gradpolicy.tensors.hashing import bernoulli, words_at
+
+DROPS = ("magnitude", "sign")
+
+
+def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, drop: str) -> Tensor:
+    """The active entries that are not dropped.
+
+    Args:
+        active: The mask so far.
+        weight: Values of the same shape.
+        fraction: The share ``ζ`` to drop (rounded down).
+        target: The most that may be active before the share is dropped; what has the smallest ``|w|`` goes.
+        drop: ``"magnitude"``: the share with the smallest ``|w|``; ``"sign"``: the share of the positive
+            entries that are smallest, and the share of the negative ones that are largest.
+
+    Returns:
+        The mask of what stays.
+    """
+    weight = weight.flatten()
+    places = active.flatten().nonzero().flatten()
+    if len(places) > target:
+        places = places[highest(weight[places].abs(), target)]
+    parts = [places]
+    if drop == "sign":
+        negative = weight[places] < 0
+        parts = [places[negative], places[~negative]]
+    kept = torch.zeros_like(active).flatten()
+    for part in parts:
+        stay = highest(weight[part].abs(), len(part) - int(len(part) * fraction))
+        kept[part[stay]] = True
+    return kept.reshape(active.shape)
+
+
+def grown_entries(kept: Tensor, gradient: Tensor, target: int) -> Tensor:
+    """The entries with the largest ``|gradient|`` of all that are not kept, until ``target`` are active.
+
+    Args:
+        kept: Which entries are active already.
+        gradient: Of the same shape, without NaN.
+        target: How many entries are active then.
+    """
+    wanted = target - int(torch.count_nonzero(kept))
+    if wanted >= kept.numel() - (target - wanted):
+        return ~kept
+    return highest(gradient.abs().masked_fill_(kept, -1.0), wanted)
+
+
+def grown_at_random(kept: Tensor, key: int, target: int) -> Tensor:
+    """As many entries as :func:`grown_entries`, any of those that are not kept."""
+    wanted = target - int(torch.count_nonzero(kept))
+    return _marked(_highest_words(key, ~kept.flatten(), wanted), kept)
+
+
+def normal_values(key: int, places: Tensor, deviation: float) -> Tensor:
+    """Normal values with mean 0, of the key and each place alone, the same on every device.
+
+    Args:
+        key: 64 bits.
+        places: Flat indices, ascending.
+        deviation: The standard deviation.
+
+    Returns:
+        A float64 tensor, one value a place.
+    """
+    # Computed where every process computes alike: erfinv differs between devices in its last bits.
+    words = words_at(key, places.cpu())
+    drawn = math.sqrt(2.0) * deviation * torch.erfinv((2.0 * words + 1.0) / 2.0**32 - 1.0)
+    return drawn.to(places.device)
+
+
+def _marked(places: Tensor, like: Tensor) -> Tensor:
+    """Flags of a shape, set at some flat places."""
+    marks = torch.zeros_like(like).flatten()
+    marks[places] = True
+    return marks.reshape(like.shape)
+
+
+def _highest_words(key: int, among: Tensor, count: int) -> Tensor:
+    """The places of the entries with the highest words, in ascending order; of equal words the first.
+
+    Args:
+        key: 64 bits.
+        among: Which entries take part (bool, 1-D).
+        count: How many are wanted.
+    """
+    candidates = int(torch.count_nonzero(among))
+    share = count / max(candidates, 1)
+    # Coins leave few words to compare; a little more than wanted, so that they nearly always suffice.
+    share += 6.0 * math.sqrt(share / max(candidates, 1))
+    while True:
+        low = bernoulli(key, max(1.0 - share, 0.0), 0, among.numel(), among.device)
+        places = (among & ~low).nonzero().flatten()
+        if len(places) >= count or share >= 1.0:
+            return places[highest(words_at(key, places), count)]
+        share *= 2.0

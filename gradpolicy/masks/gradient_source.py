@@ -1,0 +1,149 @@
+"""Gradients gathered over a window of effective steps, for the sources that decide by them."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.checks import check_whole
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.tensors.sharding import full_tensor, shard_like
+
+Statistic = Callable[[Tensor, Tensor], Tensor]
+
+
+class GradientSums:
+    """Sums of a statistic of the gradients, one tensor a parameter, in float32 or wider."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.steps = 0
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Adds what a step gave, or one of its optimizers."""
+        for name, value in values.items():
+            if name in self.sums:
+                self.sums[name] += value
+            else:
+                self.sums[name] = value.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums and how many steps are in them."""
+        return {
+            "sums": {name: full_tensor(tensor) for name, tensor in self.sums.items()},
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+        """Takes up sums that were saved, laid out as the parameters are."""
+        self.sums = {name: shard_like(tensor, parameters[name]) for name, tensor in state["sums"].items()}
+        self.steps = state["steps"]
+
+
+class GradientSource(MaskSource):
+    """A mask source that decides by gradients of the steps before each change.
+
+    It asks for the gradients of the last ``window`` effective steps (or epochs) before its masks change.
+    Where a change comes too early for that, it waits until the window is full. Windows do not overlap: where
+    they are longer than ``every``, each change waits, and a warning says so. A step with a gradient that is
+    not finite does not count.
+
+    Args:
+        window: How many steps (or epochs) of gradients go into a decision; None: all since the last one.
+        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
+    """
+
+    needs_gradients = True
+    repeats_masks = True
+
+    def __init__(self, *, window: int | None = 1, **timetable: Any) -> None:
+        super().__init__(**timetable)
+        kind = type(self).__name__
+        self.window = None if window is None else check_whole(f"{kind}.window", window, least=1)
+        self.gathered = GradientSums()
+        # The period whose masks are in force; −1 before the first decision.
+        self.decided = -1
+        # The count at which they were decided, from which on gradients are gathered anew.
+        self.decided_at = 0
+
+    def prepare(self) -> None:
+        """Starts without gradients and decisions."""
+        self.gathered = GradientSums()
+        self.decided, self.decided_at = -1, 0
+        if self.needs_gradients and (self.window or 0) > (self.every or math.inf):
+            warnings.warn(
+                f"{type(self).__name__}: window={self.window} is longer than every={self.every}; each change "
+                f"waits for {self.window} {self.unit}s of gradients of its own",
+                stacklevel=3,
+            )
+
+    def statistic(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        """What is summed over the window: the gradient itself, unless a subclass says otherwise."""
+        return gradient
+
+    def wants_gradients(self, step: int, epoch: int) -> bool:
+        """In the last ``window`` counts before a change, and while a change waits for gradients."""
+        if not self.needs_gradients:
+            return False
+        count = self.count(step, epoch)
+        if self.decided < self.period(step, epoch):
+            return True
+        change = self.next_change(count)
+        return change is not None and (self.window is None or change - count <= self.window)
+
+    def next_change(self, count: int) -> int | None:
+        """The next count of the timetable after this one; None where there is none."""
+        if count < self.start:
+            return self.start
+        if self.every is None:
+            return None
+        change = self.start + ((count - self.start) // self.every + 1) * self.every
+        return change if self.stop is None or change < self.stop else None
+
+    def overdue(self, step: int, epoch: int) -> bool:
+        """Whether a decision is still to be made, and the gradients for it are there."""
+        if self.decided >= self.period(step, epoch):
+            return False
+        if not self.needs_gradients:
+            return True
+        if self.unit == "epoch":
+            return self.gathered.steps > 0 and epoch >= self.decided_at + (self.window or 0)
+        return self.gathered.steps >= (self.window or 1)
+
+    def decide(self, step: int, epoch: int) -> None:
+        """Takes note of a decision: the next one goes by gradients of its own."""
+        self.decided, self.decided_at = self.period(step, epoch), self.count(step, epoch)
+        self.gathered = GradientSums()
+
+    def observe(self, gradients: Mapping[str, Tensor]) -> None:
+        """Adds the gradients of an effective step."""
+        self.observe_more(gradients)
+        self.gathered.steps += 1
+
+    @torch.no_grad()
+    def observe_more(self, gradients: Mapping[str, Tensor]) -> None:
+        """Adds further gradients of the same step."""
+        self.gathered.add(
+            {
+                name: self.statistic(wide(self.parameters[name].detach()), wide(gradient))
+                for name, gradient in gradients.items()
+            }
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradients gathered so far, and the last decision."""
+        decided = {"decided": self.decided, "decided_at": self.decided_at}
+        return {"gathered": self.gathered.state_dict(), **decided}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up where :meth:`state_dict` left off."""
+        self.gathered.load_state_dict(state["gathered"], self.parameters)
+        self.decided, self.decided_at = state["decided"], state["decided_at"]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in single precision, or in double where it has that; complex where it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,97 @@
+"""LISA: a few sampled layers train at a time, the embeddings and the head always."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gradpolicy.checks import check_whole
+from gradpolicy.errors import PolicyError
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.layers import Layer, find_layers
+from gradpolicy.tensors.hashing import shuffled
+from gradpolicy.tensors.mask import Mask
+from gradpolicy.where import match_any
+
+
+class Layerwise(MaskSource):
+    """``active`` layers, sampled without replacement every ``every`` steps; the rest of the stack is frozen.
+
+    Layers are the members of numbered containers (``layers.0``, ``h.3``, ``blocks.1``). What lies outside
+    of them, such as embeddings, the last norm and the head, always trains. In a model without numbered
+    containers every module with parameters is a layer.
+
+    Args:
+        active: How many layers train at a time.
+        always: Globs of parameters that train at all times, besides those outside the stack.
+        layers: The containers that count, as globs; None: the outermost numbered ones.
+        every: After how many steps (or epochs) the layers are sampled anew.
+        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
+
+    Raises:
+        PolicyError: If there are fewer layers than ``active``, or a glob matches nothing.
+
+    Source: Pan et al. 2024, "LISA: Layerwise Importance Sampling", arXiv:2403.17919. As in their code, every
+    layer is equally likely.
+
+    Example:
+        >>> import torch
+        >>> source = Layerwise(active=1, every=20)
+        >>> names = ["embed.weight", "h.0.weight", "h.1.weight", "h.2.weight", "head.weight"]
+        >>> source.setup({name: torch.zeros(2, 2) for name in names}, seed=0)
+        >>> masks = source.masks(step=0, epoch=0)
+        >>> masks["embed.weight"], masks["head.weight"], sum(masks[f"h.{i}.weight"] for i in range(3))
+        (True, True, 1)
+    """
+
+    repeats_masks = True
+
+    def __init__(
+        self,
+        active: int = 2,
+        *,
+        always: str | Iterable[str] | None = None,
+        layers: str | Iterable[str] | None = None,
+        every: int | None = 20,
+        **timetable: Any,
+    ) -> None:
+        super().__init__(every=every, **timetable)
+        self.active = check_whole("Layerwise.active", active, least=1)
+        self.always = always
+        self.containers = layers
+        self.layers: list[Layer] = []
+        self._always: set[str] = set()
+
+    def prepare(self) -> None:
+        """Finds the layers."""
+        self.layers = [layer for layer in find_layers(self.parameters, self.containers) if layer.numbered]
+        if self.active > len(self.layers):
+            names = ", ".join(layer.name for layer in self.layers)
+            raise PolicyError(
+                f"Layerwise.active: {self.active} layers wanted, but there are {len(self.layers)}: {names}"
+            )
+        self._always = match_any(self.always, self.parameters, "parameter")
+
+    def active_layers(self, step: int, epoch: int) -> list[str]:
+        """The names of the layers that train at a step, from the input to the output."""
+        period = max(self.period(step, epoch), 0)
+        chosen = sorted(shuffled(len(self.layers), self.seed, period, "layerwise")[: self.active])
+        return [self.layers[place].name for place in chosen]
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """True or False for each parameter."""
+        chosen = set(self.active_layers(step, epoch))
+        frozen = {name for layer in self.layers if layer.name not in chosen for name in layer.parameters}
+        return {name: name not in frozen or name in self._always for name in self.parameters}
+
+    def layer_groups(self) -> list[Layer]:
+        """The layers of the stack; what lies outside of it always trains."""
+        return self.layers
+
+    def may_freeze(self) -> set[str]:
+        """The parameters of the layers that do not always train."""
+        stack = self.layers if self.active < len(self.layers) else []
+        return {name for layer in stack for name in layer.parameters} - self._always
+
+    def describe(self) -> dict[str, Any]:
+        """How many layers train, and what else was given."""
+        given = {"always": self.always, "layers": self.containers}
+        return {"active": self.active, **{key: value for key, value in given.items() if value is not None}}

@@ -1,0 +1,128 @@
+"""FreezeOut: layers freeze for good, from the input on, each with a learning rate that ends at 0."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gradpolicy.checks import check_choice, check_flag, check_share, check_whole
+from gradpolicy.errors import PolicyError
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.layers import Layer, find_layers
+from gradpolicy.tensors.mask import Mask
+
+POWERS = {"linear": 1, "squared": 2, "cubic": 3}
+
+
+class Progressive(MaskSource):
+    """Layer ``i`` of ``L`` trains up to the share ``tᵢ`` of the training, then it is frozen.
+
+    ``tᵢ = (first + (1 − first) · i / (L − 1)) ^ p`` with ``p`` = 1 for ``"linear"``, 3 for ``"cubic"``: the
+    first layer freezes first, the last trains to the end. Until then its learning rate is annealed to 0:
+
+    ``αᵢ(t) = ½ · αᵢ(0) · (1 + cos(π t / tᵢ))``, ``αᵢ(0) = α / tᵢ`` with ``scale``, else ``α``,
+
+    where ``α`` is the optimizer's learning rate in that step and ``t`` the share of the training that is
+    over. In the paper ``α`` is constant; an LR scheduler's course, a warm-up say, is multiplied with the
+    annealing. ``1 / tᵢ`` makes every layer travel equally far. What lies after the numbered layers goes with
+    the last of them.
+
+    Args:
+        total: The length of the training, in steps (or epochs).
+        first: The share at which the first layer would freeze under ``"linear"``; ``t₀`` before it is cubed.
+        curve: ``"linear"``, ``"squared"`` or ``"cubic"``.
+        anneal: Anneal the learning rates as above; otherwise only freeze.
+        scale: Start with ``α / tᵢ``; only with ``anneal``.
+        every: After how many steps (or epochs) masks and learning rates change.
+        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. ``total`` is
+            counted from ``start``.
+
+    Raises:
+        PolicyError: For an unknown curve or a share that is 0; with ``anneal``, under an optimizer whose
+            updates are not proportional to the learning rate (ASGD, Adafactor, LBFGS, Rprop).
+
+    Source: Brock, Lim, Ritchie, Weston 2017, "FreezeOut", arXiv:1706.04983.
+
+    Example:
+        >>> import torch
+        >>> source = Progressive(total=100, first=0.5, curve="linear")
+        >>> source.setup({f"layers.{i}.weight": torch.zeros(2) for i in range(3)}, seed=0)
+        >>> source.shares
+        {'layers.0': 0.5, 'layers.1': 0.75, 'layers.2': 1.0}
+        >>> list(source.masks(step=60, epoch=0).values())
+        [False, True, True]
+    """
+
+    repeats_masks = True
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        first: float = 0.8,
+        curve: str = "cubic",
+        anneal: bool = True,
+        scale: bool = True,
+        every: int = 1,
+        **timetable: Any,
+    ) -> None:
+        super().__init__(every=check_whole("Progressive.every", every, least=1), **timetable)
+        self.total = check_whole("Progressive.total", total, least=1)
+        self.first = check_share("Progressive.first", first)
+        if self.first == 0.0:
+            raise PolicyError("Progressive.first: must be above 0, or the first layer would never train")
+        self.curve = check_choice("Progressive.curve", curve, POWERS)
+        self.anneal = check_flag("Progressive.anneal", anneal)
+        self.scale = check_flag("Progressive.scale", scale)
+        self.shares: dict[str, float] = {}
+        self._layers: list[Layer] = []
+        self._share_of: dict[str, float] = {}
+
+    def prepare(self) -> None:
+        """Gives every layer its share of the training."""
+        layers = self._layers = _with_what_follows(find_layers(self.parameters))
+        last = max(len(layers) - 1, 1)
+        self.shares, self._share_of = {}, {}
+        for place, layer in enumerate(layers):
+            position = 1.0 if len(layers) == 1 else place / last
+            share = (self.first + (1.0 - self.first) * position) ** POWERS[self.curve]
+            self.shares[layer.name] = share
+            self._share_of.update(dict.fromkeys(layer.parameters, share))
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """True for layers whose time is not over."""
+        passed = self._passed(step, epoch)
+        return {name: passed < self._share_of[name] for name in self.parameters}
+
+    def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
+        """``αᵢ(t) / α`` for each parameter that trains."""
+        if not self.anneal:
+            return {}
+        passed = self._passed(step, epoch)
+        return {
+            name: 0.5 * (1.0 + math.cos(math.pi * passed / share)) / (share if self.scale else 1.0)
+            for name, share in self._share_of.items()
+            if passed < share
+        }
+
+    def _passed(self, step: int, epoch: int) -> float:
+        """Which share of the training was over at the last change."""
+        return (self.changed_at(self.period(step, epoch)) - self.start) / self.total
+
+    def layer_groups(self) -> list[Layer]:
+        """The layers, in the order in which they freeze for good."""
+        return self._layers
+
+    def may_freeze(self) -> set[str]:
+        """The parameters of the layers that do not always train."""
+        return {name for name, share in self._share_of.items() if share < 1.0}
+
+    def describe(self) -> dict[str, Any]:
+        """Length and curve, and what becomes of the learning rates."""
+        return {key: getattr(self, key) for key in ("total", "first", "curve", "anneal", "scale")}
+
+
+def _with_what_follows(layers: list[Layer]) -> list[Layer]:
+    """The layers; what comes after the last numbered one is taken together with it."""
+    end = max(place for place, layer in enumerate(layers) if layer.numbered)
+    tail = tuple(name for layer in layers[end:] for name in layer.parameters)
+    return [*layers[:end], Layer(layers[end].name, tail, True)]

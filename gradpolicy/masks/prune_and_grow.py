@@ -1,0 +1,232 @@
+"""Sparse training with a topology that changes: SET and RigL. Entries outside the mask are zero."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.checks import check_choice, check_share
+from gradpolicy.errors import PolicyError
+from gradpolicy.masks.density import DISTRIBUTIONS, Density, as_density, densities, density_at
+from gradpolicy.masks.drop_and_grow import DROPS, grown_at_random, grown_entries, kept_entries, normal_values
+from gradpolicy.masks.gradient_source import GradientSource, wide
+from gradpolicy.masks.selection import ROUNDING
+from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
+from gradpolicy.tensors.hashing import derive
+from gradpolicy.tensors.mask import Mask
+from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like, write_entries
+from gradpolicy.where import match_any
+
+RULES = {
+    "gradient": {"drop": "magnitude", "grow_init": "zero", "anneal": "cosine"},
+    "random": {"drop": "sign", "grow_init": "random", "anneal": "constant"},
+}
+"""What belongs to each way of growing: RigL's and SET's."""
+INITS = ("zero", "random")
+ANNEALS: dict[str, type[Ramp]] = {"cosine": Cosine, "linear": Linear}
+
+
+class PruneAndGrow(GradientSource):
+    """Trains a sparse network: now and then the smallest weights go, and as many others come.
+
+    At first each weight tensor has a random mask of its density. At each change, of its ``n`` active entries
+
+    1. a share ``f(t)`` is dropped, rounded down: those with the smallest ``|w|`` (``drop="magnitude"``), or
+       of the positive and of the negative ones each the share nearest to zero (``drop="sign"``);
+    2. as many are grown among all that are now inactive, those just dropped among them: those with the
+       largest ``|Σ g|`` of the dense gradient over the ``window`` steps before (``grow="gradient"``), or any
+       (``grow="random"``).
+
+    Entries outside the mask are held at zero. What the two published rules say besides:
+
+    =========================  ================  =============================================
+    ``grow``                   RigL: gradient    SET: random
+    =========================  ================  =============================================
+    ``drop``                   magnitude         sign
+    ``grow_init``              zero              random
+    ``anneal`` of ``f(t)``     cosine            constant
+    dropped and grown at once  keeps its value   gets a new one
+    =========================  ================  =============================================
+
+    ``f(t) = ½ α (1 + cos(π t / T))`` for ``anneal="cosine"``, with ``t`` counted from ``start`` and ``T`` =
+    ``stop − start``. Use ``frozen_state="zero"`` or ``"drop"``: grown entries then begin with empty moments.
+
+    Tensors with one dimension (biases, norms) stay dense.
+
+    Args:
+        density: The share of entries that is active; a number or a schedule of the count.
+        grow: ``"gradient"`` (RigL) or ``"random"`` (SET).
+        fraction: ``α``, the share that is exchanged at first.
+        drop: ``"magnitude"`` or ``"sign"``; None: what belongs to ``grow``.
+        grow_init: What grown entries begin with: ``"zero"``, or ``"random"``: a normal value with the
+            standard deviation that the tensor had at the beginning; None: what belongs to ``grow``.
+        anneal: How the share decreases: ``"cosine"``, ``"linear"`` or ``"constant"``; None: what belongs to
+            ``grow``, and ``"constant"`` where there is no ``stop``.
+        distribution: ``"uniform"`` (the same density everywhere) or ``"erk"`` (Erdős–Rényi–kernel: small
+            tensors are denser; the density of the whole is met).
+        dense: Globs of parameters that stay dense, such as the first layer.
+        window: Over how many steps (or epochs) the gradients are summed.
+        every: After how many steps (or epochs) the topology changes.
+        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. ``stop`` ends the
+            exchange; RigL puts it at 75 % of the training. Cosine and linear annealing need it.
+
+    Raises:
+        PolicyError: For an unknown option, a missing ``stop``, or if there is nothing to make sparse.
+
+    Source: Mocanu et al. 2018, Nature Communications 9:2383 (SET); Evci et al. 2020, "Rigging the Lottery",
+    arXiv:1911.11134 (RigL, ERK).
+
+    Example:
+        >>> import torch
+        >>> source = PruneAndGrow(density=0.25, grow="random", every=10, stop=100)
+        >>> source.setup({"fc.weight": torch.randn(4, 8), "fc.bias": torch.randn(4)}, seed=0)
+        >>> masks = source.masks(step=0, epoch=0)
+        >>> int(masks["fc.weight"].sum()), masks["fc.bias"]
+        (8, True)
+    """
+
+    def __init__(
+        self,
+        density: float | Density = 0.1,
+        *,
+        grow: str = "gradient",
+        fraction: float = 0.3,
+        drop: str | None = None,
+        grow_init: str | None = None,
+        anneal: str | None = None,
+        distribution: str = "uniform",
+        dense: str | Iterable[str] | None = None,
+        window: int | None = 1,
+        every: int | None = 100,
+        **timetable: Any,
+    ) -> None:
+        super().__init__(window=window, every=every, **timetable)
+        self.grow = check_choice("PruneAndGrow.grow", grow, RULES)
+        rule = RULES[self.grow]
+        self.drop = check_choice("PruneAndGrow.drop", drop or rule["drop"], DROPS)
+        self.grow_init = check_choice("PruneAndGrow.grow_init", grow_init or rule["grow_init"], INITS)
+        anneal = anneal or ("constant" if self.stop is None else rule["anneal"])
+        self.anneal = check_choice("PruneAndGrow.anneal", anneal, (*ANNEALS, "constant"))
+        self.distribution = check_choice("PruneAndGrow.distribution", distribution, DISTRIBUTIONS)
+        self.density = as_density("PruneAndGrow.density", density)
+        self.dense = dense
+        self.fraction = check_share("PruneAndGrow.fraction", fraction)
+        self.fraction_at = self._annealed()
+        self.needs_gradients = grow == "gradient"
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._active: dict[str, Tensor] = {}
+        self._deviations: dict[str, float] = {}
+        self._begun: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def prepare(self) -> None:
+        """Draws the first masks."""
+        super().prepare()
+        dense = match_any(self.dense, self.parameters, "parameter")
+        self._shapes = shapes = {
+            name: tuple(parameter.shape)
+            for name, parameter in self.parameters.items()
+            if parameter.dim() > 1 and parameter.numel() and name not in dense
+        }
+        if not shapes:
+            raise PolicyError("PruneAndGrow: no parameter with two dimensions or more is left to make sparse")
+        unordered = [name for name in shapes if self.parameters[name].is_complex()]
+        if unordered and (self.drop, self.grow_init) != ("magnitude", "zero"):
+            raise PolicyError(
+                f"PruneAndGrow: {unordered[0]!r} is complex; it takes drop='magnitude' and grow_init='zero'"
+            )
+        targets = self.targets(self.changed_at(0))
+        self._active = {
+            name: grown_at_random(self._nothing(name), self._key(name, -1), targets[name]) for name in shapes
+        }
+        self._begun = {}
+        self._deviations = {}
+        if self.grow_init == "random":
+            weights = {name: wide(full_tensor(self.parameters[name].detach())) for name in shapes}
+            self._deviations = {name: float(w.double().std(correction=0)) for name, w in weights.items()}
+        # At count 0 the first masks are the draw itself; a later start is the first exchange.
+        self.decided = 0 if self.start == 0 else -1
+
+    def targets(self, count: int) -> dict[str, int]:
+        """How many entries of each sparse tensor are active at a count: its share, rounded up."""
+        shares = densities(self._shapes, density_at(self.density, count), self.distribution)
+        return {
+            name: min(math.ceil(shares[name] * math.prod(shape) * (1.0 - ROUNDING)), math.prod(shape))
+            for name, shape in self._shapes.items()
+        }
+
+    def _annealed(self) -> Schedule:
+        """``f(t)``: the share of active entries that is exchanged at a count."""
+        if self.anneal == "constant":
+            return Constant(self.fraction)
+        if self.stop is None:
+            raise PolicyError(f"PruneAndGrow.stop: anneal={self.anneal!r} needs the count that it ends at")
+        return ANNEALS[self.anneal](self.fraction, 0.0, steps=self.stop - self.start, begin=self.start)
+
+    def gradient_names(self, step: int, epoch: int) -> set[str]:
+        """The sparse tensors; what stays dense needs no decision."""
+        return super().gradient_names(step, epoch) & self._shapes.keys()
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """The topology; a new one where it is due and the gradients are there."""
+        if self.overdue(step, epoch):
+            self._exchange(self.period(step, epoch))
+            self.decide(step, epoch)
+        return {name: self._active.get(name, True) for name in self.parameters}
+
+    def apply(self) -> None:
+        """Gives grown entries the values they begin with, and puts those outside the mask to zero."""
+        for name, active in self._active.items():
+            parameter = self.parameters[name].detach()
+            if name in self._begun:
+                write_entries(parameter, *self._begun[name])
+            own = local_shard(parameter)
+            torch.where(local_shard(shard_like(active, parameter)), own, own.new_zeros(()), out=own)
+        self._begun = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The topology, the gradients gathered so far, and how widely grown entries are spread."""
+        own = {"active": dict(self._active), "deviations": dict(self._deviations)}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up where :meth:`state_dict` left off."""
+        super().load_state_dict(state)
+        self._active = {
+            name: active.to(self.parameters[name].device) for name, active in state["active"].items()
+        }
+        self._deviations = {**self._deviations, **state.get("deviations", {})}
+
+    def describe(self) -> dict[str, Any]:
+        """Density, growth and share of exchange, and what stays dense."""
+        shown = ["density", "grow", "fraction", "drop", "grow_init", "anneal", "distribution"]
+        shown += ["dense"] * (self.dense is not None)
+        return {key: getattr(self, key) for key in shown}
+
+    def _exchange(self, period: int) -> None:
+        count = self.changed_at(period)
+        targets, fraction = self.targets(count), self.fraction_at(count)
+        for name, active in self._active.items():
+            weight = full_tensor(self.parameters[name].detach())
+            if self.grow == "gradient" and name not in self.gathered.sums:
+                continue
+            kept = kept_entries(active, weight, fraction, targets[name], self.drop)
+            if self.grow == "random":
+                grown = grown_at_random(kept, self._key(name, period), targets[name])
+            else:
+                grown = grown_entries(kept, full_tensor(self.gathered.sums[name]), targets[name])
+            self._active[name] = kept | grown
+            if self.grow_init == "random":
+                # RigL's rule leaves what comes back at once its value, SET's gives it a new one.
+                new = grown if self.grow == "random" else grown & ~active
+                places = new.flatten().nonzero().flatten()
+                key = derive(self.seed, period, name, "prune_and_grow", "init")
+                self._begun[name] = (places, normal_values(key, places, self._deviations[name]))
+
+    def _key(self, name: str, period: int) -> int:
+        return derive(self.seed, period, name, "prune_and_grow")
+
+    def _nothing(self, name: str) -> Tensor:
+        """No entry of a parameter."""
+        return torch.zeros(self._shapes[name], dtype=torch.bool, device=self.parameters[name].device)

@@ -1,0 +1,76 @@
+"""Random masks, drawn anew every so often."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradpolicy.checks import check_choice, check_flag
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.density import Density, as_density, density_at
+from gradpolicy.tensors.mask import Mask
+from gradpolicy.tensors.seeded_mask import LEVELS, RandomMask
+
+
+class Random(MaskSource):
+    """Every entry, row or tensor trains with the chance ``density``, drawn anew every ``every`` steps.
+
+    The masks are seeded (by seed, step and name): a checkpoint holds no mask tensor. With ``rescale`` the
+    gradients of active entries are divided by the density, which keeps their expectation:
+    ``g ← g · mask / p``, as Child-Tuning_F does. (Adam divides such a factor out again; SGD does not.)
+
+    Args:
+        density: The chance ``p``; a number or a schedule of the count.
+        level: What is drawn together: ``"entry"``, ``"row"`` or ``"tensor"``.
+        rescale: Divide the gradients by the density.
+        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. Two random
+            policies on one parameter need different seeds to be independent.
+
+    Raises:
+        PolicyError: For a density outside [0, 1] or an unknown level.
+
+    Source: Child-Tuning_F, Xu et al. 2021, arXiv:2109.05687.
+
+    Example:
+        >>> import torch
+        >>> source = Random(density=0.5, every=10)
+        >>> source.setup({"fc.weight": torch.zeros(4, 4)}, seed=0)
+        >>> source.masks(step=27, epoch=0)["fc.weight"]
+        RandomMask(seed=0, step=20, name='fc.weight', density=0.5, level='entry')
+    """
+
+    repeats_masks = True
+
+    def __init__(
+        self,
+        density: float | Density = 0.1,
+        *,
+        level: str = "entry",
+        rescale: bool = False,
+        **timetable: Any,
+    ) -> None:
+        super().__init__(**timetable)
+        self.density = as_density("Random.density", density)
+        self.level = check_choice("Random.level", level, LEVELS)
+        self.rescale = check_flag("Random.rescale", rescale)
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """A seeded mask for each parameter; the same until the next change."""
+        drawn_at, density = self._drawn(step, epoch)
+        if density in (0.0, 1.0):
+            return dict.fromkeys(self.parameters, density == 1.0)
+        return {name: RandomMask(self.seed, drawn_at, name, density, self.level) for name in self.parameters}
+
+    def gradient_scale(self, step: int, epoch: int) -> Mapping[str, float]:
+        """``1 / p`` for each parameter where ``rescale`` is on."""
+        density = self._drawn(step, epoch)[1]
+        if not self.rescale or density == 0.0:
+            return {}
+        return dict.fromkeys(self.parameters, 1.0 / density)
+
+    def describe(self) -> dict[str, Any]:
+        """Density and level."""
+        return {"density": self.density, "level": self.level, "rescale": self.rescale}
+
+    def _drawn(self, step: int, epoch: int) -> tuple[int, float]:
+        """The count of the last draw, and the density it had."""
+        drawn_at = self.changed_at(self.period(step, epoch))
+        return drawn_at, density_at(self.density, drawn_at)

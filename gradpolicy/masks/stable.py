@@ -1,0 +1,130 @@
+"""AutoFreeze: layers freeze, from the input on, once their gradients have settled."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradpolicy.checks import check_whole
+from gradpolicy.errors import PolicyError, shown
+from gradpolicy.masks.gradient_source import GradientSource
+from gradpolicy.masks.layers import Layer, find_layers
+from gradpolicy.tensors.mask import Mask
+from gradpolicy.tensors.sharding import full_tensor
+
+
+class Stable(GradientSource):
+    """Freezes the layers before the first one whose gradient still changes.
+
+    Over each interval of ``every`` steps the gradients are summed. With ``Gₗ`` the L1 norm of layer ``l``'s
+    sum, the layer's change is ``ηₗ = |Gₗ' − Gₗ| / Gₗ'`` against the interval before. Of the layers that
+    train, those in front of the first with ``η`` at or above the ``percentile`` of them all are frozen, for
+    good. What lies before the first numbered layer (embeddings) freezes together with it; what lies after the
+    last one never does.
+
+    Args:
+        percentile: From 0 (nothing freezes) to 100 (all before the layer that changes most).
+        every: The interval, in steps (or epochs).
+        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. The first comparison
+            comes after two intervals from ``start``.
+
+    Raises:
+        PolicyError: For a percentile outside [0, 100].
+
+    Source: Liu, Agarwal, Venkataraman 2021, "AutoFreeze", arXiv:2102.01386.
+    """
+
+    def __init__(self, percentile: float = 50.0, *, every: int = 100, **timetable: Any) -> None:
+        if "window" in timetable:
+            raise PolicyError("Stable: takes no argument 'window'; it sums over all of an interval of every")
+        super().__init__(window=None, every=check_whole("Stable.every", every, least=1), **timetable)
+        is_number = isinstance(percentile, int | float) and not isinstance(percentile, bool)
+        if not is_number or not 0 <= percentile <= 100:
+            raise PolicyError(
+                f"Stable.percentile: must be a number between 0 and 100, got {shown(percentile)}"
+            )
+        self.percentile = float(percentile)
+        self.layers: list[Layer] = []
+        self.frozen = 0
+        self.norms: list[float] = []
+        self._front: tuple[str, ...] = ()
+
+    def prepare(self) -> None:
+        """Finds the layers; all train."""
+        super().prepare()
+        found = find_layers(self.parameters)
+        first = next(place for place, layer in enumerate(found) if layer.numbered)
+        self._front = tuple(name for layer in found[:first] for name in layer.parameters)
+        self.layers = [layer for layer in found if layer.numbered]
+        self.frozen, self.norms = 0, []
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """False for the layers that have settled."""
+        period = self.period(step, epoch)
+        if period == 0 and self.decided < 0:
+            self.decide(step, epoch)  # the first interval begins
+        elif period > 0 and self.overdue(step, epoch):
+            self._compare()
+            self.decide(step, epoch)
+        settled = {name for layer in self.layers[: self.frozen] for name in layer.parameters}
+        settled.update(self._front if self.frozen else ())
+        return {name: name not in settled for name in self.parameters}
+
+    def wants_gradients(self, step: int, epoch: int) -> bool:
+        """From ``start`` on, as long as there is another comparison to come."""
+        count = self.count(step, epoch)
+        return count >= self.start and self.next_change(count) is not None
+
+    def gradient_names(self, step: int, epoch: int) -> set[str]:
+        """The layers that still train."""
+        if not self.wants_gradients(step, epoch):
+            return set()
+        return {name for layer in self.layers[self.frozen :] for name in layer.parameters}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many layers have settled, and what the next comparison needs."""
+        return {**super().state_dict(), "frozen": self.frozen, "norms": list(self.norms)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up where :meth:`state_dict` left off."""
+        super().load_state_dict(state)
+        self.frozen, self.norms = state["frozen"], list(state["norms"])
+
+    def layer_groups(self) -> list[Layer]:
+        """The layers that may settle, one after the other."""
+        return self.layers
+
+    def may_freeze(self) -> set[str]:
+        """The parameters of the layers that do not always train."""
+        return {*self._front, *(name for layer in self.layers[:-1] for name in layer.parameters)}
+
+    def describe(self) -> dict[str, Any]:
+        """The percentile."""
+        return {"percentile": self.percentile}
+
+    def _compare(self) -> None:
+        """Takes the interval's norms, and freezes what has settled since the one before."""
+        sums = self.gathered.sums
+        norms = [
+            sum(float(full_tensor(sums[name].abs().sum())) for name in layer.parameters if name in sums)
+            for layer in self.layers
+        ]
+        before, self.norms = self.norms, norms
+        if before:
+            self.frozen += settled_layers(before[self.frozen :], norms[self.frozen :], self.percentile)
+
+
+def settled_layers(before: list[float], now: list[float], percentile: float) -> int:
+    """How many layers in front change less than the percentile of all.
+
+    ``η = |before − now| / before``; a layer without gradient before or now counts as unchanged.
+    """
+    changes = torch.tensor(
+        [
+            abs(old - new) / old if old > 0.0 and new > 0.0 else 0.0
+            for old, new in zip(before, now, strict=True)
+        ],
+        dtype=torch.float64,
+    )
+    threshold = torch.quantile(changes, percentile / 100.0)
+    return int((changes >= threshold).nonzero()[0])

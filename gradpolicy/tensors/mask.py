@@ -1,0 +1,108 @@
+"""What a mask may be, and the few things one does with masks whatever their form.
+
+A mask is ``True`` or ``False`` for the whole tensor, a bool tensor that broadcasts to the parameter
+(``(n, 1, …)`` for rows), or a :class:`RandomMask`. True = this entry trains.
+"""
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.sharding import full_tensor
+
+Mask = bool | Tensor | RandomMask
+
+
+def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
+    """Takes a mask that fits a parameter.
+
+    Args:
+        mask: What was given.
+        parameter: The parameter; it may lie on the meta device.
+        name: What messages call it.
+
+    Returns:
+        The mask as it was given.
+
+    Raises:
+        PolicyError: If it is no mask, not bool, not dense, has no values or does not broadcast to the shape.
+    """
+    if isinstance(mask, bool | RandomMask):
+        return mask
+    if not isinstance(mask, Tensor):
+        given = reprlib.repr(mask)
+        raise PolicyError(f"mask of {name}: must be True, False, a bool tensor or a RandomMask, got {given}")
+    if mask.dtype != torch.bool:
+        kind = str(mask.dtype).removeprefix("torch.")
+        raise PolicyError(f"mask of {name}: must be bool (True = this entry trains), got {kind}")
+    if mask.layout != torch.strided:
+        raise PolicyError(f"mask of {name}: must be dense, got {mask.layout}; use mask.to_dense()")
+    if mask.is_meta and not parameter.is_meta:
+        raise PolicyError(f"mask of {name}: the mask lies on the meta device, where tensors have no values")
+    shape = tuple(parameter.shape)
+    padded = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
+    fits = len(padded) == len(shape) and all(
+        size in (1, full) for size, full in zip(padded, shape, strict=True)
+    )
+    if not fits:
+        raise PolicyError(
+            f"mask of {name}: shape {tuple(mask.shape)} does not broadcast to the parameter's {shape}; give "
+            f"{shape} for entries, {(*shape[:1], *(1,) * (len(shape) - 1))} for rows, () for the whole tensor"
+        )
+    return mask
+
+
+def as_tensor(mask: Mask, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """The mask as a bool tensor that broadcasts to the shape."""
+    if isinstance(mask, RandomMask):
+        return mask.materialize(shape, device)
+    if isinstance(mask, bool):
+        return torch.full((1,) * len(shape), mask, device=device)
+    return mask.to(device)
+
+
+def intersect(first: Mask, second: Mask, shape: Sequence[int], device: torch.device | str = "cpu") -> Mask:
+    """Active where both masks are; in the cheapest form that says it."""
+    if isinstance(first, bool):
+        return second if first else False
+    if isinstance(second, bool):
+        return first if second else False
+    if first is second or (isinstance(first, RandomMask) and first == second):
+        return first
+    return as_tensor(first, shape, device) & as_tensor(second, shape, device)
+
+
+def active_entries(mask: Mask, shape: Sequence[int]) -> int:
+    """How many of a parameter's entries the mask lets train."""
+    entries = math.prod(shape)
+    if isinstance(mask, bool):
+        return entries if mask else 0
+    drawn = as_tensor(mask, shape)
+    return int(drawn.sum()) * (entries // max(drawn.numel(), 1))
+
+
+def same_mask(first: Mask | None, second: Mask | None) -> bool:
+    """Whether two masks are known to be equal without looking at their entries."""
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return first is second
+    return type(first) is type(second) and first == second
+
+
+def mask_to_state(mask: Mask) -> bool | Tensor | dict[str, Any]:
+    """A mask as a checkpoint holds it under ``weights_only=True``: a seeded one as its numbers."""
+    if isinstance(mask, RandomMask):
+        return mask.state()
+    return full_tensor(mask) if isinstance(mask, Tensor) else mask
+
+
+def mask_from_state(state: bool | Tensor | Mapping[str, Any], device: torch.device | str = "cpu") -> Mask:
+    """The mask that :func:`mask_to_state` gave."""
+    if isinstance(state, Mapping):
+        return RandomMask.from_state(state)
+    return state.to(device) if isinstance(state, Tensor) else state

@@ -1,0 +1,69 @@
+"""The few things that differ where a tensor is sharded over processes (a DTensor).
+
+A decision about masks is made on whole tensors, the same on every process; what it needs is gathered then.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.finite import all_finite
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor; asked without importing ``torch.distributed.tensor``."""
+    return hasattr(tensor, "to_local")
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered from all processes where it is sharded."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The part that this process holds; writing to it writes to the tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor laid out as another one of the same shape: on its device, and cut as it is."""
+    tensor = tensor.to(other.device)
+    if not is_sharded(other):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = other
+    # Every process has the whole tensor already: nothing is sent.
+    return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
+    """Whether every entry of every tensor is finite, on all processes alike."""
+    tensors = list(tensors)
+    plain = [tensor for tensor in tensors if not is_sharded(tensor)]
+    # A sum over all shards is known to all processes, so that they agree; in float64 it cannot overflow.
+    sums = [full_tensor(tensor.double().abs().sum()) for tensor in tensors if is_sharded(tensor)]
+    return all_finite([*plain, *sums])
+
+
+def write_entries(tensor: Tensor, places: Tensor, values: Tensor) -> None:
+    """Writes values at flat places of the whole tensor, each process those of its part.
+
+    Args:
+        tensor: What is written to.
+        places: Flat indices into the whole tensor, ascending.
+        values: One a place.
+    """
+    values = values.to(tensor.dtype)
+    if not is_sharded(tensor):
+        tensor[torch.unravel_index(places, tensor.shape)] = values
+        return
+    written = torch.zeros(tensor.shape, dtype=torch.bool, device=places.device).flatten()
+    written[places] = True
+    content = torch.zeros(written.shape, dtype=values.dtype, device=places.device)
+    content[places] = values
+    marks = local_shard(shard_like(written.reshape(tensor.shape), tensor))
+    own = local_shard(tensor)
+    own.copy_(torch.where(marks, local_shard(shard_like(content.reshape(tensor.shape), tensor)), own))

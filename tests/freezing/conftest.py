@@ -1,0 +1,23 @@
+"""What the tests of the engine share."""
+
+import torch
+from torch import nn
+
+import gradpolicy as gp
+
+
+class FakeOptimizer:
+    """Writes down what it is told."""
+
+    def __init__(self, parameters) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+        self.masks, self.settings, self.calls = {}, {}, []
+
+    def set_masks(self, masks, **settings) -> None:
+        self.masks |= masks
+        self.settings |= dict.fromkeys(masks, settings)
+        self.calls.append(len(masks))
+
+
+def masked(model: nn.Module, **settings) -> gp.MaskedOptimizer:
+    return gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), **settings)

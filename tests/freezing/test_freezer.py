@@ -1,0 +1,727 @@
+"""The engine: when masks change, who gets gradients, what is left as it was found."""
+
+import copy
+import warnings
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.freezing import Freezer
+from gradpolicy.masks import MaskSource
+from gradpolicy.tensors.seeded_mask import RandomMask
+from tests.freezing.conftest import FakeOptimizer, masked
+
+
+class Recorder(MaskSource):
+    """Freezes everything at odd periods; writes down the gradients it is shown."""
+
+    needs_gradients = True
+
+    def __init__(self, **timetable) -> None:
+        super().__init__(**timetable)
+        self.seen, self.applied = [], 0
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, bool]:
+        return dict.fromkeys(self.parameters, self.period(step, epoch) % 2 == 0)
+
+    def observe(self, gradients) -> None:
+        self.seen.append({name: gradient.clone() for name, gradient in gradients.items()})
+
+    def apply(self) -> None:
+        self.applied += 1
+
+    def state_dict(self) -> dict:
+        return {"count": len(self.seen)}
+
+    def load_state_dict(self, state) -> None:
+        self.loaded = state["count"]
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens).square().mean()
+
+
+def train(model, optimizer, freezer, tokens, steps: range, skipped: tuple[int, ...] = ()) -> None:
+    """Takes effective steps; a skipped one runs the backward pass twice before the update comes."""
+    for step in steps:
+        for attempt in range(2 if step in skipped else 1):
+            freezer.begin_step(step, epoch=step // 4)
+            optimizer.zero_grad()
+            loss_of(model, tokens).backward()
+            freezer.observe()
+            if attempt == (1 if step in skipped else 0):
+                optimizer.step()
+        freezer.finish_step()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_frozen_parameters_keep_their_bits_and_others_train(stack, tokens) -> None:
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"trunk": gp.Freeze(gp.masks.Fixed(), params="blocks.*")})
+    before = weights(stack)
+    train(stack, optimizer, freezer, tokens, range(3))
+    for name, parameter in stack.named_parameters():
+        assert torch.equal(parameter, before[name]) == name.startswith("blocks")
+
+
+def test_masks_change_at_effective_steps_only(stack) -> None:
+    optimizer = FakeOptimizer(stack.parameters())
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Random(density=0.5))})
+    freezer.begin_step(0)
+    first, calls = dict(optimizer.masks), list(optimizer.calls)
+    freezer.begin_step(0, epoch=1)
+    assert (optimizer.masks, optimizer.calls) == (first, calls)
+    freezer.begin_step(1)
+    assert all(optimizer.masks[parameter] != first[parameter] for parameter in first)
+
+
+def test_a_mask_that_stays_is_not_set_again(stack) -> None:
+    optimizer = FakeOptimizer(stack.parameters())
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Layerwise(active=1, every=3))})
+    for step in range(3):
+        freezer.begin_step(step)
+    assert optimizer.calls == [len(list(stack.parameters()))]
+
+
+def test_gradients_reach_a_source_whole(stack, tokens) -> None:
+    source = Recorder(every=1)
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(source, params="head.*")})
+    freezer.begin_step(1)
+    loss_of(stack, tokens).backward()
+    whole = {name: stack.get_parameter(name).grad.clone() for name in ("head.weight", "head.bias")}
+    freezer.observe()
+    assert all(torch.equal(source.seen[0][name], whole[name]) for name in whole)
+
+
+def test_gradients_of_frozen_entries_are_left_for_who_asks_to_have_them_removed(stack, tokens) -> None:
+    rows = torch.tensor([[True], [False], [True]])
+    policies = {
+        "rows": gp.Freeze({"head.weight": rows}, params="head.weight"),
+        "bias": gp.Freeze(gp.masks.Fixed(), params="head.bias"),
+    }
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, policies, toggle_requires_grad=False)
+    freezer.begin_step(0)
+    loss_of(stack, tokens).backward()
+    whole = stack.head.weight.grad.clone()
+    freezer.observe()
+    assert torch.equal(stack.head.weight.grad, whole)
+    assert stack.head.bias.grad is not None
+    optimizer.mask_gradients()
+    assert torch.equal(stack.head.weight.grad, torch.where(rows, whole, 0))
+    assert stack.head.bias.grad is None
+
+
+def test_requires_grad_is_off_only_where_nobody_wants_the_gradient(stack) -> None:
+    policies = {
+        "watched": gp.Freeze(Recorder(start=1), params="head.*"),
+        "unwatched": gp.Freeze(gp.masks.Fixed(), params="blocks.*"),
+    }
+    freezer = Freezer(stack, masked(stack), policies)
+    freezer.begin_step(2)
+    assert [name for name, p in stack.named_parameters() if not p.requires_grad] == [
+        f"blocks.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")
+    ]
+
+
+class WantsLater(Recorder):
+    """Freezes everything at all times; from step 2 on it wants to see gradients."""
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, bool]:
+        return dict.fromkeys(self.parameters, False)
+
+    def wants_gradients(self, step: int, epoch: int) -> bool:
+        return step >= 2
+
+
+def test_requires_grad_comes_on_when_a_gradient_is_wanted_though_no_mask_changes(stack) -> None:
+    freezer = Freezer(stack, masked(stack), {"head": gp.Freeze(WantsLater(), params="head.*")})
+    on = []
+    for step in range(4):
+        freezer.begin_step(step)
+        on.append(stack.head.weight.requires_grad)
+    assert on == [False, False, True, True]
+    assert freezer.wanted_gradients() == {"head.weight", "head.bias"}
+
+
+def test_a_flag_for_the_tensor_spares_the_backward_pass_in_whatever_form_it_comes(stack) -> None:
+    """A drawn flag is the same as the seeded mask's; a tensor of one entry stands for the whole."""
+    drawn = gp.masks.Random(0.5, level="tensor")
+    freezer = Freezer(stack, masked(stack), {"drawn": gp.Freeze(drawn, params=["blocks.*", "head.*"])})
+    frozen = set()
+    for step in range(4):
+        freezer.begin_step(step)
+        for name, seeded in drawn.masks(step, 0).items():
+            mask = freezer.mask_of(name)
+            assert mask is bool(seeded.materialize(()))
+            assert stack.get_parameter(name).requires_grad is mask
+            frozen |= set() if mask else {name}
+    assert len(frozen) > 5
+    freezer.restore()
+    flag = {"head.weight": torch.zeros(1, 1, dtype=torch.bool)}
+    Freezer(stack, masked(stack), {"flag": gp.Freeze(flag, params="head.weight")}).begin_step(0)
+    assert not stack.head.weight.requires_grad
+
+
+def test_requires_grad_is_left_as_it_was_found(stack) -> None:
+    stack.head.bias.requires_grad_(False)
+    freezer = Freezer(stack, masked(stack), {"layers": gp.Freeze(gp.masks.Layerwise(active=1, every=1))})
+    for step in range(5):
+        freezer.begin_step(step)
+        off = {name for name, p in stack.named_parameters() if not p.requires_grad}
+        assert len(off) == 7
+        assert "head.bias" in off
+    freezer.restore()
+    assert [name for name, p in stack.named_parameters() if not p.requires_grad] == ["head.bias"]
+
+
+def test_a_stale_gradient_of_a_frozen_tensor_is_forgotten(stack, tokens) -> None:
+    freezer = Freezer(stack, masked(stack), {"blocks": gp.Freeze(gp.masks.Fixed(), params="blocks.*")})
+    loss_of(stack, tokens).backward()
+    freezer.begin_step(0)
+    assert stack.blocks[0].weight.grad is None
+    assert stack.head.weight.grad is not None
+
+
+def test_a_backward_pass_always_finds_something_to_do(stack, tokens) -> None:
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Fixed())})
+    before = weights(stack)
+    train(stack, optimizer, freezer, tokens, range(2))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in stack.named_parameters())
+
+
+def test_requires_grad_may_stay_constant(stack) -> None:
+    freezer = Freezer(
+        stack, masked(stack), {"all": gp.Freeze(gp.masks.Layerwise(active=1))}, toggle_requires_grad=False
+    )
+    freezer.begin_step(0)
+    assert all(parameter.requires_grad for parameter in stack.parameters())
+
+
+def test_outside_its_time_a_policy_lets_everything_train(stack) -> None:
+    optimizer = masked(stack)
+    when = gp.When(start=2, stop=4)
+    freezer = Freezer(stack, optimizer, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*", when=when)})
+    shares = []
+    for step in range(6):
+        freezer.begin_step(step)
+        shares.append((optimizer.active_share(stack.head.weight), freezer.report()[0].active_share))
+    assert shares == [(1.0, 1.0)] * 2 + [(0.0, 0.0)] * 2 + [(1.0, 1.0)] * 2
+    assert stack.head.weight.requires_grad
+
+
+def test_epochs_count_where_the_source_says_so(stack) -> None:
+    optimizer = FakeOptimizer(stack.parameters())
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Random(density=0.5, unit="epoch"))})
+    steps = []
+    for step in range(6):
+        freezer.begin_step(step, epoch=step // 3)
+        steps.append(optimizer.masks[stack.head.weight].step)
+    assert steps == [0, 0, 0, 1, 1, 1]
+
+
+def test_child_tuning_scales_the_gradients_of_active_entries(stack, tokens) -> None:
+    source = gp.masks.Random(density=0.5, rescale=True)
+    freezer = Freezer(stack, masked(stack), {"all": gp.Freeze(source, params="head.weight")})
+    freezer.begin_step(0)
+    loss_of(stack, tokens).backward()
+    whole = stack.head.weight.grad.clone()
+    freezer.observe()
+    assert torch.equal(stack.head.weight.grad, whole * 2)
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_gradients_are_scaled_while_the_policy_is_in_effect(stack, tokens, unit) -> None:
+    policy = gp.Freeze(
+        gp.masks.Random(0.5, rescale=True), params="head.weight", when=gp.When(start=1, stop=2, unit=unit)
+    )
+    freezer = Freezer(stack, masked(stack), {"all": policy})
+    factors = []
+    for step in range(3):
+        stack.zero_grad()
+        freezer.begin_step(step, epoch=step)
+        loss_of(stack, tokens).backward()
+        whole = stack.head.weight.grad.clone()
+        freezer.observe()
+        factors.append(float((stack.head.weight.grad / whole).mean()))
+    assert factors == [1.0, 2.0, 1.0]
+
+
+class HalfRate(MaskSource):
+    """Everything trains, the head at half the learning rate."""
+
+    def masks(self, step: int, epoch: int) -> dict:
+        return {}
+
+    def learning_rate_scale(self, step: int, epoch: int) -> dict[str, float]:
+        return {name: 0.5 for name in self.parameters if name.startswith("head")}
+
+
+class ThirdRate(HalfRate):
+    """A third, where a product would turn −0 into 0."""
+
+    def learning_rate_scale(self, step: int, epoch: int) -> dict[str, float]:
+        return dict.fromkeys(self.parameters, 1 / 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda groups: torch.optim.AdamW(groups, lr=0.1, weight_decay=0.1),
+    ],
+)
+def test_a_scaled_rate_is_that_of_a_group_with_this_rate(stack, tokens, make) -> None:
+    stack.double()
+    other = copy.deepcopy(stack)
+    optimizer = gp.MaskedOptimizer(make(stack.parameters()))
+    freezer = Freezer(stack, optimizer, {"half": gp.Freeze(HalfRate())})
+    train(stack, optimizer, freezer, tokens, range(5))
+    heads = [p for name, p in other.named_parameters() if name.startswith("head")]
+    rest = [p for name, p in other.named_parameters() if not name.startswith("head")]
+    peer = make([{"params": rest}, {"params": heads, "lr": 0.05}])
+    for _ in range(5):
+        peer.zero_grad()
+        loss_of(other, tokens).backward()
+        peer.step()
+    for ours, theirs in zip(stack.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
+class ByTheTime(MaskSource):
+    """Everything trains; gradients are scaled by the step, learning rates by the epoch."""
+
+    def masks(self, step: int, epoch: int) -> dict:
+        return {}
+
+    def gradient_scale(self, step: int, epoch: int) -> dict[str, float]:
+        return dict.fromkeys(self.parameters, 1.0 + step)
+
+    def learning_rate_scale(self, step: int, epoch: int) -> dict[str, float]:
+        return dict.fromkeys(self.parameters, 1.0 / (1 + epoch))
+
+
+def test_scales_are_those_of_the_step_and_the_epoch() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    freezer = Freezer({"weight": weight}, optimizer, {"all": gp.Freeze(ByTheTime())})
+    moves = []
+    for step in range(4):
+        before = weight.detach().clone()
+        freezer.begin_step(step, epoch=step // 2)
+        weight.grad = torch.ones(2)
+        freezer.observe()
+        optimizer.step()
+        freezer.finish_step()
+        moves.append(float((before - weight.detach())[0]))
+    assert moves == [1.0, 2.0, 1.5, 2.0]
+
+
+def proportional(optimizer: str) -> bool:
+    """Whether torch's second update doubles where the learning rate is doubled after the first."""
+    moved = []
+    for second_rate in (1.0, 2.0):
+        weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]], dtype=torch.float64))
+        made = getattr(torch.optim, optimizer)([weight], lr=1.0)
+        for rate, slope in ((1.0, 1.0), (second_rate, 0.7)):
+            before = weight.detach().clone()
+            weight.grad = torch.full_like(weight, slope) * torch.tensor([1.0, 2.0])
+            made.param_groups[0]["lr"] = rate
+            made.step(lambda: torch.zeros(()))
+            step = weight.detach() - before
+            # Where the weights stand must not count: only what one step adds to them.
+            weight.data.copy_(before)
+        moved.append(step)
+    return torch.allclose(moved[1], 2 * moved[0], rtol=1e-9, atol=0)
+
+
+def test_rates_are_scaled_where_updates_are_proportional_to_them(stack) -> None:
+    names = ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "NAdam", "RAdam"]
+    for name in [*names, "RMSprop", "Rprop", "SGD"]:
+        optimizer = gp.MaskedOptimizer(getattr(torch.optim, name)(stack.parameters(), lr=0.1))
+        # Within a step LBFGS takes several, each with a new gradient.
+        if name != "LBFGS" and proportional(name):
+            Freezer(stack, optimizer, {"half": gp.Freeze(HalfRate())})
+        else:
+            with pytest.raises(PolicyError, match=f"HalfRate .* {name}'s updates are not"):
+                Freezer(stack, optimizer, {"half": gp.Freeze(HalfRate())})
+
+
+def test_what_is_frozen_keeps_its_bits_also_where_rates_are_scaled(stack, tokens) -> None:
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.1))
+    active = torch.zeros(3, 4, dtype=torch.bool)
+    active[2] = True
+    policies = {
+        "rate": gp.Freeze(ThirdRate()),
+        "part": gp.Freeze({"head.weight": active}, params="head.weight"),
+    }
+    with torch.no_grad():
+        stack.head.weight[0], stack.head.weight[1, 0] = -0.0, float("inf")
+    first = stack.head.weight.detach().clone()
+    freezer = Freezer(stack, optimizer, policies)
+    freezer.begin_step(0)
+    stack.head.weight.grad = torch.ones(3, 4)
+    freezer.observe()
+    optimizer.step()
+    freezer.finish_step()
+    after = stack.head.weight.detach()
+    assert torch.equal(after[:2].view(torch.int32), first[:2].view(torch.int32))
+    assert (after[2] != first[2]).all()
+
+
+def test_a_skipped_step_changes_neither_masks_nor_the_outcome(stack, tokens) -> None:
+    runs = []
+    for skipped in ((), (1, 3)):
+        model = copy.deepcopy(stack)
+        optimizer = masked(model)
+        freezer = Freezer(model, optimizer, {"all": gp.Freeze(gp.masks.Random(density=0.5))}, seed=1)
+        train(model, optimizer, freezer, tokens, range(5), skipped)
+        runs.append(weights(model))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_the_state_of_sources_is_saved_by_policy(stack, tokens) -> None:
+    policies = {"seen": gp.Freeze(Recorder(), params="head.*")}
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, policies)
+    train(stack, optimizer, freezer, tokens, range(2))
+    other = {"seen": gp.Freeze(Recorder(), params="head.*"), "new": gp.Freeze(Recorder(), params="embed.*")}
+    resumed = Freezer(stack, optimizer, other)
+    resumed.load_state_dict(freezer.state_dict())
+    assert other["seen"].source.loaded == 2
+    assert not hasattr(other["new"].source, "loaded")
+
+
+def test_a_resumed_run_sets_masks_that_a_checkpoint_brought_otherwise(stack) -> None:
+    """A mask restored with the optimizer goes where the policy no longer wants it."""
+    optimizer = masked(stack)
+    optimizer.set_mask(stack.head.weight, torch.zeros(3, 4, dtype=torch.bool))
+    when = gp.When(stop=10)
+    freezer = Freezer(stack, optimizer, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*", when=when)})
+    freezer.begin_step(9)
+    freezer.load_state_dict(freezer.state_dict())
+    freezer.begin_step(10)
+    assert optimizer.active_share(stack.head.weight) == 1.0
+
+
+def test_masks_are_set_anew_after_a_state_is_loaded_within_a_step(stack) -> None:
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
+    freezer.begin_step(3)
+    freezer.load_state_dict(freezer.state_dict())
+    optimizer.set_mask(stack.head.weight, None)
+    freezer.begin_step(3)
+    assert optimizer.active_share(stack.head.weight) == 0.0
+
+
+def test_several_optimizers_get_the_masks_of_their_own(stack, tokens) -> None:
+    trunk, head = stack.blocks.parameters(), stack.head.parameters()
+    optimizers = [gp.MaskedOptimizer(torch.optim.SGD(group, lr=0.1)) for group in (trunk, head)]
+    source = Recorder()
+    freezer = Freezer(
+        stack,
+        optimizers,
+        {"all": gp.Freeze(source), "half": gp.Freeze(gp.masks.Random(0.5))},
+    )
+    freezer.begin_step(0)
+    loss_of(stack, tokens).backward()
+    freezer.observe(optimizers[1])
+    assert list(source.seen[0]) == ["head.weight", "head.bias"]
+    assert all(0 < optimizer.active_share() < 1 for optimizer in optimizers)
+
+
+def by_magnitude(name: str, parameter: torch.Tensor, step: int) -> torch.Tensor:
+    return parameter.detach().abs() > parameter.detach().abs().median()
+
+
+@pytest.mark.parametrize("cut", [2, 3, 4, 6, 7])
+@pytest.mark.parametrize("when", [None, gp.When(start=3, stop=7)])
+def test_masks_that_no_source_could_give_again_are_saved(stack, tokens, tmp_path, cut: int, when) -> None:
+    """A function may go by the weights of the step at which it was asked."""
+    mask = gp.masks.Function(by_magnitude, every=3)
+    runs = []
+    for stops in ((8,), (cut, 8)):
+        model, first = copy.deepcopy(stack), 0
+        for stop in stops:
+            optimizer = masked(model)
+            freezer = Freezer(model, optimizer, {"large": gp.Freeze(copy.deepcopy(mask), when=when)})
+            if first:
+                saved = torch.load(tmp_path / "state.pt", weights_only=True)
+                optimizer.load_state_dict(saved["optimizer"])
+                freezer.load_state_dict(saved["freezer"])
+            train(model, optimizer, freezer, tokens, range(first, stop))
+            state = {"optimizer": optimizer.state_dict(), "freezer": freezer.state_dict()}
+            torch.save(state, tmp_path / "state.pt")
+            first = stop
+        runs.append(weights(model))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_a_saved_seeded_mask_is_a_few_numbers(stack) -> None:
+    source = gp.masks.Function(lambda name, parameter, step: RandomMask(0, step, name, 0.5), every=5)
+    freezer = Freezer(stack, masked(stack), {"all": gp.Freeze(source)})
+    freezer.begin_step(7)
+    numbers = {"seed": 0, "step": 5, "name": "head.bias", "density": 0.5, "level": "entry"}
+    state = freezer.state_dict()
+    assert state["masks"]["all"]["masks"]["head.bias"] == numbers
+    freezer.load_state_dict(state)
+    freezer.begin_step(8)
+    assert freezer.mask_of("head.bias") == RandomMask(**numbers)
+
+
+def test_masks_of_other_parameters_are_not_taken_up(stack) -> None:
+    def run(params: str) -> Freezer:
+        mask = gp.masks.Function(by_magnitude, every=5)
+        freezer = Freezer(stack, masked(stack), {"large": gp.Freeze(mask, params=params)})
+        freezer.begin_step(0)
+        return freezer
+
+    other = run("embed.*")
+    with pytest.warns(UserWarning, match=r"policy.large: was saved with .* other parameters; it starts anew"):
+        other.load_state_dict(run("head.*").state_dict())
+    other.begin_step(1)
+    assert torch.equal(other.mask_of("embed.weight"), by_magnitude("", stack.embed.weight, 0))
+
+
+CHANGED = [
+    (gp.masks.TopK(0.5), "*", gp.masks.PruneAndGrow(0.5), "*"),
+    (gp.masks.PruneAndGrow(0.5), "*", gp.masks.Stable(), "*"),
+    (gp.masks.Random(0.5), "*", gp.masks.TopK(0.5), "*"),
+    (gp.masks.TopK(0.5), "*", gp.masks.TopK(0.5), "blocks.*"),
+    (gp.masks.PruneAndGrow(0.5), "blocks.*", gp.masks.PruneAndGrow(0.5), "*"),
+]
+
+
+@pytest.mark.parametrize(("before", "first", "after", "then"), CHANGED)
+def test_a_policy_that_has_become_another_starts_anew(stack, tokens, before, first, after, then) -> None:
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"it": gp.Freeze(copy.deepcopy(before), params=first)})
+    train(stack, optimizer, freezer, tokens, range(2))
+    fresh, resumed = (
+        Freezer(stack, optimizer, {"it": gp.Freeze(copy.deepcopy(after), params=then)}) for _ in range(2)
+    )
+    with pytest.warns(UserWarning, match=r"policy.it: .* it starts anew"):
+        resumed.load_state_dict(freezer.state_dict())
+    for each in (fresh, resumed):
+        each.begin_step(2)
+    for name in fresh.parameters:
+        one, other = fresh.mask_of(name), resumed.mask_of(name)
+        assert one is other or torch.equal(one, other)
+
+
+def two_optimizers(model: nn.Module) -> list[gp.MaskedOptimizer]:
+    named = list(model.named_parameters())
+    halves = [p for n, p in named if "blocks" in n], [p for n, p in named if "blocks" not in n]
+    return [gp.MaskedOptimizer(torch.optim.SGD(half, lr=0.1, momentum=0.9)) for half in halves]
+
+
+def test_parameters_that_join_an_optimizer_are_masked_from_the_next_step_on(stack) -> None:
+    first, *rest = stack.parameters()
+    optimizer = FakeOptimizer(rest)
+    freezer = Freezer(stack, optimizer, {"all": gp.Freeze(gp.masks.Fixed(False))}, seed=0)
+    freezer.begin_step(0)
+    assert first not in optimizer.masks
+    optimizer.param_groups.append({"params": [first]})
+    freezer.begin_step(1)
+    assert not optimizer.masks[first].any()
+
+
+def test_a_source_that_has_gathered_without_them_refuses_parameters_that_join(stack) -> None:
+    first, *rest = stack.parameters()
+    optimizer = FakeOptimizer(rest)
+    freezer = Freezer(stack, optimizer, {"top": gp.Freeze(gp.masks.TopK(0.5))}, seed=0)
+    freezer.begin_step(0)
+    optimizer.param_groups.append({"params": [first]})
+    with pytest.raises(PolicyError, match=r"policy\.top: .* joined the optimizer during training, and TopK"):
+        freezer.begin_step(1)
+
+
+def test_two_optimizers_take_one_step_together(stack, tokens) -> None:
+    """Windows and rates are those of one optimizer that holds all."""
+    runs = []
+    for make in (two_optimizers, lambda m: [gp.MaskedOptimizer(torch.optim.SGD(m.parameters(), 0.1, 0.9))]):
+        model = copy.deepcopy(stack)
+        optimizers = make(model)
+        policies = {
+            "top": gp.Freeze(gp.masks.TopK(0.5, window=2, every=2)),
+            "out": gp.Freeze(gp.masks.Progressive(total=8, first=0.5)),
+        }
+        freezer = Freezer(model, optimizers, policies)
+        for step in range(6):
+            freezer.begin_step(step)
+            model.zero_grad()
+            loss_of(model, tokens).backward()
+            for optimizer in optimizers:
+                freezer.observe(optimizer)
+                optimizer.step()
+            freezer.finish_step()
+        runs.append(weights(model))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+@pytest.mark.parametrize("first", ["ticket", "sparse"])
+def test_weights_that_go_back_stay_zero_where_another_policy_holds_them_at_zero(stack, tokens, first) -> None:
+    policies = {
+        "ticket": gp.Freeze(gp.masks.TopK(0.5, by="change", start=3, rewind=True), params="blocks.*.weight"),
+        "sparse": gp.Freeze(gp.masks.PruneAndGrow(0.25, every=None), params="blocks.*.weight"),
+    }
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, dict(sorted(policies.items(), key=lambda item: item[0] != first)))
+    train(stack, optimizer, freezer, tokens, range(5))
+    for block in stack.blocks:
+        assert int(block.weight.count_nonzero()) <= 4
+
+
+@pytest.mark.parametrize("first", ["growing", "sparse"])
+def test_what_one_policy_begins_stays_zero_where_another_holds_it_at_zero(stack, tokens, first) -> None:
+    policies = {
+        "growing": gp.Freeze(gp.masks.PruneAndGrow(0.5, grow="random", every=2), params="blocks.*.weight"),
+        "sparse": gp.Freeze(gp.masks.PruneAndGrow(0.25, every=None, seed=1), params="blocks.*.weight"),
+    }
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, dict(sorted(policies.items(), key=lambda item: item[0] != first)))
+    for stop in range(1, 6):
+        train(stack, optimizer, freezer, tokens, range(stop - 1, stop))
+        for name, parameter in stack.named_parameters():
+            if name in freezer.parameters:
+                assert not parameter[~freezer.mask_of(name)].any()
+
+
+def test_a_row_says_what_a_policy_does(stack) -> None:
+    policies = {"layers": gp.Freeze(gp.masks.Layerwise(active=1, every=20), params="blocks.*")}
+    freezer = Freezer(stack, masked(stack), policies)
+    for _ in range(2):
+        (row,) = freezer.report()
+        assert (row.name, row.parameters, row.entries, row.active) == ("layers", 8, 80, 20)
+        assert row.active_share == 0.25
+        assert "Layerwise(active=1, every=20" in row.source
+        freezer.begin_step(0)
+
+
+def test_parameters_can_be_given_by_name(stack) -> None:
+    for named in (dict(stack.named_parameters()), list(stack.named_parameters())):
+        freezer = Freezer(named, masked(stack), {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
+        assert list(freezer.parameters_of("head")) == ["head.weight", "head.bias"]
+
+
+def test_a_tied_parameter_is_matched_by_any_of_its_names(stack, tokens) -> None:
+    stack.head = nn.Linear(4, 6)
+    stack.head.weight = stack.embed.weight
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
+    before = weights(stack)
+    train(stack, optimizer, freezer, tokens, range(2))
+    assert list(freezer.parameters) == ["embed.weight", "head.bias"]
+    assert torch.equal(stack.head.weight, before["embed.weight"])
+    assert not torch.equal(stack.blocks[0].weight, before["blocks.0.weight"])
+
+
+def test_names_of_wrappers_do_not_count(stack) -> None:
+    compiled = {f"_orig_mod.{name}": parameter for name, parameter in stack.named_parameters()}
+    freezer = Freezer(compiled, masked(stack), {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
+    assert list(freezer.parameters_of("head")) == ["head.weight", "head.bias"]
+
+
+class Wrong(MaskSource):
+    def masks(self, step: int, epoch: int) -> dict:
+        return {"head.wieght": True}
+
+
+def test_wrong_input_is_one_clear_message(stack) -> None:
+    optimizer = masked(stack)
+    shared = gp.masks.Fixed()
+    cases = [
+        ({"head": gp.Freeze(shared, params="haed.*")}, r"policy\.head: .*did you mean 'head"),
+        (
+            {"a": gp.Freeze(shared, params="head.*"), "b": gp.Freeze(shared, params="embed.*")},
+            r"policy\.b: has the mask source of policy\.a",
+        ),
+        (
+            {
+                "a": gp.Freeze(gp.masks.Fixed(), params="head.*", frozen_state="zero"),
+                "b": gp.Freeze(gp.masks.Random()),
+            },
+            r"'head.weight': policy\.a wants frozen_state='zero', policy\.b frozen_state='keep'",
+        ),
+        ({"a": gp.Freeze(gp.masks.Layerwise(active=9))}, r"policy\.a: Layerwise.active: 9 layers"),
+    ]
+    for policies, message in cases:
+        with pytest.raises(PolicyError, match=message):
+            Freezer(stack, optimizer, policies)
+    with pytest.raises(PolicyError, match=r"policy\.a: a mask for 'head.wieght'.*did you mean 'head.weight'"):
+        Freezer(stack, optimizer, {"a": gp.Freeze(Wrong())}).begin_step(0)
+    with pytest.raises(PolicyError, match=r"policy\.a: mask of 'embed.weight': must be True, False"):
+        Freezer(stack, optimizer, {"a": gp.Freeze(lambda name, parameter, step: 1)}).begin_step(0)
+    only_head = gp.MaskedOptimizer(torch.optim.SGD(stack.head.parameters(), lr=1.0))
+    with pytest.raises(PolicyError, match=r"policy\.a: no optimizer holds what it matches: embed.weight"):
+        Freezer(stack, only_head, {"a": gp.Freeze(gp.masks.Fixed(), params="embed.*")})
+    freezer = Freezer(stack, only_head, {"a": gp.Freeze(gp.masks.Fixed())})
+    with pytest.raises(PolicyError, match="no freeze policy 'b'"):
+        freezer.parameters_of("b")
+    with pytest.raises(PolicyError, match=r"did you mean 'head\.bias'"):
+        freezer.mask_of("head.bais")
+
+
+def test_what_is_no_freeze_policy_and_no_masked_optimizer_is_refused():
+    model = nn.Linear(2, 2)
+    plain = torch.optim.AdamW(model.parameters())
+    optimizer, policy = gp.MaskedOptimizer(plain), gp.Freeze(gp.masks.Random())
+    with pytest.raises(PolicyError, match="optimizers: AdamW takes no masks; wrap it"):
+        Freezer(model, plain, {"a": policy})
+    for policies, kind in (([policy], "list"), (policy, "Freeze")):
+        with pytest.raises(PolicyError, match=f"policies: must be a dict from names to policies, got {kind}"):
+            Freezer(model, optimizer, policies)
+    with pytest.raises(PolicyError, match=r"policy\.a: must be a freeze policy, got Guided"):
+        Freezer(model, optimizer, {"a": gp.Guided()})
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            gp.masks.TopK(0.5, before="freeze"),
+            "until it has seen some nothing trains; call freezer.ob",
+        ),
+        (gp.masks.TopK(0.5), "in step 0 it was shown none; call freezer.observe()"),
+        (gp.masks.TopK(0.5, by="weight"), None),
+    ],
+)
+def test_a_loop_that_forgets_to_observe_is_told_once_when_its_step_is_over(source, text):
+    model = torch.nn.Linear(3, 3)
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
+    freezer = gp.Freezer(model, optimizer, {"top": gp.Freeze(source)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            freezer.begin_step(step)
+            model(torch.ones(1, 3)).sum().backward()
+            assert len(caught) == bool(text and step)
+            optimizer.step()
+            freezer.finish_step()
+            optimizer.zero_grad()
+    assert [text in str(warning.message) for warning in caught] == [True] * bool(text)
+
+
+def test_a_loop_that_observes_is_told_nothing():
+    model = torch.nn.Linear(3, 3)
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
+    freezer = gp.Freezer(model, optimizer, {"top": gp.Freeze(gp.masks.TopK(0.5, before="freeze"))})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            freezer.begin_step(step)
+            model(torch.ones(1, 3)).sum().backward()
+            freezer.observe()
+            optimizer.step()
+            freezer.finish_step()
+            optimizer.zero_grad()
+    assert freezer.report()[0].active > 0

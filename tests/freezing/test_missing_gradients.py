@@ -1,0 +1,105 @@
+"""A tensor that a policy lets train and that gets no gradient for a window of updates is named."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import gradpolicy as gp
+
+
+class Branches(nn.Module):
+    """Of three layers the loss depends on those that are used."""
+
+    def __init__(self, used=("a", "c")):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        self.used = used
+
+    def forward(self, x):
+        for name in self.used:
+            x = getattr(self, name)(x)
+        return x.sum()
+
+
+def told(model, policies, steps, each_step=lambda model, step: None, ends=True):
+    """What warnings a training gives."""
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    freezer = gp.Freezer(model, optimizer, policies, seed=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            each_step(model, step)
+            freezer.begin_step(step)
+            model(torch.ones(1, 2)).backward()
+            freezer.observe()
+            optimizer.step()
+            freezer.finish_step()
+            optimizer.zero_grad()
+        if ends:
+            freezer.restore()
+            freezer.restore()
+    return [str(each.message) for each in caught if "no gradient gets there" in str(each.message)]
+
+
+def in_turn(every):
+    return gp.Freeze(gp.masks.BlockCyclic(blocks=["b.*", "c.*"], always="a.*", every=every))
+
+
+def test_a_thawed_layer_without_a_gradient_is_named_when_it_freezes_again():
+    assert told(Branches(), {"turns": in_turn(3)}, 3, ends=False) == []
+    (message,) = told(Branches(), {"turns": in_turn(3)}, 4, ends=False)
+    assert message.startswith("policy.turns: lets b.weight, b.bias train, but no gradient gets there")
+
+
+@pytest.mark.parametrize("steps", [4, 30])
+def test_each_tensor_is_named_once(steps):
+    assert len(told(Branches(), {"turns": in_turn(3)}, steps)) == 1
+
+
+def test_windows_of_one_update_are_added_up():
+    assert told(Branches(), {"turns": in_turn(1)}, 2) == []
+    assert len(told(Branches(), {"turns": in_turn(1)}, 4)) == 1
+
+
+def test_it_is_named_after_a_hundred_updates_where_masks_stay():
+    policies = {"all": gp.Freeze(gp.masks.Fixed(["a.*", "b.*"]))}
+    assert told(Branches(), policies, 99, ends=False) == []
+    assert len(told(Branches(), policies, 100, ends=False)) == 1
+
+
+def test_it_is_named_at_the_end_of_training():
+    (message,) = told(Branches(), {"some": gp.Freeze(gp.masks.Random(0.5, every=1))}, 5)
+    assert "b.weight, b.bias" in message
+
+
+def test_a_gradient_that_stays_away_later_is_noticed():
+    def stop_using(model, step):
+        model.used = ("a", "c") if step < 50 else ("a",)
+
+    policies = {"all": gp.Freeze(gp.masks.Fixed(freeze="b.*"))}
+    assert told(Branches(), policies, 199, stop_using, ends=False) == []
+    (message,) = told(Branches(), policies, 200, stop_using, ends=False)
+    assert "lets c.weight, c.bias train" in message
+
+
+def test_requires_grad_that_somebody_else_turned_off_is_a_reason_too():
+    model = Branches(("a", "b", "c"))
+    model.b.weight.requires_grad_(False)
+    (message,) = told(model, {"all": gp.Freeze(gp.masks.Fixed(freeze="a.*"))}, 3)
+    assert message.startswith("policy.all: lets b.weight train")
+
+
+def test_what_is_frozen_or_gets_its_gradient_is_not_named():
+    policies = {"rest": gp.Freeze(gp.masks.Fixed(["a.*", "c.weight"]))}
+    assert told(Branches(), policies, 110) == []
+    assert told(Branches(("a", "b", "c")), {"turns": in_turn(2)}, 110) == []
+
+
+def test_many_names_are_shortened():
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(20)])
+    model.forward = lambda x: model[0](x[:, :1]).sum()
+    (message,) = told(model, {"all": gp.Freeze(gp.masks.Random(0.5, every=1))}, 3)
+    assert "1.weight, 1.bias, 2.weight" in message
+    assert "and 30 more" in message

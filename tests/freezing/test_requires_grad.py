@@ -1,0 +1,78 @@
+"""Gradients that nobody needs are turned off, and nothing else."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradpolicy.freezing.requires_grad import RequiresGrad
+
+ALL = {
+    "embed.weight",
+    "head.weight",
+    "head.bias",
+    *(f"blocks.{i}.{k}" for i in range(4) for k in ("weight", "bias")),
+}
+
+
+def off(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+@pytest.fixture
+def switch(stack) -> RequiresGrad:
+    return RequiresGrad(dict(stack.named_parameters()))
+
+
+def test_exactly_the_idle_ones_are_off(stack, switch) -> None:
+    for idle in ({"head.bias"}, {"head.weight", "embed.weight"}, set()):
+        switch.turn_off(idle)
+        assert off(stack) == idle
+
+
+def test_what_others_turned_off_stays_off(stack, switch) -> None:
+    stack.head.bias.requires_grad_(False)
+    switch.turn_off({"head.bias", "head.weight"})
+    switch.turn_off(set())
+    assert off(stack) == {"head.bias"}
+    switch.turn_off({"head.weight"})
+    switch.restore()
+    assert off(stack) == {"head.bias"}
+
+
+def test_something_is_always_left_for_the_backward_pass(stack, switch) -> None:
+    switch.turn_off({"head.bias"})
+    switch.turn_off(ALL)
+    assert off(stack) == set()
+    stack.head.bias.requires_grad_(False)
+    switch.turn_off(ALL - {"head.bias"})
+    assert off(stack) == {"head.bias"}
+
+
+def test_something_is_left_for_the_backward_pass_of_each_optimizer(stack) -> None:
+    """Each may have a loss of its own, as in adversarial training."""
+    named = dict(stack.named_parameters())
+    head = {id(parameter) for parameter in stack.head.parameters()}
+    switch = RequiresGrad(named, [head, {id(p) for p in named.values()} - head])
+    switch.turn_off({"head.weight", "head.bias", "embed.weight"})
+    assert off(stack) == {"embed.weight"}
+    switch.turn_off({"head.weight"})
+    assert off(stack) == {"head.weight"}
+
+
+def test_a_stale_gradient_goes_when_its_tensor_freezes(stack, switch) -> None:
+    for parameter in stack.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    switch.turn_off({"head.weight"})
+    assert stack.head.weight.grad is None
+    assert stack.head.bias.grad is not None
+
+
+@pytest.mark.parametrize(("bias", "left_on"), [(False, "0.weight"), (True, "0.bias")])
+def test_a_frozen_convolution_before_a_norm_that_trains_keeps_one_gradient(bias: bool, left_on: str) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, bias=bias), nn.GroupNorm(1, 4), nn.Conv2d(4, 2, 3))
+    switch = RequiresGrad(dict(model.named_parameters()))
+    frozen = {"0.weight", "0.bias", "2.weight"} & dict(model.named_parameters()).keys()
+    switch.turn_off(frozen)
+    assert off(model) == frozen - {left_on}
+    switch.turn_off(frozen | {"1.weight", "1.bias"})
+    assert off(model) == frozen | {"1.weight", "1.bias"}

@@ -1,0 +1,118 @@
+"""The timetable that all mask sources share."""
+
+import functools
+
+import pytest
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.masks.base import MaskSource
+
+
+@pytest.mark.parametrize(
+    ("timetable", "expected"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"every": 3}, [0, 3, 6]),
+        ({"every": 3, "start": 2}, [2, 5]),
+        ({"every": 2, "start": 1, "stop": 5}, [1, 3]),
+        ({"every": None, "start": 4}, [4]),
+    ],
+)
+def test_masks_may_change_at_the_counts_of_the_timetable(timetable: dict, expected: list[int]) -> None:
+    source = MaskSource(**timetable)
+    assert [step for step in range(8) if source.due(step, epoch=0)] == expected
+    changes = [
+        step
+        for step in range(8)
+        if step == expected[0] or source.period(step, 0) > max(source.period(step - 1, 0), 0)
+    ]
+    assert [step for step in changes if step in range(8) and source.period(step, 0) >= 0] == expected
+
+
+def test_epochs_count_where_the_unit_says_so() -> None:
+    source = MaskSource(every=2, unit="epoch")
+    assert [epoch for epoch in range(5) if source.due(step=7, epoch=epoch)] == [0, 2, 4]
+    assert source.period(step=1000, epoch=3) == 1
+
+
+def test_the_first_masks_hold_before_start_and_the_last_after_stop() -> None:
+    source = MaskSource(every=2, start=3, stop=8)
+    assert [source.period(step, 0) for step in range(11)] == [-1, -1, -1, 0, 0, 1, 1, 2, 2, 2, 2]
+    assert [source.changed_at(period) for period in (-1, 0, 2)] == [3, 3, 7]
+
+
+def test_its_own_seed_goes_before_the_runs(prepared) -> None:
+    assert prepared(MaskSource(seed=5), seed=1).seed == 5
+    assert prepared(MaskSource(), seed=1).seed == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"unit": "steps"}, "did you mean 'step'"),
+        ({"every": 0}, "every"),
+        ({"every": 2.5}, "every"),
+        ({"start": -1}, "start"),
+        ({"start": 5, "stop": 5}, "stop"),
+        ({"seed": "3"}, "seed"),
+    ],
+)
+def test_an_impossible_timetable_is_an_error(arguments: dict, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        MaskSource(**arguments)
+
+
+@pytest.mark.parametrize(
+    "make", [gp.masks.Gradual, gp.masks.Stable, functools.partial(gp.masks.Progressive, 10)]
+)
+def test_what_would_never_change_is_an_error_where_change_is_all_there_is(make) -> None:
+    with pytest.raises(PolicyError, match=r"\.every: must be a whole number of at least 1, got None"):
+        make(every=None)
+
+
+def test_an_argument_that_no_source_takes_is_an_error_with_the_nearest_names() -> None:
+    for wrong, near in (("dnsity", "density"), ("evry", "every")):
+        with pytest.raises(PolicyError, match=f"Random: takes no argument {wrong!r}.*did you mean {near!r}"):
+            gp.masks.Random(**{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("source", "near"),
+    [
+        (lambda: gp.masks.Fixed(freez="*"), "freeze"),
+        (lambda: gp.masks.Rows("1:", sise=2), "size"),
+        (lambda: gp.masks.Progressive(9, evry=2), "every"),
+        (lambda: gp.masks.Stable(percentil=9), "percentile"),
+    ],
+)
+def test_every_source_names_the_nearest_arguments(source, near: str) -> None:
+    with pytest.raises(PolicyError, match=f"takes no argument .*did you mean '{near}'"):
+        source()
+
+
+def test_a_source_without_parameters_is_an_error() -> None:
+    with pytest.raises(PolicyError, match="no parameter"):
+        MaskSource().setup({}, seed=0)
+
+
+def test_a_source_that_was_not_begun_says_so(prepared) -> None:
+    class Own(MaskSource):
+        def __init__(self) -> None:
+            self.share = 0.5
+
+    with pytest.raises(PolicyError, match=r"Own.__init__: must call super\(\).__init__"):
+        prepared(Own())
+
+
+@pytest.mark.parametrize("nothing", [None, [], ()])
+def test_no_glob_means_no_parameter(prepared, nothing) -> None:
+    plain = prepared(gp.masks.Layerwise(1, layers=nothing, always=nothing)).masks(0, 0)
+    assert sum(mask for name, mask in plain.items() if name.startswith("blocks.")) == 2
+    assert sum(prepared(gp.masks.BlockCyclic(always=nothing)).masks(0, 0).values()) == 1
+    assert "head.weight" in prepared(gp.masks.PruneAndGrow(dense=nothing)).targets(0)
+
+
+def test_a_source_without_masks_says_so(prepared) -> None:
+    with pytest.raises(TypeError, match="must define masks"):
+        prepared(MaskSource()).masks(0, 0)

@@ -1,0 +1,123 @@
+"""Fixed masks: by pattern, by tensor, from a file."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+HEAD = ["head.weight", "head.bias"]
+
+
+def test_nothing_trains_unless_told_otherwise(prepared, trained) -> None:
+    assert trained(prepared(gp.masks.Fixed()).masks(0, 0)) == []
+
+
+@pytest.mark.parametrize("source", [gp.masks.Fixed("head.*"), gp.masks.Fixed(["*", "!embed.*", "!blocks.*"])])
+def test_globs_say_what_trains(prepared, trained, source) -> None:
+    assert trained(prepared(source).masks(0, 0)) == HEAD
+
+
+def test_globs_may_say_what_does_not_train(prepared, trained) -> None:
+    masks = prepared(gp.masks.Fixed(freeze=["embed.*", "blocks.*"])).masks(0, 0)
+    assert trained(masks) == HEAD
+    assert masks["embed.weight"] is False
+
+
+def test_a_dict_gives_masks_by_name_or_glob_and_the_name_wins(prepared) -> None:
+    rows = torch.tensor([[True], [False], [True]])
+    masks = prepared(gp.masks.Fixed({"head.weight": rows, "head.*": False})).masks(5, 0)
+    assert masks["head.weight"] is rows
+    assert masks["head.bias"] is False
+    assert masks["embed.weight"] is True
+
+
+def test_a_tensor_is_for_every_parameter(prepared) -> None:
+    mask = torch.tensor([[True, False, True, False]])
+    source = prepared(gp.masks.Fixed(mask), {"a": torch.zeros(3, 4), "b": torch.zeros(1, 4)})
+    assert all(torch.equal(given, mask) for given in source.masks(0, 0).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_a_safetensors_file_holds_masks(prepared, tmp_path, dtype) -> None:
+    mask = torch.rand(3, 4) < 0.5
+    save_file({"head.weight": mask.to(dtype)}, tmp_path / "masks.safetensors")
+    for path in (tmp_path / "masks.safetensors", str(tmp_path / "masks.safetensors")):
+        masks = prepared(gp.masks.Fixed(path)).masks(0, 0)
+        assert torch.equal(masks["head.weight"], mask)
+        assert masks["embed.weight"] is True
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ("heads.*", "did you mean 'head"),
+        ({"head.wieght": True}, "did you mean 'head.weight'"),
+        (
+            {"head.weight": torch.ones(2, 4, dtype=torch.bool)},
+            r"shape \(2, 4\) does not broadcast to the parameter's \(3, 4\)",
+        ),
+        ({"head.weight": torch.ones(3, 4)}, r"must be bool \(True = this entry trains\), got float32"),
+        ({"head.weight": 1.0}, "must be True, False, a bool tensor"),
+        ("nowhere.safetensors", "cannot read masks"),
+        ([1, 2], "must be a bool, globs"),
+        ([], "Fixed.mask: is empty"),
+        ({}, "Fixed.mask: is empty"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(prepared, mask, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        prepared(gp.masks.Fixed(mask))
+
+
+def test_a_file_of_numbers_is_no_file_of_masks(prepared, tmp_path) -> None:
+    save_file({"head.weight": torch.ones(3, 4)}, tmp_path / "weights.safetensors")
+    with pytest.raises(PolicyError, match="not bool or uint8"):
+        prepared(gp.masks.Fixed(tmp_path / "weights.safetensors"))
+
+
+def test_a_file_without_masks_is_an_error(prepared, tmp_path) -> None:
+    save_file({}, tmp_path / "masks.safetensors")
+    with pytest.raises(PolicyError, match="holds no mask"):
+        prepared(gp.masks.Fixed(tmp_path / "masks.safetensors"))
+
+
+def test_to_freeze_no_glob_is_an_error() -> None:
+    with pytest.raises(PolicyError, match=r"Fixed.freeze: is empty"):
+        gp.masks.Fixed(freeze=[])
+
+
+@pytest.mark.parametrize("kind", [gp.masks.Fixed, gp.masks.Rows])
+def test_a_timetable_is_taken_and_said_to_make_no_difference(
+    kind: type, recwarn: pytest.WarningsRecorder
+) -> None:
+    source = kind(True if kind is gp.masks.Fixed else 0, every=5, start=3)
+    (warning,) = [str(found.message) for found in recwarn]
+    assert warning.startswith(f"{kind.__name__}: every and start make no difference")
+    assert "when=" in warning
+    source.setup({"weight": torch.zeros(2, 2)}, seed=0)
+    assert source.masks(0, 0) == source.masks(9, 1)
+
+
+def test_a_source_whose_masks_never_change_names_an_unknown_argument() -> None:
+    with pytest.raises(PolicyError, match="Fixed: takes no argument 'evry'; did you mean 'every'"):
+        gp.masks.Fixed("head.*", evry=5)
+
+
+def test_mask_and_freeze_exclude_each_other() -> None:
+    with pytest.raises(PolicyError, match="not both"):
+        gp.masks.Fixed("a", freeze="b")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (gp.masks.Fixed(), "Fixed(mask=False)"),
+        (gp.masks.Fixed(freeze="*.bias"), "Fixed(freeze=['*.bias'])"),
+        (gp.masks.Fixed({"a": True, "b": False}), "Fixed(mask='2 masks')"),
+        (gp.masks.Fixed(torch.ones(3, 1, dtype=torch.bool)), "Fixed(mask='tensor (3, 1)')"),
+    ],
+)
+def test_it_tells_what_was_given_in_short(source, text: str) -> None:
+    assert repr(source) == text

@@ -1,0 +1,63 @@
+"""LISA: k sampled layers, embeddings and head always."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+OUTSIDE = ["embed.weight", "head.weight", "head.bias"]
+
+
+def test_the_embedding_and_the_head_always_train_and_k_layers_with_them(prepared, trained) -> None:
+    source = prepared(gp.masks.Layerwise(active=2, every=20))
+    for step in range(0, 200, 20):
+        masks = source.masks(step, 0)
+        layers = {name.rpartition(".")[0] for name in trained(masks) if name.startswith("blocks")}
+        assert all(masks[name] is True for name in OUTSIDE)
+        assert len(layers) == 2
+        assert layers == set(source.active_layers(step, 0))
+        assert all(masks[f"{layer}.weight"] is masks[f"{layer}.bias"] is True for layer in layers)
+
+
+def test_layers_are_sampled_anew_every_k_steps(prepared) -> None:
+    source = prepared(gp.masks.Layerwise(active=1, every=5))
+    chosen = [source.active_layers(step, 0) for step in range(100)]
+    assert all(chosen[step] == chosen[step - step % 5] for step in range(100))
+    assert len({tuple(layers) for layers in chosen}) == 4
+
+
+def test_before_start_the_first_layers_train(prepared) -> None:
+    source = prepared(gp.masks.Layerwise(active=2, every=3, start=10))
+    assert len({tuple(source.active_layers(step, 0)) for step in range(13)}) == 1
+
+
+def test_every_layer_is_equally_likely(prepared) -> None:
+    source = prepared(gp.masks.Layerwise(active=2, every=1))
+    counts = Counter(layer for step in range(2000) for layer in source.active_layers(step, 0))
+    assert all(abs(count - 1000) < 5 * (2000 * 0.25) ** 0.5 for count in counts.values())
+
+
+def test_two_ranks_and_a_resumed_run_agree(prepared) -> None:
+    first, second = (prepared(gp.masks.Layerwise(active=2, every=3), seed=9) for _ in range(2))
+    assert [first.masks(step, 0) for step in range(30)][22] == second.masks(22, 0)
+    other = prepared(gp.masks.Layerwise(active=2, every=3), seed=10)
+    assert any(other.masks(step, 0) != second.masks(step, 0) for step in range(30))
+
+
+def test_always_names_more_that_trains(prepared) -> None:
+    source = prepared(gp.masks.Layerwise(active=1, every=1, always="blocks.*.bias"))
+    assert all(source.masks(step, 0)[f"blocks.{i}.bias"] is True for step in range(5) for i in range(4))
+
+
+def test_a_model_without_numbers_is_sampled_by_module(prepared, trained) -> None:
+    parameters = {f"{module}.weight": torch.zeros(2) for module in ("first", "second", "third")}
+    source = prepared(gp.masks.Layerwise(active=1, every=1), parameters)
+    assert all(len(trained(source.masks(step, 0))) == 1 for step in range(10))
+
+
+def test_more_active_layers_than_there_are_is_an_error(prepared) -> None:
+    with pytest.raises(PolicyError, match=r"5 layers wanted, but there are 4: blocks.0"):
+        prepared(gp.masks.Layerwise(active=5))

@@ -1,0 +1,370 @@
+"""SET and RigL: topology, growth, annealing, zeros outside the mask."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+
+def published_update(weight: np.ndarray, gradient: np.ndarray, mask: np.ndarray, fraction: float) -> tuple:
+    """The update of RigL's published code (Google's and rigl-torch's alike), on sorted flat arrays.
+
+    The ``n_keep`` highest ``|w|`` of all entries stay; of the others the ``n_prune`` with the highest ``|g|``
+    are grown, what was just dropped among them; grown entries that were not active before start at zero.
+    It relies on inactive weights being zero and active ones not, which holds for the inputs used here.
+    """
+    active = int(mask.sum())
+    pruned = int(active * fraction)
+    by_weight = np.argsort(-np.abs(weight * mask).ravel(), kind="stable")
+    kept = np.zeros(mask.size, dtype=bool)
+    kept[by_weight[: active - pruned]] = True
+    lifted = np.where(kept, np.abs(gradient).min() - 1, np.abs(gradient).ravel())
+    grown = np.zeros(mask.size, dtype=bool)
+    grown[np.argsort(-lifted, kind="stable")[:pruned]] = True
+    new = (kept | grown).reshape(mask.shape)
+    weight = np.where(grown.reshape(mask.shape) & ~mask, 0.0, weight) * new
+    return new, weight
+
+
+def sources(**changes) -> gp.masks.PruneAndGrow:
+    arguments = {"density": 0.4, "every": 3, "stop": 12, "fraction": 0.5}
+    return gp.masks.PruneAndGrow(**{**arguments, **changes})
+
+
+def test_rigl_takes_the_published_course_step_by_step(prepared) -> None:
+    """Masks and weights over whole runs of scripted gradients, against the published update by hand."""
+    weight = nn.Parameter(torch.randn(8, 6))
+    source = prepared(sources(window=1), {"w": weight})
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.zeros(8, 6)
+    source.apply()
+    mask, values = source.masks(0, 0)["w"].numpy(), weight.detach().numpy().copy()
+    for step in range(15):
+        if step % 3 == 0 and 0 < step < 12:
+            fraction = 0.5 / 2 * (1 + math.cos(math.pi * step / 12))
+            mask, values = published_update(values, gradient.numpy(), mask, fraction)
+        given = source.masks(step, 0)["w"]
+        source.apply()
+        assert np.array_equal(given.numpy(), mask)
+        assert np.array_equal(weight.detach().numpy(), values)
+        gradient = torch.randn(8, 6, generator=generator)
+        if source.wants_gradients(step, 0):
+            source.observe({"w": gradient})
+        with torch.no_grad():
+            weight -= 0.1 * gradient * given
+            values = weight.detach().numpy().copy()
+
+
+def nearest_to_zero(weights: np.ndarray, fraction: float) -> set[int]:
+    """What SET's prose removes: of the positive weights the smallest share, of the negative the largest."""
+    positive, negative = np.flatnonzero(weights > 0), np.flatnonzero(weights < 0)
+    smallest = positive[np.argsort(weights[positive])][: int(fraction * len(positive))]
+    largest = negative[np.argsort(-weights[negative])][: int(fraction * len(negative))]
+    return {*smallest.tolist(), *largest.tolist()}
+
+
+def test_set_takes_the_course_of_its_paper_step_by_step(prepared) -> None:
+    """Which weights leave, how many come and with what values, over whole runs of scripted updates."""
+    weight = nn.Parameter(torch.randn(30, 20) * 0.1)
+    deviation = weight.std(correction=0).item()
+    source = prepared(sources(grow="random", fraction=0.3, density=0.3), {"w": weight})
+    source.apply()
+    generator = torch.Generator().manual_seed(1)
+    mask, grown_values = source.masks(0, 0)["w"], []
+    for step in range(15):
+        before = weight.detach().clone().flatten()
+        given = source.masks(step, 0)["w"]
+        source.apply()
+        after = weight.detach().flatten()
+        if step % 3 == 0 and 0 < step < 12:
+            removed = nearest_to_zero(before.numpy(), 0.3)
+            kept = [i for i in mask.flatten().nonzero().flatten().tolist() if i not in removed]
+            assert torch.equal(after[kept], before[kept])
+            assert given.flatten()[kept].all()
+            assert int(given.sum()) == int(mask.sum()) == 180
+            fresh = given.flatten().clone()
+            fresh[kept] = False
+            assert (after[fresh] != before[fresh]).all()
+            grown_values.append(after[fresh])
+        else:
+            assert given is mask
+            assert torch.equal(after, before)
+        assert not after[~given.flatten()].any()
+        mask = given
+        with torch.no_grad():
+            weight -= 0.01 * torch.randn(30, 20, generator=generator) * given
+    values = torch.cat(grown_values)
+    assert values.mean().abs() < 4 * deviation / len(values) ** 0.5
+    assert values.std().item() == pytest.approx(deviation, rel=0.2)
+
+
+@pytest.mark.parametrize("grow", ["gradient", "random"])
+def test_random_beginnings_are_the_same_on_every_rank_and_after_resume(prepared, grow: str) -> None:
+    begun = torch.randn(20, 20)
+    arguments = {"grow": grow, "grow_init": "random", "anneal": "constant"}
+    ranks = [prepared(sources(**arguments), {"w": begun.clone()}) for _ in range(3)]
+    for source in ranks[:2]:
+        for step in range(7):
+            if source is ranks[1] and step == 5:
+                # A resumed run meets its source anew, when the weights are no longer those of the beginning.
+                saved = source.state_dict()
+                ranks[2].setup({"w": source.parameters["w"]}, seed=0)
+                source = ranks[2]
+                source.load_state_dict(saved)
+            source.masks(step, 0)
+            source.apply()
+            source.observe({"w": torch.randn(20, 20, generator=torch.Generator().manual_seed(step))})
+    assert torch.equal(ranks[0].masks(6, 0)["w"], ranks[2].masks(6, 0)["w"])
+    assert torch.equal(ranks[0].parameters["w"], ranks[2].parameters["w"])
+    assert not torch.equal(ranks[0].parameters["w"], begun * ranks[0].masks(6, 0)["w"])
+
+
+def test_each_way_of_growing_has_its_papers_defaults() -> None:
+    rigl, evolved = sources(), sources(grow="random")
+    assert (rigl.drop, rigl.grow_init, rigl.anneal) == ("magnitude", "zero", "cosine")
+    assert (evolved.drop, evolved.grow_init, evolved.anneal) == ("sign", "random", "constant")
+    assert not evolved.needs_gradients
+
+
+def test_set_may_grow_at_zero_as_its_keras_code_does(prepared) -> None:
+    source = prepared(sources(grow="random", grow_init="zero"), {"w": torch.randn(20, 20)})
+    before = source.masks(0, 0)["w"]
+    source.apply()
+    grown = source.masks(3, 0)["w"] & ~before
+    source.apply()
+    assert grown.any()
+    assert not source.parameters["w"][grown].any()
+
+
+def test_grown_entries_of_set_are_spread_evenly(prepared) -> None:
+    source = prepared(
+        sources(grow="random", density=0.5, fraction=1.0, anneal="constant"), {"w": torch.randn(100, 100)}
+    )
+    grown = torch.zeros(100, 100)
+    for step in range(3, 12, 3):
+        grown += source.masks(step, 0)["w"]
+    assert abs(grown[:50].mean() - 1.5) < 0.05
+    assert abs(grown[:, :50].mean() - 1.5) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("anneal", "left"),
+    [
+        ("cosine", lambda passed: (1 + math.cos(math.pi * passed)) / 2),
+        ("linear", lambda passed: 1 - passed),
+        ("constant", lambda passed: 1.0),
+    ],
+)
+def test_the_exchanged_share_is_annealed(anneal: str, left) -> None:
+    source = sources(anneal=anneal, fraction=0.3, start=10, stop=110)
+    for count in (10, 35, 60, 110, 500):
+        assert source.fraction_at(count) == pytest.approx(0.3 * left(min((count - 10) / 100, 1)))
+
+
+def test_the_topology_changes_by_the_timetable_and_keeps_its_density(prepared) -> None:
+    source = prepared(sources(), {"w": torch.randn(10, 10)})
+    changes, last = [], None
+    for step in range(20):
+        mask = source.masks(step, 0)["w"]
+        changes += [step] if mask is not last else []
+        last = mask
+        assert int(mask.sum()) == 40
+        if source.wants_gradients(step, 0):
+            source.observe({"w": torch.randn(10, 10)})
+    assert changes == [0, 3, 6, 9]
+
+
+def test_the_density_may_fall_as_in_gradual_pruning(prepared) -> None:
+    """With nothing exchanged this is Zhu and Gupta's magnitude pruning: active entries only leave."""
+    density = gp.masks.Cubic(start=1.0, stop=0.1, steps=8)
+    source = prepared(
+        sources(density=density, fraction=0.0, every=2, stop=10, grow="random"), {"w": torch.randn(10, 10)}
+    )
+    counts, last = [], torch.ones(10, 10, dtype=torch.bool)
+    for step in range(0, 12, 2):
+        mask = source.masks(step, 0)["w"]
+        source.apply()
+        counts.append(int(mask.sum()))
+        assert not (mask & ~last).any()
+        last = mask
+    assert counts == [100 - int(round((1 - density(min(step, 8))) * 100, 6)) for step in range(0, 12, 2)]
+
+
+@pytest.mark.parametrize(("start", "first"), [(0, 3), (4, 4)])
+def test_the_first_exchange_is_at_a_later_start_or_after_the_first_period(prepared, start, first) -> None:
+    source = prepared(sources(start=start, fraction=1.0), {"w": torch.randn(8, 8)})
+    drawn, changed = source.masks(0, 0)["w"], []
+    for step in range(first + 1):
+        if not torch.equal(source.masks(step, 0)["w"], drawn):
+            changed.append(step)
+        source.observe({"w": torch.randn(8, 8)})
+    assert changed == [first]
+
+
+def test_what_rigl_drops_and_grows_at_once_keeps_its_value(prepared) -> None:
+    weight = torch.randn(8, 8)
+    source = prepared(sources(fraction=1.0, anneal="constant", grow_init="random"), {"w": weight})
+    before = source.masks(0, 0)["w"]
+    source.apply()
+    first = weight.clone()
+    source.observe({"w": torch.randn(8, 8)})
+    after = source.masks(3, 0)["w"]
+    source.apply()
+    assert (before & after).any()
+    assert torch.equal(weight[before & after], first[before & after])
+    assert weight[after & ~before].all()
+
+
+def test_biases_and_named_tensors_stay_dense(prepared, stack) -> None:
+    masks = prepared(sources(dense="embed.*")).masks(0, 0)
+    dense = [name for name, mask in masks.items() if mask is True]
+    assert dense == ["embed.weight", *[f"blocks.{i}.bias" for i in range(4)], "head.bias"]
+    assert int(masks["head.weight"].sum()) == 12 - int(0.6 * 12)
+
+
+def test_erk_meets_the_density_of_the_whole(prepared) -> None:
+    weights = {"a": torch.randn(4, 4), "b": torch.randn(30, 40), "c": torch.randn(8, 8, 3, 3)}
+    masks = prepared(sources(density=0.2, distribution="erk"), weights).masks(0, 0)
+    active = sum(int(mask.sum()) for mask in masks.values())
+    assert abs(active - 0.2 * (16 + 1200 + 576)) <= 3
+    assert masks["a"].all()
+    assert masks["c"].float().mean() < masks["a"].float().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_random_beginnings_have_the_parameters_dtype(prepared, dtype: torch.dtype) -> None:
+    weight = torch.randn(20, 20).to(dtype)
+    source = prepared(sources(grow="random"), {"w": weight})
+    source.apply()
+    mask = source.masks(3, 0)["w"]
+    source.apply()
+    assert weight.dtype == dtype
+    assert torch.equal(weight != 0, mask)
+
+
+def test_entries_outside_the_mask_are_zero_and_grown_ones_start_there(stack, tokens) -> None:
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05, weight_decay=0.1))
+    source = sources(every=2, window=2, stop=20)
+    policy = gp.Freeze(source, params=["blocks.*", "head.*"], frozen_state="zero")
+    freezer = gp.Freezer(stack, optimizer, {"rigl": policy}, seed=0)
+    exchanged = 0
+    for step in range(12):
+        before = {name: freezer.mask_of(name) for name in source.parameters}
+        freezer.begin_step(step)
+        for name, parameter in source.parameters.items():
+            mask = freezer.mask_of(name)
+            if isinstance(mask, Tensor):
+                assert not parameter[~mask].any()
+                grown = mask & ~torch.as_tensor(before[name]) if step else torch.zeros_like(mask)
+                exchanged += int(grown.sum())
+                assert not parameter[grown].any()
+                ages = optimizer.age(parameter).expand(mask.shape)
+                assert not ages[grown].any()
+        optimizer.zero_grad()
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+    assert exchanged > 10
+
+
+def test_only_the_window_before_a_change_is_observed(prepared) -> None:
+    source = prepared(sources(every=5, window=2, stop=100), {"w": torch.randn(4, 4)})
+    wanted = []
+    for step in range(12):
+        source.masks(step, 0)
+        if source.wants_gradients(step, 0):
+            wanted.append(step)
+            source.observe({"w": torch.randn(4, 4)})
+    assert wanted == [3, 4, 8, 9]
+
+
+def test_a_tensor_without_entries_stays_as_it_is(prepared) -> None:
+    source = prepared(sources(distribution="erk"), {"w": torch.randn(4, 4), "none": torch.zeros(0, 3)})
+    assert source.masks(0, 0)["none"] is True
+
+
+def test_what_stays_dense_is_not_observed(prepared) -> None:
+    source = prepared(sources(every=5, stop=100, dense="head.*"))
+    assert source.gradient_names(4, 0) == {"embed.weight", *(f"blocks.{i}.weight" for i in range(4))}
+    assert source.gradient_names(3, 0) == set()
+
+
+@pytest.mark.parametrize("grow", ["gradient", "random"])
+@pytest.mark.parametrize("cut", [1, 3, 4, 5, 8])
+def test_a_resumed_run_is_the_run(stack, tokens, tmp_path, grow: str, cut: int) -> None:
+    def start(model: nn.Module):
+        optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+        policy = gp.Freeze(sources(grow=grow, window=2), params="blocks.*", frozen_state="zero")
+        return optimizer, gp.Freezer(model, optimizer, {"sparse": policy}, seed=3)
+
+    def train(model, optimizer, freezer, steps: range) -> None:
+        for step in steps:
+            freezer.begin_step(step)
+            optimizer.zero_grad()
+            model(tokens).square().mean().backward()
+            freezer.observe()
+            optimizer.step()
+
+    whole, first, second = (copy.deepcopy(stack) for _ in range(3))
+    train(whole, *start(whole), range(10))
+    optimizer, freezer = start(first)
+    train(first, optimizer, freezer, range(cut))
+    states = [each.state_dict() for each in (first, optimizer, freezer)]
+    torch.save(states, tmp_path / "run.pt")
+    optimizer, freezer = start(second)
+    for each, state in zip((second, optimizer, freezer), torch.load(tmp_path / "run.pt"), strict=True):
+        each.load_state_dict(state)
+    train(second, optimizer, freezer, range(cut, 10))
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"grow": "gradients"}, "did you mean 'gradient'"),
+        ({"distribution": "er"}, "did you mean 'erk'"),
+        ({"drop": "signs"}, r"PruneAndGrow\.drop.*did you mean 'sign'"),
+        ({"grow_init": "zeros"}, r"PruneAndGrow\.grow_init.*did you mean 'zero'"),
+        ({"anneal": "cosine", "stop": None}, "needs the count that it ends at"),
+        ({"fraction": 2}, r"PruneAndGrow\.fraction"),
+        ({"density": 0.5, "every": 0}, "every"),
+    ],
+)
+def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        sources(**arguments)
+
+
+def test_without_an_end_the_exchanged_share_stays() -> None:
+    assert sources(stop=None).anneal == "constant"
+    assert sources().anneal == "cosine"
+
+
+def test_nothing_to_make_sparse_is_an_error(prepared) -> None:
+    with pytest.raises(PolicyError, match="two dimensions or more"):
+        prepared(sources(), {"bias": torch.zeros(3)})
+
+
+def test_a_complex_weight_has_no_sign(prepared) -> None:
+    weights = {"w": torch.ones(4, 4, dtype=torch.complex64)}
+    with pytest.raises(PolicyError, match=r"'w' is complex; it takes drop='magnitude'"):
+        prepared(gp.masks.PruneAndGrow(grow="random"), weights)
+    assert int(prepared(gp.masks.PruneAndGrow(0.25), weights).masks(0, 0)["w"].sum()) == 4
+
+
+def test_it_tells_what_stays_dense() -> None:
+    assert "dense='conv1.*'" in repr(gp.masks.PruneAndGrow(dense="conv1.*"))
+    assert "dense" not in repr(gp.masks.PruneAndGrow())
+
+
+@pytest.mark.parametrize(("density", "active"), [(0, 0), (1e-9, 1), (0.07, 7), (1 - 1e-9, 100), (1, 100)])
+def test_a_share_is_rounded_up_to_whole_entries(prepared, density: float, active: int) -> None:
+    source = prepared(gp.masks.PruneAndGrow(density), {"w": torch.zeros(10, 10)})
+    assert int(source.masks(0, 0)["w"].sum()) == active

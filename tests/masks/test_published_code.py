@@ -1,0 +1,337 @@
+"""Masks, rates and steps against those of the authors' published code, on the same inputs.
+
+rigl-torch is run; what the other repositories' code does is on record, see recorded/record.py.
+"""
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import gradpolicy as gp
+from gradpolicy.masks.drop_and_grow import kept_entries
+
+STEPS, EVERY, END = 40, 4, 30
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@pytest.fixture
+def rigl_torch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The package imports torchvision, of which it needs two classes to compare with."""
+    if importlib.util.find_spec("torchvision") is None:
+        residual = SimpleNamespace(Bottleneck=type("Bottleneck", (), {}), BasicBlock=type("Basic", (), {}))
+        stand_in = ModuleType("torchvision")
+        stand_in.models = SimpleNamespace(resnet=residual)
+        monkeypatch.setitem(sys.modules, "torchvision", stand_in)
+    for name in ("rigl_torch", "rigl_torch.RigL", "rigl_torch.util"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("rigl_torch.RigL")
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("density", [0.1, 0.5])
+def test_rigl_torch_chooses_the_same_topology(rigl_torch, prepared, density: float, window: int) -> None:
+    layer = nn.Linear(24, 16, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    scheduler = rigl_torch.RigLScheduler(
+        layer,
+        optimizer,
+        dense_allocation=density,
+        T_end=END,
+        ignore_linear_layers=False,
+        delta=EVERY,
+        alpha=0.4,
+        grad_accumulation_n=window,
+    )
+    weight = torch.zeros(16, 24)
+    source = gp.masks.PruneAndGrow(density, fraction=0.4, every=EVERY, stop=END, window=window)
+    prepared(source, {"weight": weight})
+    first = {"active": {"weight": scheduler.backward_masks[0].clone()}}
+    source.load_state_dict({**source.state_dict(), **first})
+    changes = 0
+    for step in range(1, STEPS):
+        gradient = torch.randn(16, 24)
+        layer.zero_grad()
+        (layer.weight * gradient).sum().backward()
+        weight.copy_(layer.weight.detach())
+        if source.wants_gradients(step - 1, 0):
+            source.observe({"weight": gradient})
+        if scheduler():
+            optimizer.step()
+        else:
+            changes += 1
+            assert torch.equal(source.masks(step, 0)["weight"], scheduler.backward_masks[0])
+            source.apply()
+            assert torch.equal(weight, layer.weight)
+        assert torch.equal(source.masks(step, 0)["weight"], scheduler.backward_masks[0])
+    assert changes == (END - 1) // EVERY
+
+
+def recorded(name: str) -> tuple[dict[str, Tensor], Callable[[str], dict[str, Tensor]]]:
+    """What was recorded, and a function that gives the part under a prefix."""
+    everything = load_file(RECORDED / f"{name}.safetensors")
+
+    def under(prefix: str) -> dict[str, Tensor]:
+        return {
+            key.removeprefix(f"{prefix}/"): value.clone()
+            for key, value in everything.items()
+            if key.startswith(f"{prefix}/")
+        }
+
+    return everything, under
+
+
+def steps_with(
+    policy: gp.Freeze | dict[str, gp.Freeze],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    weights: Mapping[str, Tensor],
+    gradients: list[dict[str, Tensor]],
+    first: int = 0,
+) -> Iterator[tuple[dict[str, nn.Parameter], gp.Freezer]]:
+    """Trains parameters with given gradients; yields after each step, with its masked gradients."""
+    parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
+    masked = gp.MaskedOptimizer(optimizer(parameters.values()))
+    freezer = gp.Freezer(parameters, masked, policy if isinstance(policy, dict) else {"policy": policy})
+    for number, given in enumerate(gradients):
+        freezer.begin_step(first + number)
+        for name, parameter in parameters.items():
+            parameter.grad = given[name].clone() if parameter.requires_grad else None
+        freezer.observe()
+        masked.mask_gradients()
+        masked.step()
+        freezer.finish_step()
+        yield parameters, freezer
+        masked.zero_grad()
+
+
+def child_tuning_adamw(parameters) -> torch.optim.Optimizer:
+    # Theirs adds eps before the bias correction; so small a one has no effect in either place.
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-12, weight_decay=0.0)
+
+
+def test_child_tuning_d_chooses_the_same_entries_and_takes_the_same_steps() -> None:
+    _, under = recorded("child_tuning")
+    gradients = [under(f"gradient/{number}") for number in range(8)]
+    source = gp.masks.TopK(0.3, by="fisher", window=8, before="freeze")
+    # The first pass gathers; in theirs, what is no "layer" does not take part and always trains.
+    course = steps_with(
+        gp.Freeze(source, params="layer.*"), child_tuning_adamw, under("weight"), gradients + gradients
+    )
+    theirs = under("mask/inf")
+    for step, (parameters, freezer) in enumerate(course):
+        if step < 8:
+            with torch.no_grad():
+                parameters["head"].copy_(under("weight")["head"])
+            continue
+        for name, mask in theirs.items():
+            assert torch.equal(freezer.mask_of(name), mask)
+            expected = under(f"D/weight/{step - 8}")[name]
+            torch.testing.assert_close(parameters[name].detach(), expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(parameters[name][~mask], under("weight")[name][~mask])
+
+
+def test_child_tuning_ds_code_clips_each_tensor_before_it_squares() -> None:
+    """By the paper the Fisher information is of the gradients as they are; theirs shifts it by clipping."""
+    _, under = recorded("child_tuning")
+    plain, clipped = under("mask/inf"), under("mask/1.0")
+    sums = {name: torch.zeros_like(mask, dtype=torch.float32) for name, mask in clipped.items()}
+    for number in range(8):
+        for name in sums:
+            gradient = under(f"gradient/{number}")[name]
+            sums[name] += (gradient / max(1.0, float(gradient.norm()) + 1e-6)) ** 2
+    source = gp.masks.TopK(0.3, by="fisher", window=1)
+    source.setup({name: torch.zeros_like(total) for name, total in sums.items()}, seed=0)
+    source.observe({name: total.sqrt() for name, total in sums.items()})
+    masks = source.masks(1, 0)
+    assert all(torch.equal(masks[name], mask) for name, mask in clipped.items())
+    assert any(not torch.equal(plain[name], clipped[name]) for name in plain)
+
+
+class Drawn(gp.masks.Random):
+    """Random with the draws of others."""
+
+    draws: list[dict[str, Tensor]]
+
+    def masks(self, step: int, epoch: int) -> dict[str, Tensor]:
+        return self.draws[step]
+
+
+def test_child_tuning_f_scales_alike_and_moves_alike_what_has_never_been_frozen() -> None:
+    """What freezes goes on moving by its momentum in theirs; by the paper, and here, it does not."""
+    _, under = recorded("child_tuning")
+    theirs = [under(f"F/gradient/{number}") for number in range(8)]
+    source = Drawn(0.3, rescale=True)
+    source.draws = [{name: gradient != 0 for name, gradient in given.items()} for given in theirs]
+    gradients = [under(f"gradient/{number}") for number in range(8)]
+    before, moved_on = under("weight"), False
+    always = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in before.items()}
+    for step, (parameters, _) in enumerate(
+        steps_with(gp.Freeze(source), child_tuning_adamw, before, gradients)
+    ):
+        after = under(f"F/weight/{step}")
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter.grad, theirs[step][name])
+            active = source.draws[step][name]
+            always[name] &= active
+            expected = after[name][always[name]]
+            torch.testing.assert_close(parameter.detach()[always[name]], expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(parameter.detach()[~active], before[name][~active])
+            if step:
+                earlier = under(f"F/weight/{step - 1}")[name]
+                moved_on |= not torch.equal(after[name][~active], earlier[~active])
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    assert moved_on
+    drawn = torch.cat([active.flatten() for draw in source.draws for active in draw.values()])
+    assert float(drawn.double().mean()) == pytest.approx(0.3, abs=4 * math.sqrt(0.21 / drawn.numel()))
+
+
+@pytest.mark.parametrize("ratio", ["0.4", "0.7"])
+def test_fish_chooses_the_same_entries(ratio: str) -> None:
+    everything, under = recorded("fish")
+    model = nn.ModuleDict({"body": nn.Linear(9, 16), "fc": nn.Linear(16, 4)}).double()
+    model.load_state_dict(under("weight"))
+    theirs = under(f"mask/{ratio}")
+    body = [mask for name, mask in theirs.items() if name.startswith("body")]
+    density = sum(int(mask.sum()) for mask in body) / sum(mask.numel() for mask in body)
+    source = gp.masks.TopK(density, by="fisher", window=10, before="freeze")
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    freezer = gp.Freezer(model, optimizer, {"fish": gp.Freeze(source, params="body.*")})
+    for step in range(10):
+        freezer.begin_step(step)
+        logits = model["fc"](torch.tanh(model["body"](everything["inputs"][step][None])))
+        nn.functional.cross_entropy(logits, everything["targets"][step][None]).backward()
+        freezer.observe()
+        optimizer.step()
+        freezer.finish_step()
+        optimizer.zero_grad()
+    freezer.begin_step(10)
+    assert all(
+        torch.equal(optimizer.get_mask(parameter).expand(parameter.shape), theirs[name])
+        for name, parameter in model.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("curve", ["linear", "squared", "cubic"])
+@pytest.mark.parametrize("scale", [True, False])
+def test_freezeout_anneals_and_freezes_alike(prepared, curve: str, scale: bool) -> None:
+    course = recorded("freezeout")[0][f"{curve}/{scale}"]
+    layers = {f"layers.{place}.weight": torch.zeros(2) for place in range(course.shape[1])}
+    source = prepared(gp.masks.Progressive(1000, first=0.6, curve=curve, scale=scale), layers)
+    for row, rates in enumerate(course):
+        masks, scales = source.masks(50 * row, 0), source.learning_rate_scale(50 * row, 0)
+        ours = [0.1 * scales[name] if masks[name] else 0.0 for name in layers]
+        assert ours == pytest.approx(rates.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize(("order", "mode"), [("forward", "ascending"), ("reverse", "descending")])
+def test_badam_takes_the_same_steps(order: str, mode: str) -> None:
+    """Their first turn is one step short: they change where ``(step + 1) % K == 0``; the others are K."""
+    _, under = recorded("badam")
+    policy = gp.Freeze(gp.masks.BlockCyclic(order, every=4), frozen_state="zero")
+    gradients = [under(f"gradient/{number}") for number in range(20)]
+
+    def adamw(parameters) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+    for step, (parameters, _) in enumerate(steps_with(policy, adamw, under("weight"), gradients, first=1)):
+        for name, theirs in under(f"{mode}/{step}").items():
+            torch.testing.assert_close(parameters[name].detach(), theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_lisa_lets_the_same_parameters_train_once_its_layers_are_drawn(prepared) -> None:
+    course = recorded("lisa")[0]["trains"]
+    names = ["embed.weight", *(f"layers.{place}.weight" for place in range(6)), "head.weight"]
+
+    class DrawnLayers(gp.masks.Layerwise):
+        def active_layers(self, step: int, epoch: int) -> list[str]:
+            drawn = course[10 * self.period(step, epoch)]
+            return [f"layers.{place}" for place in range(6) if drawn[1 + place]]
+
+    source = prepared(DrawnLayers(2, every=10), {name: torch.zeros(2) for name in names})
+    for step, trains in enumerate(course):
+        assert list(source.masks(step, 0).values()) == trains.tolist()
+
+
+@pytest.mark.parametrize("percentile", [10, 50, 75, 100])
+def test_autofreeze_freezes_the_same_layers_until_nothing_changes(percentile: int) -> None:
+    """There the last comparison finds no change anywhere; theirs then thaws what it had frozen for good."""
+    everything, _ = recorded("autofreeze")
+    starts, made = everything[f"starts/{percentile}"].tolist(), everything[f"made/{percentile}"].tolist()
+    names = ["embeddings", *(f"layer.{i}.weight" for i in range(12)), "classifier"]
+    gradients = [
+        dict(zip(names, [torch.ones(2, 2), *row, torch.ones(2, 2)], strict=True))
+        for row in everything["gradients"]
+    ]
+    weights = {name: torch.zeros(2, 2) for name in names}
+    policy = gp.Freeze(gp.masks.Stable(percentile, every=3))
+    for step, (_, freezer) in enumerate(
+        steps_with(policy, lambda parameters: torch.optim.SGD(parameters, lr=0.1), weights, gradients)
+    ):
+        trains = [freezer.mask_of(name) for name in names]
+        first = starts[min(step, 26)]
+        assert trains == [first == 0, *(place >= first for place in range(12)), True]
+    assert first > 0
+    assert starts[27] == 0
+    # It begins with new moments at every comparison, once something is frozen.
+    new = [after - before for before, after in zip(made[:-4:3], made[3:-1:3], strict=True)]
+    assert new == [int(start > 0) for start in starts[3:-1:3]]
+
+
+@pytest.mark.parametrize("program", ["masked", "sparse"])
+@pytest.mark.parametrize("number", range(3))
+def test_set_keeps_the_same_weights_but_those_at_its_thresholds(program: str, number: int) -> None:
+    """Theirs drops what equals a threshold too; of 10 positive weights 4 for 0.3, where the share is 3."""
+    _, under = recorded("sparse_evolution")
+    weight = under("weight")[str(number)]
+    theirs, after = (under(f"{program}/{key}")[str(number)] for key in ("kept", "active"))
+    active = weight != 0
+    kept = kept_entries(active, weight, 0.3, int(active.sum()), "sign")
+    assert not (theirs & ~kept).any()
+    for sign in (1, -1):
+        side = kept & (weight * sign > 0)
+        more = side & ~theirs
+        assert 0 < int(more.sum()) <= 2
+        # What only this keeps are the smallest of what it keeps.
+        assert float((weight[more]).abs().max()) < float(weight[side & theirs].abs().min())
+    assert int(after.sum()) == int(active.sum())
+
+
+def test_a_lottery_ticket_is_the_same_and_takes_the_same_steps() -> None:
+    """Theirs puts back what is not masked, too: here that takes a policy under which all of it trains."""
+    _, under = recorded("lottery_ticket")
+    gradients = [under(f"gradient/{number}") for number in range(12)]
+    policies = {
+        place: gp.Freeze(
+            gp.masks.TopK(density, by="change", start=6, rewind=True), params=f"{place}*", frozen_state="zero"
+        )
+        for place, density in {"body": 0.1, "head": 1.0}.items()
+    }
+
+    def adamw(parameters) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
+
+    for step, (parameters, freezer) in enumerate(steps_with(policies, adamw, under("weight"), gradients)):
+        for name, theirs in under(f"after/{step}").items():
+            torch.testing.assert_close(parameters[name].detach(), theirs, rtol=1e-6, atol=1e-7)
+        if step >= 6:
+            assert all(torch.equal(freezer.mask_of(name), mask) for name, mask in under("mask").items())
+    assert sum(int(mask.sum()) for mask in under("mask").values()) == 13
+
+
+def test_ulmfit_thaws_the_same_groups_for_two_epochs(prepared) -> None:
+    """The program then thaws all that is left at once; the paper, and this, one group after the other."""
+    course = recorded("ulmfit")[0]["trains"].tolist()
+    names = ["encoder.weight", *(f"rnns.{place}.weight" for place in range(3)), "decoder.weight"]
+    source = prepared(gp.masks.Gradual(), {name: torch.zeros(2) for name in names})
+    ours = [list(source.masks(0, epoch).values()) for epoch in range(5)]
+    assert ours[:2] == course[:2]
+    assert [sum(trains) for trains in ours] == [1, 2, 3, 4, 5]
+    assert [sum(trains) for trains in course] == [1, 2, 5, 5, 5]

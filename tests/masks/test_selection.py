@@ -1,0 +1,91 @@
+"""Exact selection, the same everywhere."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradpolicy.masks.selection import highest, highest_together, kept_count
+
+
+@given(
+    scores=st.lists(st.one_of(st.integers(-3, 3).map(float), st.floats(width=32)), min_size=1, max_size=40),
+    kept=st.integers(-1, 45),
+)
+@settings(max_examples=80, deadline=None)
+def test_exactly_so_many_are_marked_and_none_left_out_is_higher(scores: list[float], kept: int) -> None:
+    order = sorted(
+        range(len(scores)), key=lambda i: (-(-math.inf if math.isnan(scores[i]) else scores[i]), i)
+    )
+    expected = sorted(order[: max(kept, 0)])
+    marked = highest(torch.tensor(scores), kept)
+    assert marked.nonzero().flatten().tolist() == expected
+
+
+@given(
+    density=st.floats(0.01, 1.0).map(lambda share: round(share, 9)),
+    count=st.integers(1, 60),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_density_keeps_what_lies_at_or_above_the_percentile(density: float, count: int, seed: int) -> None:
+    scores = np.random.default_rng(seed).permutation(count).astype(np.float64)
+    kept = int((scores >= np.percentile(scores, (1 - density) * 100) - 1e-14 * count).sum())
+    assert kept_count(density, count) == kept
+
+
+@pytest.mark.parametrize(
+    ("density", "count", "kept"), [(0.5, 10, 5), (0.1, 1000, 100), (1, 7, 7), (0, 7, 0), (0.3, 0, 0)]
+)
+def test_a_whole_share_is_kept_exactly(density: float, count: int, kept: int) -> None:
+    assert kept_count(density, count) == kept
+
+
+def test_together_means_the_highest_of_all() -> None:
+    scores = {"a": torch.tensor([[1.0, 9.0], [2.0, 8.0]]), "b": torch.tensor([7.0, 0.0])}
+    marked = highest_together(scores, 3)
+    assert marked["a"].tolist() == [[False, True], [False, True]]
+    assert marked["b"].tolist() == [True, False]
+
+
+@given(
+    parts=st.lists(st.lists(st.integers(-2, 2).map(float), max_size=8), min_size=1, max_size=4),
+    kept=st.integers(0, 20),
+)
+@settings(max_examples=80, deadline=None)
+def test_of_equal_scores_the_first_tensors_come_first(parts: list[list[float]], kept: int) -> None:
+    scores = {str(place): torch.tensor(part) for place, part in enumerate(parts)}
+    together = torch.cat([marks.flatten() for marks in highest_together(scores, kept).values()])
+    assert torch.equal(together, highest(torch.cat(list(scores.values())), kept))
+
+
+def test_mixed_dtypes_are_compared_in_the_widest() -> None:
+    scores = {"a": torch.tensor([1.0, 1.0 + 2**-20]), "b": torch.tensor([1.0 + 2**-30], dtype=torch.float64)}
+    marked = highest_together(scores, 2)
+    assert [marked["a"].tolist(), marked["b"].tolist()] == [[False, True], [True]]
+
+
+@pytest.mark.parametrize("kept", [1, 400, 501, 9_000, 9_600, 9_999])
+def test_values_that_are_very_common_are_found_too(kept: int) -> None:
+    """Most scores are equal: the zero gradients of rare tokens, the weights outside a topology."""
+    generator = torch.Generator().manual_seed(kept)
+    scores = torch.zeros(10_000)
+    places = torch.randperm(10_000, generator=generator)
+    scores[places[:500]] = torch.rand(500, generator=generator)
+    scores[places[500:1_000]] = -math.inf
+    order = torch.sort(scores, descending=True, stable=True).indices
+    expected = torch.zeros(10_000, dtype=torch.bool)
+    expected[order[:kept]] = True
+    assert torch.equal(highest(scores, kept), expected)
+
+
+@pytest.mark.parametrize(
+    ("density", "count"), [("1e-7", 20_000_000), ("0.999999999", 35), ("0.29", 101), ("0.4331", 244602430)]
+)
+def test_the_count_is_that_of_exact_arithmetic(density: str, count: int) -> None:
+    share = Fraction(density)
+    assert kept_count(float(density), count) == count - math.ceil((1 - share) * (count - 1))

@@ -1,0 +1,340 @@
+"""The entries that score highest: each score against its definition, windows, resume."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+BY_GRADIENT = ["gradient", "fisher", "movement"]
+
+
+@pytest.fixture
+def weights() -> dict[str, Tensor]:
+    return {"a": torch.randn(5, 4), "b": torch.randn(3, 2, 2), "c": torch.randn(7)}
+
+
+def gradients_like(parameters: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items()}
+
+
+def child_tuning_d(gradients: list[dict[str, Tensor]], reserve: float) -> dict[str, np.ndarray]:
+    """Which entries Child-Tuning_D's published code keeps: mean squares at or above their percentile."""
+    fisher = {name: sum(g[name].numpy() ** 2 for g in gradients) / len(gradients) for name in gradients[0]}
+    polar = np.percentile(np.concatenate([f.ravel() for f in fisher.values()]), (1 - reserve) * 100)
+    return {name: f >= polar for name, f in fisher.items()}
+
+
+@pytest.mark.parametrize("reserve", [0.1, 0.3, 0.55])
+def test_fisher_gives_the_masks_of_child_tuning_d(prepared, weights, reserve: float) -> None:
+    """Compared with the rule of the published code, which keeps too many where scores are equal."""
+    source = prepared(gp.masks.TopK(reserve, by="fisher", window=6, before="freeze"), weights)
+    seen = [gradients_like(weights, seed) for seed in range(6)]
+    for step, gradients in enumerate(seen):
+        assert source.wants_gradients(step, 0)
+        assert set(source.masks(step, 0).values()) == {False}
+        source.observe(gradients)
+    masks = source.masks(6, 0)
+    expected = child_tuning_d(seen, reserve)
+    assert all(np.array_equal(masks[name].numpy(), expected[name]) for name in weights)
+    assert not source.wants_gradients(7, 0)
+
+
+@pytest.mark.parametrize(
+    ("by", "score"),
+    [
+        ("gradient", lambda w, first, second: (first + second).abs()),
+        ("fisher", lambda w, first, second: first**2 + second**2),
+        ("movement", lambda w, first, second: -(w * first + w * second)),
+    ],
+)
+def test_scores_follow_their_definitions(prepared, weights, by: str, score) -> None:
+    source = prepared(gp.masks.TopK(0.25, by=by, window=2), weights)
+    first, second = gradients_like(weights, 0), gradients_like(weights, 1)
+    source.observe(first)
+    source.observe(second)
+    for name, given in source.scores().items():
+        torch.testing.assert_close(given, score(weights[name], first[name], second[name]))
+
+
+def test_weight_needs_no_gradient_and_chooses_at_once(prepared, weights) -> None:
+    source = prepared(gp.masks.TopK(0.5, by="weight", scope="tensor"), weights)
+    masks = source.masks(0, 0)
+    assert not source.needs_gradients
+    for name, weight in weights.items():
+        kept, left = weight.abs()[masks[name]], weight.abs()[~masks[name]]
+        assert kept.min() > left.max()
+        assert masks[name].sum() == (weight.numel() + 1) // 2
+
+
+def test_change_is_measured_from_the_first_weights(prepared, weights) -> None:
+    source = prepared(gp.masks.TopK(0.2, by="change", start=10), weights)
+    assert set(source.masks(9, 0).values()) == {True}
+    moved = gradients_like(weights, 3)
+    for name, weight in weights.items():
+        weight += moved[name]
+    masks = source.masks(10, 0)
+    chosen = torch.cat([moved[name].abs()[masks[name]] for name in weights])
+    left = torch.cat([moved[name].abs()[~masks[name]] for name in weights])
+    assert chosen.min() > left.max()
+
+
+def test_a_lottery_ticket_starts_again_from_the_first_weights(stack, tokens) -> None:
+    """LT-SFT: train all, choose by |w − w₀|, go back to w₀, train only what was chosen."""
+    first = copy.deepcopy(stack.state_dict())
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
+    policy = gp.Freeze(gp.masks.TopK(0.3, by="change", start=4, rewind=True), frozen_state="zero")
+    freezer = gp.Freezer(stack, optimizer, {"ticket": policy}, seed=0)
+    for step in range(8):
+        freezer.begin_step(step)
+        if step == 4:
+            assert all(torch.equal(stack.state_dict()[name], first[name]) for name in first)
+        optimizer.zero_grad()
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+    for name, parameter in stack.named_parameters():
+        frozen = ~freezer.mask_of(name)
+        assert torch.equal(parameter[frozen], first[name][frozen])
+    assert 0.25 < freezer.report()[0].active_share < 0.35
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_a_lottery_ticket_is_trained_by_a_new_optimizer(stack, tokens, frozen_state: str) -> None:
+    """As LT-SFT's code does it: AdamW begins with empty moments after the weights went back."""
+    stack.double()
+    again = copy.deepcopy(stack)
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
+    source = gp.masks.TopK(0.3, by="change", start=4, rewind=True)
+    freezer = gp.Freezer(stack, optimizer, {"ticket": gp.Freeze(source, frozen_state=frozen_state)})
+    for step in range(8):
+        freezer.begin_step(step)
+        optimizer.zero_grad()
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+    first = [parameter.detach().clone() for parameter in again.parameters()]
+    chosen = [freezer.mask_of(name) for name, _ in again.named_parameters()]
+    new = torch.optim.AdamW(again.parameters(), lr=0.05)
+    for _ in range(4):
+        new.zero_grad()
+        again(tokens).square().mean().backward()
+        new.step()
+        with torch.no_grad():
+            for parameter, start, mask in zip(again.parameters(), first, chosen, strict=True):
+                parameter.copy_(torch.where(mask, parameter, start))
+    for ours, theirs in zip(stack.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_ticket_of_everything_goes_back_too(stack, tokens) -> None:
+    """Also where the choice leaves every mask as it was, and only once."""
+    first = copy.deepcopy(stack.state_dict())
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
+    source = gp.masks.TopK(1.0, by="change", start=2, rewind=True, level="tensor")
+    freezer = gp.Freezer(stack, optimizer, {"ticket": gp.Freeze(source)})
+    for step in range(4):
+        freezer.begin_step(step)
+        if step == 2:
+            assert all(torch.equal(stack.state_dict()[name], first[name]) for name in first)
+        optimizer.zero_grad()
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+    assert optimizer.age(stack.head.weight).max() == 2
+
+
+def test_the_weights_go_back_once_however_often_is_chosen(prepared) -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    source = prepared(gp.masks.TopK(0.5, by="change", start=2, every=2, rewind=True), {"w": weight})
+    for step in range(8):
+        source.masks(step, 0)
+        assert source.resets_state is (step == 2)
+        source.apply()
+        assert (weight.tolist() == [1.0, 2.0, 3.0, 4.0]) is (step in (0, 2))
+        weight += torch.arange(4.0)
+
+
+def test_what_no_gradient_reaches_comes_behind_negative_scores(prepared) -> None:
+    weights = {"idle": torch.ones(4), "used": torch.ones(4)}
+    source = prepared(gp.masks.TopK(0.5, by="movement"), weights)
+    source.observe({"used": torch.ones(4)})
+    masks = source.masks(1, 0)
+    assert (masks["idle"].any().item(), masks["used"].all().item()) == (False, True)
+
+
+def test_tensors_are_chosen_by_their_mean(prepared, weights) -> None:
+    source = prepared(gp.masks.TopK(0.5, by="fisher", level="tensor"), weights)
+    gradients = gradients_like(weights, 0)
+    source.observe(gradients)
+    order = sorted(gradients, key=lambda name: gradients[name].pow(2).mean().item())
+    assert source.masks(1, 0) == {name: name != order[0] for name in weights}
+
+
+def test_rows_are_chosen_by_their_mean(prepared, weights) -> None:
+    source = prepared(gp.masks.TopK(0.4, by="fisher", level="row"), weights)
+    gradients = gradients_like(weights, 0)
+    source.observe(gradients)
+    masks = source.masks(1, 0)
+    means = torch.cat([g.pow(2).reshape(len(g), -1).mean(1) for g in gradients.values()])
+    chosen = torch.cat([mask.flatten() for mask in masks.values()])
+    assert chosen.sum() == 6
+    assert means[chosen].min() > means[~chosen].max()
+    assert masks["b"].shape == (3, 1, 1)
+
+
+def test_the_choice_is_made_anew_by_the_timetable_from_the_last_window(prepared, weights) -> None:
+    source = prepared(gp.masks.TopK(0.25, window=2, every=5), weights)
+    wanted, changes, last = [], [], None
+    for step in range(14):
+        masks = source.masks(step, 0)
+        if masks is not last:
+            changes.append(step)
+        last = masks
+        if source.wants_gradients(step, 0):
+            wanted.append(step)
+            source.observe(gradients_like(weights, step))
+    assert changes == [0, 2, 5, 10]
+    assert wanted == [0, 1, 3, 4, 8, 9, 13]
+
+
+@pytest.mark.parametrize(("timetable", "expected"), [({}, [6]), ({"every": 2}, [6, 12]), ({"start": 1}, [6])])
+def test_a_window_of_epochs_ends_with_an_epoch(stack, tokens, timetable: dict, expected: list[int]) -> None:
+    """Two epochs of three steps each are gathered before the first choice."""
+    source = gp.masks.TopK(0.25, unit="epoch", window=2, **timetable)
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
+    freezer = gp.Freezer(stack, optimizer, {"top": gp.Freeze(source)})
+    changes, last = [], True
+    for step in range(15):
+        freezer.begin_step(step, epoch=step // 3)
+        changes += [] if freezer.mask_of("head.weight") is last else [step]
+        last = freezer.mask_of("head.weight")
+        optimizer.zero_grad()
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+    assert changes == expected
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["head.weight", "embed.weight"])
+def test_a_step_with_a_gradient_that_is_not_finite_does_not_count(
+    stack, tokens, bad: float, place: str
+) -> None:
+    """Mixed precision skips such a step, also where the gradient is none of the source's."""
+    choices = []
+    for attempts in ([1, 1, 1], [1, 2, 1]):
+        model = copy.deepcopy(stack)
+        optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+        source = gp.masks.TopK(0.25, window=2)
+        freezer = gp.Freezer(model, optimizer, {"top": gp.Freeze(source, params="head.*")})
+        for step, times in enumerate(attempts):
+            for attempt in reversed(range(times)):
+                freezer.begin_step(step)
+                optimizer.zero_grad()
+                model(tokens).square().mean().backward()
+                if attempt:
+                    model.get_parameter(place).grad[0, 0] = bad
+                freezer.observe()
+            optimizer.step()
+            freezer.finish_step()
+        choices.append(freezer.mask_of("head.weight"))
+    assert torch.equal(*choices)
+
+
+@pytest.mark.parametrize("by", BY_GRADIENT)
+@pytest.mark.parametrize("cut", range(1, 7))
+def test_a_resumed_run_makes_the_same_choices(prepared, weights, tmp_path, by: str, cut: int) -> None:
+    def run(source, steps: range) -> list[dict]:
+        choices = []
+        for step in steps:
+            choices.append(source.masks(step, 0))
+            if source.wants_gradients(step, 0):
+                source.observe(gradients_like(weights, step))
+        return choices
+
+    arguments = {"density": 0.25, "by": by, "window": 2, "every": 3}
+    whole = run(prepared(gp.masks.TopK(**arguments), weights), range(8))
+    first = prepared(gp.masks.TopK(**arguments), weights)
+    run(first, range(cut))
+    torch.save(first.state_dict(), tmp_path / "source.pt")
+    second = prepared(gp.masks.TopK(**arguments), weights)
+    second.load_state_dict(torch.load(tmp_path / "source.pt", weights_only=True))
+    for before, after in zip(whole[cut:], run(second, range(cut, 8)), strict=True):
+        assert all(torch.equal(torch.as_tensor(before[n]), torch.as_tensor(after[n])) for n in weights)
+
+
+def test_half_precision_gradients_are_summed_in_float32(prepared) -> None:
+    weights = {"w": torch.zeros(3, dtype=torch.bfloat16)}
+    source = prepared(gp.masks.TopK(0.4, window=300), weights)
+    for _ in range(300):
+        source.observe({"w": torch.tensor([1.0, 1.0 + 2**-7, 0.0], dtype=torch.bfloat16)})
+    assert source.scores()["w"].dtype == torch.float32
+    assert source.scores()["w"].tolist() == [300.0, 300.0 + 300 / 128, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"by": "fischer"}, "did you mean 'fisher'"),
+        ({"scope": "layer"}, "scope"),
+        ({"level": "column"}, "level"),
+        ({"before": "wait"}, "before"),
+        ({"rewind": True}, "by='change' only"),
+        ({"by": "change"}, "give start above 0"),
+        ({"window": 0}, "window"),
+    ],
+)
+def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        gp.masks.TopK(**arguments)
+
+
+def test_it_tells_that_weights_go_back():
+    assert "rewind=True" in repr(gp.masks.TopK(by="change", start=3, rewind=True))
+    assert "rewind" not in repr(gp.masks.TopK(by="change", start=3))
+
+
+def test_it_tells_for_how_long_it_gathers_gradients_where_it_does():
+    assert "window=8, before='freeze'" in repr(gp.masks.TopK(0.1, by="fisher", window=8, before="freeze"))
+    assert "window" not in repr(gp.masks.TopK(0.1, by="weight"))
+
+
+@pytest.mark.parametrize("by", ["gradient", "weight", "fisher", "movement"])
+def test_a_complex_entry_scores_by_both_its_parts(prepared, by: str) -> None:
+    weight, *gradients = (torch.randn(3, 4, dtype=torch.complex64) for _ in range(4))
+    source = prepared(gp.masks.TopK(by=by, window=3), {"w": weight})
+    for gradient in gradients:
+        source.observe({"w": gradient})
+    parts, slopes = torch.view_as_real(weight), [torch.view_as_real(gradient) for gradient in gradients]
+    expected = {
+        "gradient": sum(slopes).square().sum(-1).sqrt(),
+        "weight": parts.square().sum(-1).sqrt(),
+        "fisher": sum(slope.square().sum(-1) for slope in slopes),
+        "movement": -sum((parts * slope).sum(-1) for slope in slopes),
+    }
+    torch.testing.assert_close(source.scores()["w"], expected[by])
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_a_window_longer_than_every_says_so_and_each_choice_waits_for_its_own(stack, tokens, unit) -> None:
+    source = gp.masks.TopK(0.5, window=3, every=2, unit=unit)
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match=f"window=3 is longer than every=2; each change waits for 3 {unit}s"):
+        freezer = gp.Freezer(stack, optimizer, {"large": gp.Freeze(source)})
+    chosen, before = [], None
+    for step in range(12):
+        freezer.begin_step(step, epoch=step)
+        if freezer.mask_of("head.weight") is not before:
+            chosen.append(step)
+        before = freezer.mask_of("head.weight")
+        stack(tokens).square().mean().backward()
+        freezer.observe()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert chosen == [0, 3, 6, 9]

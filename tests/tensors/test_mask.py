@@ -1,0 +1,76 @@
+"""What a mask may be, and what is done with masks in whatever form they come."""
+
+import pytest
+import torch
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.tensors.mask import (
+    active_entries,
+    as_tensor,
+    check_mask,
+    intersect,
+    mask_from_state,
+    mask_to_state,
+    same_mask,
+)
+from gradpolicy.tensors.seeded_mask import RandomMask
+
+SHAPE = (4, 3)
+ROWS = torch.tensor([[True], [False], [True], [False]])
+ENTRIES = torch.arange(12).reshape(SHAPE) % 3 == 0
+SEEDED = RandomMask(1, 2, "w", 0.5)
+MASKS = {"all": True, "none": False, "rows": ROWS, "entries": ENTRIES, "seeded": SEEDED}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_what_fits_is_given_back_as_it_is(mask) -> None:
+    assert check_mask(mask, torch.zeros(SHAPE), "'w'") is mask
+    assert check_mask(mask, torch.zeros(SHAPE, device="meta"), "'w'") is mask
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (None, "must be True, False, a bool tensor or a RandomMask, got None"),
+        (torch.ones(SHAPE), "must be bool"),
+        (ENTRIES.to_sparse(), "must be dense"),
+        (torch.empty(SHAPE, dtype=torch.bool, device="meta"), "the mask lies on the meta device"),
+        (ENTRIES.T, r"shape \(3, 4\) does not broadcast to .* give \(4, 3\) for entries, \(4, 1\) for rows"),
+        (ENTRIES[None], r"shape \(1, 4, 3\) does not broadcast"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(mask, message: str) -> None:
+    with pytest.raises(PolicyError, match=f"^mask of 'w': {message}"):
+        check_mask(mask, torch.zeros(SHAPE), "'w'")
+
+
+@pytest.mark.parametrize("one", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("other", MASKS.values(), ids=MASKS)
+def test_an_intersection_is_active_where_both_are(one, other) -> None:
+    expected = as_tensor(one, SHAPE).expand(SHAPE) & as_tensor(other, SHAPE).expand(SHAPE)
+    both = intersect(one, other, SHAPE)
+    assert torch.equal(as_tensor(both, SHAPE).expand(SHAPE), expected)
+    assert active_entries(both, SHAPE) == int(expected.sum())
+
+
+def test_the_intersection_of_a_mask_with_itself_stays_as_small_as_it_is() -> None:
+    assert intersect(SEEDED, RandomMask(1, 2, "w", 0.5), SHAPE) is SEEDED
+    assert intersect(True, SEEDED, SHAPE) is SEEDED
+    assert intersect(ROWS, ROWS, SHAPE) is ROWS
+    assert intersect(ROWS, False, SHAPE) is False
+
+
+def test_masks_are_the_same_only_where_that_can_be_known_without_looking() -> None:
+    assert same_mask(ROWS, ROWS)
+    assert not same_mask(ROWS, ROWS.clone())
+    assert same_mask(SEEDED, RandomMask(1, 2, "w", 0.5))
+    assert not same_mask(True, SEEDED)
+    assert not same_mask(None, False)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mask_survives_a_checkpoint(mask, tmp_path) -> None:
+    torch.save(mask_to_state(mask), tmp_path / "mask.pt")
+    restored = mask_from_state(torch.load(tmp_path / "mask.pt", weights_only=True))
+    assert type(restored) is type(mask)
+    assert torch.equal(as_tensor(restored, SHAPE), as_tensor(mask, SHAPE))
