@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.flow.binding import with_numbers
-from gradpolicy.flow.calls import differentiable
-from gradpolicy.flow.functions import BackwardRule, replace_gradient
+from gradpolicy.flow.autograd_functions import BackwardRule, replace_gradient
+from gradpolicy.flow.bound_rule import with_numbers
+from gradpolicy.flow.containers import map_tensors, tensors_in
+from gradpolicy.flow.operation_rule import differentiable
 from gradpolicy.flow.override import as_rule
-from gradpolicy.flow.trees import map_tensors, tensors_in
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 

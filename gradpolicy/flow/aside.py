@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from torch import nn
 
-from gradpolicy.flow.owner import Owner
-from gradpolicy.flow.wrap import WrappedForward
+from gradpolicy.flow.session import Owner
+from gradpolicy.flow.wrapped_forward import WrappedForward
 from gradpolicy.policies import Policy
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from gradpolicy.flow.binding import Binding
-from gradpolicy.flow.functions import BackwardRule, filter_gradient, in_transform, replace_gradient
-from gradpolicy.flow.trees import kinds_that_hide_tensors, map_tensors
+from gradpolicy.flow.autograd_functions import BackwardRule, filter_gradient, in_transform, replace_gradient
+from gradpolicy.flow.bound_rule import Binding
+from gradpolicy.flow.containers import kinds_that_hide_tensors, map_tensors
 
 
 class Boundary:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.places import place_of
+from gradpolicy.flow.locations import place_of
 from gradpolicy.policies import Policy, Stop
 
 

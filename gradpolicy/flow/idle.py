@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.places import place_of
+from gradpolicy.flow.locations import place_of
 from gradpolicy.policies import FlowPolicy
 
 # Rules that compare what went into an operation with what came out of it.

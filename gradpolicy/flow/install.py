@@ -9,23 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.flow.binding import Binding
+from gradpolicy.flow.bound_rule import Binding
 from gradpolicy.flow.boundary import Boundary
-from gradpolicy.flow.calls import OperationRule
-from gradpolicy.flow.contradictions import check_boundaries, check_operations, check_parameters
 from gradpolicy.flow.cuts import check_cuts, is_cut
 from gradpolicy.flow.idle import check_rules
 from gradpolicy.flow.known import calls_of
+from gradpolicy.flow.locations import find_places, place_of
+from gradpolicy.flow.operation_rule import OperationRule
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.override import CallRule
-from gradpolicy.flow.owner import Owner
 from gradpolicy.flow.parameters import ParameterRules
-from gradpolicy.flow.places import find_places, place_of
+from gradpolicy.flow.policy_checks import check_boundaries, check_operations, check_parameters
 from gradpolicy.flow.report import Report, ReportRow
+from gradpolicy.flow.session import Owner
 from gradpolicy.flow.shortcuts import WrappedReLU, WrappedSequence
 from gradpolicy.flow.unmet import Met, tell
 from gradpolicy.flow.unseen import note_script_modules, unseen_calls
-from gradpolicy.flow.wrap import Scope, WrappedForward
+from gradpolicy.flow.wrapped_forward import Scope, WrappedForward
 from gradpolicy.policies import BOUNDARIES, STEP_OPERATIONS, FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.where import plain_name
 

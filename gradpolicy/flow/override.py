@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode
 
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.flow.binding import Binding
-from gradpolicy.flow.calls import OperationRule
+from gradpolicy.flow.bound_rule import Binding
+from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, may_be_recomputed, refusal
+from gradpolicy.flow.operation_rule import OperationRule
 from gradpolicy.flow.operations import (
     Function,
     Operation,
@@ -21,7 +22,6 @@ from gradpolicy.flow.operations import (
     operation_names,
     resolve_operation,
 )
-from gradpolicy.flow.recomputation import checkpoints_above, has_graph, may_be_recomputed, refusal
 from gradpolicy.flow.traced import MADE, make_once, parts_of, whole
 from gradpolicy.flow.unmet import Met, tell
 from gradpolicy.flow.unseen import UnseenCall, unseen_calls

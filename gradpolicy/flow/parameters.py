@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.binding import Binding
-from gradpolicy.flow.functions import filter_gradient, in_transform, replace_gradient
+from gradpolicy.flow.autograd_functions import filter_gradient, in_transform, replace_gradient
+from gradpolicy.flow.bound_rule import Binding
 
 
 def is_sharded(parameter: Tensor) -> bool:

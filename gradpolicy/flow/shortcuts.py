@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as module_globals
 
-from gradpolicy.flow.calls import OperationRule
-from gradpolicy.flow.functions import in_transform
+from gradpolicy.flow.autograd_functions import in_transform
 from gradpolicy.flow.known import calls_of
-from gradpolicy.flow.owner import Owner
-from gradpolicy.flow.wrap import Scope, ScopeMode, WrappedForward, mode_of
+from gradpolicy.flow.operation_rule import OperationRule
+from gradpolicy.flow.session import Owner
+from gradpolicy.flow.wrapped_forward import Scope, ScopeMode, WrappedForward, mode_of
 
 # By these names, since each look-up of torch._C._… counts in what runs at every layer.
 _relu = torch.relu

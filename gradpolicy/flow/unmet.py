@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.flow.near import NEAR
+from gradpolicy.flow.operation_tables import NEAR
 from gradpolicy.flow.operations import operation_names
 
 NO_GRADIENT = "ran only where no gradient is recorded (under torch.no_grad, or on tensors that need none)"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradpolicy.flow.binding import Binding
+from gradpolicy.flow.bound_rule import Binding
 from gradpolicy.flow.operations import Function, Operation
 
 _ATTENTION = frozenset({"softmax", "dropout", "matmul", "linear"})

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.flow.binding import Binding
+from gradpolicy.flow.autograd_functions import BackwardRule, filter_gradient, in_transform, replace_gradient
+from gradpolicy.flow.bound_rule import Binding
 from gradpolicy.flow.forward_mode import forward_mode_at_work
-from gradpolicy.flow.functions import BackwardRule, filter_gradient, in_transform, replace_gradient
 from gradpolicy.flow.operations import Function, Operation
 from gradpolicy.rules.rectifiers import positive_part
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.places import Places
+from gradpolicy.flow.locations import Places
 from gradpolicy.policies import FlowPolicy, Stop
 from gradpolicy.when import When
 

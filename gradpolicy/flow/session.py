@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.binding import Binding
-from gradpolicy.flow.recomputation import checkpoints_above
-from gradpolicy.flow.trees import tensors_in
+from gradpolicy.flow.bound_rule import Binding
+from gradpolicy.flow.checkpointing import checkpoints_above
+from gradpolicy.flow.containers import tensors_in
 
 State = tuple[tuple[bool, tuple[int, ...]], ...]
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradpolicy.flow.binding import note_forward_traced
+from gradpolicy.flow.autograd_functions import FORWARDS, in_transform
+from gradpolicy.flow.bound_rule import note_forward_traced
 from gradpolicy.flow.boundary import Boundary, take_over_writes
-from gradpolicy.flow.functions import FORWARDS, in_transform
+from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, may_be_recomputed, refusal
 from gradpolicy.flow.operations import Function
 from gradpolicy.flow.override import CallRule, OperationMode, Table, make_table, tell_those_around
-from gradpolicy.flow.owner import Owner
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
-from gradpolicy.flow.recomputation import checkpoints_above, has_graph, may_be_recomputed, refusal
+from gradpolicy.flow.session import Owner
 
 # By these names, since each look-up of torch._C._… counts in what runs at every layer.
 _modes = torch._C._len_torch_function_stack

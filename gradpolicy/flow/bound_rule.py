@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.flow.functions import BackwardRule
+from gradpolicy.flow.autograd_functions import BackwardRule
 from gradpolicy.flow.norms import NormMeter
 from gradpolicy.rules.registry import Rule, keyword_names
 from gradpolicy.when import When

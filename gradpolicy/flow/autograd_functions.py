@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.flow.containers import rebuilt_sequence
 from gradpolicy.flow.forward_mode import RefusesForwardMode, forward_mode_at_work
 from gradpolicy.flow.norms import NormMeter
-from gradpolicy.flow.trees import rebuilt_sequence
 from gradpolicy.rules.registry import Rule
 
 # The code of what stands in a module's forward while policies are installed.
