@@ -13,7 +13,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
 from gradpolicy.when import When
-from gradpolicy.where import ModulePattern, as_patterns
+from gradpolicy.where import BOUNDARIES, STEP_OPERATIONS, ModulePattern, as_patterns
 
 if TYPE_CHECKING:
     from gradpolicy.freeze.source import MaskSource
@@ -25,8 +25,6 @@ RuleLike = str | Rule | RuleFunction
 # A number, or what gives the number for a step (or epoch) count.
 Scheduled = float | Callable[[int], float]
 
-BOUNDARIES = ("input", "output")
-STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
 FROZEN_STATES = ("keep", "zero", "drop")
 BIAS_CORRECTIONS = ("entry", "tensor")
 
@@ -84,6 +82,9 @@ class FlowPolicy(Policy):
     Raises:
         PolicyError: If no place is named, or the places exclude each other.
     """
+
+    # Whether the graph is cut instead of asking the rule.
+    detaches = False
 
     def __init__(
         self,
@@ -150,6 +151,7 @@ class Stop(FlowPolicy):
             raise unknown("mode", str(mode), self.MODES, key="Stop.mode")
         super().__init__(get_rule("stop"), **where_and_when)
         self.mode = mode
+        self.detaches = mode == "detach"
 
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""

@@ -1,6 +1,7 @@
 """A rule for any forward: NumPy code, a library's function, a physical simulation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from numbers import Number
 from typing import Any, cast
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.flow.autograd_functions import BackwardRule, replace_gradient
-from gradpolicy.flow.bound_rule import with_numbers
+from gradpolicy.flow.autograd_functions import replace_gradient
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import map_tensors, tensors_in
-from gradpolicy.flow.operation_rule import differentiable
-from gradpolicy.flow.override import as_rule
+from gradpolicy.flow.operation_rule import as_floating_point
+from gradpolicy.flow.operations import as_rule
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 
@@ -52,12 +53,14 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
     name = getattr(forward, "__name__", type(forward).__name__)
     if not callable(forward):
         raise PolicyError(f"apply: the forward must be a function, got {shown(forward)}")
-    backward_rule = BackwardRule(with_numbers(as_rule(rule)), f"forward {name!r}")
+    # The forward has no gradient of its own that a filter could act before.
+    state = RuleState(name, replace(as_rule(rule), gradient_filter=None), is_reported=False)
+    bound_rule = BoundRule(state, f"forward {name!r}")
     inputs = tensors_in((args, kwargs))
     with torch.no_grad():
         plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
         values = _as_tensors(_run(forward, plain_args, plain_kwargs), name, inputs)
-    return replace_gradient(backward_rule, differentiable(values, inputs), inputs)
+    return replace_gradient(bound_rule, as_floating_point(values, inputs), inputs)
 
 
 def _run(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

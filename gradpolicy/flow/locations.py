@@ -1,57 +1,92 @@
-"""The places of a policy in a model: which modules, operations and parameters it means."""
+"""Where a policy acts in a model: which modules, operations and parameters it means."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from gradpolicy.flow.operations import Operation, resolve_operation
-from gradpolicy.policies import FlowPolicy
+from gradpolicy.rules.registry import Rule
+from gradpolicy.when import When
 from gradpolicy.where import match_modules, match_parameters, plain_name
 
 
+@runtime_checkable
+class FlowPolicy(Protocol):
+    """What flow needs of a policy. The policies themselves are in :mod:`gradpolicy.policies`."""
+
+    @property
+    def rule(self) -> Rule:
+        """What takes the place of the gradient."""
+
+    @property
+    def detaches(self) -> bool:
+        """Whether the graph is cut instead of asking the rule."""
+
+    @property
+    def modules(self) -> tuple:
+        """Globs on qualified names, or module classes."""
+
+    @property
+    def ops(self) -> tuple:
+        """Names of operations, or torch functions."""
+
+    @property
+    def params(self) -> tuple:
+        """Globs on parameter names."""
+
+    @property
+    def at(self) -> str:
+        """``"input"`` or ``"output"``: the side of a module."""
+
+    @property
+    def when(self) -> When:
+        """When the policy is active."""
+
+
 @dataclass(frozen=True)
-class Places:
-    """Where a policy acts.
+class Locations:
+    """Where a policy acts in a model.
 
     Args:
-        matched: The modules that its patterns match, by name.
-        operations: The operations that it is for.
-        within: For these: ids of the modules in whose forward it holds.
-        side: ``"input"`` or ``"output"`` for a policy at module boundaries, otherwise empty.
-        at: For these: ids of the modules.
+        modules: The modules that its patterns match, by name.
+        operations: The operations that it names.
+        inside: If it names operations: ids of the modules in whose forward it acts.
+        side: ``"input"`` or ``"output"`` if it acts at module boundaries, otherwise empty.
+        boundaries: If it acts at module boundaries: ids of the modules.
         parameters: The parameters whose gradients it changes, by name.
     """
 
-    matched: dict[str, nn.Module] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
     operations: tuple[Operation, ...] = ()
-    within: frozenset[int] = frozenset()
+    inside: frozenset[int] = frozenset()
     side: str = ""
-    at: frozenset[int] = frozenset()
+    boundaries: frozenset[int] = frozenset()
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
-def find_places(model: nn.Module, name: str, policy: FlowPolicy) -> Places:
-    """Finds a policy's places in a model.
+def find_locations(model: nn.Module, policy: FlowPolicy) -> Locations:
+    """Finds where a policy acts in a model.
 
     Raises:
         PolicyError: If a pattern matches nothing, or an operation does not exist.
     """
     if policy.params:
-        return Places(parameters=match_parameters(model, policy.params))
+        return Locations(parameters=match_parameters(model, policy.params))
     if not policy.ops:
-        matched = match_modules(model, policy.modules)
-        return Places(matched, side=policy.at, at=frozenset(map(id, matched.values())))
+        modules = match_modules(model, policy.modules)
+        return Locations(modules, side=policy.at, boundaries=frozenset(map(id, modules.values())))
     operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
     if not policy.modules:
-        within = frozenset(id(module) for module in model.modules())
-        return Places({"": model}, operations, within)
-    matched = match_modules(model, policy.modules)
-    return Places(matched, operations, _within(model, matched, _taken_away(model, policy)))
+        return Locations({"": model}, operations, frozenset(map(id, model.modules())))
+    modules = match_modules(model, policy.modules)
+    patterns = [p[1:] for p in policy.modules if isinstance(p, str) and p.startswith("!")]
+    excluded = {name for pattern in patterns for name in match_modules(model, pattern)}
+    return Locations(modules, operations, _inside(model, set(modules), excluded))
 
 
-def place_of(policy: FlowPolicy) -> str:
+def describe_location(policy: FlowPolicy) -> str:
     """Where a policy acts, as a person writes it: ``ops round in modules encoder.*``."""
 
     def written(items: Iterable[Any]) -> str:
@@ -63,27 +98,12 @@ def place_of(policy: FlowPolicy) -> str:
     return f"ops {written(policy.ops)} in {modules}" if policy.ops else f"{policy.at} of {modules}"
 
 
-def _taken_away(model: nn.Module, policy: FlowPolicy) -> set[str]:
-    patterns = [p[1:] for p in policy.modules if isinstance(p, str) and p.startswith("!")]
-    return {name for pattern in patterns for name in match_modules(model, pattern)}
-
-
-def _within(model: nn.Module, matched: dict[str, nn.Module], taken_away: set[str]) -> frozenset[int]:
-    """The modules below a matched one, themselves included, without those below one taken away."""
-    holds: dict[str, bool] = {}
+def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> frozenset[int]:
+    """Ids of the matched modules and those below, without the excluded ones and those below."""
     found: set[int] = set()
     for raw_name, module in model.named_modules(remove_duplicate=False):
-        name = plain_name(raw_name)
-        if name not in holds:
-            above = holds.get(name.rpartition(".")[0], False) if name else False
-            away = name in taken_away or (name != "" and _is_away(name, taken_away))
-            holds[name] = not away and (above or name in matched)
-        if holds[name]:
+        parts = plain_name(raw_name).split(".") if raw_name else []
+        names = {".".join(parts[:end]) for end in range(len(parts) + 1)}
+        if names & matched and not names & excluded:
             found.add(id(module))
     return frozenset(found)
-
-
-def _is_away(name: str, taken_away: set[str]) -> bool:
-    """Whether a module or one above it was taken away."""
-    parts = name.split(".")
-    return "" in taken_away or any(".".join(parts[:end]) in taken_away for end in range(1, len(parts) + 1))

@@ -1,29 +1,22 @@
 """One call of an operation with a rule on it: the native forward, then the rule's gradient.
 
-Three ways lead to the same numbers. A rule that only filters what comes in hangs a hook on the node that
-the native operation made (about a tenth of a Python Function's cost). Everything else, and all of it under
-``torch.compile`` and ``torch.func``, where node hooks do not hold, goes through an autograd Function.
+If the rule only filters the incoming gradient, a hook on the node of the native operation calls it; that
+costs a tenth of an autograd Function in Python. Every other rule goes through an autograd Function, and so
+does every rule under ``torch.compile`` and ``torch.func``, where hooks on nodes do not run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradpolicy.flow.autograd_functions import BackwardRule, filter_gradient, in_transform, replace_gradient
-from gradpolicy.flow.bound_rule import Binding
-from gradpolicy.flow.forward_mode import forward_mode_at_work
-from gradpolicy.flow.operations import Function, Operation
+from gradpolicy.flow.autograd_functions import in_transform, insert_rule, replace_gradient
+from gradpolicy.flow.bound_rule import BoundRule, GradientNorms, RuleState
+from gradpolicy.flow.containers import map_tensors
+from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
+from gradpolicy.flow.operations import Operation
 from gradpolicy.rules.rectifiers import positive_part
-
-Hook = Callable[..., Any]
-
-# By these names, since each look-up of torch._C._… counts in what runs at every layer.
-_is_compiling = torch.compiler.is_compiling
-_modes = torch._C._len_torch_function_stack
-_grad_enabled = torch.is_grad_enabled
-_in_functorch = torch._C._are_functorch_transforms_active
 
 
 class OperationRule:
@@ -31,182 +24,187 @@ class OperationRule:
 
     Args:
         operation: The operation.
-        binding: The rule, and whether it holds now.
+        state: The rule, and whether it is active.
     """
 
-    def __init__(self, operation: Operation, binding: Binding) -> None:
+    def __init__(self, operation: Operation, state: RuleState) -> None:
         self.operation = operation
+        self.state = state
         self.name = operation.name
-        self.binding = binding
         self.functions = operation.functions
-        self.spellings = operation.spellings
         self.decides = operation.decides
-        self.makes_one_hot = operation.name == "argmax_one_hot"
-        self.filters = binding.rule.gradient_filter is not None and not binding.detaches
-        self.rule = binding.at(f"operation {operation.name!r}", sums_broadcast=True)
-        # Behind a ReLU, whose derivative is 0 or 1, the positive part may as well be taken in place.
-        self.rectifies = operation.name == "relu" and binding.rule.gradient_filter is positive_part
-        self.hook = positive_part_behind(self.rule) if self.rectifies else filter_before(self.rule)
+        self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
+        self.filters = state.rule.gradient_filter is not None and not state.detaches
+        # The derivative of a ReLU is 0 or 1, so behind its node the positive part can be taken in place.
+        self.hooks_behind = operation.name == "relu" and state.rule.gradient_filter is positive_part
+        self.hook = (
+            _positive_part_in_place(state.norms) if self.hooks_behind else _filter_before(self.bound_rule)
+        )
 
     def __reduce__(self) -> tuple:
         # The rest follows from these two.
-        return (OperationRule, (self.operation, self.binding))
+        return (OperationRule, (self.operation, self.state))
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the rule is for this call, and holds now."""
-        if not self.binding.active:
+        """Whether the rule is active, and the call is its operation."""
+        if not self.state.active:
             return False
-        decides = self.decides
-        return decides is None or decides(function, args, kwargs)
+        return self.decides is None or self.decides(function, args, kwargs)
 
-    def keeps_what_plain_keeps(self) -> bool:
-        """Whether a checkpoint's second run may be plain: a hook on the first run's node is all there is."""
+    def allows_plain_recomputation(self) -> bool:
+        """Whether a checkpoint may rerun the operation without the rule: the hook is on the first run."""
         return self.filters and torch.is_grad_enabled()
 
-    def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Does the call; its gradient is the rule's."""
-        if self.makes_one_hot:
-            return self._argmax_one_hot(function, args, kwargs)
-        spelling = self.spellings[function]
-        if self.filters and args and may_hook(args[0]) and not spelling.is_in_place(args, kwargs):
-            return self.hooked(function, args, kwargs)
+    def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
+        """Makes the call. Its gradient is the rule's.
+
+        Args:
+            function: The torch function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            module: The module in whose forward it runs, for messages.
+        """
+        if self.name == "argmax_one_hot":
+            return self._argmax_one_hot(function, args, kwargs, module)
+        spelling = self.operation.spellings[function]
         inputs = spelling.inputs(args, kwargs)
-        if not _needs_gradient(inputs):
-            self.binding.meet(self.operation.name)
+        if not _need_gradient(inputs):
+            self.state.note_without_gradient(self.name)
             return function(*args, **kwargs)
         # An outer override of the same operation must not act on it too.
         with torch._C.DisableTorchFunction():
-            return self._with_rule(function, args, kwargs, inputs)
+            if spelling.is_in_place(args, kwargs):
+                return self._in_place(function, args, kwargs, inputs, module)
+            if self.filters:
+                return self.filtered(function(*args, **kwargs), inputs)
+            self.state.count(self.name)
+            args, kwargs = map_tensors(Tensor.detach, (args, dict(kwargs)))
+            if self.state.detaches:
+                return function(*args, **kwargs)
+            with torch.no_grad():
+                values = function(*args, **kwargs)
+            return self._replaced(values, inputs, module)
 
-    def hooked(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Does an out-of-place call, and hangs the rule's filter before the node that it made."""
-        result = function(*args, **kwargs)
-        if not isinstance(result, Tensor) or result is args[0] or result._is_view():
-            return self._filtered(result, list(args[:1]), in_place=False)
-        node = result.grad_fn
-        if node is not None:
-            self.binding.matched[self.name] += 1
-            self.hang_hook(node)
-        return result
-
-    def hang_hook(self, node: Any) -> None:
-        """Hangs the rule's filter on the node of an operation."""
-        (node.register_hook if self.rectifies else node.register_prehook)(self.hook)
-
-    def _with_rule(self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list) -> Any:
-        in_place = self.spellings[function].is_in_place(args, kwargs)
-        if self.filters and not (in_place and (in_transform() or args[0]._is_view())):
-            return self._filtered(function(*args, **kwargs), inputs, in_place)
-        self.binding.count(self.operation.name)
-        if not in_place:
-            return self._replaced(function, args, kwargs, inputs)
-        # The rule's gradient goes to the values before the call; copy_ then makes them the tensor's own,
-        # with autograd's care for views and leaves.
-        target, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
-        before = target.clone()
-        others = {key: value for key, value in kwargs.items() if args or key != "input"}
-        work = target.detach().clone() if not self.filters else before
-        sources = [before if tensor is target else tensor for tensor in inputs]
-        if self.filters:
-            result = filter_gradient(self.rule, function(work, *rest, **others))
-        else:
-            result = self._attached(_without_graph(function, (work, *rest), others), sources)
-        return target.copy_(result)
-
-    def _filtered(self, result: Any, inputs: list[Tensor], in_place: bool) -> Any:
-        """The native result with the rule's filter before its node."""
+    def filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
+        """The result of the native operation, with the rule's filter before its node."""
         if not _has_gradient(result):
-            self.binding.meet(self.operation.name)
+            self.state.note_without_gradient(self.name)
             return result
-        self.binding.count(self.operation.name)
-        single = isinstance(result, Tensor)
-        if not single or in_transform() or result._is_view() or _is_passed_on(result, inputs, in_place):
-            return filter_gradient(self.rule, result)
-        self.hang_hook(result.grad_fn)
+        self.state.count(self.name)
+        if (
+            not isinstance(result, Tensor)
+            or in_transform()
+            or result.grad_fn is None
+            or result._is_view()
+            # The operation returned an input as it was, and the node is another operation's.
+            or any(result is tensor for tensor in inputs)
+        ):
+            return insert_rule(self.bound_rule, result)
+        self.hook_on(result.grad_fn)
         return result
 
-    def _replaced(self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list) -> Any:
-        if self.binding.detaches:
-            return function(*_detached(args), **_detached(kwargs))
-        return self._attached(_without_graph(function, args, kwargs), inputs)
+    def hook_on(self, node: Any) -> None:
+        """Hangs the rule's filter on the node of an operation."""
+        (node.register_hook if self.hooks_behind else node.register_prehook)(self.hook)
 
-    def _attached(self, values: Any, inputs: Sequence[Tensor]) -> Any:
-        if self.binding.detaches:
-            return values
-        return replace_gradient(self.rule, differentiable(values, inputs), inputs)
+    def _in_place(
+        self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list, module: str | None
+    ) -> Any:
+        if args:
+            target, args, kwargs = args[0], args[1:], dict(kwargs)
+        else:
+            target, kwargs = kwargs["input"], {key: kwargs[key] for key in kwargs if key != "input"}
+        if self.filters and not in_transform() and not target._is_view():
+            return self.filtered(function(target, *args, **kwargs))
+        # The rule's gradient goes to the values before the call. Then copy_ makes the new values the
+        # tensor's own, and autograd takes care of views and leaves.
+        self.state.count(self.name)
+        before = target.clone()
+        if self.filters:
+            return target.copy_(insert_rule(self.bound_rule, function(before, *args, **kwargs)))
+        args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
+        with torch.no_grad():
+            values = function(target.clone(), *args, **kwargs)
+        if not self.state.detaches:
+            values = self._replaced(values, [before if t is target else t for t in inputs], module)
+        return target.copy_(values)
 
-    def _argmax_one_hot(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Remembers where an argmax came from; its one-hot code then is a function of that.
+    def _replaced(self, values: Any, inputs: Sequence[Tensor], module: str | None) -> Any:
+        return replace_gradient(self.bound_rule, as_floating_point(values, inputs), inputs, module)
 
-        ``one_hot(argmax(x, dim), classes)`` is whole numbers without a gradient; here it comes in x's dtype.
+    def _argmax_one_hot(
+        self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None
+    ) -> Any:
+        """Remembers the input of an argmax, of which the one-hot code is then a function.
+
+        ``one_hot(argmax(x, dim), classes)`` is integer and has no gradient. Here it comes in x's dtype.
         """
         with torch._C.DisableTorchFunction():
             result = function(*args, **kwargs)
-            if self.spellings[function].name == "argmax":
+            if self.operation.spellings[function].name == "argmax":
                 return _remember_source(result, *args, **kwargs)
             source = getattr(args[0] if args else kwargs.get("tensor"), "_argmax_of", None)
-            if source is None or not _needs_gradient([source]):
-                self.binding.meet(self.operation.name)
+            if source is None or not _need_gradient([source]):
+                self.state.note_without_gradient(self.name)
                 return result
-            self.binding.count(self.operation.name)
-            if self.binding.detaches:
+            self.state.count(self.name)
+            if self.state.detaches:
                 return result
-            return replace_gradient(self.rule, result.to(source.dtype), [source])
+            return replace_gradient(self.bound_rule, result.to(source.dtype), [source], module)
 
 
-def may_hook(tensor: Any) -> bool:
-    """Whether the short way is open: a tensor that wants a gradient, and nobody else looks on."""
-    return (
-        not _is_compiling()
-        and _modes() == 0
-        and _grad_enabled()
-        and not _in_functorch()
-        and not forward_mode_at_work()
-        and isinstance(tensor, Tensor)
-        and tensor.requires_grad
-    )
+class OpaqueCall:
+    """Notes calls that run operations of a rule inside torch, where it cannot act on them.
 
-
-def filter_before(rule: BackwardRule) -> Hook:
-    """A rule's gradient filter as a hook before an autograd node."""
-
-    def hook(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple([None if grad is None else rule.filtered(grad) for grad in grads])
-
-    return hook
-
-
-def positive_part_behind(rule: BackwardRule) -> Hook:
-    """Guided backpropagation as a hook behind a ReLU's node.
-
-    ``1[x > 0] · max(grad, 0) = max(1[x > 0] · grad, 0)``, and what the node gives is nobody else's yet:
-    taking the positive part in place saves a tensor, and half of the time.
+    Args:
+        function: The function called.
+        hidden: Names of the rule's operations that it may run.
+        state: The rule.
     """
-    meter = rule.meter
-    assert meter is not None
 
-    def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple) -> None:
-        grad = grad_inputs[0]
-        if grad is None:
-            return
-        if meter.on or _modes():
-            carefully(grad, grad_outputs[0])
-        else:
-            grad.relu_()
+    def __init__(self, function: Function, hidden: frozenset[str], state: RuleState) -> None:
+        self.name = function.__name__
+        self.functions = (function,)
+        self.reason = f"it runs {', '.join(sorted(hidden))} within torch, with the plain gradient"
+        self.state = state
 
-    def carefully(grad: Tensor, grad_output: Tensor | None) -> None:
-        with torch._C.DisableTorchFunction():
-            if grad_output is not None:
-                meter.measure(grad_output, [torch.relu(grad_output)])
-            grad.relu_()
+    def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the rule is active."""
+        return self.state.active
 
-    return hook
+    def allows_plain_recomputation(self) -> bool:
+        """Whether a checkpoint may rerun the call without the rule: always, since nothing is changed."""
+        return True
+
+    def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
+        """Makes the call, and notes it if a gradient is recorded."""
+        if torch.is_grad_enabled():
+            self.state.note_opaque(self.name, self.reason)
+        return function(*args, **kwargs)
 
 
-def differentiable(values: Any, inputs: Sequence[Tensor]) -> Any:
-    """A lone result in whole numbers or truth values, in the dtype of the first floating-point input.
+TableRule = OperationRule | OpaqueCall
 
-    Only so can it have a gradient at all.
+
+def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRule]:
+    """The entries of a rule in a dispatch table: its operations, and the calls that may hide some."""
+    operations = list(operations)
+    names = {operation.name for operation in operations}
+    own = {function for operation in operations for function in operation.functions}
+    return [
+        *(OperationRule(operation, state) for operation in operations),
+        *(
+            OpaqueCall(function, hidden & names, state)
+            for function, hidden in OPAQUE_CALLS.items()
+            if hidden & names and function not in own
+        ),
+    ]
+
+
+def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
+    """A single integer or boolean result in the dtype of the first floating-point input.
+
+    Otherwise it could have no gradient. Everything else is returned as it is.
     """
     if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
         return values
@@ -214,7 +212,37 @@ def differentiable(values: Any, inputs: Sequence[Tensor]) -> Any:
     return values.to(dtype)
 
 
-def _needs_gradient(inputs: Sequence[Tensor]) -> bool:
+def _filter_before(bound_rule: BoundRule) -> Callable:
+    """A rule's gradient filter as a hook before an autograd node."""
+
+    def hook(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if grad is None else bound_rule.gradients(grad, (grad,), grad, (True,))[0] for grad in grads
+        )
+
+    return hook
+
+
+def _positive_part_in_place(norms: GradientNorms) -> Callable:
+    """Guided backpropagation as a hook behind the node of a ReLU.
+
+    ``1[x > 0] · max(grad, 0) = max(1[x > 0] · grad, 0)``, and nobody else has what the node returns yet.
+    Taking the positive part in place saves a tensor, and half of the time.
+    """
+
+    def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple) -> None:
+        grad = grad_inputs[0]
+        if grad is None:
+            return
+        with torch._C.DisableTorchFunction():
+            if norms.on:
+                norms.measure(grad_outputs[0], [torch.relu(grad_outputs[0])])
+            grad.relu_()
+
+    return hook
+
+
+def _need_gradient(inputs: Sequence[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
     for tensor in inputs:
@@ -227,26 +255,6 @@ def _has_gradient(result: Any) -> bool:
     if isinstance(result, Tensor):
         return result.requires_grad or in_transform()
     return isinstance(result, tuple | list) and any(_has_gradient(item) for item in result)
-
-
-def _is_passed_on(result: Tensor, inputs: Sequence[Tensor], in_place: bool) -> bool:
-    """Whether the operation gave an input back as it was, so that the node behind it is another's."""
-    return result.grad_fn is None or (not in_place and any(result is tensor for tensor in inputs))
-
-
-def _without_graph(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    with torch.no_grad():
-        return function(*_detached(args), **_detached(kwargs))
-
-
-def _detached(arguments: Any) -> Any:
-    if isinstance(arguments, Tensor):
-        return arguments.detach()
-    if isinstance(arguments, dict):
-        return {key: _detached(value) for key, value in arguments.items()}
-    if type(arguments) in (tuple, list):
-        return type(arguments)(_detached(value) for value in arguments)
-    return arguments
 
 
 def _remember_source(indices: Tensor, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:

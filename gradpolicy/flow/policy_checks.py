@@ -1,90 +1,136 @@
-"""Policies that cannot both hold at one place."""
+"""Refuses policies that contradict each other, make no sense where they act, or cut every gradient."""
 
 import itertools
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.locations import Places
-from gradpolicy.policies import FlowPolicy, Stop
+from gradpolicy.flow.locations import FlowPolicy, Locations, describe_location
 from gradpolicy.when import When
 
-
-def check_operations(policies: Mapping[str, FlowPolicy], places: Mapping[str, Places]) -> None:
-    """Refuses two rules for one operation in one module.
-
-    Raises:
-        PolicyError: Naming both policies, the operation and the module.
-    """
-    for first, second in _pairs_that_meet(policies):
-        shared = [op for op in places[first].operations if op in places[second].operations]
-        if shared and places[first].within & places[second].within:
-            raise PolicyError(
-                f"policies {first!r} and {second!r} both have a rule for operation {shared[0].name!r} "
-                f"in {_shared_module(places[first], places[second])}"
-            )
+# Rules that compare the input of an operation with its output.
+_OF_AN_OPERATION = ("bernoulli", "gumbel", "lsq", "reinmax", "rotation")
+# The factors with which a rule passes the gradient on as it is.
+_NEUTRAL_FACTORS = {"scale": 1.0, "reverse": -1.0}
 
 
-def check_boundaries(policies: Mapping[str, FlowPolicy], places: Mapping[str, Places]) -> None:
-    """Refuses at one side of a module: a stop beside another policy, or one kind twice.
+def check_policies(policies: Mapping[str, FlowPolicy], locations: Mapping[str, Locations]) -> None:
+    """Checks policies that are to be installed together.
 
     Raises:
-        PolicyError: Naming both policies and the place.
+        PolicyError: For two rules for one operation in one module; at one side of a module or on one
+            parameter, for a stop beside another policy, or one kind twice; for a rule of an operation that
+            is put elsewhere.
     """
-    for first, second in _pairs_that_meet(policies):
-        one, other = places[first], places[second]
-        if not one.side or one.side != other.side or not one.at & other.at:
+    for name, policy in policies.items():
+        _check_rule(name, policy)
+    for first, second in itertools.combinations(policies, 2):
+        if _are_ever_active_together(policies[first].when, policies[second].when):
+            _check_pair(policies, locations, first, second)
+
+
+def remarks(policies: Mapping[str, FlowPolicy]) -> list[str]:
+    """A line for each policy whose rule changes nothing where it acts, or may be meant for elsewhere."""
+    lines = []
+    for name, policy in policies.items():
+        if policy.ops:
             continue
-        name = next(name for name, module in one.matched.items() if id(module) in other.at)
-        _check_pair(policies, first, second, f"the {one.side} of module {name!r}")
+        rule, where = policy.rule, describe_location(policy)
+        factor = rule.parameters.get("factor")
+        if not isinstance(factor, Tensor | None) and factor == _NEUTRAL_FACTORS.get(rule.name):
+            lines.append(f"{name}: a factor of {factor:g} changes nothing at {where}; give another one")
+        elif not policy.params and "inputs" in (rule.reads or ()):
+            lines.append(
+                f"{name}: rule {rule.name!r} reads inputs, and at {where} input and output are the one "
+                "tensor that passes; for an operation's own inputs name the operation (ops=[…])"
+            )
+    return lines
 
 
-def check_parameters(policies: Mapping[str, FlowPolicy], places: Mapping[str, Places]) -> None:
-    """Refuses on one parameter: a stop beside another policy, or one kind twice.
+def is_cut(error: BaseException) -> bool:
+    """Whether torch says that a loss has no graph to run backward through."""
+    return "does not require grad and does not have a grad_fn" in str(error)
+
+
+def check_cuts(policies: Mapping[str, FlowPolicy]) -> None:
+    """Says which policies cut the only path, if no gradient reached anything that trains.
 
     Raises:
-        PolicyError: Naming both policies and the parameter.
+        PolicyError: If one of the policies detaches.
     """
-    for first, second in _pairs_that_meet(policies):
-        shared = [name for name in places[first].parameters if name in places[second].parameters]
-        if shared:
-            _check_pair(policies, first, second, f"parameter {shared[0]!r}")
-
-
-def _check_pair(policies: Mapping[str, FlowPolicy], first: str, second: str, place: str) -> None:
-    one, other = policies[first], policies[second]
-    if _kind(one) == _kind(other):
-        raise PolicyError(f"policies {first!r} and {second!r} do the same at {place}: {type(one).__name__}")
-    if isinstance(one, Stop) or isinstance(other, Stop):
-        stop, idle = (first, second) if isinstance(one, Stop) else (second, first)
+    stops = [
+        f"policy {name!r} ({type(policy).__name__} at {describe_location(policy)})"
+        for name, policy in policies.items()
+        if policy.detaches
+    ]
+    if stops:
         raise PolicyError(
-            f"policies {first!r} and {second!r} contradict each other at {place}: "
-            f"{stop!r} stops the gradient that {idle!r} is to change"
+            f"{' and '.join(stops)} {'cuts' if len(stops) == 1 else 'cut'} the only path of the gradient: "
+            "nothing that trains gets one; cut elsewhere, or let something between the cut and the loss train"
         )
 
 
-def _shared_module(one: Places, other: Places) -> str:
-    """The outermost module in which both hold."""
+def _check_rule(name: str, policy: FlowPolicy) -> None:
+    """Refuses a rule of an operation at a boundary or on parameters, where one tensor passes."""
+    rule = policy.rule.name
+    if policy.ops or rule not in ("identity", *_OF_AN_OPERATION):
+        return
+    where = describe_location(policy)
+    instead = (
+        "name the operation that it is for (ops=[…]), or give it the forward as well: "
+        f"gradpolicy.apply({rule!r}, forward, …)"
+    )
+    if rule == "identity":
+        raise PolicyError(
+            f"policy {name!r}: rule 'identity' changes nothing at {where}: the gradient passes there as it "
+            f"is anyway; {instead}"
+        )
+    raise PolicyError(
+        f"policy {name!r}: rule {rule!r} compares what goes into an operation with what comes out, and at "
+        f"{where} both are the one tensor that passes; {instead}"
+    )
+
+
+def _check_pair(
+    policies: Mapping[str, FlowPolicy], locations: Mapping[str, Locations], first: str, second: str
+) -> None:
+    one, other = locations[first], locations[second]
+    operations = [op.name for op in one.operations if op in other.operations]
+    if operations and one.inside & other.inside:
+        raise PolicyError(
+            f"policies {first!r} and {second!r} both have a rule for operation {operations[0]!r} "
+            f"in {_shared_module(one, other)}"
+        )
+    modules = [name for name, module in one.modules.items() if id(module) in other.boundaries]
+    parameters = [name for name in one.parameters if name in other.parameters]
+    if one.side and one.side == other.side and modules:
+        where = f"the {one.side} of module {modules[0]!r}"
+    elif parameters:
+        where = f"parameter {parameters[0]!r}"
+    else:
+        return
+    kinds = [(type(policy), policy.rule.name) for policy in (policies[first], policies[second])]
+    if kinds[0] == kinds[1]:
+        raise PolicyError(f"policies {first!r} and {second!r} do the same at {where}: {kinds[0][0].__name__}")
+    for stop, changed in ((first, second), (second, first)):
+        if policies[stop].rule.name == "stop":
+            raise PolicyError(
+                f"policies {first!r} and {second!r} contradict each other at {where}: "
+                f"{stop!r} stops the gradient that {changed!r} is to change"
+            )
+
+
+def _shared_module(one: Locations, other: Locations) -> str:
+    """The outermost module inside which both act."""
     for first, second in ((one, other), (other, one)):
-        for name, module in first.matched.items():
-            if id(module) in second.within:
+        for name, module in first.modules.items():
+            if id(module) in second.inside:
                 return f"module {name!r}" if name else "the model"
     return "modules below both"
 
 
-def _kind(policy: FlowPolicy) -> tuple[type, str]:
-    return type(policy), policy.rule.name
-
-
-def _pairs_that_meet(policies: Mapping[str, FlowPolicy]) -> list[tuple[str, str]]:
-    """Pairs of policies that can hold at one time."""
-    return [
-        (first, second)
-        for first, second in itertools.combinations(policies, 2)
-        if _can_meet(policies[first].when, policies[second].when)
-    ]
-
-
-def _can_meet(one: When, other: When) -> bool:
+def _are_ever_active_together(one: When, other: When) -> bool:
     shared = set(one.phases) & set(other.phases)
     if not shared:
         return False

@@ -1,104 +1,81 @@
 """The callable that stands in a module's ``forward`` while policies are installed."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gradpolicy.flow.autograd_functions import FORWARDS, in_transform
-from gradpolicy.flow.bound_rule import note_forward_traced
-from gradpolicy.flow.boundary import Boundary, take_over_writes
+from gradpolicy.errors import warn_user
+from gradpolicy.flow.autograd_functions import in_transform
+from gradpolicy.flow.boundary import Boundary, adopt_writes
 from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, may_be_recomputed, refusal
-from gradpolicy.flow.operations import Function
-from gradpolicy.flow.override import CallRule, OperationMode, Table, make_table, tell_those_around
+from gradpolicy.flow.dispatch import (
+    DispatchMode,
+    DispatchTable,
+    active_modes,
+    mode_at,
+    mode_count,
+    note_taken,
+)
+from gradpolicy.flow.operation_rule import OperationRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
-from gradpolicy.flow.session import Owner
+from gradpolicy.flow.session import InstallSession
 
-# By these names, since each look-up of torch._C._… counts in what runs at every layer.
-_modes = torch._C._len_torch_function_stack
-_mode_at = torch._C._get_function_stack_at
-
-
-class Scope:
-    """The operation rules that hold in a module: one object for all modules with the same ones.
-
-    Args:
-        owner: The installation.
-        rules: The rules.
-    """
-
-    def __init__(self, owner: Owner, rules: Sequence[CallRule]) -> None:
-        self.owner = owner
-        self.rules = tuple(rules)
-        self.table: Table = make_table(self.rules)
-        # Every torch function that ran here without a rule for it: the report tells their names.
-        self.seen: set[Function] = set()
-
-    def __getstate__(self) -> dict:
-        return {"owner": self.owner, "rules": self.rules}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__init__(state["owner"], state["rules"])  # type: ignore[misc]
+# By these names, since a look-up of torch._C._… takes time at every layer.
+_relu = torch.relu
+_without_modes = torch._C.DisableTorchFunction
 
 
-class ScopeMode(OperationMode):
-    """The mode of one installation on one thread; modules move it from scope to scope."""
+class InstallMode(DispatchMode):
+    """The mode of one installation on one thread. Modules change its table."""
 
-    def __init__(self, scope: Scope) -> None:
-        super().__init__(scope.table)
-        self.owner = scope.owner
-        self.taken = scope.owner.taken
-        self.move(scope)
+    def __init__(self, session: InstallSession, table: DispatchTable) -> None:
+        super().__init__(table)
+        self.session = session
+        self.taken = session.taken
         self.has_graph = has_graph()
-
-    def move(self, scope: Scope) -> None:
-        """Lets the rules of a scope hold from now on."""
-        self.scope = scope
-        self.table = scope.table
-        self.seen = scope.seen
 
     def check_recomputation(self, operation: str) -> None:
         """Refuses an operation that a checkpoint would run again outside of the wrapped forward."""
-        if self.has_graph and checkpoints_above(entered_by=_FORWARD):
+        if self.has_graph and checkpoints_above(entered_by=WrappedForward._forward.__code__):
             raise refusal(operation)
 
 
 class WrappedForward:
-    """Runs a module's own forward within the policies' scope and boundaries.
+    """Runs a module's own forward with the rules inside it, at its boundary and on its parameters.
 
-    It stands in the module's ``__dict__``, holds the module and little else, and can be pickled and copied:
-    a copied module gets a copy of it that runs the copy's weights.
+    It stands in the module's ``__dict__``, and can be pickled and copied: a copied module gets a copy of it
+    that runs the copy's weights.
 
     Args:
         module: The module.
-        method: The method that it stands for, ``"forward"`` as a rule.
-        owner: The installation.
+        method: The method that it stands for, usually ``"forward"``.
+        session: The installation.
         name: The module's name.
-        scope: The operation rules that hold within.
+        table: The rules on operations inside the module.
         entering: The rules at the module's input.
         leaving: The rules at its output.
-        parameter_rules: The rules on its parameters; those on all parameters, where it is the whole model.
+        parameter_rules: The rules on its parameters; for the whole model, those on all parameters.
     """
 
     def __init__(
         self,
         module: nn.Module,
         method: str,
-        owner: Owner,
+        session: InstallSession,
         *,
         name: str = "",
-        scope: Scope | None = None,
+        table: DispatchTable | None = None,
         entering: Boundary | None = None,
         leaving: Boundary | None = None,
         parameter_rules: Sequence[ParameterRules] = (),
     ) -> None:
         self.module = module
         self.method = method
-        self.owner = owner
+        self.session = session
         self.name = name
-        self.scope = scope
+        self.table = table
         self.entering = entering
         self.leaving = leaving
         self.parameter_rules = tuple(parameter_rules)
@@ -107,7 +84,7 @@ class WrappedForward:
 
     @property
     def __wrapped__(self) -> Callable:
-        """The forward that this stands for; ``inspect.signature`` and Lightning look for it here."""
+        """The forward that this stands for. ``inspect.signature`` and Lightning look for it here."""
         if self.inner is not None:
             return self.inner
         return getattr(type(self.module), self.method).__get__(self.module)
@@ -115,36 +92,15 @@ class WrappedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward."""
         if self.parameter_rules:
-            return run_with_rules(self.parameter_rules, self._run_and_watch, args, kwargs)
-        return self._run_and_watch(args, kwargs)
-
-    def _run_and_watch(self, args: tuple, kwargs: dict) -> Any:
-        if in_transform():
-            if torch.compiler.is_compiling():
-                note_forward_traced(self.owner.keys)
-            return self._run(args, kwargs)
-        owner = self.owner
-        if not torch.is_grad_enabled():
-            owner.note_checkpoint()
-            return self._run(args, kwargs)
-        if owner.builds_graph:
-            if may_be_recomputed():
-                owner.note_other_checkpoint()
-            return self._run(args, kwargs)
-        owner.begin()
-        result = None
-        try:
-            result = self._run(args, kwargs)
-            return result
-        finally:
-            owner.finish(result)
+            return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
+        return self._run_in_session(args, kwargs)
 
     def put_on(self) -> None:
-        """Takes the forward's place."""
+        """Takes the place of the forward."""
         self.module.__dict__[self.method] = self
 
     def take_off(self) -> None:
-        """Gives the forward its place back, also from under wrappers that were put on later."""
+        """Gives the forward its place back, also from inside wrappers that were put on later."""
         outer = self.module.__dict__.get(self.method)
         if outer is self:
             if self.inner is None:
@@ -157,52 +113,74 @@ class WrappedForward:
                 outer.inner = self.inner
                 return
             outer = outer.inner
-        # Another tool wrapped this one and keeps it: all that can be done is to let everything through.
-        self.let_through()
-        warnings.warn(
+        # Another tool wrapped this wrapper and keeps it. It can only stop having an effect.
+        self.table = self.entering = self.leaving = None
+        warn_user(
             f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
-            "they are off, but what replaced it still runs through them",
-            stacklevel=2,
+            "they are off, but what replaced it still runs through them"
         )
 
-    def let_through(self) -> None:
-        """Has no effect from now on."""
-        self.scope = self.entering = self.leaving = None
+    def _run_in_session(self, args: tuple, kwargs: dict) -> Any:
+        session = self.session
+        if in_transform():
+            if torch.compiler.is_compiling():
+                for state in session.states:
+                    state.note_forward()
+            return self._run_within_boundaries(args, kwargs)
+        if not torch.is_grad_enabled():
+            session.note_run_without_gradients()
+            return self._run_within_boundaries(args, kwargs)
+        if session.in_forward:
+            if may_be_recomputed():
+                session.note_saved_tensor_hooks()
+            return self._run_within_boundaries(args, kwargs)
+        session.begin_forward()
+        result = None
+        try:
+            result = self._run_within_boundaries(args, kwargs)
+            return result
+        finally:
+            session.end_forward(result)
 
-    def _run(self, args: tuple, kwargs: dict) -> Any:
-        entering, leaving = self.entering, self.leaving
-        if entering is None:
-            result = self._run_in_scope(args, kwargs)
+    def _run_within_boundaries(self, args: tuple, kwargs: dict) -> Any:
+        if self.entering is None:
+            result = self._run_under_table(args, kwargs)
         elif in_transform():
-            args, kwargs = entering.pass_through((args, kwargs))
-            result = self._run_in_scope(args, kwargs)
+            args, kwargs = self.entering.cross((args, kwargs))
+            result = self._run_under_table(args, kwargs)
         else:
             crossed: list = []
-            args, kwargs = entering.pass_through((args, kwargs), crossed)
+            args, kwargs = self.entering.cross((args, kwargs), crossed)
             versions = [tensor._version for tensor, _ in crossed]
-            result = self._run_in_scope(args, kwargs)
-            take_over_writes(crossed, versions)
-        return result if leaving is None else leaving.pass_through(result)
+            result = self._run_under_table(args, kwargs)
+            adopt_writes(crossed, versions)
+        return result if self.leaving is None else self.leaving.cross(result)
 
-    def _run_in_scope(self, args: tuple, kwargs: dict) -> Any:
-        scope = self.scope
-        if scope is None:
+    def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
+        table, session = self.table, self.session
+        if table is None:
             return self._forward(args, kwargs)
-        mode = mode_of(scope.owner)
+        mode = next((m for m in active_modes() if isinstance(m, InstallMode) and m.session is session), None)
         if mode is None:
-            with ScopeMode(scope):
+            with InstallMode(session, table) as mode:
+                self._name_module(mode, self.name)
                 result = self._forward(args, kwargs)
-            if _modes() and not in_transform():
-                tell_those_around(scope.owner.operations_met())
+            if not in_transform():
+                note_taken(session.matched_operations())
             return result
-        outer = mode.scope
-        if outer is scope:
-            return self._forward(args, kwargs)
-        mode.move(scope)
+        outer_table, outer_module = mode.table, mode.module
+        mode.table = table
+        self._name_module(mode, self.name)
         try:
             return self._forward(args, kwargs)
         finally:
-            mode.move(outer)
+            mode.table = outer_table
+            self._name_module(mode, outer_module)
+
+    def _name_module(self, mode: DispatchMode, name: str | None) -> None:
+        # Compiled code is not to depend on the name, so that it serves all modules of a class.
+        if not torch.compiler.is_compiling():
+            mode.module = name
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         if self.inner is not None:
@@ -210,14 +188,52 @@ class WrappedForward:
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
 
-def mode_of(owner: Owner) -> ScopeMode | None:
-    """The mode of an installation on this thread's stack, if it is there."""
-    for place in range(_modes() - 1, -1, -1):
-        mode = _mode_at(place)
-        if isinstance(mode, ScopeMode) and mode.owner is owner:
-            return mode
-    return None
+class WrappedReLU(WrappedForward):
+    """The forward of a ``nn.ReLU`` whose rule is a filter: no look-up, one hook.
 
+    A look-up costs more than a small ReLU itself.
 
-_FORWARD = WrappedForward._forward.__code__
-FORWARDS.add(_FORWARD)
+    Args:
+        module: The ReLU.
+        session: The installation.
+        table: The rules on operations inside the module.
+        rule: The one that covers ReLUs.
+        name: The module's name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        session: InstallSession,
+        table: DispatchTable,
+        rule: OperationRule,
+        *,
+        name: str = "",
+    ) -> None:
+        super().__init__(module, "forward", session, name=name, table=table)
+        self.rule = rule
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Runs the ReLU."""
+        rule = self.rule
+        if in_transform() or self.table is None or self.module.inplace or not rule.state.active:
+            return super().__call__(input)
+        count = mode_count()
+        if count > 1 or (count == 1 and getattr(mode_at(0), "session", None) is not self.session):
+            return super().__call__(input)
+        # The installation's own mode would only find the same rule. Attributes of tensors go through it too.
+        with _without_modes():
+            result = _relu(input)
+            node: Any = result.grad_fn
+        if node is None:
+            self._note_without_gradient()
+        else:
+            rule.state.matched["relu"] += 1
+            rule.hook_on(node)
+        return result
+
+    def _note_without_gradient(self) -> None:
+        self.rule.state.note_without_gradient("relu")
+        if not torch.is_grad_enabled():
+            # A checkpoint may run it again, then with gradients.
+            self.session.note_run_without_gradients()

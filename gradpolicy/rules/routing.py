@@ -36,7 +36,7 @@ def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Any:
     """
     place = first_place(inputs)
     shape = inputs[place].shape
-    if gradient.shape != shape and _broadcasts(shape, gradient.shape):
+    if gradient.shape != shape and broadcasts(shape, gradient.shape):
         gradient = gradient.sum_to_size(shape)
     if len(inputs) == 1:
         return gradient
@@ -56,7 +56,7 @@ def zeros_for(tensor: Tensor) -> Tensor | None:
     return torch.zeros_like(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
 
 
-def _broadcasts(small: torch.Size, large: torch.Size) -> bool:
+def broadcasts(small: torch.Size, large: torch.Size) -> bool:
     """Whether a tensor of the small shape expands to the large one."""
     return len(small) <= len(large) and all(
         size in (1, wanted) for size, wanted in zip(reversed(small), reversed(large), strict=False)

@@ -196,7 +196,7 @@ def test_tensors_in_other_objects_are_reported_not_silently_plain(holder):
     with gp.install(model, {"double": gp.Scale(2.0, modules=PassOn)}) as installed:
         with pytest.warns(UserWarning, match="'double' cannot see into (SimpleNamespace|deque) at input of"):
             model(holder(torch.ones(2, requires_grad=True)))
-        assert installed.report().rows[0].unseen
+        assert installed.report().rows[0].opaque_calls
         model(holder(torch.ones(2, requires_grad=True)))
 
 

@@ -213,7 +213,7 @@ def test_the_report_says_what_was_met_matched_and_not_seen():
     row = installed.report().rows[0]
     assert (row.name, row.kind, row.active, row.operations) == ("flat", "UseRule", True, ("tanh", "sin"))
     assert row.matched == {"tanh": 1}
-    assert set(row.unseen) == {"lstm", "ScriptModule 'scripted'"}
+    assert set(row.opaque_calls) == {"lstm", "ScriptModule 'scripted'"}
     text = str(installed.report())
     assert "tanh × 1, sin × 0" in text
     assert "lstm" in text
