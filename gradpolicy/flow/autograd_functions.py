@@ -16,7 +16,6 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import rebuilt_sequence
 
-
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_compiling = torch.compiler.is_compiling
 _in_functorch = torch._C._are_functorch_transforms_active
