@@ -243,3 +243,20 @@ def test_transformers_like_outputs_that_are_dicts_and_dataclasses(gradient):
             lambda x: model(x)["last_hidden_state"] + model(x).last_hidden_state, torch.ones(2)
         )
     assert torch.equal(found, torch.full((2,), 4.0))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [lambda x: x, lambda x: SimpleNamespace(x=x)],
+        [lambda x: (x, SimpleNamespace(x=x))],
+    ],
+)
+def test_a_tensor_in_another_object_is_reported_in_a_later_call_and_beside_others(calls):
+    model = PassOn()
+    with gp.install(model, {"double": gp.Scale(2.0, modules=PassOn)}) as installed:
+        for call in calls[:-1]:
+            model(call(torch.ones(2, requires_grad=True)))
+        with pytest.warns(UserWarning, match="'double' cannot see into SimpleNamespace"):
+            model(calls[-1](torch.ones(2, requires_grad=True)))
+        assert list(installed.report().rows[0].opaque_calls) == ["SimpleNamespace at input of module ''"]

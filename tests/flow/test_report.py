@@ -227,3 +227,21 @@ def test_a_compiled_model_is_told_of_what_it_never_met(told):
         assert "never met" in told(lambda: run(gp.StraightThrough()))[-1]
     finally:
         torch._dynamo.reset()
+
+
+def test_what_ran_while_its_policy_was_off_is_listed_and_not_told_of(x, told):
+    class Sometimes(nn.Module):
+        def forward(self, x, steps):
+            return torch.round(x) if steps else torch.floor(x)
+
+    def run():
+        policy = gp.StraightThrough(ops="round", when=gp.When(start=1))
+        with gp.install(model := Sometimes(), [policy]) as installed:
+            model(x, steps=False)
+            installed.update(step=0)
+            model(x, steps=True)
+            (row,) = installed.report().rows
+            assert row.operations_met == {"round", "floor"}
+            assert row.matched == {}
+
+    assert told(run) == []
