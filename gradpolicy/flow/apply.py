@@ -23,15 +23,15 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
 
     The forward gets its tensors detached and runs without a graph, so it may call ``.numpy()`` on them.
     NumPy's own functions get arrays; so does a forward that fails with tensors for lack of a method. Arrays
-    and numbers that it returns become tensors. A result in whole numbers or truth values comes in the dtype
-    of the first floating-point input, since only so can it have a gradient; within a tuple such results stay
-    as they are, beside one that is floating-point.
+    and numbers that it returns become tensors. A single integer or boolean result is converted to the dtype
+    of the first floating-point input, since otherwise it could have no gradient. In a tuple such results stay
+    as they are.
 
     Args:
-        rule: What takes the gradient's place: a rule's name, a rule, a function ``(grad, inputs, output)``,
-            or an operation whose derivative is used. Its inputs are the tensors among the arguments (those in
-            lists, tuples and dicts too) in order. Where the forward returns several floating-point results,
-            ``grad`` and ``output`` are tuples.
+        rule: What replaces the gradient: a rule's name, a rule, a function ``(grad, inputs, output)``,
+            or an operation whose derivative is used. Its inputs are the tensors among the arguments, in
+            order, including those in lists, tuples and dicts. If the forward returns several floating-point
+            results, ``grad`` and ``output`` are tuples.
         forward: The function.
         *args: Its arguments, tensors or not.
         **kwargs: Its keyword arguments.
@@ -92,7 +92,6 @@ def _is_numpy(forward: Callable[..., Any]) -> bool:
 def _as_tensors(values: Any, name: str, inputs: list[Tensor]) -> Any:
     device = inputs[0].device if inputs else None
     if isinstance(values, Tensor):
-        # A forward that gives its input back must not give it away: the result is a tensor of its own.
         return values
     if isinstance(values, np.ndarray | np.generic | Number):
         return torch.as_tensor(values, device=device)

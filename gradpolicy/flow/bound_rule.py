@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.rules.registry import Rule, keyword_names
-from gradpolicy.rules.routing import broadcasts, first_place
+from gradpolicy.rules.routing import broadcasts, first_index
 from gradpolicy.when import When
 
 # While torch.compile traces, a state is found by its key. The key is a string, since the compiler would turn
@@ -276,7 +276,7 @@ class BoundRule:
                     f"for {len(inputs)} inputs {_shapes(inputs)}",
                 )
             return returned
-        first = first_place(inputs)
+        first = first_index(inputs)
         if any(wanted[number] for number in range(len(inputs)) if number != first):
             raise self._error(
                 module,

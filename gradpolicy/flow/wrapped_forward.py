@@ -216,24 +216,24 @@ class WrappedReLU(WrappedForward):
     def __call__(self, input: Tensor) -> Tensor:
         """Runs the ReLU."""
         rule = self.rule
-        if in_transform() or self.table is None or self.module.inplace or not rule.state.active:
-            return super().__call__(input)
         count = mode_count()
-        if count > 1 or (count == 1 and getattr(mode_at(0), "session", None) is not self.session):
+        if (
+            in_transform()
+            or self.table is None
+            or self.module.inplace
+            or not rule.state.active
+            or not torch.is_grad_enabled()
+            or count > 1
+            or (count == 1 and getattr(mode_at(0), "session", None) is not self.session)
+        ):
             return super().__call__(input)
         # The installation's own mode would only find the same rule. Attributes of tensors go through it too.
         with _without_modes():
             result = _relu(input)
             node: Any = result.grad_fn
         if node is None:
-            self._note_without_gradient()
+            rule.state.note_without_gradient("relu")
         else:
             rule.state.matched["relu"] += 1
             rule.hook_on(node)
         return result
-
-    def _note_without_gradient(self) -> None:
-        self.rule.state.note_without_gradient("relu")
-        if not torch.is_grad_enabled():
-            # A checkpoint may run it again, then with gradients.
-            self.session.note_run_without_gradients()
