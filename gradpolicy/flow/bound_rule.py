@@ -81,7 +81,7 @@ class RuleState:
         self.name = name
         self.written = written
         self.is_reported = is_reported
-        self.when = when
+        self.when = when or When()
         self.detaches = detaches
         self.active = True
         # Whether a forward pass with gradients ran while the rule was active, and while it was not.
@@ -133,8 +133,6 @@ class RuleState:
 
     def update(self, phase: str, step: int, epoch: int) -> None:
         """Switches the rule on or off for a time, and sets its scheduled numbers."""
-        if self.when is None:
-            return
         self.active = self.when.active(phase=phase, step=step, epoch=epoch)
         count = epoch if self.when.unit == "epoch" else step
         for key, schedule in self.schedules.items():
@@ -391,6 +389,4 @@ def _shapes(value: Any) -> str:
     """The shape of a tensor, or those of a tuple's tensors, for messages."""
     if isinstance(value, Tensor):
         return str(tuple(value.shape))
-    if isinstance(value, tuple | list):
-        return f"({', '.join(_shapes(item) if isinstance(item, Tensor) else str(item) for item in value)})"
-    return type(value).__name__
+    return f"({', '.join(_shapes(item) if isinstance(item, Tensor) else str(item) for item in value)})"

@@ -343,7 +343,7 @@ def _refuse_replicas(model: nn.Module) -> None:
             )
 
 
-def _note_script_modules(model: nn.Module, inside: frozenset[int], state: RuleState) -> None:
+def _note_script_modules(model: nn.Module, inside: Collection[int], state: RuleState) -> None:
     """Notes the outermost ScriptModules in which a rule would act: their operations run outside Python."""
     noted: list[str] = []
     for raw_name, module in model.named_modules(remove_duplicate=False):

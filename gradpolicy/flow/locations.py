@@ -52,7 +52,7 @@ class Locations:
     Args:
         modules: The modules that its patterns match, by name.
         operations: The operations that it names.
-        inside: If it names operations: ids of the modules in whose forward it acts.
+        inside: If it names operations: the modules in whose forward it acts, names by id.
         side: ``"input"`` or ``"output"`` if it acts at module boundaries, otherwise empty.
         boundaries: If it acts at module boundaries: ids of the modules.
         parameters: The parameters whose gradients it changes, by name.
@@ -60,7 +60,7 @@ class Locations:
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     operations: tuple[Operation, ...] = ()
-    inside: frozenset[int] = frozenset()
+    inside: dict[int, str] = field(default_factory=dict)
     side: str = ""
     boundaries: frozenset[int] = frozenset()
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def find_locations(model: nn.Module, policy: FlowPolicy) -> Locations:
         return Locations(modules, side=policy.at, boundaries=frozenset(map(id, modules.values())))
     operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
     if not policy.modules:
-        return Locations({"": model}, operations, frozenset(map(id, model.modules())))
+        return Locations({"": model}, operations, _inside(model, {""}, set()))
     modules = match_modules(model, policy.modules)
     patterns = [p[1:] for p in policy.modules if isinstance(p, str) and p.startswith("!")]
     excluded = {name for pattern in patterns for name in match_modules(model, pattern)}
@@ -98,12 +98,12 @@ def describe_location(policy: FlowPolicy) -> str:
     return f"ops {written(policy.ops)} in {modules}" if policy.ops else f"{policy.at} of {modules}"
 
 
-def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> frozenset[int]:
-    """Ids of the matched modules and those below, without the excluded ones and those below."""
-    found: set[int] = set()
+def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int, str]:
+    """The matched modules and those below, without the excluded ones and those below: names by id."""
+    found: dict[int, str] = {}
     for raw_name, module in model.named_modules(remove_duplicate=False):
         parts = plain_name(raw_name).split(".") if raw_name else []
         names = {".".join(parts[:end]) for end in range(len(parts) + 1)}
         if names & matched and not names & excluded:
-            found.add(id(module))
-    return frozenset(found)
+            found.setdefault(id(module), ".".join(parts))
+    return found

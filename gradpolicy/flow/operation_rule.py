@@ -73,7 +73,7 @@ class OperationRule:
             return function(*args, **kwargs)
         # An outer override of the same operation must not act on it too.
         with torch._C.DisableTorchFunction():
-            if spelling.is_in_place(args, kwargs):
+            if spelling.is_in_place(kwargs):
                 return self._in_place(function, args, kwargs, inputs, module)
             if self.filters:
                 return self.filtered(function(*args, **kwargs), inputs)

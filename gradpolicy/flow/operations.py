@@ -35,7 +35,6 @@ class Spelling:
     Args:
         name: The function's own name, without underscores at either end.
         writes: Whether it always writes its result into its first argument.
-        inplace_index: The position of its argument ``inplace``; None if it has none.
         second_first: Whether it is a method of the operation's second input (``a.where(condition, b)``).
         draws_bits: Whether it is ``bernoulli``. If a probability is given, the tensor that it is called on
             is no input.
@@ -43,17 +42,12 @@ class Spelling:
 
     name: str
     writes: bool
-    inplace_index: int | None
     second_first: bool
     draws_bits: bool
 
-    def is_in_place(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    def is_in_place(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call writes its result into its first argument."""
-        if self.inplace_index is None:
-            return self.writes
-        if "inplace" in kwargs:
-            return bool(kwargs["inplace"])
-        return len(args) > self.inplace_index and bool(args[self.inplace_index])
+        return self.writes or bool(kwargs.get("inplace"))
 
     def inputs(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call, including those in lists, in the operation's own order."""
@@ -199,7 +193,6 @@ def spelling_of(function: Function) -> Spelling:
     return Spelling(
         name=name.strip("_"),
         writes=in_place_operator or (name.endswith("_") and not is_operator),
-        inplace_index=_index_of_inplace(function),
         second_first=function is Tensor.where,
         draws_bits=name.strip("_") == "bernoulli",
     )
@@ -256,13 +249,7 @@ def _function(namespace: Any, name: str) -> Function | None:
     if name.startswith("__") and name in _OBJECT_METHODS:
         return None
     found = getattr(namespace, name, None)
-    if not callable(found) or isinstance(found, type) or inspect.ismodule(found):
-        return None
-    try:
-        hash(found)
-    except TypeError:
-        return None
-    return found
+    return None if not callable(found) or isinstance(found, type) or inspect.ismodule(found) else found
 
 
 def _aten_functions(name: str) -> list[Function]:
@@ -311,15 +298,6 @@ def _torch_names() -> frozenset[str]:
         for name in dir(namespace)
         if name.islower() and not (name.startswith("_") or name.endswith("_")) and _function(namespace, name)
     )
-
-
-@cache
-def _index_of_inplace(function: Function) -> int | None:
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return None
-    return names.index("inplace") if "inplace" in names else None
 
 
 def _rounds_down(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:

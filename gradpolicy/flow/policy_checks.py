@@ -97,10 +97,11 @@ def _check_pair(
 ) -> None:
     one, other = locations[first], locations[second]
     operations = [op.name for op in one.operations if op in other.operations]
-    if operations and one.inside & other.inside:
+    shared = [name for module, name in one.inside.items() if module in other.inside]
+    if operations and shared:
         raise PolicyError(
             f"policies {first!r} and {second!r} both have a rule for operation {operations[0]!r} "
-            f"in {_shared_module(one, other)}"
+            f"in {f'module {shared[0]!r}' if shared[0] else 'the model'}"
         )
     modules = [name for name, module in one.modules.items() if id(module) in other.boundaries]
     parameters = [name for name in one.parameters if name in other.parameters]
@@ -119,15 +120,6 @@ def _check_pair(
                 f"policies {first!r} and {second!r} contradict each other at {where}: "
                 f"{stop!r} stops the gradient that {changed!r} is to change"
             )
-
-
-def _shared_module(one: Locations, other: Locations) -> str:
-    """The outermost module inside which both act."""
-    for first, second in ((one, other), (other, one)):
-        for name, module in first.modules.items():
-            if id(module) in second.inside:
-                return f"module {name!r}" if name else "the model"
-    return "modules below both"
 
 
 def _are_ever_active_together(one: When, other: When) -> bool:

@@ -98,3 +98,14 @@ def test_a_gradient_filter_that_returns_none_is_told_so():
         y = torch.tanh(x)
     with pytest.raises(gp.PolicyError, match="rule 'nothing' at operation 'tanh': returned None"):
         y.sum().backward()
+
+
+def test_running_out_of_memory_is_passed_on_as_it_is():
+    def hungry(grad, inputs, output):
+        raise torch.OutOfMemoryError
+
+    x = torch.ones(3, requires_grad=True)
+    with gp.gradient_override({"round": hungry}):
+        y = torch.round(x)
+    with pytest.raises(torch.OutOfMemoryError):
+        y.sum().backward()

@@ -1,5 +1,5 @@
 import dataclasses
-from collections import deque, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -46,6 +46,7 @@ CONTAINERS = {
     "dict": (lambda x: {"x": x, "n": 2}, lambda tree: tree["x"]),
     "nested": (lambda x: {"x": [(x,)]}, lambda tree: tree["x"][0][0]),
     "named tuple": (lambda x: Pair(x, 3), lambda tree: tree.left),
+    "ordered dict": (lambda x: OrderedDict(x=x), lambda tree: tree["x"]),
     "read-only dict": (lambda x: MappingProxyType({"x": x}), lambda tree: tree["x"]),
     "dataclass": (Frozen, lambda tree: tree.left),
 }
