@@ -49,7 +49,7 @@ class DispatchMode(TorchFunctionMode):
         self.table = table
         # The module in whose forward the calls are made, for messages.
         self.module: str | None = None
-        # Names of operations that a mode further in took.
+        # Names of operations that an inner mode took.
         self.taken: set[str] = set()
 
     def check_recomputation(self, operation: str) -> None:

@@ -338,7 +338,7 @@ def _refuse_replicas(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise PolicyError(
-                f"{name or 'the model'}: flow policies do not hold under nn.DataParallel on"
+                f"{name or 'the model'}: flow policies do not work under nn.DataParallel on"
                 f" {len(module.device_ids)} devices; use DistributedDataParallel"
             )
 

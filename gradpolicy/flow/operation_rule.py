@@ -104,7 +104,7 @@ class OperationRule:
         return result
 
     def hook_on(self, node: Any) -> None:
-        """Hangs the rule's filter on the node of an operation."""
+        """Registers the rule's filter as a hook on the node of the operation."""
         (node.register_hook if self.hooks_behind else node.register_prehook)(self.hook)
 
     def _in_place(

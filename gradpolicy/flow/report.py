@@ -20,7 +20,7 @@ class Met:
         matched: Those that its rule was put on.
         ran: All operations that ran there.
         without_gradient: Those that ran where no gradient is recorded.
-        taken: Those that an override or policy further in took.
+        taken: Those that an inner override or policy took.
         opaque: Calls that may run some of them inside torch.
         excused: Those that need not be met, since they ran while the policy was inactive.
         any_of: Whether one of them is enough, as for the default of ``StraightThrough``.
@@ -44,14 +44,14 @@ class Met:
         return () if self.any_of and len(missing) < len(self.operations) else missing
 
     def message(self) -> str:
-        """What to say of the unmet operations; empty where there are none."""
+        """What to say of the unmet operations; empty if there are none."""
         unmet = self.unmet
         taken = [name for name in unmet if name in self.taken]
         without = [name for name in unmet if name in self.without_gradient and name not in taken]
         never = [name for name in unmet if name not in taken and name not in without]
         parts = []
         if taken:
-            parts.append(f"{_operations(taken)} taken by another override or policy further in")
+            parts.append(f"{_operations(taken)} taken by an inner override or policy")
         if without:
             parts.append(
                 f"{'operation' if len(without) == 1 else 'operations'} {_quoted(without)} {NO_GRADIENT}"
@@ -70,10 +70,10 @@ class Met:
             return f"near it, {_quoted(similar)} ran there: name what is meant"
         if self.opaque:
             return f"it may run within {_quoted(self.opaque)}, which cannot be seen into"
-        known = sorted(set(self.ran) & set(operation_names()))
-        if not known:
+        named = sorted(set(self.ran) & set(operation_names()))
+        if not named:
             return "nothing ran there that a rule could be put on"
-        return nearest(never[0], known).replace("valid names", "what ran there")
+        return nearest(never[0], named).replace("valid names", "what ran there")
 
 
 def check_met(name: str, met: Met, *, may_get_gradient: bool = False) -> str:
@@ -101,8 +101,8 @@ def check_met(name: str, met: Met, *, may_get_gradient: bool = False) -> str:
 def tell_unmet(subject: str, met: Met, *, strict: bool) -> None:
     """Says at the end of a block that operations were not met.
 
-    Nothing is said of operations that an override or policy further in took, since that is how these nest;
-    nor while an exception propagates.
+    Nothing is said of operations that an inner override or policy took, since that is how these nest; nor
+    while an exception propagates.
 
     Args:
         subject: Whose operations they are, for the message.

@@ -35,7 +35,7 @@ class InstallSession:
         self.has_run = False
         # Whether modules of the running forward pass will run again in its backward pass.
         self._runs_again = False
-        # Operations that an override or policy further in took.
+        # Names of operations that an inner override or policy took.
         self.taken: set[str] = set()
 
     def matched_operations(self) -> set[str]:

@@ -29,7 +29,7 @@ class Rule:
             inputs a tuple of tensors.
         parameters: Values of the function's keyword arguments.
         gradient_filter: ``gradient_filter(grad, **parameters) -> grad``, where the rule is the operation's
-            own gradient of a filtered incoming gradient. It then holds for any operation, and needs
+            own gradient of a filtered incoming gradient. It then works for any operation, and needs
             nothing saved.
         reads: Which of ``"inputs"`` and ``"output"`` the function reads the values of. What it does not
             read is not kept for the backward pass: it gets other tensors of the same shape. If None, the
