@@ -20,9 +20,9 @@ from gradpolicy.optim.zero_redundancy import as_masked, deepspeed_refused
 from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
-from gradpolicy.flow.cuts import check_cuts
 from gradpolicy.flow.install import Installed
-from gradpolicy.flow.unmet import check_met
+from gradpolicy.flow.policy_checks import check_cuts
+from gradpolicy.flow.report import check_met
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
@@ -253,7 +253,7 @@ class GradientPolicies(Callback):
         """
         if not loss.requires_grad and self.installed is not None:
             rows = self.installed.report().rows
-            check_cuts({row.name: self.policies[row.name] for row in rows if row.active and row.matched})
+            check_cuts({row.name: self.flow_policies[row.name] for row in rows if row.active and row.matched})
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Masks gradients under manual optimization, where one may clip before Lightning tells of the step.
@@ -349,7 +349,7 @@ class GradientPolicies(Callback):
             policy = self.flow_policies[row.name]
             # Compiled code is counted when it is traced, which may have happened before.
             if row.active and not row.compiled and policy.when.active(phase=phase):
-                check_met(row.name, row.met, may_come=thaws)
+                check_met(row.name, row.met, may_get_gradient=thaws)
 
     # ---- what the loggers get
 

@@ -3,12 +3,18 @@
 import difflib
 import functools
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 Made = TypeVar("Made")
 Arguments = ParamSpec("Arguments")
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+_PACKAGE = str(Path(__file__).parent)
 
 
 class PolicyError(ValueError):
@@ -74,6 +80,14 @@ def brief(text: str, most: int = 80) -> str:
     """
     line = " ".join(part.strip() for part in text[: 2 * most].splitlines())
     return line if len(text) <= most and len(line) <= most else f"{line[: most - 1]}…"
+
+
+def warn_user(message: str) -> None:
+    """Gives a warning that points to the nearest caller outside of this package."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def check_named(policies: object) -> None:

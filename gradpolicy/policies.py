@@ -16,7 +16,7 @@ from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.function import as_source
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
 from gradpolicy.when import When
-from gradpolicy.where import ModulePattern, as_patterns
+from gradpolicy.where import BOUNDARIES, STEP_OPERATIONS, ModulePattern, as_patterns
 
 ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
 Operations = str | Callable | Iterable[str | Callable] | None
@@ -25,8 +25,6 @@ RuleLike = str | Rule | RuleFunction
 # A number, or what gives the number for a step (or epoch) count.
 Scheduled = float | Callable[[int], float]
 
-BOUNDARIES = ("input", "output")
-STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
 
 
 class Policy:
@@ -82,6 +80,9 @@ class FlowPolicy(Policy):
     Raises:
         PolicyError: If no place is named, or the places exclude each other.
     """
+
+    # Whether the graph is cut instead of asking the rule.
+    detaches = False
 
     def __init__(
         self,
@@ -148,6 +149,7 @@ class Stop(FlowPolicy):
             raise unknown("mode", str(mode), self.MODES, key="Stop.mode")
         super().__init__(get_rule("stop"), **where_and_when)
         self.mode = mode
+        self.detaches = mode == "detach"
 
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""

@@ -12,6 +12,10 @@ from gradpolicy.imports import allowed_packages, import_by_name, is_limited, lie
 ModulePattern = str | type[nn.Module]
 Named = TypeVar("Named", bound=Tensor)
 
+# The sides of a module, and the operations that step: what policies mean unless they are told otherwise.
+BOUNDARIES = ("input", "output")
+STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
+
 # Names that wrappers put into a module's own; a pattern is written without them.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 

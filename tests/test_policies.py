@@ -5,7 +5,8 @@ import torch
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.policies import STEP_OPERATIONS, FlowPolicy, Policy
+from gradpolicy.policies import FlowPolicy, Policy
+from gradpolicy.where import STEP_OPERATIONS
 
 
 def test_what_is_a_policys_own_may_be_positional():

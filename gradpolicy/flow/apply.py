@@ -1,6 +1,7 @@
 """A rule for any forward: NumPy code, a library's function, a physical simulation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from numbers import Number
 from typing import Any, cast
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.flow.binding import with_numbers
-from gradpolicy.flow.calls import differentiable
-from gradpolicy.flow.functions import BackwardRule, replace_gradient
-from gradpolicy.flow.override import as_rule
-from gradpolicy.flow.trees import map_tensors, tensors_in
+from gradpolicy.flow.autograd_functions import replace_gradient
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.containers import map_tensors, tensors_in
+from gradpolicy.flow.operation_rule import as_floating_point
+from gradpolicy.flow.operations import as_rule
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 
@@ -22,15 +23,15 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
 
     The forward gets its tensors detached and runs without a graph, so it may call ``.numpy()`` on them.
     NumPy's own functions get arrays; so does a forward that fails with tensors for lack of a method. Arrays
-    and numbers that it returns become tensors. A result in whole numbers or truth values comes in the dtype
-    of the first floating-point input, since only so can it have a gradient; within a tuple such results stay
-    as they are, beside one that is floating-point.
+    and numbers that it returns become tensors. A single integer or boolean result is converted to the dtype
+    of the first floating-point input, since otherwise it could have no gradient. In a tuple such results stay
+    as they are.
 
     Args:
-        rule: What takes the gradient's place: a rule's name, a rule, a function ``(grad, inputs, output)``,
-            or an operation whose derivative is used. Its inputs are the tensors among the arguments (those in
-            lists, tuples and dicts too) in order. Where the forward returns several floating-point results,
-            ``grad`` and ``output`` are tuples.
+        rule: What replaces the gradient: a rule's name, a rule, a function ``(grad, inputs, output)``,
+            or an operation whose derivative is used. Its inputs are the tensors among the arguments, in
+            order, including those in lists, tuples and dicts. If the forward returns several floating-point
+            results, ``grad`` and ``output`` are tuples.
         forward: The function.
         *args: Its arguments, tensors or not.
         **kwargs: Its keyword arguments.
@@ -52,12 +53,14 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
     name = getattr(forward, "__name__", type(forward).__name__)
     if not callable(forward):
         raise PolicyError(f"apply: the forward must be a function, got {shown(forward)}")
-    backward_rule = BackwardRule(with_numbers(as_rule(rule)), f"forward {name!r}")
+    # The forward has no gradient of its own that a filter could act before.
+    state = RuleState(name, replace(as_rule(rule), gradient_filter=None), is_reported=False)
+    bound_rule = BoundRule(state, f"forward {name!r}")
     inputs = tensors_in((args, kwargs))
     with torch.no_grad():
         plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
         values = _as_tensors(_run(forward, plain_args, plain_kwargs), name, inputs)
-    return replace_gradient(backward_rule, differentiable(values, inputs), inputs)
+    return replace_gradient(bound_rule, as_floating_point(values, inputs), inputs)
 
 
 def _run(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -89,7 +92,6 @@ def _is_numpy(forward: Callable[..., Any]) -> bool:
 def _as_tensors(values: Any, name: str, inputs: list[Tensor]) -> Any:
     device = inputs[0].device if inputs else None
     if isinstance(values, Tensor):
-        # A forward that gives its input back must not give it away: the result is a tensor of its own.
         return values
     if isinstance(values, np.ndarray | np.generic | Number):
         return torch.as_tensor(values, device=device)

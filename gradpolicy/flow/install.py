@@ -1,6 +1,7 @@
 """Puts flow policies on a model, and takes them off again."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,58 +10,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.flow.binding import Binding
+from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Boundary
-from gradpolicy.flow.calls import OperationRule
-from gradpolicy.flow.contradictions import check_boundaries, check_operations, check_parameters
-from gradpolicy.flow.cuts import check_cuts, is_cut
-from gradpolicy.flow.idle import check_rules
-from gradpolicy.flow.known import calls_of
+from gradpolicy.flow.dispatch import DispatchTable
+from gradpolicy.flow.locations import FlowPolicy, describe_location, find_locations
+from gradpolicy.flow.operation_rule import OperationRule, rules_for
+from gradpolicy.flow.operation_tables import MODULE_CALLS
 from gradpolicy.flow.operations import name_of
-from gradpolicy.flow.override import CallRule
-from gradpolicy.flow.owner import Owner
 from gradpolicy.flow.parameters import ParameterRules
-from gradpolicy.flow.places import find_places, place_of
-from gradpolicy.flow.report import Report, ReportRow
-from gradpolicy.flow.shortcuts import WrappedReLU, WrappedSequence
-from gradpolicy.flow.unmet import Met, tell
-from gradpolicy.flow.unseen import note_script_modules, unseen_calls
-from gradpolicy.flow.wrap import Scope, WrappedForward
-from gradpolicy.policies import BOUNDARIES, STEP_OPERATIONS, FlowPolicy, Freeze, Policy, Stop
-from gradpolicy.where import plain_name
+from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
+from gradpolicy.flow.report import Met, Report, ReportRow, tell_unmet
+from gradpolicy.flow.session import InstallSession
+from gradpolicy.flow.wrapped_forward import WrappedForward, WrappedReLU
+from gradpolicy.where import BOUNDARIES, STEP_OPERATIONS, plain_name
 
 EntryPoints = Mapping[str, Sequence[str]]
 
 
 def install(
     model: nn.Module,
-    policies: Iterable[Policy] | Mapping[str, Policy],
+    policies: Iterable[FlowPolicy] | Mapping[str, FlowPolicy],
     *,
     strict: bool = False,
     entry_points: EntryPoints | None = None,
 ) -> "Installed":
     """Puts flow policies on a model.
 
-    Each policy holds from now on, whatever its time, until :meth:`Installed.update` tells the time.
+    Each policy is active from now on, whatever its ``when``, until :meth:`Installed.update` tells the time.
 
-    An operation that a policy names and never met gives a warning when the policies are removed, with those
-    near it that did run; so does one that ran only where no gradient is recorded. Nothing is said where the
-    model never ran, or an exception is on its way.
+    If an operation that a policy names never ran, or only where no gradient is recorded, the removal of the
+    policies gives a warning that names similar operations that did run. There is no warning if the model
+    never ran, or while an exception propagates.
 
     Args:
         model: The model.
         policies: The policies, by name or in a list. At one boundary the gradient meets them in this order.
-        strict: An operation that was not met is an error when the policies are removed.
+        strict: Raise when the policies are removed if an operation was not met.
         entry_points: For modules that are not entered through ``forward``: their names (``""`` for the model)
-            and the methods through which they are.
+            and the methods that enter them.
 
     Returns:
-        The handle: a context manager that takes everything off at its end.
+        A handle: a context manager that removes the policies at its end.
 
     Raises:
         PolicyError: If a pattern matches nothing, an operation does not exist, two policies contradict each
-            other, a policy is none of flow, a rule makes no sense where it is put, or the model is in
-            ``nn.DataParallel`` on many devices.
+            other, a policy is not a flow policy, a rule makes no sense where it acts, or the model is in
+            ``nn.DataParallel`` on several devices.
 
     Example:
         >>> import torch, gradpolicy as gp
@@ -87,34 +82,27 @@ class Installed:
         *,
         strict: bool = False,
     ) -> None:
-        _refuse_copies(model)
+        _refuse_replicas(model)
         self.model = model
         self.strict = strict
         self.policies = dict(policies)
-        self.bindings = {
-            name: Binding(
-                name,
-                policy.rule,
-                detaches=isinstance(policy, Stop) and policy.mode == "detach",
-                when=policy.when,
-                written=repr(policy),
+        self._states = {
+            name: RuleState(
+                name, policy.rule, detaches=policy.detaches, when=policy.when, written=repr(policy)
             )
             for name, policy in self.policies.items()
         }
-        self._places = {name: find_places(model, name, policy) for name, policy in self.policies.items()}
-        check_operations(self.policies, self._places)
-        check_boundaries(self.policies, self._places)
-        check_parameters(self.policies, self._places)
-        check_rules(self.policies)
-        self._at_boundaries = frozenset().union(*(places.at for places in self._places.values()))
-        self._has_operations = any(places.operations for places in self._places.values())
-        # Which policies act on a parameter, in the order in which its gradient is to meet them.
-        self._parameter_ids: dict[int, list[str]] = {}
-        for name, places in self._places.items():
-            for parameter in places.parameters.values():
-                self._parameter_ids.setdefault(id(parameter), []).append(name)
-        self.owner = Owner(self.bindings.values())
-        self._scopes: dict[tuple[str, ...], Scope] = {}
+        self._locations = {name: find_locations(model, policy) for name, policy in self.policies.items()}
+        check_policies(self.policies, self._locations)
+        self._session = InstallSession(self._states.values())
+        self._has_operations = any(locations.operations for locations in self._locations.values())
+        # The policies on each parameter, in the order in which its gradient is to meet them.
+        self._parameter_policies: dict[int, list[str]] = {}
+        for name, locations in self._locations.items():
+            for parameter in locations.parameters.values():
+                self._parameter_policies.setdefault(id(parameter), []).append(name)
+        # One table for all modules with the same policies inside, by the names of these.
+        self._tables: dict[tuple[str, ...], DispatchTable] = {}
         self._wraps: list[WrappedForward] = []
         self._parameter_rules: list[ParameterRules] = []
         try:
@@ -127,24 +115,23 @@ class Installed:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        told = kind is None and self.owner.installed
+        tells = kind is None and self._session.is_installed
         self.remove(quiet=True)
-        if told:
+        if tells:
             self._tell_unmet()
         if isinstance(error, RuntimeError) and is_cut(error):
-            acted = {name: self.policies[name] for name, binding in self.bindings.items() if binding.counts()}
-            check_cuts(acted)
+            check_cuts({name: self.policies[name] for name, state in self._states.items() if state.matched})
 
     def remove(self, *, quiet: bool = False) -> None:
-        """Takes everything off in reverse; the model is then as it was found. Again does nothing.
+        """Removes the policies; the model is then as it was found. A second call does nothing.
 
         Args:
             quiet: Say nothing of operations that were not met.
 
         Raises:
-            PolicyError: For an operation that was not met, where the installation is strict.
+            PolicyError: For an operation that was not met, if the installation is strict.
         """
-        was_installed, self.owner.installed = self.owner.installed, False
+        was_installed, self._session.is_installed = self._session.is_installed, False
         while self._parameter_rules:
             self._parameter_rules.pop().take_off()
         while self._wraps:
@@ -160,194 +147,223 @@ class Installed:
             step: Effective optimizer steps taken so far.
             epoch: Epochs completed so far.
         """
-        for binding in self.bindings.values():
-            binding.update(phase, step, epoch)
+        for state in self._states.values():
+            state.update(phase, step, epoch)
 
-    def set_active(self, name: str, active: bool) -> None:
-        """Switches a policy on or off.
+    def is_active(self, name: str) -> bool:
+        """Whether a policy is active now.
 
         Raises:
             PolicyError: If there is no such policy.
         """
-        if name not in self.bindings:
-            raise unknown("policy", name, self.bindings)
-        self.bindings[name].active = active
+        return self._state(name).active
+
+    def set_active(self, name: str, active: bool) -> None:
+        """Switches a policy on or off, whatever its time.
+
+        Raises:
+            PolicyError: If there is no such policy.
+        """
+        self._state(name).active = active
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
-        """Tells what the loss is multiplied by (fp16), so that absolute clip thresholds follow."""
-        for binding in self.bindings.values():
-            binding.set_loss_scale(scale)
+        """Tells the factor on the loss (fp16), so that absolute clip thresholds follow it."""
+        for state in self._states.values():
+            state.set_loss_scale(scale)
 
     def measure_norms(self, on: bool) -> None:
-        """Measures the gradient's norm before and after each policy from now on; off as a rule.
+        """Measures the gradient's norm before and after each policy from now on. It is off at first.
 
-        Switching on forgets what was measured. Nothing is measured in compiled code.
+        Switching it on forgets what was measured. Nothing is measured in compiled code.
         """
-        for binding in self.bindings.values():
+        for state in self._states.values():
             if on:
-                binding.meter.clear()
-            binding.meter.on = on
+                state.norms.clear()
+            state.norms.on = on
 
     @property
     def gradient_norms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The gradient's norm before and after each policy, over all its places; where it was measured."""
-        measured = {name: binding.meter.read() for name, binding in self.bindings.items()}
+        """The gradient's norm before and after each measured policy, over all its locations."""
+        measured = {name: state.norms.read() for name, state in self._states.items()}
         return {name: norms for name, norms in measured.items() if norms is not None}
 
     def report(self) -> Report:
         """What each policy matched and met so far."""
         return Report(tuple(self._row(name) for name in self.policies))
 
+    def _state(self, name: str) -> RuleState:
+        if name not in self._states:
+            raise unknown("policy", name, self._states)
+        return self._states[name]
+
     def _row(self, name: str) -> ReportRow:
-        policy, places, binding = self.policies[name], self._places[name], self.bindings[name]
-        counts = binding.counts()
-        scopes = [scope for names, scope in self._scopes.items() if name in names]
-        ran = {name_of(function) for scope in scopes for function in scope.seen}
+        policy, locations, state = self.policies[name], self._locations[name], self._states[name]
+        operations = tuple(operation.name for operation in locations.operations)
+        seen = set().union(*(table.seen for names, table in self._tables.items() if name in names))
+        ran = {name_of(function) for function in seen}
         return ReportRow(
             name=name,
             kind=type(policy).__name__,
-            where=place_of(policy),
-            active=binding.active,
-            modules=tuple(places.matched),
-            operations=tuple(operation.name for operation in places.operations),
+            where=describe_location(policy),
+            active=state.active,
+            modules=tuple(locations.modules),
+            operations=operations,
             met=Met(
-                operations=tuple(operation.name for operation in places.operations),
-                matched=frozenset(counts),
-                ran=frozenset(ran | set(counts) | binding.without_gradient),
-                without_gradient=frozenset(binding.without_gradient),
-                taken=frozenset(self.owner.taken),
-                hiding=tuple(binding.unseen),
-                excused=frozenset(ran if binding.has_rested else ()),
+                operations=operations,
+                matched=frozenset(state.matched),
+                ran=frozenset({*ran, *state.matched, *state.without_gradient}),
+                without_gradient=frozenset(state.without_gradient),
+                taken=frozenset(self._session.taken),
+                opaque=tuple(state.opaque),
+                excused=frozenset(ran if state.ran_inactive else ()),
                 any_of=policy.ops == STEP_OPERATIONS,
             ),
-            matched=counts,
-            parameters=tuple(places.parameters),
-            unseen=dict(binding.unseen),
-            compiled=binding.compiled,
+            matched=dict(state.matched),
+            parameters=tuple(locations.parameters),
+            opaque_calls=dict(state.opaque),
+            compiled=state.compiled,
         )
 
     def _tell_unmet(self) -> None:
-        """Says which operations were not met; it stands two frames below who is told."""
-        for name, binding in self.bindings.items():
-            if not (binding.has_held or binding.without_gradient):
+        for name, state in self._states.items():
+            if not (state.ran_active or state.without_gradient):
                 continue
             met = self._row(name).met
             if len(self.policies[name].when.phases) > 1:
                 # In another phase, such as for attributions in testing, gradients may be recorded.
                 met = replace(met, excused={*met.excused, *met.without_gradient})
-            tell(f"policy {name!r}", met, strict=self.strict, stacklevel=3)
+            tell_unmet(f"policy {name!r}", met, strict=self.strict)
 
     def _put_on(self, entry_points: EntryPoints) -> None:
         done: set[int] = set()
-        scripts: list[tuple[str, nn.Module]] = []
         for raw_name, module in self.model.named_modules(remove_duplicate=False):
-            if isinstance(module, torch.jit.ScriptModule):
-                scripts.append((raw_name, module))
-            # A compiled module only passes its calls on; what it compiles is wrapped.
-            if id(module) in done or "_orig_mod" in module._modules:
-                continue
-            done.add(id(module))
-            self._wrap(plain_name(raw_name), module, entry_points)
-        for name, places in self._places.items():
-            note_script_modules(scripts, places.within, self.bindings[name])
-        self.owner.acts_on_parameters = bool(self._parameter_rules)
+            # A compiled module only passes its calls on; the module that it compiles is wrapped.
+            if id(module) not in done and "_orig_mod" not in module._modules:
+                done.add(id(module))
+                self._put_on_module(plain_name(raw_name), module, entry_points)
+        for name, locations in self._locations.items():
+            if locations.operations:
+                _note_script_modules(self.model, locations.inside, self._states[name])
+        self._session.acts_on_parameters = bool(self._parameter_rules)
         for rules in self._parameter_rules:
             rules.put_on()
-        # The model itself looks at all of them: modules use one another's parameters.
+        # The model itself sees to all of them, since modules use one another's parameters.
         for wrap in self._wraps:
             if wrap.module is self.model:
                 wrap.parameter_rules = tuple(self._parameter_rules)
 
-    def _wrap(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
-        scope = self._scope(module)
-        entering = leaving = None
-        if id(module) in self._at_boundaries:
-            entering, leaving = (self._boundary(name, module, side) for side in BOUNDARIES)
-        parameter_rules = self._rules_on_parameters(module) if self._parameter_ids else []
-        calls = calls_of(module)
-        if scope is not None and calls is not None and not any(call in scope.table for call in calls):
-            scope.seen.update(calls)
-            scope = None
-        # The model itself is wrapped in any case: it watches over what its parts note.
-        if name and scope is None and entering is None and leaving is None and not parameter_rules:
+    def _put_on_module(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
+        table = self._table(module)
+        entering, leaving = (self._boundary(name, module, side) for side in BOUNDARIES)
+        parameter_rules = self._rules_on_parameters(module)
+        # The model itself is always wrapped: it notes what happens to its parts.
+        if name and table is None and entering is None and leaving is None and not parameter_rules:
             return
         self._parameter_rules += parameter_rules
         for method in entry_points.get(name, ("forward",)):
-            wrap = None if entering or leaving else _wrapped_relu(name, module, self.owner, scope)
-            kind = (
-                WrappedSequence if type(module) is nn.Sequential and method == "forward" else WrappedForward
-            )
-            wrap = wrap or kind(
-                module,
-                method,
-                self.owner,
-                name=name,
-                scope=scope,
-                entering=entering,
-                leaving=leaving,
-                parameter_rules=parameter_rules,
-            )
+            relu_rule = _relu_rule(module, table)
+            if table is not None and relu_rule is not None and entering is None and leaving is None:
+                wrap: WrappedForward = WrappedReLU(module, self._session, table, relu_rule, name=name)
+            else:
+                wrap = WrappedForward(
+                    module,
+                    method,
+                    self._session,
+                    name=name,
+                    table=table,
+                    entering=entering,
+                    leaving=leaving,
+                    parameter_rules=parameter_rules,
+                )
             wrap.put_on()
             self._wraps.append(wrap)
 
-    def _scope(self, module: nn.Module) -> Scope | None:
+    def _table(self, module: nn.Module) -> DispatchTable | None:
+        """The rules on operations inside a module; None if it is known to call no operation with a rule."""
         if not self._has_operations:
             return None
-        names = tuple(name for name, places in self._places.items() if id(module) in places.within)
-        if names not in self._scopes:
-            rules: list[CallRule] = [
-                OperationRule(operation, self.bindings[name])
-                for name in names
-                for operation in self._places[name].operations
-            ]
-            for name in names:
-                rules += unseen_calls(self._places[name].operations, self.bindings[name])
-            self._scopes[names] = Scope(self.owner, rules)
-        return self._scopes[names]
+        names = tuple(name for name, found in self._locations.items() if id(module) in found.inside)
+        if names not in self._tables:
+            rules = [rules_for(self._locations[name].operations, self._states[name]) for name in names]
+            self._tables[names] = DispatchTable(list(itertools.chain(*rules)))
+        table = self._tables[names]
+        calls = None if "forward" in module.__dict__ else MODULE_CALLS.get(type(module))
+        if calls is None or any(call in table.by_function for call in calls):
+            return table
+        table.seen.update(calls)
+        return None
 
     def _rules_on_parameters(self, module: nn.Module) -> list[ParameterRules]:
-        """The rules on the parameters that a module holds; a shared one's come with its first module."""
+        """The rules on the parameters that a module holds; those on a shared one with its first module."""
         found = []
         for attribute, parameter in module._parameters.items():
-            names = self._parameter_ids.pop(id(parameter), ())
+            names = self._parameter_policies.pop(id(parameter), ())
             if names:
-                matched = self._places[names[0]].parameters
+                matched = self._locations[names[0]].parameters
                 full_name = next(key for key, value in matched.items() if value is parameter)
-                bindings = [self.bindings[name] for name in names]
-                found.append(ParameterRules(full_name, module, attribute, bindings))
+                states = [self._states[name] for name in names]
+                found.append(ParameterRules(full_name, module, attribute, states))
         return found
 
     def _boundary(self, name: str, module: nn.Module, side: str) -> Boundary | None:
-        found = [
-            self.bindings[policy_name]
-            for policy_name, places in self._places.items()
-            if places.side == side and id(module) in places.at
+        states = [
+            self._states[policy]
+            for policy, locations in self._locations.items()
+            if locations.side == side and id(module) in locations.boundaries
         ]
-        return Boundary(f"{side} of module {name!r}", found) if found else None
+        return Boundary(f"{side} of module {name!r}", states) if states else None
 
 
-def _refuse_copies(model: nn.Module) -> None:
-    """Refuses DataParallel on many devices: its copies of a module would run the original's forward."""
+def deactivate(model: nn.Module, policies: Collection[FlowPolicy]) -> None:
+    """Switches off those of the policies that are installed on a model already, by what was written.
+
+    A plan does so on a copy of a model before it installs the policies anew. Other policies stay active.
+
+    Args:
+        model: The model.
+        policies: The policies.
+    """
+    written = {repr(policy) for policy in policies}
+    for module in model.modules():
+        for wrap in list(module.__dict__.values()):
+            while isinstance(wrap, WrappedForward):
+                for state in wrap.session.states:
+                    if state.written in written:
+                        state.active = False
+                wrap = wrap.inner
+
+
+def _refuse_replicas(model: nn.Module) -> None:
+    """Refuses DataParallel on several devices: its replicas of a module would run the original's forward."""
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise PolicyError(
-                f"{name or 'the model'}: flow policies do not hold under nn.DataParallel on"
+                f"{name or 'the model'}: flow policies do not work under nn.DataParallel on"
                 f" {len(module.device_ids)} devices; use DistributedDataParallel"
             )
 
 
-def _wrapped_relu(name: str, module: nn.Module, owner: Owner, scope: Scope | None) -> WrappedForward | None:
-    """The short way for a ReLU with one rule for what it calls, where that rule is a filter."""
-    if scope is None or type(module) is not nn.ReLU or "forward" in module.__dict__:
-        return None
-    rules = scope.table.get(F.relu, ())
-    if len(rules) != 1 or not isinstance(rules[0], OperationRule) or not rules[0].filters:
-        return None
-    return WrappedReLU(module, owner, scope, rules[0], name=name)
+def _note_script_modules(model: nn.Module, inside: Collection[int], state: RuleState) -> None:
+    """Notes the outermost ScriptModules in which a rule would act: their operations run outside Python."""
+    noted: list[str] = []
+    for raw_name, module in model.named_modules(remove_duplicate=False):
+        is_inside = isinstance(module, torch.jit.ScriptModule) and id(module) in inside
+        if is_inside and not any(raw_name.startswith(f"{outer}.") for outer in noted):
+            noted.append(raw_name)
+            state.note_opaque(f"ScriptModule {raw_name!r}", "its operations run outside Python")
 
 
-def _named(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, FlowPolicy]:
-    if isinstance(policies, Policy):
+def _relu_rule(module: nn.Module, table: DispatchTable | None) -> OperationRule | None:
+    """The only rule for what a ReLU calls, if it is a filter."""
+    if table is None or type(module) is not nn.ReLU or "forward" in module.__dict__:
+        return None
+    rules = table.by_function.get(F.relu, ())
+    only = rules[0] if len(rules) == 1 else None
+    return only if isinstance(only, OperationRule) and only.filters else None
+
+
+def _named(policies: Iterable[FlowPolicy] | Mapping[str, FlowPolicy]) -> dict[str, FlowPolicy]:
+    if isinstance(policies, FlowPolicy):
         raise PolicyError("install takes a list or dict of policies, not one policy")
     if isinstance(policies, Mapping):
         named = dict(policies)
@@ -359,12 +375,10 @@ def _named(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, FlowP
             for number, (kind, policy) in enumerate(zip(kinds, listed, strict=True))
         }
     for name, policy in named.items():
-        if isinstance(policy, Freeze):
-            raise PolicyError(
-                f"policy {shown(name)}: Freeze acts on the optimizer, not on the model; use "
-                "gradpolicy.MaskedOptimizer with gradpolicy.Freezer, or the callback "
-                "gradpolicy.GradientPolicies"
-            )
         if not isinstance(policy, FlowPolicy):
-            raise PolicyError(f"policy {shown(name)}: must be a flow policy, got {shown(policy)}")
+            raise PolicyError(
+                f"policy {shown(name)}: must be a flow policy, got {shown(policy)}. Freeze acts on the "
+                "optimizer, not on the model: use gradpolicy.MaskedOptimizer with gradpolicy.Freezer, "
+                "or the callback gradpolicy.GradientPolicies"
+            )
     return named

@@ -1,9 +1,123 @@
-"""What the installed policies matched and met, as rows and as a table to print."""
+"""What policies matched and met: rows, a table to print, and messages about operations that never ran."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
-from gradpolicy.flow.unmet import Met
+from gradpolicy.errors import PolicyError, nearest, warn_user
+from gradpolicy.flow.operation_tables import SIMILAR
+from gradpolicy.flow.operations import operation_names
+
+NO_GRADIENT = "ran only where no gradient is recorded (under torch.no_grad, or on tensors that need none)"
+
+
+@dataclass(frozen=True)
+class Met:
+    """Which operations of a policy or ``gradient_override`` ran where it acts.
+
+    Args:
+        operations: The operations that it names.
+        matched: Those that its rule was put on.
+        ran: All operations that ran there.
+        without_gradient: Those that ran where no gradient is recorded.
+        taken: Those that an inner override or policy took.
+        opaque: Calls that may run some of them inside torch.
+        excused: Those that need not be met, since they ran while the policy was inactive.
+        any_of: Whether one of them is enough, as for the default of ``StraightThrough``.
+    """
+
+    operations: tuple[str, ...] = ()
+    matched: Collection[str] = ()
+    ran: Collection[str] = ()
+    without_gradient: Collection[str] = ()
+    taken: Collection[str] = ()
+    opaque: Collection[str] = ()
+    excused: Collection[str] = ()
+    any_of: bool = False
+
+    @property
+    def unmet(self) -> tuple[str, ...]:
+        """The operations that should have been met and were not."""
+        missing = tuple(
+            name for name in self.operations if name not in self.matched and name not in self.excused
+        )
+        return () if self.any_of and len(missing) < len(self.operations) else missing
+
+    def message(self) -> str:
+        """What to say of the unmet operations; empty if there are none."""
+        unmet = self.unmet
+        taken = [name for name in unmet if name in self.taken]
+        without = [name for name in unmet if name in self.without_gradient and name not in taken]
+        never = [name for name in unmet if name not in taken and name not in without]
+        parts = []
+        if taken:
+            parts.append(f"{_operations(taken)} taken by an inner override or policy")
+        if without:
+            parts.append(
+                f"{'operation' if len(without) == 1 else 'operations'} {_quoted(without)} {NO_GRADIENT}"
+            )
+        if never and not (self.any_of and parts):
+            parts.append(f"{_operations(never)} never met; {self._instead(never)}")
+        return "; ".join(parts)
+
+    def _instead(self, never: list[str]) -> str:
+        """What may be meant instead of operations that never ran."""
+        if any(name in self.ran for name in never):
+            return "it ran only with arguments that make it another operation"
+        likely = dict.fromkeys(name for operation in never for name in SIMILAR.get(operation, ()))
+        similar = [name for name in likely if name in self.ran][:4]
+        if similar:
+            return f"near it, {_quoted(similar)} ran there: name what is meant"
+        if self.opaque:
+            return f"it may run within {_quoted(self.opaque)}, which cannot be seen into"
+        named = sorted(set(self.ran) & set(operation_names()))
+        if not named:
+            return "nothing ran there that a rule could be put on"
+        return nearest(never[0], named).replace("valid names", "what ran there")
+
+
+def check_met(name: str, met: Met, *, may_get_gradient: bool = False) -> str:
+    """Checks, after a step, that operations which a policy names ran where it acts.
+
+    Args:
+        name: The policy's name.
+        met: What it met.
+        may_get_gradient: Whether an operation that ran where no gradient is recorded may still get one.
+
+    Returns:
+        What to say of those that were not met, if others were; empty if all were.
+
+    Raises:
+        PolicyError: If none of them was.
+    """
+    message = met.message()
+    unmet = set(met.unmet)
+    may_come = may_get_gradient and unmet & set(met.without_gradient)
+    if message and not may_come and unmet == set(met.operations):
+        raise PolicyError(f"policy.{name}.ops: {message}")
+    return message
+
+
+def tell_unmet(subject: str, met: Met, *, strict: bool) -> None:
+    """Says at the end of a block that operations were not met.
+
+    Nothing is said of operations that an inner override or policy took, since that is how these nest; nor
+    while an exception propagates.
+
+    Args:
+        subject: Whose operations they are, for the message.
+        met: What was met.
+        strict: Raise, instead of giving a warning.
+
+    Raises:
+        PolicyError: If ``strict``.
+    """
+    message = replace(met, matched={*met.matched, *met.taken}).message()
+    if not message or sys.exception() is not None:
+        return
+    if strict:
+        raise PolicyError(f"{subject}: {message}")
+    warn_user(f"{subject}: {message}")
 
 
 @dataclass(frozen=True)
@@ -14,13 +128,13 @@ class ReportRow:
         name: The policy's name.
         kind: Its class.
         where: Where it acts, as it was written.
-        active: Whether it holds now.
-        modules: Names of the modules that it matched, at whose boundary or below which it acts.
-        operations: Names of the operations that it is for.
-        met: What ran where it acts, and which of its operations were not met.
+        active: Whether it is active now.
+        modules: Names of the modules that it matched: it acts at their boundary or inside them.
+        operations: Names of the operations that it names.
+        met: Which operations ran where it acts, and which of its own were not met.
         matched: How often its rule was put on each operation, or passed at each boundary or parameter.
         parameters: Names of the parameters that it matched.
-        unseen: Calls that it could not see into, each with the reason.
+        opaque_calls: Calls inside which it cannot act on operations, each with the reason.
         compiled: Whether some of the counts were taken while ``torch.compile`` traced, once a trace.
     """
 
@@ -33,7 +147,7 @@ class ReportRow:
     met: Met = field(default_factory=Met)
     matched: Mapping[str, int] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
-    unseen: Mapping[str, str] = field(default_factory=dict)
+    opaque_calls: Mapping[str, str] = field(default_factory=dict)
     compiled: bool = False
 
     @property
@@ -49,7 +163,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Report:
-    """A row a policy; printing it gives a table."""
+    """One row per policy. Printing it gives a table."""
 
     rows: tuple[ReportRow, ...]
 
@@ -77,7 +191,7 @@ class Report:
         with console.capture() as captured:
             console.print(table)
             for row in self.rows:
-                for call, reason in row.unseen.items():
+                for call, reason in row.opaque_calls.items():
                     console.print(f"{row.name}: cannot see into {call}: {reason}", markup=False)
         return captured.get().rstrip()
 
@@ -91,3 +205,12 @@ def _matched(row: ReportRow) -> str:
         return str(row.operations_matched) if row.matched else "–"
     counts = ", ".join(f"{operation} × {row.matched.get(operation, 0)}" for operation in row.operations)
     return f"{counts} (compiled: once a trace)" if row.compiled else counts
+
+
+def _operations(names: list[str]) -> str:
+    return f"operation {_quoted(names)} was" if len(names) == 1 else f"operations {_quoted(names)} were"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    *most, last = [repr(name) for name in names]
+    return f"{', '.join(most)} and {last}" if most else last

@@ -134,7 +134,7 @@ def straight_through(callbacks: Iterable[GradientPolicies]) -> Iterator[None]:
         for callback in callbacks
         if callback.installed is not None
         for name, policy in callback.flow_policies.items()
-        if isinstance(policy, StraightThrough) and not callback.installed.bindings[name].active
+        if isinstance(policy, StraightThrough) and not callback.installed.is_active(name)
     ]
     for installed, name in switched:
         installed.set_active(name, True)

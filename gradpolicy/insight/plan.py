@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
-from gradpolicy.flow.aside import set_aside
-from gradpolicy.flow.cuts import check_cuts
-from gradpolicy.flow.idle import idle_remarks
-from gradpolicy.flow.unmet import check_met
+from gradpolicy.flow.install import deactivate
+from gradpolicy.flow.policy_checks import check_cuts
+from gradpolicy.flow.policy_checks import remarks as flow_remarks
+from gradpolicy.flow.report import check_met
 from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.insight.plan_warnings import (
@@ -201,7 +201,7 @@ def make_plan(
         warnings=(
             *vain_warnings(policies, model, vain, gradients),
             *partly,
-            *idle_remarks(flow),
+            *flow_remarks(flow),
             *divided,
             *buffer_warnings(masks, sources, moved, sizes, mask_share),
         ),
@@ -232,7 +232,7 @@ def training_loss(module: Any, batch: Any) -> Tensor:
 def _duplicate(model: nn.Module, flow: Mapping[str, FlowPolicy]) -> nn.Module:
     """A copy of the model without the policies in question; what a freezer has turned off is on again."""
     duplicate = copy.deepcopy(model)
-    set_aside(duplicate, flow.values())
+    deactivate(duplicate, flow.values())
     for original, copied in zip(model.parameters(), duplicate.parameters(), strict=True):
         if is_turned_off(original):
             copied.requires_grad_(True)
@@ -297,7 +297,7 @@ def _observe(
     # What runs without a gradient now may get one when what comes before it thaws.
     thaws = any(not parameter.requires_grad for parameter in model.parameters())
     messages = {
-        name: check_met(name, report[name].met, may_come=thaws) for name in policies if name in active
+        name: check_met(name, report[name].met, may_get_gradient=thaws) for name in policies if name in active
     }
     rows = {name: _flow_row(name, policies[name], report[name]) for name in policies}
     return found, rows, [f"{name}: {message}" for name, message in messages.items() if message]

@@ -154,7 +154,7 @@ class Layout:
         """
         one_each = self.plain and mask.shape == parameter.shape and mask.device == parameter.device
         if one_each and not is_sharded(mask) and not is_sharded(parameter):
-            return mask.reshape(-1), 1
+            return mask.reshape(-1).contiguous(), 1
         own = local_mask(mask, parameter).to(local_shard(parameter).device)
         if parameter.is_complex():
             own = own.unsqueeze(-1)
@@ -165,7 +165,7 @@ class Layout:
             leading -= 1
         leads = physical[:leading]
         block = prod(physical[leading:])
-        flags = own.reshape(own.shape[:leading]).expand(leads).reshape(-1)
+        flags = own.reshape(own.shape[:leading]).expand(leads).reshape(-1).contiguous()
         return flags, block
 
     def leading_of(self, block: int) -> int:

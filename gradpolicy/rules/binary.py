@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, first_input, near, to_first
+from gradpolicy.rules.routing import Number, first_input, on_device_of, to_first
 
 
 @rule("approx_sign")
@@ -59,7 +59,7 @@ def swish_sign(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, beta
         >>> x.grad
         tensor([ 5.0000, -0.0846])
     """
-    beta = near(beta, grad)
+    beta = on_device_of(beta, grad)
     # Beyond 80 all is 0 in single precision; the bound keeps 0 · infinity out.
     scaled = (beta * first_input(inputs)).clamp(-80, 80)
     # 1 / (1 + cosh z) = 2 σ(z) σ(−z), which does not overflow in half precision.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, near, to_first
+from gradpolicy.rules.routing import Number, on_device_of, to_first
 
 
 @rule("clip_value", reads=())
@@ -43,7 +43,7 @@ def clip_value(
         >>> x.grad
         tensor([ 0.5000, -0.1000])
     """
-    bound = near(value * loss_scale, grad)
+    bound = on_device_of(value * loss_scale, grad)
     if not isinstance(bound, Tensor) and bound > torch.finfo(grad.dtype).max:
         return to_first(grad, inputs)
     return to_first(torch.clamp(grad, min=-bound, max=bound).to(grad.dtype), inputs)
@@ -108,4 +108,4 @@ def _shortening(rows: Tensor, bound: Number) -> Tensor:
     unit = torch.where(finite & (largest > 0), largest, 1.0)
     # At least 1, since one entry of the divided row is: so a row of zeros needs no case of its own.
     length = torch.linalg.vector_norm(rows / unit, dim=1, keepdim=True, dtype=precise).clamp(min=1.0)
-    return torch.where(finite, (near(bound, rows) / unit / length).clamp(max=1.0), 1.0)
+    return torch.where(finite, (on_device_of(bound, rows) / unit / length).clamp(max=1.0), 1.0)

@@ -46,7 +46,7 @@ def gate(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> tuple[Tens
     if len(inputs) == 1:
         return torch.where(output != 0, grad, zeros)
     conditions = [tensor for tensor in inputs if tensor.dtype == torch.bool]
-    choices = [place for place, tensor in enumerate(inputs) if tensor.is_floating_point()]
+    choices = [index for index, tensor in enumerate(inputs) if tensor.is_floating_point()]
     if len(conditions) != 1 or len(choices) not in (1, 2):
         kinds = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)
         raise PolicyError(
@@ -54,6 +54,6 @@ def gate(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> tuple[Tens
         )
     routed = (torch.where(conditions[0], grad, zeros), torch.where(conditions[0], zeros, grad))
     gradients: list[Tensor | None] = [None] * len(inputs)
-    for place, gradient in zip(choices, routed, strict=False):
-        gradients[place] = gradient.sum_to_size(inputs[place].shape)
+    for index, gradient in zip(choices, routed, strict=False):
+        gradients[index] = gradient.sum_to_size(inputs[index].shape)
     return tuple(gradients)

@@ -30,7 +30,7 @@ class Departure:
         length_ratio: Length of the rule's gradient over that of the true one; infinite where that is 0.
         passes_where_zero: Share of all entries with a gradient by the rule and none in truth.
         stops_where_not: Share of all entries with a gradient in truth and none by the rule.
-        where: The place of the largest deviation: number of the input, then the index within it.
+        where: Where the largest deviation is: number of the input, then the index within it.
         rule_value: The rule's gradient there.
         true_value: The true gradient there.
     """
@@ -59,9 +59,9 @@ class Departure:
             )
         if self.stops_where_not:
             words.append(f"stops gradient where the true one is not 0 ({self.stops_where_not:.0%})")
-        place, *index = self.where
+        number, *index = self.where
         words.append(
-            f"largest at input {place} {index}: {self.rule_value:.4g} instead of {self.true_value:.4g}"
+            f"largest at input {number} {index}: {self.rule_value:.4g} instead of {self.true_value:.4g}"
         )
         return "; ".join(words)
 
@@ -151,17 +151,17 @@ def gradcheck_rule(
     exact_inputs = tuple(
         tensor.detach().double() if tensor.is_floating_point() else tensor for tensor in given
     )
-    places = [place for place, tensor in enumerate(exact_inputs) if tensor.is_floating_point()]
-    if not places:
+    numbers = [number for number, tensor in enumerate(exact_inputs) if tensor.is_floating_point()]
+    if not numbers:
         raise PolicyError(f"rule {found.name!r}: there is no floating-point input to check")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         if outcomes is None:
-            pairs, kinks = _compare(found, forward, exact_inputs, places, cotangents, generator)
+            pairs, kinks = _compare(found, forward, exact_inputs, numbers, cotangents, generator)
         else:
             losses = [loss] if loss else _linear_losses(outcomes, exact_inputs, cotangents, generator)
-            pairs, kinks = _compare_expected(found, outcomes, losses, exact_inputs, places)
-    return _summary(found.name, pairs, kinks, places, exact_inputs, tolerance)
+            pairs, kinks = _compare_expected(found, outcomes, losses, exact_inputs, numbers)
+    return _summary(found.name, pairs, kinks, numbers, exact_inputs, tolerance)
 
 
 def enumerate_bits(probabilities: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -191,7 +191,7 @@ def _compare(
     rule: Rule,
     forward: Callable[..., Tensor],
     inputs: tuple[Tensor, ...],
-    places: list[int],
+    numbers: list[int],
     cotangents: int,
     generator: torch.Generator,
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
@@ -199,11 +199,11 @@ def _compare(
     output = forward(*inputs)
     if not torch.allclose(output, forward(*inputs), rtol=0, atol=0, equal_nan=True):
         raise PolicyError(f"rule {rule.name!r}: the forward is random; give outcomes= with all its outputs")
-    jacobian, kinks = _differences(lambda *moved: forward(*moved).double(), inputs, places)
+    jacobian, kinks = _differences(lambda *moved: forward(*moved).double(), inputs, numbers)
     pairs = []
     for _ in range(cotangents):
         grad = torch.randn(output.shape, dtype=torch.float64, generator=generator)
-        by_rule = _by_rule(rule, grad, inputs, output.double(), places)
+        by_rule = _by_rule(rule, grad, inputs, output.double(), numbers)
         pairs.append((by_rule, jacobian @ grad.flatten()))
     return pairs, kinks
 
@@ -213,11 +213,11 @@ def _compare_expected(
     outcomes: Outcomes,
     losses: list[Callable[[Tensor], Tensor]],
     inputs: tuple[Tensor, ...],
-    places: list[int],
+    numbers: list[int],
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """As :func:`_compare`, for the expected gradient and the gradient of the expected loss."""
     pairs = []
-    kinks = torch.zeros(sum(inputs[place].numel() for place in places), dtype=torch.bool)
+    kinks = torch.zeros(sum(inputs[number].numel() for number in numbers), dtype=torch.bool)
     for loss in losses:
 
         def expected(*moved: Tensor, of: Callable[[Tensor], Tensor] = loss) -> Tensor:
@@ -225,11 +225,11 @@ def _compare_expected(
 
         by_rule = torch.stack(
             [
-                chance * _by_rule(rule, _gradient(loss, output), inputs, output, places)
+                chance * _by_rule(rule, _gradient(loss, output), inputs, output, numbers)
                 for chance, output in outcomes(*inputs)
             ]
         ).sum(0)
-        jacobian, at_kink = _differences(expected, inputs, places)
+        jacobian, at_kink = _differences(expected, inputs, numbers)
         pairs.append((by_rule, jacobian.flatten()))
         kinks |= at_kink
     return pairs, kinks
@@ -254,31 +254,31 @@ def _gradient(loss: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
 
 
 def _by_rule(
-    rule: Rule, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, places: list[int]
+    rule: Rule, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, numbers: list[int]
 ) -> Tensor:
-    """The rule's gradients for the inputs at these places, end to end; None counts as zeros."""
+    """The rule's gradients for the inputs with these numbers, end to end; None counts as zeros."""
     returned = rule(grad, inputs, output)
     gradients = returned if isinstance(returned, tuple | list) else (returned,)
     if len(gradients) != len(inputs):
         raise PolicyError(f"rule {rule.name!r} returned {len(gradients)} gradients for {len(inputs)} inputs")
     flat = []
-    for place in places:
-        gradient, tensor = gradients[place], inputs[place]
+    for number in numbers:
+        gradient, tensor = gradients[number], inputs[number]
         if gradient is None:
             gradient = torch.zeros_like(tensor)
         if not isinstance(gradient, Tensor):
-            raise PolicyError(f"rule {rule.name!r} returned {gradient!r} for input {place}, not a tensor")
+            raise PolicyError(f"rule {rule.name!r} returned {gradient!r} for input {number}, not a tensor")
         if gradient.shape != tensor.shape:
             raise PolicyError(
                 f"rule {rule.name!r} returned a gradient of shape {tuple(gradient.shape)} "
-                f"for input {place} of shape {tuple(tensor.shape)}"
+                f"for input {number} of shape {tuple(tensor.shape)}"
             )
         flat.append(gradient.double().flatten())
     return torch.cat(flat)
 
 
 def _differences(
-    forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], places: list[int]
+    forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], numbers: list[int]
 ) -> tuple[Tensor, Tensor]:
     """The transposed Jacobian by central differences, and which entries lie at a kink or jump.
 
@@ -286,13 +286,13 @@ def _differences(
     """
     centre = forward(*inputs).flatten()
     rows, kinks = [], []
-    for place in places:
-        for entry in range(inputs[place].numel()):
-            step = _STEP * max(1.0, abs(inputs[place].flatten()[entry].item()))
+    for number in numbers:
+        for entry in range(inputs[number].numel()):
+            step = _STEP * max(1.0, abs(inputs[number].flatten()[entry].item()))
             gaps = []
             for length in (step / 4, step):
-                above = forward(*_moved(inputs, place, entry, length)).flatten()
-                below = forward(*_moved(inputs, place, entry, -length)).flatten()
+                above = forward(*_moved(inputs, number, entry, length)).flatten()
+                below = forward(*_moved(inputs, number, entry, -length)).flatten()
                 central = (above - below) / (2 * length)
                 gaps.append((above - 2 * centre + below).abs() / length)
             rows.append(central)
@@ -302,17 +302,17 @@ def _differences(
     return torch.stack(rows), torch.tensor(kinks)
 
 
-def _moved(inputs: tuple[Tensor, ...], place: int, entry: int, length: float) -> tuple[Tensor, ...]:
-    moved = inputs[place].clone(memory_format=torch.contiguous_format)
+def _moved(inputs: tuple[Tensor, ...], number: int, entry: int, length: float) -> tuple[Tensor, ...]:
+    moved = inputs[number].clone(memory_format=torch.contiguous_format)
     moved.view(-1)[entry] += length
-    return (*inputs[:place], moved, *inputs[place + 1 :])
+    return (*inputs[:number], moved, *inputs[number + 1 :])
 
 
 def _summary(
     name: str,
     pairs: list[tuple[Tensor, Tensor]],
     kinks: Tensor,
-    places: list[int],
+    numbers: list[int],
     inputs: tuple[Tensor, ...],
     tolerance: float,
 ) -> RuleCheck:
@@ -324,14 +324,14 @@ def _summary(
     by_rule = torch.stack([pair[0] for pair in pairs])
     true = torch.stack([pair[1] for pair in pairs])
     index = [
-        (place, *position)
-        for place in places
-        for position in itertools.product(*(range(size) for size in inputs[place].shape))
+        (number, *position)
+        for number in numbers
+        for position in itertools.product(*(range(size) for size in inputs[number].shape))
     ]
     bound = tolerance * max(1.0, float(true[:, smooth].abs().max()))
     by_input = []
-    for place in places:
-        own = smooth & torch.tensor([entry[0] == place for entry in index])
+    for number in numbers:
+        own = smooth & torch.tensor([entry[0] == number for entry in index])
         if own.any():
             by_input.append(_departure(by_rule, true, own, index, bound))
     overall = _departure(by_rule, true, smooth, index, bound)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, near, to_first, zeros_for
+from gradpolicy.rules.routing import Number, on_device_of, to_first, zeros_for
 
 
 @rule("stop", reads=())
@@ -115,5 +115,5 @@ def _times(factor: Number, grad: Tensor) -> Tensor:
     """``factor · grad`` in the gradient's dtype, with 0 · infinity = 0."""
     if not isinstance(factor, Tensor):
         return torch.zeros_like(grad) if factor == 0 else grad * factor
-    multiplier: Tensor = near(factor, grad)
+    multiplier: Tensor = on_device_of(factor, grad)
     return torch.where(multiplier == 0, torch.zeros_like(grad), (grad * multiplier).to(grad.dtype))

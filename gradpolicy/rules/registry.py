@@ -1,4 +1,4 @@
-"""Backward rules under their names: the registry, and the object that the rest of the house passes on."""
+"""Backward rules by name: the registry, and the object that the rest of the package passes on."""
 
 import dis
 import inspect
@@ -29,11 +29,11 @@ class Rule:
             inputs a tuple of tensors.
         parameters: Values of the function's keyword arguments.
         gradient_filter: ``gradient_filter(grad, **parameters) -> grad``, where the rule is the operation's
-            own gradient of a filtered incoming gradient. It then holds for any operation, and needs
+            own gradient of a filtered incoming gradient. It then works for any operation, and needs
             nothing saved.
         reads: Which of ``"inputs"`` and ``"output"`` the function reads the values of. What it does not
-            read need not be kept for the backward pass: it gets stand-ins of the same shape. None: found
-            out from the function's code.
+            read is not kept for the backward pass: it gets other tensors of the same shape. If None, the
+            function's code tells.
     """
 
     name: str
@@ -206,8 +206,8 @@ def _names_read(function: RuleFunction) -> tuple[str, ...]:
     for instruction in dis.get_instructions(code):
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         mentioned.update(name for name in names if isinstance(name, str))
-    places = zip(both, code.co_varnames[1:3], strict=True)
-    return tuple(role for role, name in places if name in mentioned or name in code.co_cellvars)
+    named = zip(both, code.co_varnames[1:3], strict=True)
+    return tuple(role for role, name in named if name in mentioned or name in code.co_cellvars)
 
 
 def _origin(function: RuleFunction) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Which input a gradient belongs to: what the rules of element-wise operations share."""
+"""Helpers of rules for element-wise operations: which input gets the gradient, and numbers on its device."""
 
 from typing import Any
 
@@ -9,23 +9,23 @@ from torch import Tensor
 Number = float | Tensor
 
 
-def first_place(inputs: tuple[Tensor, ...]) -> int:
-    """The place of the first input that can have a gradient: floating-point or complex; else 0."""
-    for place, tensor in enumerate(inputs):
+def first_index(inputs: tuple[Tensor, ...]) -> int:
+    """The index of the first floating-point or complex input; 0 if there is none."""
+    for index, tensor in enumerate(inputs):
         if tensor.is_floating_point() or tensor.is_complex():
-            return place
+            return index
     return 0
 
 
 def first_input(inputs: tuple[Tensor, ...]) -> Tensor:
-    """The first input that can have a gradient: what a rule of one input is about."""
-    return inputs[first_place(inputs)]
+    """The first input that can have a gradient."""
+    return inputs[first_index(inputs)]
 
 
 def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Any:
-    """Routes a gradient to the first input that can have one; the others get none.
+    """Gives a gradient to the first input that can have one; the others get none.
 
-    Where the operation broadcast that input, the gradient is summed over what was repeated.
+    If the operation broadcast that input, the gradient is summed over the dimensions that were repeated.
 
     Args:
         gradient: The gradient, in the shape of the output.
@@ -34,20 +34,20 @@ def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Any:
     Returns:
         A tensor for one input, otherwise a tuple with ``None`` for every other input.
     """
-    place = first_place(inputs)
-    shape = inputs[place].shape
-    if gradient.shape != shape and _broadcasts(shape, gradient.shape):
+    first = first_index(inputs)
+    shape = inputs[first].shape
+    if gradient.shape != shape and broadcasts(shape, gradient.shape):
         gradient = gradient.sum_to_size(shape)
     if len(inputs) == 1:
         return gradient
-    return tuple(gradient if other == place else None for other in range(len(inputs)))
+    return tuple(gradient if index == first else None for index in range(len(inputs)))
 
 
-def near(number: Any, tensor: Tensor) -> Any:
-    """A rule's number where a tensor is: a tensor on its device, a plain number as it is."""
+def on_device_of(number: Any, tensor: Tensor) -> Any:
+    """A rule's number for arithmetic with a tensor: a tensor on its device, a plain number as it is."""
     if not isinstance(number, Tensor):
         return number
-    # From the processor to an accelerator the copy need not be waited for.
+    # A copy from the CPU to an accelerator need not be waited for.
     return number.to(tensor.device, non_blocking=tensor.device.type != "cpu")
 
 
@@ -56,7 +56,7 @@ def zeros_for(tensor: Tensor) -> Tensor | None:
     return torch.zeros_like(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
 
 
-def _broadcasts(small: torch.Size, large: torch.Size) -> bool:
+def broadcasts(small: torch.Size, large: torch.Size) -> bool:
     """Whether a tensor of the small shape expands to the large one."""
     return len(small) <= len(large) and all(
         size in (1, wanted) for size, wanted in zip(reversed(small), reversed(large), strict=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, first_input, near, to_first
+from gradpolicy.rules.routing import Number, first_input, on_device_of, to_first
 
 
 @rule("bernoulli")
@@ -45,7 +45,7 @@ def bernoulli(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope
         >>> p.grad
         tensor([0.0456, 3.0000])
     """
-    slope = near(slope, grad)
+    slope = on_device_of(slope, grad)
     probabilities = first_input(inputs)
     large = torch.maximum(probabilities, 1 - probabilities)
     # dq/dp in the ratio of the smaller probability to the larger, which neither over- nor underflows.
@@ -86,7 +86,7 @@ def gumbel(
         >>> y.sum()
         tensor(1., grad_fn=<SumBackward0>)
     """
-    temperature = near(temperature, grad)
+    temperature = on_device_of(temperature, grad)
     return to_first(_through_softmax(grad, first_input(inputs) / temperature, dim) / temperature, inputs)
 
 
@@ -127,7 +127,7 @@ def reinmax(
     """
     logits = first_input(inputs)
     own = torch.softmax(logits, dim)
-    smoothed = torch.softmax(logits / near(temperature, grad), dim)
+    smoothed = torch.softmax(logits / on_device_of(temperature, grad), dim)
     midpoint = (smoothed + output) / 2
     return to_first(2 * _centred(grad, midpoint, dim) - _centred(grad, own, dim) / 2, inputs)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, first_input, near, to_first
+from gradpolicy.rules.routing import Number, first_input, on_device_of, to_first
 
 
 @rule("fast_sigmoid")
@@ -39,7 +39,7 @@ def fast_sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, sl
         >>> x.grad
         tensor([1.0000, 0.2500])
     """
-    return to_first(grad / (near(slope, grad) * first_input(inputs).abs() + 1).square(), inputs)
+    return to_first(grad / (on_device_of(slope, grad) * first_input(inputs).abs() + 1).square(), inputs)
 
 
 @rule("arctan")
@@ -68,7 +68,7 @@ def arctan(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, alpha: N
         >>> x.grad
         tensor([1.0000, 0.5000])
     """
-    alpha = near(alpha, grad)
+    alpha = on_device_of(alpha, grad)
     return to_first(grad * (alpha / 2 / (1 + (math.pi / 2 * alpha * first_input(inputs)).square())), inputs)
 
 
@@ -101,5 +101,7 @@ def triangular(
         >>> x.grad
         tensor([0.0000, 1.0000, 0.5000])
     """
-    rise = 1 - first_input(inputs).abs() / near(width, grad)
-    return to_first(torch.where(rise > 0, grad * (near(height, grad) * rise), torch.zeros_like(grad)), inputs)
+    rise = 1 - first_input(inputs).abs() / on_device_of(width, grad)
+    return to_first(
+        torch.where(rise > 0, grad * (on_device_of(height, grad) * rise), torch.zeros_like(grad)), inputs
+    )

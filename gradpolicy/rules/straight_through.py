@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, first_input, near, to_first
+from gradpolicy.rules.routing import Number, first_input, on_device_of, to_first
 
 
 @rule("hardtanh")
@@ -43,7 +43,7 @@ def hardtanh(
         tensor([0., 1., 0.])
     """
     x = first_input(inputs)
-    within = (x >= near(minimum, x)) & (x <= near(maximum, x))
+    within = (x >= on_device_of(minimum, x)) & (x <= on_device_of(maximum, x))
     return to_first(torch.where(within, grad, torch.zeros_like(grad)), inputs)
 
 
@@ -73,7 +73,7 @@ def tanh(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Num
         >>> x.grad
         tensor([2.0000, 0.1413])
     """
-    slope = near(slope, grad)
+    slope = on_device_of(slope, grad)
     return to_first(grad * (slope * (1 - torch.tanh(slope * first_input(inputs)).square())), inputs)
 
 
@@ -103,6 +103,6 @@ def sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: 
         >>> x.grad
         tensor([0.2500, 0.1966])
     """
-    slope = near(slope, grad)
+    slope = on_device_of(slope, grad)
     scaled = slope * first_input(inputs)
     return to_first(grad * (slope * torch.sigmoid(scaled) * torch.sigmoid(-scaled)), inputs)

@@ -147,7 +147,7 @@ def flow_tiny() -> list[Row]:
     plain, batch = tiny(), torch.randn(4, 8)
     loop, by_function = Loop(), ByFunction()
     cases = (
-        (plain, _installed(plain, [gp.Guided()]), "guided", 1.30),
+        (plain, _installed(plain, [gp.Guided()]), "guided", 1.35),
         (plain, _by_hand(plain), "a Python Function", None),
         (loop, _installed(loop, [gp.Guided()]), "guided, in a forward of its own", None),
         (by_function, _installed(by_function, [gp.Guided()]), "guided, F.relu in a forward of its own", None),

@@ -106,3 +106,10 @@ def test_a_registered_rule_by_name(gradient):
 
     found, _ = gradient(lambda x: gp.apply("tests_flow_five_times", np.sign, x), torch.randn(3))
     assert torch.equal(found, torch.full((3,), 5.0))
+
+
+def test_results_without_a_floating_point_one_stay_as_they_are():
+    x = torch.tensor([3.0, 1.0], requires_grad=True)
+    first, second = gp.apply("identity", lambda x: (x.argmax(), x.argmin()), x)
+    assert (first, second) == (0, 1)
+    assert first.dtype == torch.int64

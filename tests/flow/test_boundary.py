@@ -1,5 +1,5 @@
 import dataclasses
-from collections import deque, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -46,6 +46,7 @@ CONTAINERS = {
     "dict": (lambda x: {"x": x, "n": 2}, lambda tree: tree["x"]),
     "nested": (lambda x: {"x": [(x,)]}, lambda tree: tree["x"][0][0]),
     "named tuple": (lambda x: Pair(x, 3), lambda tree: tree.left),
+    "ordered dict": (lambda x: OrderedDict(x=x), lambda tree: tree["x"]),
     "read-only dict": (lambda x: MappingProxyType({"x": x}), lambda tree: tree["x"]),
     "dataclass": (Frozen, lambda tree: tree.left),
 }
@@ -196,7 +197,7 @@ def test_tensors_in_other_objects_are_reported_not_silently_plain(holder):
     with gp.install(model, {"double": gp.Scale(2.0, modules=PassOn)}) as installed:
         with pytest.warns(UserWarning, match="'double' cannot see into (SimpleNamespace|deque) at input of"):
             model(holder(torch.ones(2, requires_grad=True)))
-        assert installed.report().rows[0].unseen
+        assert installed.report().rows[0].opaque_calls
         model(holder(torch.ones(2, requires_grad=True)))
 
 
@@ -243,3 +244,20 @@ def test_transformers_like_outputs_that_are_dicts_and_dataclasses(gradient):
             lambda x: model(x)["last_hidden_state"] + model(x).last_hidden_state, torch.ones(2)
         )
     assert torch.equal(found, torch.full((2,), 4.0))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [lambda x: x, lambda x: SimpleNamespace(x=x)],
+        [lambda x: (x, SimpleNamespace(x=x))],
+    ],
+)
+def test_a_tensor_in_another_object_is_reported_in_a_later_call_and_beside_others(calls):
+    model = PassOn()
+    with gp.install(model, {"double": gp.Scale(2.0, modules=PassOn)}) as installed:
+        for call in calls[:-1]:
+            model(call(torch.ones(2, requires_grad=True)))
+        with pytest.warns(UserWarning, match="'double' cannot see into SimpleNamespace"):
+            model(calls[-1](torch.ones(2, requires_grad=True)))
+        assert list(installed.report().rows[0].opaque_calls) == ["SimpleNamespace at input of module ''"]

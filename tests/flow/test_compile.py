@@ -267,6 +267,22 @@ def test_a_call_that_cannot_be_seen_into_gives_a_warning_in_compiled_code_too(ba
         torch.compile(lambda x: layer(x, x, x)[0], backend="eager", fullgraph=True)(batch)
 
 
+def test_a_policy_that_cannot_see_into_a_call_reports_it_in_compiled_code_too(batch):
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.MultiheadAttention(4, 1)
+
+        def forward(self, x):
+            return self.layer(x, x, x)[0]
+
+    with gp.install(model := Attends(), [gp.StraightThrough(ops="softmax")]) as installed:
+        with pytest.warns(UserWarning, match="'straightthrough' cannot see into multi_head"):
+            torch.compile(model, backend="eager")(batch)
+        assert "multi_head_attention_forward" in installed.report().rows[0].opaque_calls
+        installed.remove(quiet=True)
+
+
 def test_any_forward_within_compiled_code(batch, gradient):
     def function(x):
         return gp.apply("tanh", torch.round, x)

@@ -74,6 +74,17 @@ def test_nested_installations_come_off_in_any_order(
     assert snapshot(net) == before
 
 
+def test_the_innermost_of_three_installations_comes_off_first(net, batch, snapshot):
+    before = snapshot(net)
+    installations = [gp.install(net, [gp.Scale(2.0, modules="second")]) for _ in range(3)]
+    assert (
+        net.second.forward.__wrapped__.__wrapped__.__wrapped__.__code__ is type(net.second).forward.__code__
+    )
+    for installed in installations:
+        installed.remove()
+    assert snapshot(net) == before
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_a_copy_runs_its_own_weights_with_the_policies(way, net, batch, parameter_gradients, same):
     with gp.install(net, EVERY_KIND):
@@ -213,7 +224,7 @@ def test_the_report_says_what_was_met_matched_and_not_seen():
     row = installed.report().rows[0]
     assert (row.name, row.kind, row.active, row.operations) == ("flat", "UseRule", True, ("tanh", "sin"))
     assert row.matched == {"tanh": 1}
-    assert set(row.unseen) == {"lstm", "ScriptModule 'scripted'"}
+    assert set(row.opaque_calls) == {"lstm", "ScriptModule 'scripted'"}
     text = str(installed.report())
     assert "tanh × 1, sin × 0" in text
     assert "lstm" in text
@@ -289,6 +300,14 @@ def test_gradient_norms_of_a_guided_relu(layer):
             {"a": gp.Scale(2.0, params="head.*"), "b": gp.Scale(3.0, params="*bias")},
             "'a' and 'b'.*'head.bias'",
         ),
+        (
+            {
+                "a": gp.Guided(when=gp.When(phases=("fit", "test"), stop=5)),
+                "b": gp.Deconv(when=gp.When(phases=("fit", "test"), start=5)),
+            },
+            "'a' and 'b'.*'relu'.*the model",
+        ),
+        (gp.Guided(), "list or dict of policies"),
         ({"a": gp.Freeze(gp.masks.Fixed(False))}, "MaskedOptimizer"),
         ({"a": gp.Scale(2.0, modules="fist")}, "'fist' matches nothing; did you mean 'first'"),
         ({"a": gp.Scale(2.0, params="heed.*")}, "head"),

@@ -86,6 +86,18 @@ def test_of_seeded_masks_one_is_in_memory_at_a_time():
     assert not any(reference() is not None for reference in drawn)
 
 
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+def test_a_mask_may_lie_in_memory_in_any_way(kernels, frozen_state):
+    pattern = torch.rand(64) < 0.5
+    for mask in (pattern.repeat_interleave(2)[::2], torch.tensor([True]).expand(64), pattern.flip(0)):
+        weight = torch.nn.Parameter(torch.zeros(64))
+        optimizer = MaskedOptimizer(torch.optim.AdamW([weight]), frozen_state=frozen_state)
+        optimizer.set_mask(weight, mask)
+        weight.grad = torch.ones(64)
+        optimizer.step()
+        assert torch.equal(weight.detach() != 0, mask)
+
+
 def test_options_hold_for_all_of_them():
     optimizer, parameters = made()
     optimizer.set_masks(masks_of(parameters, 0), frozen_state="drop", bias_correction="tensor")

@@ -1,6 +1,6 @@
 import torch
 
-from gradpolicy.rules.routing import first_input, near, to_first, zeros_for
+from gradpolicy.rules.routing import first_input, on_device_of, to_first, zeros_for
 
 
 def test_one_input_gets_a_tensor_several_a_tuple():
@@ -26,8 +26,8 @@ def test_integers_have_no_zero_gradient():
 
 
 def test_plain_numbers_stay_plain():
-    assert near(2.0, torch.ones(1)) == 2.0
-    assert near(torch.tensor(2.0), torch.ones(1)).item() == 2.0
+    assert on_device_of(2.0, torch.ones(1)) == 2.0
+    assert on_device_of(torch.tensor(2.0), torch.ones(1)).item() == 2.0
 
 
 def test_the_first_input_that_can_have_a_gradient_gets_it():

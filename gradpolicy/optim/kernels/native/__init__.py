@@ -154,6 +154,7 @@ def _block_job(
     if isinstance(fill, Tensor):
         packed, fill = fill, 0
     tensors = (values, packed, ages, index, flags)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors), "C reads memory in order"
     item_bytes = 0 if values is None else values.element_size()
     return _BLOCK_JOB.pack(
         *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],

@@ -1,9 +1,9 @@
-"""Activation checkpointing that would run an operation again where its policy does not hold.
+"""Activation checkpointing that would run an operation again where its rule does not act.
 
-A checkpointed function runs a second time in the backward pass. A policy holds there if it is entered
-*within* the function: through a module's forward, or a block inside. Where it was entered around the
-checkpoint only, the second run would be plain: reentrant checkpointing would silently give the plain
-gradient, the other kind would find that other tensors were kept. Both are refused in the forward pass.
+A checkpointed function runs a second time in the backward pass. A rule acts there if its mode was entered
+*within* the function: by a module's forward, or by a block inside. If the mode was entered only around the
+checkpoint, the second run would be plain. Reentrant checkpointing would silently give the plain gradient, and
+the other kind would find other saved tensors. Both are refused in the forward pass.
 """
 
 import inspect
@@ -19,10 +19,10 @@ _CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
 
 
 def checkpoints_above(entered_by: CodeType | None = None) -> int:
-    """How many checkpointed functions the caller runs in.
+    """Counts the checkpointed functions that the caller runs in.
 
     Args:
-        entered_by: Counts up to the nearest frame of this code only.
+        entered_by: If given, the count ends at the nearest frame of this code.
     """
     frame: FrameType | None = sys._getframe(1)
     count = 0
@@ -33,7 +33,7 @@ def checkpoints_above(entered_by: CodeType | None = None) -> int:
 
 
 def may_be_recomputed() -> bool:
-    """Whether a checkpoint may be at work: it switches gradients off, or packs what is kept for backward."""
+    """Whether a checkpoint may be running: it switches gradients off, or has hooks on saved tensors."""
     if torch.compiler.is_compiling():
         return False
     if not torch.is_grad_enabled():
@@ -42,7 +42,7 @@ def may_be_recomputed() -> bool:
 
 
 def has_graph() -> bool:
-    """Whether a backward pass can come: gradients are on, or off only because a checkpoint runs."""
+    """Whether a backward pass may follow: gradients are on, or off only because a checkpoint runs."""
     return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and checkpoints_above() > 0)
 
 

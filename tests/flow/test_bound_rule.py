@@ -65,3 +65,47 @@ def test_a_gradient_in_the_outputs_shape_is_summed_for_what_was_broadcast_only()
         y = torch.round(x)
     with pytest.raises(gp.PolicyError, match=r"gradient 0 of shape \(2, 3\) for an input of shape \(3,\)"):
         y.sum().backward()
+
+
+def test_a_gradient_in_the_outputs_shape_is_refused_for_what_was_not_broadcast():
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+    with gp.gradient_override({"matmul": lambda grad, inputs, output: (grad, None)}):
+        y = x @ weight
+    with pytest.raises(gp.PolicyError, match=r"gradient 0 of shape \(2, 4\) for an input of shape \(2, 3\)"):
+        y.sum().backward()
+
+
+def test_an_error_names_the_module_that_goes_on_after_a_part_of_it_ran():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Rounded()
+
+        def forward(self, x):
+            return torch.floor(self.part(x))
+
+    model = nn.Sequential(Outer())
+    with gp.install(model, {"odd": gp.UseRule(multiplied_wrongly, ops="floor")}):
+        y = model(torch.ones(3, 4, requires_grad=True))
+        with pytest.raises(gp.PolicyError, match="operation 'floor' in module '0': failed"):
+            y.sum().backward()
+
+
+def test_a_gradient_filter_that_returns_none_is_told_so():
+    nothing = gp.Rule("nothing", lambda grad, inputs, output: grad, gradient_filter=lambda grad: None)
+    x = torch.ones(3, requires_grad=True)
+    with gp.gradient_override({"tanh": nothing}):
+        y = torch.tanh(x)
+    with pytest.raises(gp.PolicyError, match="rule 'nothing' at operation 'tanh': returned None"):
+        y.sum().backward()
+
+
+def test_running_out_of_memory_is_passed_on_as_it_is():
+    def hungry(grad, inputs, output):
+        raise torch.OutOfMemoryError
+
+    x = torch.ones(3, requires_grad=True)
+    with gp.gradient_override({"round": hungry}):
+        y = torch.round(x)
+    with pytest.raises(torch.OutOfMemoryError):
+        y.sum().backward()

@@ -227,3 +227,50 @@ def test_a_compiled_model_is_told_of_what_it_never_met(told):
         assert "never met" in told(lambda: run(gp.StraightThrough()))[-1]
     finally:
         torch._dynamo.reset()
+
+
+def test_what_ran_while_its_policy_was_off_is_listed_and_not_told_of(x, told):
+    class Sometimes(nn.Module):
+        def forward(self, x, steps):
+            return torch.round(x) if steps else torch.floor(x)
+
+    def run():
+        policy = gp.StraightThrough(ops="round", when=gp.When(start=1))
+        with gp.install(model := Sometimes(), [policy]) as installed:
+            model(x, steps=False)
+            installed.update(step=0)
+            model(x, steps=True)
+            (row,) = installed.report().rows
+            assert row.operations_met == {"round", "floor"}
+            assert row.matched == {}
+
+    assert told(run) == []
+
+
+def test_where_nothing_ran_it_is_said_so(x, told):
+    def run():
+        with gp.install(model := nn.Identity(), [gp.StraightThrough(ops="round")]):
+            model(x)
+
+    (message,) = told(run)
+    assert message.endswith("'round' was never met; nothing ran there that a rule could be put on")
+
+
+def test_the_table_counts_what_passed_at_a_boundary(x):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with gp.install(
+        model, {"slow": gp.Scale(0.5, modules="1"), "rest": gp.Scale(0.5, params="0.*")}
+    ) as installed:
+        model(x)
+        slow, rest = (str(installed.report()).splitlines()[line].split("│") for line in (4, 5))
+    assert [cell.strip() for cell in slow[1:7]] == ["slow", "Scale", "input of modules 1", "yes", "1", "1"]
+    assert [cell.strip() for cell in rest[5:8]] == ["–", "–", "2"]
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_a_relu_on_what_needs_no_gradient_is_told_of(needs_gradient, told):
+    def run():
+        with gp.install(model := nn.Sequential(nn.ReLU()), [gp.Guided()]):
+            model(torch.ones(2, requires_grad=needs_gradient))
+
+    assert len(told(run)) == (not needs_gradient)

@@ -1,7 +1,7 @@
-"""Objects that are made in compiled code: once, while ``torch.compile`` traces, by plain Python.
+"""Makes a ``gradient_override`` in compiled code: once, while ``torch.compile`` traces, by plain Python.
 
-The compiler follows what it can reach from a module's globals, and guards it. So what was made is kept here
-under a name, and the traced code finds it by that.
+The compiler follows and guards what it can reach from a module's globals. So what was made is kept here under
+a name, by which the traced code finds it.
 """
 
 import functools
@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.flow.bound_rule import runs_while_tracing
 from gradpolicy.rules.registry import Rule
 
 MADE = types.SimpleNamespace()
 _NUMBERS = itertools.count()
 
 _PLAIN = (bool, int, float, str, type(None))
-_BY_ITSELF = (
+_CONSTANTS = (
     str,
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -26,14 +27,15 @@ _BY_ITSELF = (
 )
 
 
-def make_once(maker: Callable[[Any], Any], parts: Any) -> str:
-    """Makes an object of constants while the compiler traces.
+@runs_while_tracing
+def make_once(maker: Callable[[Any], Any], constants: Any) -> str:
+    """Makes an object from constants while the compiler traces.
 
     Returns:
-        The name of the object in :data:`MADE`; or the text of the ``PolicyError`` that there was instead.
+        The name of the object in :data:`MADE`, or the text of the ``PolicyError`` that was raised instead.
     """
     try:
-        made = maker(parts)
+        made = maker(constants)
     except PolicyError as error:
         return str(error)
     name = f"made_{next(_NUMBERS)}"
@@ -41,15 +43,11 @@ def make_once(maker: Callable[[Any], Any], parts: Any) -> str:
     return name
 
 
-# What torch.compiler.assume_constant_result does, without its import of the whole compiler.
-make_once.__dict__["_dynamo_marked_constant"] = True
-
-
-def parts_of(value: Any) -> tuple:
-    """A rule, a name or a function as constants, which the compiler can hand over.
+def constants_of(value: Any) -> tuple:
+    """A rule, a name or a function as constants, which the compiler can pass to :func:`make_once`.
 
     Raises:
-        PolicyError: For what it cannot: a tensor among a rule's parameters, or a callable object.
+        PolicyError: For a tensor among a rule's parameters, or a callable object.
     """
     if isinstance(value, Rule):
         from torch.fx.experimental.symbolic_shapes import guard_scalar
@@ -64,17 +62,17 @@ def parts_of(value: Any) -> tuple:
             # A number that changes from call to call is symbolic: compiled anew for each value.
             parameters.append((key, guard_scalar(number) if isinstance(number, int | float) else number))
         return ("rule", value.name, value.function, tuple(parameters), value.gradient_filter, value.reads)
-    if isinstance(value, _BY_ITSELF):
-        return ("as it is", value)
+    if isinstance(value, _CONSTANTS):
+        return ("constant", value)
     raise PolicyError(
         "a gradient_override that is made within compiled code takes names, rules and functions; make it "
         "outside of the compiled code"
     )
 
 
-def whole(parts: tuple) -> Any:
-    """The rule, name or function again."""
-    if parts[0] == "as it is":
-        return parts[1]
-    _, name, function, parameters, gradient_filter, reads = parts
+def from_constants(constants: tuple) -> Any:
+    """Undoes :func:`constants_of`."""
+    if constants[0] == "constant":
+        return constants[1]
+    _, name, function, parameters, gradient_filter, reads = constants
     return Rule(name, function, dict(parameters), gradient_filter, reads)

@@ -1,0 +1,175 @@
+"""The autograd Functions that put a rule into the graph.
+
+They trace under ``torch.compile`` and work under ``torch.func``. Forward-mode derivatives
+(``torch.func.jvp``, ``jacfwd``) are refused: a rule says what becomes of a gradient that flows back. It need
+not be linear in that gradient, and then no derivative along a direction belongs to it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.containers import rebuilt_sequence
+
+# By these names, since a look-up of torch._C._… takes time at every layer.
+_is_compiling = torch.compiler.is_compiling
+_in_functorch = torch._C._are_functorch_transforms_active
+
+
+class ReplaceGradient(Function):
+    """Gives values that were computed without a graph the gradient of a rule."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(bound_rule: BoundRule, module: str | None, count: int, *tensors: Tensor) -> Any:
+        """Takes the rule, the running module, the number of values, the values, then the inputs.
+
+        Returns:
+            The values.
+        """
+        # Detached, not as they are: autograd would make views of them, which forbid in-place operations.
+        if count == 1:
+            return tensors[0].detach()
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        """Keeps what the rule reads. Shapes come from the gradient if that is enough."""
+        bound_rule, module, count, *tensors = inputs
+        outputs = output if isinstance(output, tuple) else (output,)
+        given = tensors[count:]
+        reads_inputs = count > 1 or "inputs" in bound_rule.reads
+        reads_output = count > 1 or "output" in bound_rule.reads
+        kept = [
+            reads_inputs or tensor.shape != outputs[0].shape or not tensor.is_floating_point()
+            for tensor in given
+        ]
+        ctx.bound_rule, ctx.module, ctx.count = bound_rule, module, count
+        ctx.kept, ctx.reads_output = kept, reads_output
+        ctx.dtypes = [tensor.dtype for tensor in given]
+        saved = [tensor for tensor, keep in zip(given, kept, strict=True) if keep]
+        ctx.save_for_backward(*saved, *(outputs if reads_output else ()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        """Asks the rule."""
+        saved = list(ctx.saved_tensors)
+        inputs = []
+        for keep, dtype in zip(ctx.kept, ctx.dtypes, strict=True):
+            inputs.append(saved.pop(0) if keep else grads[0].to(dtype))
+        outputs = tuple(saved) if ctx.reads_output else grads
+        grad, output = (grads[0], outputs[0]) if ctx.count == 1 else (grads, outputs)
+        wanted = ctx.needs_input_grad[3 + ctx.count :]
+        gradients = ctx.bound_rule.gradients(grad, tuple(inputs), output, wanted, ctx.module)
+        return (None, None, None, *[None] * ctx.count, *gradients)
+
+
+class ReplaceGradientInForwardMode(ReplaceGradient):
+    """The same while forward-mode derivatives are taken. The compiler takes no Function with ``jvp``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        """Refuses to pass a forward-mode derivative on."""
+        raise PolicyError(
+            f"rule {ctx.bound_rule.rule.name!r} at {ctx.bound_rule.location} has no forward-mode derivative: "
+            "it says what becomes of a gradient that flows back. Use reverse mode: torch.func.jacrev for "
+            "jacfwd, jacrev(jacrev(f)) for hessian(f), torch.autograd.grad for jvp; or switch the policy off"
+        )
+
+
+class AdoptHistory(Function):
+    """Gives a tensor, which was written to through an alias, the alias's history.
+
+    A module that works in place on its input (``nn.ReLU(inplace=True)``) gets an alias of it. Code that
+    uses the input afterwards sees the new values. With this it gets their gradient too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, alias: Tensor) -> Tensor:
+        """Returns the tensor, whose values are the alias's already."""
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """Passes the gradient to the alias."""
+        return None, grad
+
+
+def in_transform() -> bool:
+    """Whether autograd's nodes are out of reach: under torch.compile, torch.func or forward mode."""
+    return _is_compiling() or _in_functorch() or forward_ad._current_level >= 0
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may carry a forward-mode derivative now."""
+    return forward_ad._current_level >= 0
+
+
+def is_differentiable(value: Any) -> bool:
+    """Whether a value is a tensor that can have a gradient."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def replace_gradient(
+    bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor], module: str | None = None
+) -> Any:
+    """Gives one value, or the floating-point values of a tuple, the gradient of a rule.
+
+    Args:
+        bound_rule: The rule.
+        values: A tensor, or a tuple of tensors and others; computed without a graph.
+        inputs: What they were computed from.
+        module: The module in whose forward they were computed, for messages.
+
+    Raises:
+        PolicyError: If the values are neither, or ``torch.compile`` traces a transform of ``torch.func``.
+    """
+    bound_rule = bound_rule.with_current_numbers()
+    function: type[Function] = ReplaceGradient
+    if torch.compiler.is_compiling():
+        _refuse_compiled_transforms(bound_rule)
+        if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
+            # There is nothing to do, and the compiler would call a Function of several tensors wrongly.
+            return values
+    elif in_forward_mode():
+        function = ReplaceGradientInForwardMode
+    if isinstance(values, Tensor):
+        return function.apply(bound_rule, module, 1, values, *inputs)
+    if not isinstance(values, tuple | list):
+        raise PolicyError(f"cannot put a rule on a result of type {type(values).__name__}")
+    indices = [index for index, value in enumerate(values) if is_differentiable(value)]
+    if not indices:
+        return values
+    found = function.apply(bound_rule, module, len(indices), *(values[index] for index in indices), *inputs)
+    results = list(values)
+    for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
+        results[index] = result
+    return rebuilt_sequence(values, results)
+
+
+def insert_rule(bound_rule: BoundRule, values: Any, module: str | None = None) -> Any:
+    """Puts a rule between a tensor, or each floating-point tensor of a tuple, and its node."""
+    if isinstance(values, Tensor):
+        if not is_differentiable(values):
+            return values
+        return replace_gradient(bound_rule, values.detach(), [values], module)
+    return rebuilt_sequence(values, [insert_rule(bound_rule, value, module) for value in values])
+
+
+def _refuse_compiled_transforms(bound_rule: BoundRule) -> None:
+    if torch._C._are_functorch_transforms_active():
+        # The compiler would drop the rule, or fail without a word about it.
+        raise PolicyError(
+            f"rule {bound_rule.rule.name!r} at {bound_rule.location} cannot be compiled under a "
+            "transform of torch.func: the compiler does not take autograd Functions through them. Leave this "
+            "part to eager mode (torch.compiler.disable), or compile without fullgraph"
+        )

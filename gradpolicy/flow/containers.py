@@ -1,0 +1,108 @@
+"""Tensors in tuples, lists, dicts and dataclasses."""
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping, Set
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def map_tensors(
+    function: Callable[[Tensor], Tensor], values: Any, where: Callable[[Tensor], bool] = torch.is_tensor
+) -> Any:
+    """Applies a function to the tensors in nested tuples, lists, dicts and dataclasses.
+
+    Args:
+        function: Gives a tensor's replacement.
+        values: The tensors.
+        where: Which tensors to replace. A container with none of them is returned itself, not a copy: a list
+            that a module appends to stays the caller's.
+    """
+    if isinstance(values, Tensor):
+        return function(values) if where(values) else values
+    children = _children(values)
+    if not any(_contains(child, where) for child in children):
+        return values
+    return _rebuilt(values, [map_tensors(function, child, where) for child in children])
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Lists the tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for child in _children(values) for tensor in tensors_in(child)]
+
+
+def classes_that_hide_tensors(values: Any) -> set[str]:
+    """Names the classes of other objects inside that have tensors with a gradient."""
+    children = _children(values)
+    if isinstance(values, Tensor) or children:
+        return set().union(*(classes_that_hide_tensors(child) for child in children))
+    found = (
+        list(values) if isinstance(values, Set | deque) else list(getattr(values, "__dict__", {}).values())
+    )
+    if any(isinstance(value, Tensor) and value.requires_grad for value in found):
+        return {type(values).__name__}
+    return set()
+
+
+def rebuilt_sequence(like: Any, items: list) -> Any:
+    """A tuple or list of the same class as another one, which may be a named tuple or one of torch's."""
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+
+
+def _contains(values: Any, where: Callable[[Tensor], bool]) -> bool:
+    if isinstance(values, Tensor):
+        return where(values)
+    return any(_contains(child, where) for child in _children(values))
+
+
+def _children(values: Any) -> list:
+    if _is_dataclass(values):
+        return [getattr(values, name) for name in _fields(values)]
+    if isinstance(values, Mapping):
+        return list(values.values())
+    return list(values) if isinstance(values, tuple | list) else []
+
+
+def _rebuilt(values: Any, children: list) -> Any:
+    if _is_dataclass(values):
+        return _rebuilt_dataclass(values, dict(zip(_fields(values), children, strict=True)))
+    if isinstance(values, Mapping):
+        items = dict(zip(values, children, strict=True))
+        return items if type(values) is dict else _rebuilt_mapping(values, items)
+    return rebuilt_sequence(values, children)
+
+
+def _rebuilt_mapping(values: Mapping, items: dict) -> Any:
+    try:
+        rebuilt: Any = copy.copy(values)
+        for key, value in items.items():
+            rebuilt[key] = value
+    except TypeError:
+        # One that cannot be written to, such as a types.MappingProxyType.
+        return cast(Any, type(values))(items)
+    return rebuilt
+
+
+def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:
+    if torch.compiler.is_compiling():
+        return dataclasses.replace(original, **values)
+    # Neither __init__ nor __post_init__ runs, and frozen ones are rebuilt too. Those that are dicts as well
+    # (transformers' outputs) keep both in step by their own __setattr__.
+    rebuilt = copy.copy(original)
+    write = setattr if isinstance(original, Mapping) else object.__setattr__
+    for name, value in values.items():
+        write(rebuilt, name, value)
+    return rebuilt
+
+
+def _is_dataclass(values: Any) -> bool:
+    return dataclasses.is_dataclass(values) and not isinstance(values, type)
+
+
+def _fields(values: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(values) if hasattr(values, field.name)]

@@ -1,0 +1,83 @@
+"""The dispatch table of the rules on operations, and the mode that looks up each torch function in it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gradpolicy.flow.checkpointing import may_be_recomputed
+from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
+from gradpolicy.flow.operation_tables import Function
+
+# By these names, since a look-up of torch._C._… takes time at every layer.
+_is_traced = torch.compiler.is_dynamo_compiling
+mode_count = torch._C._len_torch_function_stack
+mode_at = torch._C._get_function_stack_at
+
+
+class DispatchTable:
+    """Rules by the torch functions under which their operations arrive.
+
+    Args:
+        rules: The rules. The first that covers a call makes it; opaque calls come last.
+    """
+
+    def __init__(self, rules: Sequence[TableRule]) -> None:
+        self.rules = tuple(sorted(rules, key=lambda rule: isinstance(rule, OpaqueCall)))
+        self.by_function: dict[Function, tuple[TableRule, ...]] = {}
+        for rule in self.rules:
+            for function in rule.functions:
+                self.by_function[function] = (*self.by_function.get(function, ()), rule)
+        # The functions that ran without a rule, for reports.
+        self.seen: set[Function] = set()
+
+    def __reduce__(self) -> tuple:
+        # Some torch functions cannot be pickled; the rules can.
+        return (DispatchTable, (self.rules,))
+
+
+class DispatchMode(TorchFunctionMode):
+    """Sees every torch function, and lets the rules of a table make the calls that they cover.
+
+    Args:
+        table: The table. An installation changes it from module to module.
+    """
+
+    def __init__(self, table: DispatchTable) -> None:
+        super().__init__()
+        self.table = table
+        # The module in whose forward the calls are made, for messages.
+        self.module: str | None = None
+        # Names of operations that an inner mode took.
+        self.taken: set[str] = set()
+
+    def check_recomputation(self, operation: str) -> None:
+        """Refuses an operation that a checkpoint would run again outside of this mode."""
+
+    def __torch_function__(
+        self, func: Function, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Makes the call by the first rule that covers it."""
+        kwargs = kwargs or {}
+        table = self.table
+        for rule in table.by_function.get(func, ()):
+            if rule.covers(func, args, kwargs):
+                if not rule.allows_plain_recomputation() and may_be_recomputed():
+                    self.check_recomputation(rule.name)
+                return rule.call(func, args, kwargs, self.module)
+        if not _is_traced():
+            table.seen.add(func)
+        return func(*args, **kwargs)
+
+
+def active_modes() -> list[DispatchMode]:
+    """The modes of this package on this thread, the innermost first."""
+    modes = [mode_at(index) for index in range(mode_count() - 1, -1, -1)]
+    return [mode for mode in modes if isinstance(mode, DispatchMode)]
+
+
+def note_taken(operations: Iterable[str]) -> None:
+    """Tells the modes around the caller which operations were taken here, and so did not reach them."""
+    for mode in active_modes():
+        mode.taken.update(operations)

@@ -1,0 +1,109 @@
+"""Where a policy acts in a model: which modules, operations and parameters it means."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from gradpolicy.flow.operations import Operation, resolve_operation
+from gradpolicy.rules.registry import Rule
+from gradpolicy.when import When
+from gradpolicy.where import match_modules, match_parameters, plain_name
+
+
+@runtime_checkable
+class FlowPolicy(Protocol):
+    """What flow needs of a policy. The policies themselves are in :mod:`gradpolicy.policies`."""
+
+    @property
+    def rule(self) -> Rule:
+        """What takes the place of the gradient."""
+
+    @property
+    def detaches(self) -> bool:
+        """Whether the graph is cut instead of asking the rule."""
+
+    @property
+    def modules(self) -> tuple:
+        """Globs on qualified names, or module classes."""
+
+    @property
+    def ops(self) -> tuple:
+        """Names of operations, or torch functions."""
+
+    @property
+    def params(self) -> tuple:
+        """Globs on parameter names."""
+
+    @property
+    def at(self) -> str:
+        """``"input"`` or ``"output"``: the side of a module."""
+
+    @property
+    def when(self) -> When:
+        """When the policy is active."""
+
+
+@dataclass(frozen=True)
+class Locations:
+    """Where a policy acts in a model.
+
+    Args:
+        modules: The modules that its patterns match, by name.
+        operations: The operations that it names.
+        inside: If it names operations: the modules in whose forward it acts, names by id.
+        side: ``"input"`` or ``"output"`` if it acts at module boundaries, otherwise empty.
+        boundaries: If it acts at module boundaries: ids of the modules.
+        parameters: The parameters whose gradients it changes, by name.
+    """
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    operations: tuple[Operation, ...] = ()
+    inside: dict[int, str] = field(default_factory=dict)
+    side: str = ""
+    boundaries: frozenset[int] = frozenset()
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def find_locations(model: nn.Module, policy: FlowPolicy) -> Locations:
+    """Finds where a policy acts in a model.
+
+    Raises:
+        PolicyError: If a pattern matches nothing, or an operation does not exist.
+    """
+    if policy.params:
+        return Locations(parameters=match_parameters(model, policy.params))
+    if not policy.ops:
+        modules = match_modules(model, policy.modules)
+        return Locations(modules, side=policy.at, boundaries=frozenset(map(id, modules.values())))
+    operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
+    if not policy.modules:
+        return Locations({"": model}, operations, _inside(model, {""}, set()))
+    modules = match_modules(model, policy.modules)
+    patterns = [p[1:] for p in policy.modules if isinstance(p, str) and p.startswith("!")]
+    excluded = {name for pattern in patterns for name in match_modules(model, pattern)}
+    return Locations(modules, operations, _inside(model, set(modules), excluded))
+
+
+def describe_location(policy: FlowPolicy) -> str:
+    """Where a policy acts, as a person writes it: ``ops round in modules encoder.*``."""
+
+    def written(items: Iterable[Any]) -> str:
+        return ", ".join(getattr(item, "__name__", str(item)) for item in items)
+
+    if policy.params:
+        return f"params {written(policy.params)}"
+    modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
+    return f"ops {written(policy.ops)} in {modules}" if policy.ops else f"{policy.at} of {modules}"
+
+
+def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int, str]:
+    """The matched modules and those below, without the excluded ones and those below: names by id."""
+    found: dict[int, str] = {}
+    for raw_name, module in model.named_modules(remove_duplicate=False):
+        parts = plain_name(raw_name).split(".") if raw_name else []
+        names = {".".join(parts[:end]) for end in range(len(parts) + 1)}
+        if names & matched and not names & excluded:
+            found.setdefault(id(module), ".".join(parts))
+    return found

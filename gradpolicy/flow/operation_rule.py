@@ -1,0 +1,267 @@
+"""One call of an operation with a rule on it: the native forward, then the rule's gradient.
+
+If the rule only filters the incoming gradient, a hook on the node of the native operation calls it; that
+costs a tenth of an autograd Function in Python. Every other rule goes through an autograd Function, and so
+does every rule under ``torch.compile`` and ``torch.func``, where hooks on nodes do not run.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.flow.autograd_functions import in_transform, insert_rule, replace_gradient
+from gradpolicy.flow.bound_rule import BoundRule, GradientNorms, RuleState
+from gradpolicy.flow.containers import map_tensors
+from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
+from gradpolicy.flow.operations import Operation
+from gradpolicy.rules.rectifiers import positive_part
+
+
+class OperationRule:
+    """A rule for the calls of one operation.
+
+    Args:
+        operation: The operation.
+        state: The rule, and whether it is active.
+    """
+
+    def __init__(self, operation: Operation, state: RuleState) -> None:
+        self.operation = operation
+        self.state = state
+        self.name = operation.name
+        self.functions = operation.functions
+        self.decides = operation.decides
+        self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
+        self.filters = state.rule.gradient_filter is not None and not state.detaches
+        # The derivative of a ReLU is 0 or 1, so behind its node the positive part can be taken in place.
+        self.hooks_behind = operation.name == "relu" and state.rule.gradient_filter is positive_part
+        self.hook = (
+            _positive_part_in_place(state.norms) if self.hooks_behind else _filter_before(self.bound_rule)
+        )
+
+    def __reduce__(self) -> tuple:
+        # The rest follows from these two.
+        return (OperationRule, (self.operation, self.state))
+
+    def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the rule is active, and the call is its operation."""
+        if not self.state.active:
+            return False
+        return self.decides is None or self.decides(function, args, kwargs)
+
+    def allows_plain_recomputation(self) -> bool:
+        """Whether a checkpoint may rerun the operation without the rule: the hook is on the first run."""
+        return self.filters and torch.is_grad_enabled()
+
+    def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
+        """Makes the call. Its gradient is the rule's.
+
+        Args:
+            function: The torch function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            module: The module in whose forward it runs, for messages.
+        """
+        if self.name == "argmax_one_hot":
+            return self._argmax_one_hot(function, args, kwargs, module)
+        spelling = self.operation.spellings[function]
+        inputs = spelling.inputs(args, kwargs)
+        if not _need_gradient(inputs):
+            self.state.note_without_gradient(self.name)
+            return function(*args, **kwargs)
+        # An outer override of the same operation must not act on it too.
+        with torch._C.DisableTorchFunction():
+            if spelling.is_in_place(kwargs):
+                return self._in_place(function, args, kwargs, inputs, module)
+            if self.filters:
+                return self.filtered(function(*args, **kwargs), inputs)
+            self.state.count(self.name)
+            args, kwargs = map_tensors(Tensor.detach, (args, dict(kwargs)))
+            if self.state.detaches:
+                return function(*args, **kwargs)
+            with torch.no_grad():
+                values = function(*args, **kwargs)
+            return self._replaced(values, inputs, module)
+
+    def filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
+        """The result of the native operation, with the rule's filter before its node."""
+        if not _has_gradient(result):
+            self.state.note_without_gradient(self.name)
+            return result
+        self.state.count(self.name)
+        if (
+            not isinstance(result, Tensor)
+            or in_transform()
+            or result.grad_fn is None
+            or result._is_view()
+            # The operation returned an input as it was, and the node is another operation's.
+            or any(result is tensor for tensor in inputs)
+        ):
+            return insert_rule(self.bound_rule, result)
+        self.hook_on(result.grad_fn)
+        return result
+
+    def hook_on(self, node: Any) -> None:
+        """Registers the rule's filter as a hook on the node of the operation."""
+        (node.register_hook if self.hooks_behind else node.register_prehook)(self.hook)
+
+    def _in_place(
+        self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list, module: str | None
+    ) -> Any:
+        if args:
+            target, args, kwargs = args[0], args[1:], dict(kwargs)
+        else:
+            target, kwargs = kwargs["input"], {key: kwargs[key] for key in kwargs if key != "input"}
+        if self.filters and not in_transform() and not target._is_view():
+            return self.filtered(function(target, *args, **kwargs))
+        # The rule's gradient goes to the values before the call. Then copy_ makes the new values the
+        # tensor's own, and autograd takes care of views and leaves.
+        self.state.count(self.name)
+        before = target.clone()
+        if self.filters:
+            return target.copy_(insert_rule(self.bound_rule, function(before, *args, **kwargs)))
+        args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
+        with torch.no_grad():
+            values = function(target.clone(), *args, **kwargs)
+        if not self.state.detaches:
+            values = self._replaced(values, [before if t is target else t for t in inputs], module)
+        return target.copy_(values)
+
+    def _replaced(self, values: Any, inputs: Sequence[Tensor], module: str | None) -> Any:
+        return replace_gradient(self.bound_rule, as_floating_point(values, inputs), inputs, module)
+
+    def _argmax_one_hot(
+        self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None
+    ) -> Any:
+        """Remembers the input of an argmax, of which the one-hot code is then a function.
+
+        ``one_hot(argmax(x, dim), classes)`` is integer and has no gradient. Here it comes in x's dtype.
+        """
+        with torch._C.DisableTorchFunction():
+            result = function(*args, **kwargs)
+            if self.operation.spellings[function].name == "argmax":
+                return _remember_source(result, *args, **kwargs)
+            source = getattr(args[0] if args else kwargs.get("tensor"), "_argmax_of", None)
+            if source is None or not _need_gradient([source]):
+                self.state.note_without_gradient(self.name)
+                return result
+            self.state.count(self.name)
+            if self.state.detaches:
+                return result
+            return replace_gradient(self.bound_rule, result.to(source.dtype), [source], module)
+
+
+class OpaqueCall:
+    """Notes calls that run operations of a rule inside torch, where it cannot act on them.
+
+    Args:
+        function: The function called.
+        hidden: Names of the rule's operations that it may run.
+        state: The rule.
+    """
+
+    def __init__(self, function: Function, hidden: frozenset[str], state: RuleState) -> None:
+        self.name = function.__name__
+        self.functions = (function,)
+        self.reason = f"it runs {', '.join(sorted(hidden))} within torch, with the plain gradient"
+        self.state = state
+
+    def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the rule is active."""
+        return self.state.active
+
+    def allows_plain_recomputation(self) -> bool:
+        """Whether a checkpoint may rerun the call without the rule: always, since nothing is changed."""
+        return True
+
+    def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
+        """Makes the call, and notes it if a gradient is recorded."""
+        if torch.is_grad_enabled():
+            self.state.note_opaque(self.name, self.reason)
+        return function(*args, **kwargs)
+
+
+TableRule = OperationRule | OpaqueCall
+
+
+def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRule]:
+    """The entries of a rule in a dispatch table: its operations, and the calls that may hide some."""
+    operations = list(operations)
+    names = {operation.name for operation in operations}
+    own = {function for operation in operations for function in operation.functions}
+    return [
+        *(OperationRule(operation, state) for operation in operations),
+        *(
+            OpaqueCall(function, hidden & names, state)
+            for function, hidden in OPAQUE_CALLS.items()
+            if hidden & names and function not in own
+        ),
+    ]
+
+
+def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
+    """A single integer or boolean result in the dtype of the first floating-point input.
+
+    Otherwise it could have no gradient. Everything else is returned as it is.
+    """
+    if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
+        return values
+    dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.get_default_dtype())
+    return values.to(dtype)
+
+
+def _filter_before(bound_rule: BoundRule) -> Callable:
+    """A rule's gradient filter as a hook before an autograd node."""
+
+    def hook(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if grad is None else bound_rule.gradients(grad, (grad,), grad, (True,))[0] for grad in grads
+        )
+
+    return hook
+
+
+def _positive_part_in_place(norms: GradientNorms) -> Callable:
+    """Guided backpropagation as a hook behind the node of a ReLU.
+
+    ``1[x > 0] · max(grad, 0) = max(1[x > 0] · grad, 0)``, and nobody else has what the node returns yet.
+    Taking the positive part in place saves a tensor, and half of the time.
+    """
+
+    def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple) -> None:
+        grad = grad_inputs[0]
+        if grad is None:
+            return
+        with torch._C.DisableTorchFunction():
+            if norms.on:
+                norms.measure(grad_outputs[0], [torch.relu(grad_outputs[0])])
+            grad.relu_()
+
+    return hook
+
+
+def _need_gradient(inputs: Sequence[Tensor]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in inputs:
+        if tensor.requires_grad:
+            return True
+    return in_transform() and any(tensor.is_floating_point() for tensor in inputs)
+
+
+def _has_gradient(result: Any) -> bool:
+    if isinstance(result, Tensor):
+        return result.requires_grad or in_transform()
+    return isinstance(result, tuple | list) and any(_has_gradient(item) for item in result)
+
+
+def _remember_source(indices: Tensor, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    if dim is None:
+        source = input.reshape(-1)
+    else:
+        source = input.movedim(dim, -1)
+        source = source.unsqueeze(dim if dim >= 0 else dim - 1) if keepdim else source
+    indices._argmax_of = source  # type: ignore[attr-defined]
+    return indices

@@ -1,0 +1,173 @@
+"""Tables of torch's functions: spellings, similar operations, opaque calls, what modules call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Function = Callable[..., Any]
+
+# Where the spellings of an operation are looked up, besides torch.Tensor and torch.ops.aten.
+NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
+
+# Operations that torch knows under several names; the key is the name that reports use.
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "abs": ("abs", "absolute"),
+    "acos": ("acos", "arccos"),
+    "add": ("add",),
+    "argmax_one_hot": ("argmax", "one_hot"),
+    "asin": ("asin", "arcsin"),
+    "atan": ("atan", "arctan"),
+    "clamp": ("clamp", "clip", "clamp_min", "clamp_max"),
+    "div": ("div", "divide", "true_divide", "truediv"),
+    "eq": ("eq",),
+    "floor_divide": ("floor_divide", "floordiv", "div", "divide"),
+    "ge": ("ge", "greater_equal"),
+    "gt": ("gt", "greater"),
+    "hardtanh": ("hardtanh",),
+    "le": ("le", "less_equal"),
+    "lt": ("lt", "less"),
+    "matmul": ("matmul",),
+    "max_pool": (
+        *("max_pool1d", "max_pool2d", "max_pool3d"),
+        *("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices"),
+    ),
+    "mul": ("mul", "multiply"),
+    "ne": ("ne", "not_equal"),
+    "neg": ("neg", "negative"),
+    "relu6": ("relu6", "hardtanh"),
+    "sigmoid": ("sigmoid", "expit"),
+    "sub": ("sub", "subtract"),
+    "trunc": ("trunc", "fix"),
+}
+
+# Operations that share a torch function with another operation, whose name that function then goes by.
+SHARING = ("floor_divide", "relu6")
+
+# Operations with one name of their own that the documentation lists. Any other torch function works too.
+LISTED = (
+    *("bernoulli", "ceil", "floor", "gelu", "heaviside", "leaky_relu", "relu", "round", "sign", "silu"),
+    *("softmax", "tanh", "where"),
+)
+
+ALSO_CALLED = {
+    "argmax": "argmax_one_hot",
+    "argmax_to_one_hot": "argmax_one_hot",
+    "one_hot": "argmax_one_hot",
+    **{
+        synonym: name
+        for name, synonyms in SYNONYMS.items()
+        for synonym in synonyms
+        if synonym not in SYNONYMS and name not in SHARING
+    },
+    "floordiv": "floor_divide",
+}
+
+SYMBOLS = {
+    "+": "add",
+    "-": "sub",
+    "*": "mul",
+    "/": "div",
+    "//": "floor_divide",
+    "@": "matmul",
+    "**": "pow",
+    "%": "remainder",
+    "==": "eq",
+    "!=": "ne",
+    "<": "lt",
+    "<=": "le",
+    ">": "gt",
+    ">=": "ge",
+}
+
+# What follows ``__i`` in the names of torch.Tensor's in-place operators.
+IN_PLACE_OPERATORS = (
+    *("add__", "and__", "div__", "floordiv__", "lshift__", "matmul__", "mod__", "mul__", "or__"),
+    *("pow__", "rshift__", "sub__", "truediv__", "xor__"),
+)
+
+_COMPARISONS = ("gt", "ge", "lt", "le")
+_CASTS = ("int", "long", "short", "to", "type")
+_RECTIFIERS = ("leaky_relu", "prelu", "elu", "gelu", "silu", "softplus")
+
+# For each operation, those that a model may use in its place, the likeliest first.
+SIMILAR: dict[str, tuple[str, ...]] = {
+    "add": ("sub",),
+    "argmax_one_hot": ("max", "topk", "scatter", "eq"),
+    "bernoulli": (*_COMPARISONS, "rand", "rand_like", "binomial", "multinomial", "dropout"),
+    "ceil": ("round", "floor", "trunc", *_CASTS),
+    "clamp": ("hardtanh", "relu6", "relu", "maximum", "minimum", "where"),
+    "div": ("floor_divide", "mul", "reciprocal"),
+    "floor": ("floor_divide", "round", "trunc", "ceil", *_CASTS),
+    "floor_divide": ("floor", "div", "trunc", "round"),
+    "ge": ("gt", "le", "lt", "heaviside", "sign", "where"),
+    "gelu": ("relu", "silu", "tanh"),
+    "gt": ("ge", "lt", "le", "heaviside", "sign", "where"),
+    "hardtanh": ("clamp", "relu6", "relu", "tanh"),
+    "heaviside": (*_COMPARISONS, "where", "sign", "bool"),
+    "le": ("lt", "ge", "gt", "heaviside", "sign", "where"),
+    "leaky_relu": ("relu", "prelu", "elu", "where"),
+    "linear": ("matmul", "mm", "addmm", "bmm", "einsum", "conv1d", "conv2d"),
+    "log_softmax": ("cross_entropy", "softmax", "logsumexp", "exp"),
+    "lt": ("le", "gt", "ge", "heaviside", "sign", "where"),
+    "matmul": ("linear", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
+    "max_pool": ("adaptive_max_pool2d", "amax", "max", "avg_pool2d"),
+    "relu": ("relu6", "clamp", "maximum", "hardtanh", "threshold", "where", *_RECTIFIERS),
+    "relu6": ("relu", "clamp", "hardtanh"),
+    "round": ("floor", "ceil", "trunc", "floor_divide", *_CASTS, "fake_quantize_per_tensor_affine"),
+    "sigmoid": ("hardsigmoid", "logsigmoid", "softmax", "tanh", "silu", "binary_cross_entropy_with_logits"),
+    "sign": ("sgn", "heaviside", "where", *_COMPARISONS),
+    "silu": ("sigmoid", "gelu", "relu", "hardswish"),
+    "softmax": ("log_softmax", "cross_entropy", "exp", "sigmoid", "scaled_dot_product_attention"),
+    "sub": ("add",),
+    "tanh": ("hardtanh", "sigmoid", "gelu"),
+    "trunc": ("floor", "round", "ceil", "frac", *_CASTS),
+    "where": ("masked_fill", *_COMPARISONS, "heaviside", "mul", "clamp"),
+}
+
+_ATTENTION = frozenset({"softmax", "dropout", "matmul", "linear"})
+_GATES = frozenset({"sigmoid", "tanh"})
+
+# One call of these runs the named operations inside torch, where Python sees no torch function.
+OPAQUE_CALLS: dict[Function, frozenset[str]] = {
+    F.multi_head_attention_forward: _ATTENTION,
+    F.scaled_dot_product_attention: _ATTENTION - {"linear"},
+    F.gumbel_softmax: frozenset({"softmax", "argmax_one_hot"}),
+    F.lp_pool1d: frozenset({"relu", "sign", "abs"}),
+    F.lp_pool2d: frozenset({"relu", "sign", "abs"}),
+    F.lp_pool3d: frozenset({"relu", "sign", "abs"}),
+    F.softmin: frozenset({"softmax"}),
+    F.tanhshrink: frozenset({"tanh"}),
+    torch.lstm: _GATES,
+    torch.lstm_cell: _GATES,
+    torch.gru: _GATES,
+    torch.gru_cell: _GATES,
+    torch.rnn_tanh: frozenset({"tanh"}),
+    torch.rnn_tanh_cell: frozenset({"tanh"}),
+    torch.rnn_relu: frozenset({"relu"}),
+    torch.rnn_relu_cell: frozenset({"relu"}),
+}
+
+_BATCH_NORM = (F.batch_norm, Tensor.add_, Tensor.add)
+
+# The torch functions that the forward of exactly these classes calls.
+MODULE_CALLS: dict[type[nn.Module], tuple[Function, ...]] = {
+    nn.AdaptiveAvgPool2d: (F.adaptive_avg_pool2d,),
+    nn.AvgPool2d: (F.avg_pool2d,),
+    nn.BatchNorm1d: _BATCH_NORM,
+    nn.BatchNorm2d: _BATCH_NORM,
+    nn.BatchNorm3d: _BATCH_NORM,
+    nn.Conv1d: (F.conv1d, F.pad),
+    nn.Conv2d: (F.conv2d, F.pad),
+    nn.Conv3d: (F.conv3d, F.pad),
+    nn.Dropout: (F.dropout,),
+    nn.Embedding: (F.embedding,),
+    nn.Flatten: (Tensor.flatten,),
+    nn.GroupNorm: (F.group_norm,),
+    nn.Identity: (),
+    nn.LayerNorm: (F.layer_norm,),
+    nn.Linear: (F.linear,),
+    nn.ReLU: (F.relu,),
+}

@@ -1,0 +1,131 @@
+"""Refuses policies that contradict each other, make no sense where they act, or cut every gradient."""
+
+import itertools
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.flow.locations import FlowPolicy, Locations, describe_location
+from gradpolicy.when import When
+
+# Rules that compare the input of an operation with its output.
+_OF_AN_OPERATION = ("bernoulli", "gumbel", "lsq", "reinmax", "rotation")
+# The factors with which a rule passes the gradient on as it is.
+_NEUTRAL_FACTORS = {"scale": 1.0, "reverse": -1.0}
+
+
+def check_policies(policies: Mapping[str, FlowPolicy], locations: Mapping[str, Locations]) -> None:
+    """Checks policies that are to be installed together.
+
+    Raises:
+        PolicyError: For two rules for one operation in one module; at one side of a module or on one
+            parameter, for a stop beside another policy, or one kind twice; for a rule of an operation that
+            is put elsewhere.
+    """
+    for name, policy in policies.items():
+        _check_rule(name, policy)
+    for first, second in itertools.combinations(policies, 2):
+        if _are_ever_active_together(policies[first].when, policies[second].when):
+            _check_pair(policies, locations, first, second)
+
+
+def remarks(policies: Mapping[str, FlowPolicy]) -> list[str]:
+    """A line for each policy whose rule changes nothing where it acts, or may be meant for elsewhere."""
+    lines = []
+    for name, policy in policies.items():
+        if policy.ops:
+            continue
+        rule, where = policy.rule, describe_location(policy)
+        factor = rule.parameters.get("factor")
+        if not isinstance(factor, Tensor | None) and factor == _NEUTRAL_FACTORS.get(rule.name):
+            lines.append(f"{name}: a factor of {factor:g} changes nothing at {where}; give another one")
+        elif not policy.params and "inputs" in (rule.reads or ()):
+            lines.append(
+                f"{name}: rule {rule.name!r} reads inputs, and at {where} input and output are the one "
+                "tensor that passes; for an operation's own inputs name the operation (ops=[…])"
+            )
+    return lines
+
+
+def is_cut(error: BaseException) -> bool:
+    """Whether torch says that a loss has no graph to run backward through."""
+    return "does not require grad and does not have a grad_fn" in str(error)
+
+
+def check_cuts(policies: Mapping[str, FlowPolicy]) -> None:
+    """Says which policies cut the only path, if no gradient reached anything that trains.
+
+    Raises:
+        PolicyError: If one of the policies detaches.
+    """
+    stops = [
+        f"policy {name!r} ({type(policy).__name__} at {describe_location(policy)})"
+        for name, policy in policies.items()
+        if policy.detaches
+    ]
+    if stops:
+        raise PolicyError(
+            f"{' and '.join(stops)} {'cuts' if len(stops) == 1 else 'cut'} the only path of the gradient: "
+            "nothing that trains gets one; cut elsewhere, or let something between the cut and the loss train"
+        )
+
+
+def _check_rule(name: str, policy: FlowPolicy) -> None:
+    """Refuses a rule of an operation at a boundary or on parameters, where one tensor passes."""
+    rule = policy.rule.name
+    if policy.ops or rule not in ("identity", *_OF_AN_OPERATION):
+        return
+    where = describe_location(policy)
+    instead = (
+        "name the operation that it is for (ops=[…]), or give it the forward as well: "
+        f"gradpolicy.apply({rule!r}, forward, …)"
+    )
+    if rule == "identity":
+        raise PolicyError(
+            f"policy {name!r}: rule 'identity' changes nothing at {where}: the gradient passes there as it "
+            f"is anyway; {instead}"
+        )
+    raise PolicyError(
+        f"policy {name!r}: rule {rule!r} compares what goes into an operation with what comes out, and at "
+        f"{where} both are the one tensor that passes; {instead}"
+    )
+
+
+def _check_pair(
+    policies: Mapping[str, FlowPolicy], locations: Mapping[str, Locations], first: str, second: str
+) -> None:
+    one, other = locations[first], locations[second]
+    operations = [op.name for op in one.operations if op in other.operations]
+    shared = [name for module, name in one.inside.items() if module in other.inside]
+    if operations and shared:
+        raise PolicyError(
+            f"policies {first!r} and {second!r} both have a rule for operation {operations[0]!r} "
+            f"in {f'module {shared[0]!r}' if shared[0] else 'the model'}"
+        )
+    modules = [name for name, module in one.modules.items() if id(module) in other.boundaries]
+    parameters = [name for name in one.parameters if name in other.parameters]
+    if one.side and one.side == other.side and modules:
+        where = f"the {one.side} of module {modules[0]!r}"
+    elif parameters:
+        where = f"parameter {parameters[0]!r}"
+    else:
+        return
+    kinds = [(type(policy), policy.rule.name) for policy in (policies[first], policies[second])]
+    if kinds[0] == kinds[1]:
+        raise PolicyError(f"policies {first!r} and {second!r} do the same at {where}: {kinds[0][0].__name__}")
+    for stop, changed in ((first, second), (second, first)):
+        if policies[stop].rule.name == "stop":
+            raise PolicyError(
+                f"policies {first!r} and {second!r} contradict each other at {where}: "
+                f"{stop!r} stops the gradient that {changed!r} is to change"
+            )
+
+
+def _are_ever_active_together(one: When, other: When) -> bool:
+    shared = set(one.phases) & set(other.phases)
+    if not shared:
+        return False
+    if shared != {"fit"} or one.unit != other.unit:
+        return True
+    return (one.stop is None or other.start < one.stop) and (other.stop is None or one.start < other.stop)

@@ -1,0 +1,108 @@
+"""What the wrapped modules and parameters of one installation share."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.flow.bound_rule import RuleState
+from gradpolicy.flow.checkpointing import checkpoints_above
+from gradpolicy.flow.containers import tensors_in
+
+# Whether each rule is active, and the versions of its scheduled numbers.
+Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
+
+
+class InstallSession:
+    """One installation, and whether its rules are in backward as they were in forward.
+
+    Activation checkpointing runs modules again in the backward pass. If policies were installed, removed or
+    switched meanwhile, that run would silently follow other rules than the first, so the backward pass is
+    refused. Rules on parameters act when gradients arrive, so for them a removal alone is refused.
+
+    Args:
+        states: The rules of the installation.
+    """
+
+    def __init__(self, states: Iterable[RuleState] = ()) -> None:
+        self.states = tuple(states)
+        self.is_installed = True
+        self.acts_on_parameters = False
+        # Whether the outermost module runs with gradients now, and whether any module ever ran.
+        self.in_forward = False
+        self.has_run = False
+        # Whether modules of the running forward pass will run again in its backward pass.
+        self._runs_again = False
+        # Names of operations that an inner override or policy took.
+        self.taken: set[str] = set()
+
+    def matched_operations(self) -> set[str]:
+        """The names of all operations that a rule of the installation was put on."""
+        return {name for state in self.states for name in state.matched}
+
+    def begin_forward(self) -> None:
+        """Notes that the outermost module starts to run with gradients.
+
+        Raises:
+            PolicyError: If it runs for a backward pass whose forward pass ran before the installation.
+        """
+        if not self.has_run and torch._C._current_graph_task_id() != -1:
+            raise _changed("put on")
+        self.has_run = self.in_forward = True
+        for state in self.states:
+            state.note_forward()
+
+    def note_run_without_gradients(self) -> None:
+        """Notes in a module that runs without gradients whether a reentrant checkpoint will run it again."""
+        if not self.in_forward:
+            # A reentrant checkpoint may stand around the outermost module.
+            self.has_run = True
+        elif not self._runs_again:
+            self._runs_again = checkpoints_above() > 0
+
+    def note_saved_tensor_hooks(self) -> None:
+        """Notes in a module that runs with gradients whether a non-reentrant checkpoint will run it again.
+
+        That second run only restores saved tensors. Rules that read nothing save none, so a second run
+        without them gives the same, or torch finds another number of tensors and says so.
+        """
+        if not self._runs_again:
+            reads = any(state.rule.reads and state.rule.gradient_filter is None for state in self.states)
+            self._runs_again = reads and checkpoints_above() > 0
+
+    def end_forward(self, result: Any) -> None:
+        """Notes that the outermost module has run; the backward pass of its result checks the rules."""
+        runs_again, self._runs_again, self.in_forward = self._runs_again, False, False
+        if not (runs_again or self.acts_on_parameters):
+            return
+        check = functools.partial(self._check, self._snapshot() if runs_again else None)
+        for tensor in tensors_in(result):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(check)
+
+    def _snapshot(self) -> Snapshot:
+        return tuple(
+            (state.active, tuple(state.rule.parameters[key]._version for key in state.schedules))
+            for state in self.states
+        )
+
+    def _check(self, snapshot: Snapshot | None, grads: tuple[torch.Tensor, ...]) -> None:
+        if snapshot is None:
+            if not self.is_installed:
+                raise PolicyError(
+                    "the policies were removed between forward and backward, and rules on parameters "
+                    "(params=) act when the gradients arrive; remove the policies after the backward pass"
+                )
+        elif not self.is_installed:
+            raise _changed("removed")
+        elif snapshot != self._snapshot():
+            raise _changed("switched, or their schedules went on,")
+
+
+def _changed(how: str) -> PolicyError:
+    return PolicyError(
+        f"the policies were {how} between forward and backward, and modules under activation checkpointing "
+        "run again in the backward pass, then with other rules than before; change policies between steps"
+    )

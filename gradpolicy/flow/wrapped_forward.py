@@ -1,0 +1,239 @@
+"""The callable that stands in a module's ``forward`` while policies are installed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradpolicy.errors import warn_user
+from gradpolicy.flow.autograd_functions import in_transform
+from gradpolicy.flow.boundary import Boundary, adopt_writes
+from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, may_be_recomputed, refusal
+from gradpolicy.flow.dispatch import (
+    DispatchMode,
+    DispatchTable,
+    active_modes,
+    mode_at,
+    mode_count,
+    note_taken,
+)
+from gradpolicy.flow.operation_rule import OperationRule
+from gradpolicy.flow.parameters import ParameterRules, run_with_rules
+from gradpolicy.flow.session import InstallSession
+
+# By these names, since a look-up of torch._C._… takes time at every layer.
+_relu = torch.relu
+_without_modes = torch._C.DisableTorchFunction
+
+
+class InstallMode(DispatchMode):
+    """The mode of one installation on one thread. Modules change its table."""
+
+    def __init__(self, session: InstallSession, table: DispatchTable) -> None:
+        super().__init__(table)
+        self.session = session
+        self.taken = session.taken
+        self.has_graph = has_graph()
+
+    def check_recomputation(self, operation: str) -> None:
+        """Refuses an operation that a checkpoint would run again outside of the wrapped forward."""
+        if self.has_graph and checkpoints_above(entered_by=WrappedForward._forward.__code__):
+            raise refusal(operation)
+
+
+class WrappedForward:
+    """Runs a module's own forward with the rules inside it, at its boundary and on its parameters.
+
+    It stands in the module's ``__dict__``, and can be pickled and copied: a copied module gets a copy of it
+    that runs the copy's weights.
+
+    Args:
+        module: The module.
+        method: The method that it stands for, usually ``"forward"``.
+        session: The installation.
+        name: The module's name.
+        table: The rules on operations inside the module.
+        entering: The rules at the module's input.
+        leaving: The rules at its output.
+        parameter_rules: The rules on its parameters; for the whole model, those on all parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        method: str,
+        session: InstallSession,
+        *,
+        name: str = "",
+        table: DispatchTable | None = None,
+        entering: Boundary | None = None,
+        leaving: Boundary | None = None,
+        parameter_rules: Sequence[ParameterRules] = (),
+    ) -> None:
+        self.module = module
+        self.method = method
+        self.session = session
+        self.name = name
+        self.table = table
+        self.entering = entering
+        self.leaving = leaving
+        self.parameter_rules = tuple(parameter_rules)
+        # What stood in the module's own __dict__ before: another tool's wrapper, or nothing.
+        self.inner: Callable | None = module.__dict__.get(method)
+
+    @property
+    def __wrapped__(self) -> Callable:
+        """The forward that this stands for. ``inspect.signature`` and Lightning look for it here."""
+        if self.inner is not None:
+            return self.inner
+        return getattr(type(self.module), self.method).__get__(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward."""
+        if self.parameter_rules:
+            return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
+        return self._run_in_session(args, kwargs)
+
+    def put_on(self) -> None:
+        """Takes the place of the forward."""
+        self.module.__dict__[self.method] = self
+
+    def take_off(self) -> None:
+        """Gives the forward its place back, also from inside wrappers that were put on later."""
+        outer = self.module.__dict__.get(self.method)
+        if outer is self:
+            if self.inner is None:
+                del self.module.__dict__[self.method]
+            else:
+                self.module.__dict__[self.method] = self.inner
+            return
+        while isinstance(outer, WrappedForward):
+            if outer.inner is self:
+                outer.inner = self.inner
+                return
+            outer = outer.inner
+        # Another tool wrapped this wrapper and keeps it. It can only stop having an effect.
+        self.table = self.entering = self.leaving = None
+        warn_user(
+            f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
+            "they are off, but what replaced it still runs through them"
+        )
+
+    def _run_in_session(self, args: tuple, kwargs: dict) -> Any:
+        session = self.session
+        if in_transform():
+            if torch.compiler.is_compiling():
+                for state in session.states:
+                    state.note_forward()
+            return self._run_within_boundaries(args, kwargs)
+        if not torch.is_grad_enabled():
+            session.note_run_without_gradients()
+            return self._run_within_boundaries(args, kwargs)
+        if session.in_forward:
+            if may_be_recomputed():
+                session.note_saved_tensor_hooks()
+            return self._run_within_boundaries(args, kwargs)
+        session.begin_forward()
+        result = None
+        try:
+            result = self._run_within_boundaries(args, kwargs)
+            return result
+        finally:
+            session.end_forward(result)
+
+    def _run_within_boundaries(self, args: tuple, kwargs: dict) -> Any:
+        if self.entering is None:
+            result = self._run_under_table(args, kwargs)
+        elif in_transform():
+            args, kwargs = self.entering.cross((args, kwargs))
+            result = self._run_under_table(args, kwargs)
+        else:
+            crossed: list = []
+            args, kwargs = self.entering.cross((args, kwargs), crossed)
+            versions = [tensor._version for tensor, _ in crossed]
+            result = self._run_under_table(args, kwargs)
+            adopt_writes(crossed, versions)
+        return result if self.leaving is None else self.leaving.cross(result)
+
+    def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
+        table, session = self.table, self.session
+        if table is None:
+            return self._forward(args, kwargs)
+        mode = next((m for m in active_modes() if isinstance(m, InstallMode) and m.session is session), None)
+        if mode is None:
+            with InstallMode(session, table) as mode:
+                self._name_module(mode, self.name)
+                result = self._forward(args, kwargs)
+            if not in_transform():
+                note_taken(session.matched_operations())
+            return result
+        outer_table, outer_module = mode.table, mode.module
+        mode.table = table
+        self._name_module(mode, self.name)
+        try:
+            return self._forward(args, kwargs)
+        finally:
+            mode.table = outer_table
+            self._name_module(mode, outer_module)
+
+    def _name_module(self, mode: DispatchMode, name: str | None) -> None:
+        # Compiled code is not to depend on the name, so that it serves all modules of a class.
+        if not torch.compiler.is_compiling():
+            mode.module = name
+
+    def _forward(self, args: tuple, kwargs: dict) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+
+
+class WrappedReLU(WrappedForward):
+    """The forward of a ``nn.ReLU`` whose rule is a filter: no look-up, one hook.
+
+    A look-up costs more than a small ReLU itself.
+
+    Args:
+        module: The ReLU.
+        session: The installation.
+        table: The rules on operations inside the module.
+        rule: The one that covers ReLUs.
+        name: The module's name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        session: InstallSession,
+        table: DispatchTable,
+        rule: OperationRule,
+        *,
+        name: str = "",
+    ) -> None:
+        super().__init__(module, "forward", session, name=name, table=table)
+        self.rule = rule
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Runs the ReLU."""
+        rule = self.rule
+        count = mode_count()
+        if (
+            in_transform()
+            or self.table is None
+            or self.module.inplace
+            or not rule.state.active
+            or not torch.is_grad_enabled()
+            or count > 1
+            or (count == 1 and getattr(mode_at(0), "session", None) is not self.session)
+        ):
+            return super().__call__(input)
+        # The installation's own mode would only find the same rule. Attributes of tensors go through it too.
+        with _without_modes():
+            result = _relu(input)
+            node: Any = result.grad_fn
+        if node is None:
+            rule.state.note_without_gradient("relu")
+        else:
+            rule.state.matched["relu"] += 1
+            rule.hook_on(node)
+        return result

@@ -1,0 +1,119 @@
+"""One call of an operation under a rule."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradpolicy as gp
+
+doubled = gp.Rule("doubled", lambda grad, inputs, output: grad, gradient_filter=lambda grad: 2 * grad)
+
+
+def ten_times(grad, inputs, output):
+    return 10.0 * grad
+
+
+@pytest.mark.parametrize(("rule", "expected"), [(doubled, 2.0), (ten_times, 10.0)])
+def test_other_paths_of_an_input_that_is_returned_as_it_is_stay_plain(rule, expected, gradient):
+    def both_paths(x):
+        y = 3 * x
+        with gp.gradient_override({"contiguous": rule}):
+            z = y.contiguous()
+        return y + z
+
+    found, value = gradient(both_paths, torch.ones(2))
+    assert torch.equal(found, torch.full((2,), 3.0 * (1 + expected)))
+    assert torch.equal(value, torch.full((2,), 6.0))
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("guided_relu", 1.0), (ten_times, 10.0), ("stop", 0.0)])
+def test_a_call_in_place_by_keyword(rule, expected, gradient):
+    def in_place(x):
+        work = x * 1
+        torch.relu_(input=work)
+        return work
+
+    with gp.gradient_override({"relu": rule}):
+        found, value = gradient(in_place, torch.tensor([1.0, 2.0]))
+    assert torch.equal(found, torch.full((2,), expected))
+    assert torch.equal(value, torch.tensor([1.0, 2.0]))
+
+
+def test_a_filter_acts_before_the_operation_s_own_gradient(gradient):
+    x = torch.randn(4)
+    with gp.gradient_override({"tanh": doubled}):
+        found, _ = gradient(torch.tanh, x)
+    torch.testing.assert_close(found, 2 * (1 - torch.tanh(x) ** 2))
+
+
+def test_a_filter_acts_on_every_floating_point_result(gradient):
+    with gp.gradient_override({"max": doubled}):
+        found, _ = gradient(lambda x: torch.max(x, dim=1).values, torch.tensor([[1.0, 2.0]]))
+    assert found.tolist() == [[0.0, 2.0]]
+
+
+def test_a_call_that_hides_an_operation_may_be_an_operation_with_a_rule_itself(gradient):
+    with gp.gradient_override({"softmax": "stop", F.gumbel_softmax: "identity"}):
+        found, _ = gradient(
+            lambda x: F.gumbel_softmax(x, hard=True), torch.randn(3), torch.tensor([1.0, 2.0, 3.0])
+        )
+    assert found.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_stop_at_an_operation_cuts_its_inputs_off(gradient):
+    class Both(nn.Module):
+        def forward(self, x):
+            one_hot = F.one_hot(x.argmax(), 3).to(x.dtype)
+            return torch.tanh(x) + torch.sin(x) + one_hot
+
+    x = torch.randn(3)
+    with gp.install(model := Both(), {"cut": gp.Stop(ops=["tanh", "argmax_one_hot"])}) as installed:
+        found, value = gradient(model, x)
+        assert installed.report().rows[0].matched == {"tanh": 1, "argmax_one_hot": 1}
+    torch.testing.assert_close(found, torch.cos(x))
+    torch.testing.assert_close(value, Both()(x))
+
+
+def test_the_one_hot_code_of_an_argmax_over_all_entries(gradient):
+    with gp.gradient_override({"argmax": "identity"}):
+        found, _ = gradient(
+            lambda x: F.one_hot(x.argmax(), 4).to(x.dtype), torch.randn(2, 2), torch.arange(4.0)
+        )
+    assert found.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_a_filter_on_an_operation_without_a_gradient_has_nothing_to_do():
+    x = torch.ones(2, requires_grad=True)
+    with (
+        pytest.warns(UserWarning, match="'gt' ran only where no gradient is recorded"),
+        gp.gradient_override({"gt": doubled}),
+    ):
+        assert (x > 0).dtype == torch.bool
+
+
+def test_tensors_in_lists_are_inputs(gradient):
+    with gp.gradient_override({"cat": lambda grad, inputs, output: (2 * grad[:2], 3 * grad[2:])}):
+        found, _ = gradient(lambda x: torch.cat([x, x]), torch.ones(2))
+    assert found.tolist() == [5.0, 5.0]
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("layer", "rule"), [(F.relu, "guided_relu"), (F.relu, doubled), (F.gelu, "guided_relu")]
+)
+def test_a_filter_lets_a_missing_gradient_through(layer, rule):
+    x = torch.ones(2, requires_grad=True)
+    with gp.gradient_override({layer: rule}):
+        y = NoGradient.apply(layer(x))
+    (y + 2 * x).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0]
