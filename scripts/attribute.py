@@ -44,12 +44,12 @@ from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import Attribution, find_convolution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
-from gradpolicy.launch.checkpoints import check_fits, find_checkpoint, read_weights
 from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.output import replace_what_does_not_encode
 from gradpolicy.launch.run import Subject, build_subject, quieter
 from gradpolicy.launch.targets import check_targets
 from gradpolicy.launch.trust import KEY, trusted_packages
+from gradpolicy.lightning.find_checkpoint import check_fits, find_checkpoint, read_weights
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
 from gradpolicy.tasks.images import ImageShape, find_images, read_image
 from gradpolicy.tasks.named_models import load_named_model

@@ -10,11 +10,11 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from gradpolicy.callback import GradientPolicies
 from gradpolicy.checks import check_sizes
 from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.insight.attribution import input_gradient, predict
 from gradpolicy.insight.pictures import Sample, picture_grid
+from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import StraightThrough
 
 PHASE = "test"

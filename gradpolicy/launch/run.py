@@ -28,27 +28,27 @@ from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gradpolicy.callback import GradientPolicies
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.faults.checkpoints import WholeCheckpointIO
-from gradpolicy.faults.nonfinite import StopOnNonFinite
-from gradpolicy.faults.preemption import SaveOnPreemption
-from gradpolicy.faults.rank_watch import RankWatch
 from gradpolicy.insight.plan import make_plan, training_loss
-from gradpolicy.launch.batches import BatchesChecked, check_batches
-from gradpolicy.launch.best_checkpoints import BestCheckpoints
-from gradpolicy.launch.checkpoints import check_fits, check_resumable, find_checkpoint
 from gradpolicy.launch.compose import check_config, resolved
 from gradpolicy.launch.instantiate import build, build_all
-from gradpolicy.launch.optimizer import check_optimizer
 from gradpolicy.launch.places import check_places
 from gradpolicy.launch.ranks import is_first_rank, own_command_line
 from gradpolicy.launch.report import Result, print_config, print_results, saved_in
-from gradpolicy.launch.resuming import CheckedResume, taking_up
 from gradpolicy.launch.rundir import RunDirectory, agreed_checkpoint, check_destinations, run_directory
-from gradpolicy.launch.runs import record_of
 from gradpolicy.launch.schema import Settings
 from gradpolicy.launch.signals import termination_exits
+from gradpolicy.lightning.batch_limits import BatchesChecked, check_batches
+from gradpolicy.lightning.best_checkpoints import BestCheckpoints
+from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.find_checkpoint import check_fits, check_resumable, find_checkpoint
+from gradpolicy.lightning.nonfinite import StopOnNonFinite
+from gradpolicy.lightning.optimizer_check import check_optimizer
+from gradpolicy.lightning.preemption import SaveOnPreemption
+from gradpolicy.lightning.rank_watch import RankWatch
+from gradpolicy.lightning.resuming import CheckedResume, taking_up
+from gradpolicy.lightning.run_records import record_of
 from gradpolicy.policies import Policy
 from gradpolicy.tasks.resume import ExactResume
 

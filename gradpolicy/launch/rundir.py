@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.errors import wrong_input_errors
 from gradpolicy.launch.ranks import is_first_rank
-from gradpolicy.launch.runs import brief_path
+from gradpolicy.lightning.run_records import brief_path
 
 STAMP = "%Y-%m-%d_%H-%M-%S-%f"
 STORE_KEY = "gradpolicy/started"

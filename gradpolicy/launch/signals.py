@@ -1,6 +1,6 @@
 """Ends the program in good order on SIGTERM also while nothing is trained.
 
-While it trains, :class:`gradpolicy.faults.preemption.SaveOnPreemption` saves a checkpoint first.
+While it trains, :class:`gradpolicy.lightning.preemption.SaveOnPreemption` saves a checkpoint first.
 """
 
 import signal

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.faults.reading import read_file
+from gradpolicy.lightning.checkpoint_reading import read_file
 from gradpolicy.tasks.images import ImageShape, Normalized
 
 EXTRA = "vision"

@@ -26,8 +26,8 @@ from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.reducer import ReducerKeeper
 from gradpolicy.distributed.sharded_checkpoint import save_whole
-from gradpolicy.faults.checkpoints import write_whole
 from gradpolicy.freeze.recipe import RandomMask
+from gradpolicy.lightning.checkpoint_io import write_whole
 from gradpolicy.optim import MaskedOptimizer
 
 SHARES = (1.0, 0.5, 0.1, 0.01)

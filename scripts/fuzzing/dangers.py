@@ -147,7 +147,7 @@ TARGETS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gradpolicy.launch.targets.locate_target", {"key": "x", "path": "os.system", "packages": ["os"]}),
     ("gradpolicy.launch.targets.importlib.import_module", {"name": "stranger"}),
     ("gradpolicy.launch.run.save_config", {"container": {}, "directory": CANARY}),
-    ("gradpolicy.faults.checkpoints.WholeCheckpointIO.remove_checkpoint", {"_args_": [None, "guarded"]}),
+    ("gradpolicy.lightning.checkpoint_io.WholeCheckpointIO.remove_checkpoint", {"_args_": [None, "guarded"]}),
     ("gradpolicy.distributed.sharded_checkpoint.remove_whole", {"_args_": ["guarded"]}),
     ("gradpolicy.rules.registry.importlib.import_module", {"name": "stranger"}),
     ("gradpolicy.where.importlib.import_module", {"name": "stranger"}),

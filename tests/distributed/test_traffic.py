@@ -16,7 +16,7 @@ from gradpolicy import PolicyError
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.traffic import STRATEGIES, CountedTraffic, expected, ring
 from gradpolicy.distributed.zero import masked
-from gradpolicy.strategies.fully_shard import shard_modules
+from gradpolicy.lightning.fully_shard_strategy import shard_modules
 
 WIDTH, DEPTH = 32, 8
 ENTRIES = DEPTH * WIDTH * WIDTH

@@ -5,8 +5,8 @@ import warnings
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from gradpolicy.faults.checkpoints import WholeCheckpointIO
 from gradpolicy.launch.run import build_plugins, quieter
+from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
 
 from .conftest import SHORT
 

@@ -12,9 +12,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradpolicy.callback import GradientPolicies
 from gradpolicy.errors import PolicyError
 from gradpolicy.finite import all_finite
+from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.where import plain_name
 

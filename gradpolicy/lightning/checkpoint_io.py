@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from gradpolicy.checkpoint_file import save_file
 from gradpolicy.distributed.sharded_checkpoint import sync_folder, take_place
-from gradpolicy.faults.checkpoint_file import save_file
-from gradpolicy.faults.reading import load_checkpoint
+from gradpolicy.lightning.checkpoint_reading import load_checkpoint
 
 _PART = ".part"
 

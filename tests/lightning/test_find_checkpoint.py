@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.checkpoints import check_fits, find_checkpoint
-from gradpolicy.launch.runs import RunRecord
+from gradpolicy.lightning.find_checkpoint import check_fits, find_checkpoint
+from gradpolicy.lightning.run_records import RunRecord
 
 
 def save(path: Path, model: nn.Module, age: float = 0.0) -> Path:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import gradpolicy as gp
-from gradpolicy.faults.nonfinite import (
+from gradpolicy.lightning.nonfinite import (
     StopOnNonFinite,
     all_finite,
     first_nonfinite_gradient,

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from gradpolicy.distributed import sharded_checkpoint
 from gradpolicy.distributed.shard_reader import load_into
-from gradpolicy.faults.reading import VERSION, load_checkpoint, read_checkpoint
+from gradpolicy.lightning.checkpoint_reading import VERSION, load_checkpoint, read_checkpoint
 from gradpolicy.where import as_patterns, match_modules
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -38,7 +38,7 @@ class FullyShardStrategy(ModelParallelStrategy):
 
     Checkpoints are directories, written whole or not at all. Those of any number of ranks load, and files
     that other strategies wrote; other strategies load these directories too, through
-    :class:`~gradpolicy.faults.checkpoints.WholeCheckpointIO`.
+    :class:`~gradpolicy.lightning.checkpoint_io.WholeCheckpointIO`.
 
     Args:
         modules: Globs or classes of the modules to shard one by one, such as ``"model.layers.*"``; None: the

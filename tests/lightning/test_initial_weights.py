@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.initial_weights import InitialWeights
+from gradpolicy.lightning.initial_weights import InitialWeights
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import torch
 from process_pool import ProcessPool, here
 from torch import nn
 
-from gradpolicy.strategies.zero import as_zero
+from gradpolicy.lightning.zero_strategy import as_zero
 
 
 def rates(loaded: bool) -> list[float]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from gradpolicy.distributed.sharded_checkpoint import MARKER, is_whole
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.best_checkpoints import BestCheckpoints, copy_whole
+from gradpolicy.lightning.best_checkpoints import BestCheckpoints, copy_whole
 from gradpolicy.tasks.resume import ExactResume
 
 # The best of all is seen early: a run that forgets it takes a later one.

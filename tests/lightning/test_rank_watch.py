@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradpolicy.faults.rank_watch import describe_exit
+from gradpolicy.lightning.rank_watch import describe_exit
 
 PROGRAM = Path(__file__).parent / "training_program.py"
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradpolicy import PolicyError
-from gradpolicy.strategies.fully_shard import shard_modules
+from gradpolicy.lightning.fully_shard_strategy import shard_modules
 
 
 class Network(nn.Module):

@@ -11,10 +11,10 @@ from fsspec.utils import get_protocol
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from gradpolicy.checkpoint_file import UnreadableError, because, check_file, load_file
 from gradpolicy.distributed.shard_reader import entries
 from gradpolicy.distributed.sharded_checkpoint import check_manifest, read_as_one, read_unsharded
 from gradpolicy.errors import PolicyError
-from gradpolicy.faults.checkpoint_file import UnreadableError, because, check_file, load_file
 
 KEY = "ckpt_path"
 # Where the saved state of a ModelCheckpoint has paths.

@@ -138,7 +138,9 @@ def _look_at(directory: Path, place: Path, touched: float) -> FoundRun:
 
 def _tells_a_study(directory: Path) -> bool:
     config = directory / "config.yaml"
-    return config.is_file() and "gradpolicy.launch.pruning.ReportToStudy" in config.read_text(errors="ignore")
+    return config.is_file() and "gradpolicy.lightning.optuna_pruning.ReportToStudy" in config.read_text(
+        errors="ignore"
+    )
 
 
 def _stamp(name: str) -> float | None:

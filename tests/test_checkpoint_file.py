@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradpolicy.faults.checkpoint_file import UnreadableError, check_file, load_file, save_file
+from gradpolicy.checkpoint_file import UnreadableError, check_file, load_file, save_file
 
 CONTENT = {"state_dict": {"weight": torch.arange(300.0), "bias": torch.zeros(3)}, "step": 3, "name": "run"}
 

@@ -11,11 +11,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gradpolicy.callback import GradientPolicies
 from gradpolicy.errors import PolicyError, brief
-from gradpolicy.faults.reading import KEY, check_checkpoint, named_checkpoints
-from gradpolicy.launch.checkpoints import CANNOT_RESUME
 from gradpolicy.launch.errors import wrong_input_errors
+from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.checkpoint_reading import KEY, check_checkpoint, named_checkpoints
+from gradpolicy.lightning.find_checkpoint import CANNOT_RESUME
 from gradpolicy.tasks.resume import ExactResume
 
 COUNTED = ("optimizer_states", "lr_schedulers")

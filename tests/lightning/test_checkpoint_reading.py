@@ -17,8 +17,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.faults import checkpoint_file, reading
-from gradpolicy.faults.checkpoints import WholeCheckpointIO, write_whole
-from gradpolicy.faults.reading import check_checkpoint, load_checkpoint, read_checkpoint, read_weights
+from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO, write_whole
+from gradpolicy.lightning.checkpoint_reading import (
+    check_checkpoint,
+    load_checkpoint,
+    read_checkpoint,
+    read_weights,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:.*TypedStorage", "ignore:.*cannot be told"

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, shortened, shown
-from gradpolicy.launch.checkpoints import CANNOT_RESUME, read_checkpoint
+from gradpolicy.lightning.find_checkpoint import CANNOT_RESUME, read_checkpoint
 from gradpolicy.tasks.task import Task
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.pruning import PRUNED, ReportToStudy, make_pruner
+from gradpolicy.lightning.optuna_pruning import PRUNED, ReportToStudy, make_pruner
 
 EPOCHS = 6
 GOOD = 0.5

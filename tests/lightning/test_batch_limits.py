@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.batches import check_batches
+from gradpolicy.lightning.batch_limits import check_batches
 from gradpolicy.tasks import DigitsDataModule
 
 

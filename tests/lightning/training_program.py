@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradpolicy.faults.checkpoints import WholeCheckpointIO
-from gradpolicy.faults.preemption import SaveOnPreemption
-from gradpolicy.faults.rank_watch import RankWatch
+from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.preemption import SaveOnPreemption
+from gradpolicy.lightning.rank_watch import RankWatch
 
 
 class Line(LightningModule):

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from gradpolicy.faults.checkpoints import WholeCheckpointIO, write_whole
+from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO, write_whole
 
 MEGABYTE = 2**20
 
@@ -77,7 +77,7 @@ def test_training_on_a_full_disk_ends_with_the_former_checkpoint(
 KILLED_WHILE_SAVING = """
     import os, signal, sys, threading, torch
     from pathlib import Path
-    from gradpolicy.faults.checkpoints import write_whole
+    from gradpolicy.lightning.checkpoint_io import write_whole
 
     path = Path(sys.argv[1])
     write_whole({"step": 1}, path)

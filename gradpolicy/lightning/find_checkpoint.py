@@ -18,8 +18,15 @@ from gradpolicy.distributed.sharded_checkpoint import (
     saved_shapes,
 )
 from gradpolicy.errors import PolicyError, nearest, shortened
-from gradpolicy.faults.reading import KEY, VERSION, WEIGHTS, check_checkpoint, read_checkpoint, read_weights
-from gradpolicy.launch.runs import (
+from gradpolicy.lightning.checkpoint_reading import (
+    KEY,
+    VERSION,
+    WEIGHTS,
+    check_checkpoint,
+    read_checkpoint,
+    read_weights,
+)
+from gradpolicy.lightning.run_records import (
     KINDS,
     RUN,
     FoundRun,

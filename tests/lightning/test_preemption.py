@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from gradpolicy import PolicyError
-from gradpolicy.faults.preemption import SaveOnPreemption, requeue_slurm_job
+from gradpolicy.lightning.preemption import SaveOnPreemption, requeue_slurm_job
 
 PROGRAM = Path(__file__).parent / "training_program.py"
 
