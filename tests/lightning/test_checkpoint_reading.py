@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
+from gradpolicy.checkpoint_file import check_file
 from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.errors import PolicyError
-from gradpolicy.faults import checkpoint_file, reading
+from gradpolicy.lightning import checkpoint_reading
 from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO, write_whole
 from gradpolicy.lightning.checkpoint_reading import (
     check_checkpoint,
@@ -178,7 +179,7 @@ def test_shards_outside_of_the_directory_are_refused(of_torch: Path, ran: Path, 
 
 
 @pytest.mark.parametrize("named", ["local:///home/me", "s3://bucket/mine", "/runs/a/../../home/me", "a::b"])
-@pytest.mark.parametrize("field", [*reading.PATHS, "best_k_models"])
+@pytest.mark.parametrize("field", [*checkpoint_reading.PATHS, "best_k_models"])
 def test_paths_that_a_callback_would_delete_are_refused(
     tmp_path: Path, ran: Path, named: str, field: str
 ) -> None:
@@ -235,7 +236,7 @@ def test_a_checkpoint_is_looked_through_once_until_it_is_written_again(
 ) -> None:
     looked: list[Path] = []
     monkeypatch.setattr(
-        reading, "check_file", lambda path: looked.append(path) or checkpoint_file.check_file(path)
+        checkpoint_reading, "check_file", lambda path: looked.append(path) or check_file(path)
     )
     path = tmp_path / "last.ckpt"
     for saved in range(2):
