@@ -10,10 +10,14 @@ import re
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+
+from gradpolicy.errors import PolicyError
 
 # What ends an archive without comment: a record of this size whose last two bytes are the comment's length.
 _END_OF_ARCHIVE, _END_SIZE = b"PK\x05\x06", 22
@@ -92,6 +96,36 @@ def load_file(file: Path | io.BytesIO, *, map_location: Any = "cpu", mmap: bool 
     except Exception as error:
         # Bytes that are no checkpoint make torch's reader stumble in any way there is.
         raise UnreadableError(because(error)) from error
+
+
+def read_file(path: Path, key: str) -> Any:
+    """Reads a file of tensors and plain values that need not be a checkpoint.
+
+    Raises:
+        PolicyError: If it is damaged, or holds anything else.
+    """
+    with errors_named(path, key):
+        check_file(path)
+        return load_file(path)
+
+
+@contextmanager
+def errors_named(path: Path, key: str) -> Iterator[None]:
+    """Reports whatever is wrong with a file in one line, under the config key that names it.
+
+    Raises:
+        PolicyError: In place of any other error.
+    """
+    try:
+        yield
+    except PolicyError:
+        raise
+    except UnreadableError as error:
+        raise PolicyError(f"{key}: {path} {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise PolicyError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:
+        raise PolicyError(f"{key}: {path} {because(error)}") from error
 
 
 def because(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """The one door through which checkpoints are read: nothing in them is run, and damage is refused."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -11,10 +10,9 @@ from fsspec.utils import get_protocol
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from gradpolicy.checkpoint_file import UnreadableError, because, check_file, load_file
+from gradpolicy.checkpoint_file import UnreadableError, check_file, errors_named, load_file
 from gradpolicy.distributed.shard_reader import entries
 from gradpolicy.distributed.sharded_checkpoint import check_manifest, read_as_one, read_unsharded
-from gradpolicy.errors import PolicyError
 
 KEY = "ckpt_path"
 # Where the saved state of a ModelCheckpoint has paths.
@@ -51,7 +49,7 @@ def check_checkpoint(path: Path, key: str = KEY) -> Checked:
     Raises:
         PolicyError: If it is not so.
     """
-    with _told(path, key):
+    with errors_named(path, key):
         stamp, known = _stamp(path), _checked.get(path.absolute())
         if known is not None and known.stamp == stamp:
             return known
@@ -75,7 +73,7 @@ def read_checkpoint(path: Path, key: str = KEY) -> Mapping[str, Any]:
             Lightning's.
     """
     check_checkpoint(path, key)
-    with _told(path, key):
+    with errors_named(path, key):
         return read_unsharded(path) if path.is_dir() else _with_weights(load_file(path, mmap=True))
 
 
@@ -90,7 +88,7 @@ def read_weights(path: Path, key: str = KEY) -> Mapping[str, Any]:
         PolicyError: As :func:`read_checkpoint`.
     """
     check_checkpoint(path, key)
-    with _told(path, key):
+    with errors_named(path, key):
         return _with_weights(read_as_one(path) if path.is_dir() else load_file(path, mmap=True))[WEIGHTS]
 
 
@@ -108,23 +106,12 @@ def load_checkpoint(path: Path, map_location: Any = "cpu", *, mmap: bool = False
         PolicyError: As :func:`read_checkpoint`.
     """
     check_checkpoint(path)
-    with _told(path, KEY):
+    with errors_named(path, KEY):
         if path.is_dir():
             content: Any = read_as_one(path)
         else:
             content = load_file(path, map_location=map_location, mmap=mmap)
     return {VERSION: lightning.__version__, **content} if _weights(content) else content
-
-
-def read_file(path: Path, key: str) -> Any:
-    """Reads a file of tensors and plain values that need not be a checkpoint.
-
-    Raises:
-        PolicyError: If it is damaged, or holds anything else.
-    """
-    with _told(path, key):
-        check_file(path)
-        return load_file(path)
 
 
 def _weights(content: Any) -> Mapping[str, Any]:
@@ -219,18 +206,3 @@ def _stamp(path: Path) -> tuple[Any, ...]:
         (file.name, status.st_ino, status.st_size, status.st_mtime_ns)
         for file, status in ((file, file.stat()) for file in files)
     )
-
-
-@contextmanager
-def _told(path: Path, key: str) -> Iterator[None]:
-    """Makes one clear line of whatever is wrong with a checkpoint."""
-    try:
-        yield
-    except PolicyError:
-        raise
-    except UnreadableError as error:
-        raise PolicyError(f"{key}: {path} {' '.join(str(error).split())}") from error
-    except OSError as error:
-        raise PolicyError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:
-        raise PolicyError(f"{key}: {path} {because(error)}") from error

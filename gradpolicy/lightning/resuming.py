@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
 from gradpolicy.errors import PolicyError, brief
-from gradpolicy.launch.errors import wrong_input_errors
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoint_reading import KEY, check_checkpoint, named_checkpoints
 from gradpolicy.lightning.find_checkpoint import CANNOT_RESUME
@@ -80,7 +80,7 @@ def taking_up(checkpoint: Path | None) -> Iterator[None]:
         check_checkpoint(checkpoint)
     try:
         yield
-    except wrong_input_errors():
+    except (PolicyError, MisconfigurationException):
         raise
     except Exception as error:
         frames = traceback.walk_tb(error.__traceback__)
