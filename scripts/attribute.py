@@ -49,7 +49,9 @@ from gradpolicy.launch.output import replace_what_does_not_encode
 from gradpolicy.launch.run import Subject, build_subject, quieter
 from gradpolicy.launch.targets import check_targets
 from gradpolicy.launch.trust import KEY, trusted_packages
-from gradpolicy.lightning.find_checkpoint import check_fits, find_checkpoint, read_weights
+from gradpolicy.lightning.checkpoint_checks import check_fits
+from gradpolicy.lightning.checkpoint_reading import read_weights
+from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
 from gradpolicy.tasks.images import ImageShape, find_images, read_image
 from gradpolicy.tasks.named_models import load_named_model

@@ -41,14 +41,14 @@ from gradpolicy.launch.signals import termination_exits
 from gradpolicy.lightning.batch_limits import BatchesChecked, check_batches
 from gradpolicy.lightning.best_checkpoints import BestCheckpoints
 from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
 from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
-from gradpolicy.lightning.find_checkpoint import check_fits, check_resumable, find_checkpoint
+from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.lightning.nonfinite import StopOnNonFinite
-from gradpolicy.lightning.optimizer_check import check_optimizer
 from gradpolicy.lightning.preemption import SaveOnPreemption
 from gradpolicy.lightning.rank_watch import RankWatch
 from gradpolicy.lightning.resuming import CheckedResume, taking_up
-from gradpolicy.lightning.run_records import record_of
+from gradpolicy.lightning.run_record import record_of
 from gradpolicy.policies import Policy
 from gradpolicy.tasks.resume import ExactResume
 

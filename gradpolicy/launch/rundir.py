@@ -12,10 +12,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, brief
 from gradpolicy.launch.errors import wrong_input_errors
 from gradpolicy.launch.ranks import is_first_rank
-from gradpolicy.lightning.run_records import brief_path
 
 STAMP = "%Y-%m-%d_%H-%M-%S-%f"
 STORE_KEY = "gradpolicy/started"
@@ -224,7 +223,9 @@ def check_writable(path: Path, key: str) -> None:
                 pass
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise PolicyError(f"{key}: nothing can be written to {brief_path(path)}: {reason}") from error
+            raise PolicyError(
+                f"{key}: nothing can be written to {brief(str(path), most=120)}: {reason}"
+            ) from error
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from gradpolicy.distributed.sharded_checkpoint import MARKER, sync_folder, take_place
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.find_checkpoint import KEY, read_checkpoint
+from gradpolicy.lightning.checkpoint_reading import KEY, read_checkpoint
 
 State = dict[str, Any]
 

@@ -7,7 +7,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from gradpolicy.distributed.sharded_checkpoint import is_sharded_checkpoint
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.find_checkpoint import check_fits, read_weights
+from gradpolicy.lightning.checkpoint_checks import check_fits
+from gradpolicy.lightning.checkpoint_reading import read_weights
 
 KEY = "callbacks.initial_weights.path"
 

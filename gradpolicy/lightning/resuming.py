@@ -14,8 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from gradpolicy.errors import PolicyError, brief
 from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.checkpoint_checks import CANNOT_RESUME
 from gradpolicy.lightning.checkpoint_reading import KEY, check_checkpoint, named_checkpoints
-from gradpolicy.lightning.find_checkpoint import CANNOT_RESUME
 from gradpolicy.tasks.resume import ExactResume
 
 COUNTED = ("optimizer_states", "lr_schedulers")

@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.app import main
+from gradpolicy.lightning.checkpoint_checks import check_optimizer, check_resumable
 from gradpolicy.lightning.checkpoint_io import write_whole
-from gradpolicy.lightning.find_checkpoint import check_resumable
-from gradpolicy.lightning.optimizer_check import check_optimizer
 from gradpolicy.tasks.classification import Classifier
 
 from .conftest import CONF, QUICK
