@@ -33,9 +33,8 @@ from gradpolicy.launch.app import main as train
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.errors import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.output import replace_what_does_not_encode
-from gradpolicy.launch.ranks import quoted
+from gradpolicy.launch.processes import quoted, termination_exits
 from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.signals import termination_exits
 from gradpolicy.launch.sweep import summarize
 from gradpolicy.launch.trust import trusted_packages
 from gradpolicy.lightning.find_checkpoint import find_checkpoint

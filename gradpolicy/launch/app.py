@@ -5,6 +5,7 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
@@ -41,10 +42,9 @@ from gradpolicy.launch.errors import (
 from gradpolicy.launch.hydra_nodes import check_given_search_path, check_hydra
 from gradpolicy.launch.launchers import check_launcher
 from gradpolicy.launch.output import replace_what_does_not_encode
-from gradpolicy.launch.ranks import is_first_rank, quoted
+from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits
 from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.rundir import RunDirectory, claimed_directory
-from gradpolicy.launch.signals import termination_exits
+from gradpolicy.launch.run_directory import RunDirectory, claimed_directory
 from gradpolicy.launch.sweep import RESULTS, SUMMARY, collect, summarize
 from gradpolicy.launch.trust import check_not_from_config, trusted_packages
 
@@ -174,7 +174,7 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
             )
         except Exception as error:
             # The job keeps its own errors: this one is of what Hydra sets up for it.
-            RunDirectory(directory).remove_unless_begun()
+            RunDirectory(directory).clear_unless_begun()
             if isinstance(error, wrong_input_errors()):
                 raise
             reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
@@ -237,6 +237,11 @@ class Job:
                 stopped = "stopped before its end"
                 Result(overrides, status="stopped", error=stopped, directory=str(directory)).save(place)
             raise
+        finally:
+            # A job that never began has left its directory empty.
+            if self.in_sweep and is_first_rank():
+                with suppress(OSError):
+                    directory.rmdir()
         if is_first_rank() and (self.in_sweep or result.status == "completed"):
             result.save(place)
         return result.optimized

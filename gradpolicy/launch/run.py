@@ -1,6 +1,7 @@
 """One run: check the config, build its parts, plan, fit, test, report."""
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,11 +34,16 @@ from gradpolicy.insight.plan import make_plan, training_loss
 from gradpolicy.launch.compose import check_config, resolved
 from gradpolicy.launch.instantiate import build, build_all
 from gradpolicy.launch.places import check_places
-from gradpolicy.launch.ranks import is_first_rank, own_command_line
+from gradpolicy.launch.processes import (
+    agreed,
+    is_first_rank,
+    own_command_line,
+    termination_exits,
+    under_torchrun,
+)
 from gradpolicy.launch.report import Result, print_config, print_results, saved_in
-from gradpolicy.launch.rundir import RunDirectory, agreed_checkpoint, check_destinations, run_directory
+from gradpolicy.launch.run_directory import RunDirectory, check_destinations, run_directory
 from gradpolicy.launch.schema import Settings
-from gradpolicy.launch.signals import termination_exits
 from gradpolicy.lightning.batch_limits import BatchesChecked, check_batches
 from gradpolicy.lightning.best_checkpoints import BestCheckpoints
 from gradpolicy.lightning.callback import GradientPolicies
@@ -127,7 +133,7 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
             console.print(make_run_plan(subject, settings.seed))
         if settings.plan_only:
-            directory.remove_unless_begun()
+            directory.clear_unless_begun()
             return Result(overrides, status="planned")
         metrics = train_and_test(container, settings, subject, checkpoint, directory)
         result = Result(overrides, metrics, optimized_value(settings, metrics), directory=str(directory.path))
@@ -139,11 +145,15 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
 def chosen_checkpoint(settings: Settings, directory: RunDirectory) -> Path | None:
     """The checkpoint to resume from or to test, the same on all ranks; None where none is asked for."""
     places = [directory.path, Path(settings.paths.log_dir)]
-    return agreed_checkpoint(
-        settings.ckpt_path,
-        directory.path,
-        lambda: find_checkpoint(settings.ckpt_path, places, settings.task_name),
-    )
+
+    def find() -> Path | None:
+        return find_checkpoint(settings.ckpt_path, places, settings.task_name)
+
+    if settings.ckpt_path != "last" or not under_torchrun():
+        return find()
+    # A group that torchrun restarts resumes from what the former group has saved since.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return Path(agreed(f"gradpolicy/last/{restart}/{directory.path}", lambda: str(find())))
 
 
 def build_subject(container: Mapping[str, Any]) -> Subject:

@@ -8,19 +8,19 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch import rundir
-from gradpolicy.launch.rundir import (
+from gradpolicy.launch.processes import started
+from gradpolicy.launch.run_directory import (
     check_destinations,
     check_writable,
     claimed_directory,
     empty_directories_removed,
     run_directory,
-    started,
 )
 
 
-def fail(path: Path, error: Exception, begun: bool = False) -> None:
-    with run_directory(path) as directory:
+def fail(path: Path, error: Exception, begun: bool = False, made: Path | None = None) -> None:
+    with run_directory(path, made) as directory:
+        path.mkdir(parents=True, exist_ok=True)
         (path / "half.txt").touch()
         if begun:
             directory.begin()
@@ -38,7 +38,23 @@ def fresh(tmp_path: Path) -> Path:
 def test_wrong_input_leaves_nothing_of_a_run_that_never_began(fresh: Path) -> None:
     with pytest.raises(PolicyError):
         fail(fresh, PolicyError("wrong"))
-    assert not fresh.exists()
+    assert list(fresh.iterdir()) == []
+
+
+def test_an_empty_directory_that_a_person_made_stays(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    with pytest.raises(PolicyError), claimed_directory(place(str(mine)), "hydra.run.dir") as directory:
+        fail(directory, PolicyError("wrong"))
+    assert list(tmp_path.rglob("*")) == [mine]
+
+
+def test_a_directory_that_the_run_makes_elsewhere_goes_with_it(fresh: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere/run"
+    with pytest.raises(PolicyError):
+        fail(elsewhere, PolicyError("wrong"), made=fresh)
+    assert not elsewhere.parent.exists()
+    assert list(fresh.iterdir()) == []
 
 
 def test_directories_that_were_made_for_a_run_go_where_they_end_up_empty(tmp_path: Path) -> None:
@@ -86,7 +102,7 @@ def place(template: str) -> DictConfig:
 
 @pytest.fixture
 def _same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rundir, "_now", lambda: "2026-01-01_00-00-00-000")
+    monkeypatch.setattr("gradpolicy.launch.processes._now", lambda: "2026-01-01_00-00-00-000")
 
 
 @pytest.mark.usefixtures("_same_time")
