@@ -32,10 +32,8 @@ from gradpolicy.imports import limited_to
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.errors import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.output import replace_what_does_not_encode
 from gradpolicy.launch.processes import quoted, termination_exits
-from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.sweep import summarize
+from gradpolicy.launch.report import RESULT, Result, replace_unencodable, summarize
 from gradpolicy.launch.trust import trusted_packages
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.lightning.optuna_pruning import PRUNED, make_pruner
@@ -96,7 +94,7 @@ class Search:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; the exit code is 2 for wrong input, 130 for Ctrl-C, 143 when told to go."""
-    replace_what_does_not_encode()
+    replace_unencodable()
     options = parse(arguments)
     code = 0
     try:

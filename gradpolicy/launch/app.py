@@ -41,11 +41,9 @@ from gradpolicy.launch.errors import (
 )
 from gradpolicy.launch.hydra_nodes import check_given_search_path, check_hydra
 from gradpolicy.launch.launchers import check_launcher
-from gradpolicy.launch.output import replace_what_does_not_encode
 from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits
-from gradpolicy.launch.report import RESULT, Result
+from gradpolicy.launch.report import RESULT, RESULTS, SUMMARY, Result, collect, replace_unencodable, summarize
 from gradpolicy.launch.run_directory import RunDirectory, claimed_directory
-from gradpolicy.launch.sweep import RESULTS, SUMMARY, collect, summarize
 from gradpolicy.launch.trust import check_not_from_config, trusted_packages
 
 CONFIG_NAME = "train"
@@ -61,7 +59,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, 143 when told to go.
     """
-    replace_what_does_not_encode()
+    replace_unencodable()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = read_command_line(arguments)

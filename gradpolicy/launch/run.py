@@ -32,7 +32,6 @@ from rich.console import Console
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.plan import make_plan, training_loss
 from gradpolicy.launch.compose import check_config, resolved
-from gradpolicy.launch.instantiate import build, build_all
 from gradpolicy.launch.places import check_places
 from gradpolicy.launch.processes import (
     agreed,
@@ -44,6 +43,7 @@ from gradpolicy.launch.processes import (
 from gradpolicy.launch.report import Result, print_config, print_results, saved_in
 from gradpolicy.launch.run_directory import RunDirectory, check_destinations, run_directory
 from gradpolicy.launch.schema import Settings
+from gradpolicy.launch.targets import build, build_all
 from gradpolicy.lightning.batch_limits import BatchesChecked, check_batches
 from gradpolicy.lightning.best_checkpoints import BestCheckpoints
 from gradpolicy.lightning.callback import GradientPolicies
