@@ -31,7 +31,7 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.plan import make_plan, training_loss
-from gradpolicy.launch.compose import check_config, resolved
+from gradpolicy.launch.config import Settings, read_settings, resolved
 from gradpolicy.launch.places import check_places
 from gradpolicy.launch.processes import (
     agreed,
@@ -42,7 +42,6 @@ from gradpolicy.launch.processes import (
 )
 from gradpolicy.launch.report import Result, print_config, print_results, saved_in
 from gradpolicy.launch.run_directory import RunDirectory, check_destinations, run_directory
-from gradpolicy.launch.schema import Settings
 from gradpolicy.launch.targets import build, build_all
 from gradpolicy.lightning.batch_limits import BatchesChecked, check_batches
 from gradpolicy.lightning.best_checkpoints import BestCheckpoints
@@ -98,15 +97,15 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
     """Does what a composed config says.
 
     Args:
-        config: The config, without Hydra's own part.
+        config: The config, without Hydra's own part; `check_config` has passed it.
         overrides: What the command line set, for the record.
 
     Raises:
         PolicyError: For wrong input.
         SystemExit: With code 143, if the run was told to go.
     """
-    settings = check_config(config)
     container = resolved(config)
+    settings = read_settings(container)
     console = Console(quiet=not is_first_rank(), width=None if sys.stdout.isatty() else 120)
     output = Path(settings.paths.output_dir)
     with termination_exits(), quieter(), run_directory(output, _made_by_hydra()) as directory:

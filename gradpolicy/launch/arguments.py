@@ -1,10 +1,11 @@
-"""Checks the arguments that a config gives a class or function against its signature: names and types.
+"""Checks what a config gives a class or function against its signature: names of arguments, and types.
 
-So `trainer.max_epoch` and `optimizer.lr=abc` are caught before anything runs, for whatever `_target_` a
-config names, and no second list of its arguments has to be kept.
+This refuses `trainer.max_epoch` and `optimizer.lr=abc` before anything runs, for any `_target_`, and needs no
+second list of its arguments.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -14,11 +15,11 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from gradpolicy.errors import NAMED, PolicyError, brief, constructors, nearest, shown
-from gradpolicy.launch.targets import locate_target
+from gradpolicy.launch.targets import TARGET, locate_target
 from gradpolicy.policies import Policy
 
-# What Hydra itself reads in a node, and what each may hold.
-HYDRAS_KEYS: dict[str, Any] = {
+# The keys of a node that say how it is built, and what each may hold.
+KEY_TYPES: dict[str, Any] = {
     "_target_": str,
     "_partial_": bool,
     "_recursive_": bool,
@@ -29,38 +30,48 @@ PLAIN = (str, int, float, bool, type(None))
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def check_arguments(config: Any, key: str = "", *, complete: bool = True) -> None:
-    """Checks the arguments of every `_target_` in a resolved config.
+def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
+    """Checks every number, `_target_` and argument in a part of the resolved config.
 
     Args:
-        config: The config.
-        key: Where it stands, for the messages.
-        complete: Whether Hydra makes it as it stands, so that it must hold every argument that is needed.
+        config: The part.
+        key: Where it stands in the config.
+        complete: Whether it is built as it stands, so that every required argument must be there.
 
     Raises:
-        PolicyError: For an argument that is needed and not there, one that its target does not take, or a
-            value of another type.
+        PolicyError: For a target that a config may not build, a required argument that is absent, one that
+            the target does not take, a value of another type, NaN, or an integer of more than 64 bits.
     """
     if isinstance(config, list):
         for index, value in enumerate(config):
             check_arguments(value, f"{key}[{index}]", complete=complete)
     if not isinstance(config, Mapping):
+        _check_number(config, key)
         return
-    if "_target_" in config:
-        target = locate_target(key, config)
+    target = locate_target(key, config) if TARGET in config else None
+    # Below a node that is not recursive the target adds arguments of its own.
+    complete_below = complete and config.get("_recursive_") is not False
+    # What lies below first: a target that may not be built matters more than an argument that is unknown.
+    for name, value in config.items():
+        check_arguments(value, f"{key}.{name}", complete=complete_below)
+    if target is not None:
         _check_call(target, config, key)
         if complete and not config.get("_partial_") and "_args_" not in config:
             _check_complete(target, config, key)
-    # Below a node that is not recursive the code that gets the rest of it makes what is there.
-    complete = complete and config.get("_recursive_") is not False
-    for name, value in config.items():
-        check_arguments(value, f"{key}.{name}" if key else str(name), complete=complete)
+
+
+def _check_number(value: Any, key: str) -> None:
+    """Refuses numbers that no class handles: most checks let NaN through, and torch overflows at 64 bits."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise PolicyError(f"{brief(key)}: takes more than 64 bits, got {shown(value)}")
+    if isinstance(value, float) and math.isnan(value):
+        raise PolicyError(f"{brief(key)}: must be a number, got nan")
 
 
 def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Gives the arguments that a target takes by name, and whether it takes any others too.
+    """Gives the arguments that a target takes by name, and whether it takes any other names too.
 
-    A policy passes what it does not know on to its base class; those arguments are found there.
+    A policy passes arguments on to its base classes; theirs are included.
     """
     known: dict[str, inspect.Parameter] = {}
     for function in _signed(target):
@@ -79,7 +90,7 @@ def _signed(target: Callable[..., Any]) -> list[Callable[..., Any]]:
     if isinstance(target, type) and issubclass(target, Policy):
         return constructors(target)
     if getattr(target, "__name__", "") == "WandbLogger":
-        # Lightning's logger hands what it does not know itself on to W&B.
+        # Lightning's logger passes other arguments on to W&B.
         import wandb
 
         return [target, wandb.init]
@@ -95,7 +106,7 @@ def _by_name(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.P
 
 
 def _with_type(parameter: inspect.Parameter, function: Callable[..., Any]) -> inspect.Parameter:
-    """Evaluates an annotation that is written as text; one that cannot be counts as none."""
+    """Evaluates an annotation that is a string; one that cannot be evaluated counts as none."""
     if not isinstance(parameter.annotation, str):
         return parameter
     code = inspect.unwrap(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
@@ -110,8 +121,8 @@ def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str)
     parameters, takes_any = argument_names(target)
     for name, value in config.items():
         place = brief(f"{key}.{name}")
-        if name in HYDRAS_KEYS:
-            _check_fits(place, HYDRAS_KEYS[name], value)
+        if name in KEY_TYPES:
+            _check_fits(place, KEY_TYPES[name], value)
         elif name in parameters:
             _check_type(place, parameters[name], value)
         elif not takes_any:

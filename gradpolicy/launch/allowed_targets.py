@@ -1,7 +1,7 @@
-"""Which packages the person who runs the program trusts.
+"""The packages that the person who runs the program allows configs to name.
 
-They are named where only that person writes: on the command line, in a file beside ``train.py``, or in an
-environment variable. A config cannot allow anything: it may come from somebody else.
+That person names them on the command line, in a file beside ``train.py``, or in an environment variable. A
+config cannot allow anything: it may come from somebody else.
 """
 
 import os
@@ -11,7 +11,6 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from gradpolicy.errors import PolicyError, shown
@@ -38,7 +37,7 @@ def trusted_packages(overrides: Sequence[str], beside: Path) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(
             [
-                *_checked(KEY, on_command_line(overrides)),
+                *_checked(KEY, _on_command_line(overrides)),
                 *_checked(str(file), filter(None, in_file)),
                 *_checked(VARIABLE, filter(None, in_environment)),
             ]
@@ -46,7 +45,7 @@ def trusted_packages(overrides: Sequence[str], beside: Path) -> tuple[str, ...]:
     )
 
 
-def on_command_line(overrides: Sequence[str]) -> list[Any]:
+def _on_command_line(overrides: Sequence[str]) -> list[Any]:
     """The packages that the command line allows."""
     values = [override.value() for override in parsed(overrides) if override.key_or_group == KEY]
     named: Any = values[-1] if values else []
@@ -65,7 +64,7 @@ def check_not_from_config(config: DictConfig, overrides: Sequence[str]) -> None:
     """
     listed = OmegaConf.to_container(config, resolve=False).get(KEY) or []  # type: ignore[union-attr]
     listed = [listed] if isinstance(listed, str) else listed
-    if listed != on_command_line(overrides):
+    if listed != _on_command_line(overrides):
         raise PolicyError(
             f"{KEY}: a config cannot allow targets, only the person who runs it can: by {KEY}=[…] on the "
             f"command line, in {FILE} beside train.py, or by {VARIABLE}"
@@ -73,11 +72,8 @@ def check_not_from_config(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
-    """Reads the overrides; of those that cannot be read none, since they are refused where they are used."""
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException:
-        return []
+    """Parses the overrides of a command line."""
+    return OverridesParser.create().parse_overrides(list(overrides))
 
 
 def _checked(source: str, names: Iterable[object]) -> list[str]:

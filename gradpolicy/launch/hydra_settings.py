@@ -1,12 +1,15 @@
-"""What a config may tell Hydra itself: nothing that imports, runs or overwrites anything.
+"""Checks Hydra's part of a config: it may not import, run or overwrite anything.
 
-Hydra builds callbacks, loggers, launchers and sweepers before the job is asked anything. So what these nodes
-name is compared with a fixed list, as it is written: a reference could lead elsewhere by the time Hydra
-follows it.
+Hydra builds callbacks, log handlers, launchers and sweepers before the job begins. What their nodes name is
+compared with fixed lists as it is written, before interpolation: a reference could lead elsewhere by the time
+Hydra resolves it.
 """
 
+import importlib
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.imports import allowed_packages, lies_in
-from gradpolicy.launch.trust import parsed
+from gradpolicy.launch.allowed_targets import parsed
 
 LAUNCHERS = (
     "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
@@ -26,7 +29,7 @@ LAUNCHERS = (
 SWEEPERS = ("hydra._internal.core_plugins.basic_sweeper.BasicSweeper",)
 HANDLERS = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler")
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
-# These reach a shell: the person who runs the sweep gives them, no file.
+# These reach a shell. The person who runs the sweep sets them on the command line; no file may.
 SHELL = ("setup", "python", "srun_args", "additional_parameters")
 SEARCH_PATHS = ("pkg://hydra", "pkg://hydra.conf")
 VARIABLES = (
@@ -112,6 +115,31 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
         raise PolicyError(f"hydra.job.name: must be a plain name, for it names the log; got {shown(name)}")
     if node["output_subdir"] not in (None, ".hydra"):
         raise PolicyError(f"hydra.output_subdir: must be .hydra or null, got {shown(node['output_subdir'])}")
+
+
+def check_launcher(config: DictConfig) -> None:
+    """Checks, before any job starts, that the launcher is installed and has what it needs.
+
+    Args:
+        config: A composed job, with Hydra's own part.
+
+    Raises:
+        PolicyError: If it is not, naming what to install or to choose instead.
+    """
+    choice, target = config.hydra.runtime.choices.get("hydra/launcher"), config.hydra.launcher._target_
+    if not target.startswith("hydra_plugins."):
+        return
+    plugin = target.split(".")[1]
+    launcher = _launcher_class(target)
+    if launcher is None or not _is_installed(plugin):
+        raise PolicyError(
+            f"hydra/launcher={choice}: needs {plugin.replace('_', '-')}: pip install 'gradpolicy[sweeps]'"
+        )
+    if launcher.__name__ == "SlurmLauncher" and shutil.which("srun") is None:
+        raise PolicyError(
+            f"hydra/launcher={choice}: there is no srun here; start the sweep on a machine of the Slurm "
+            "cluster, or run its jobs on this one by hydra/launcher=submitit_local"
+        )
 
 
 def _check_built(key: str, node: Any, listed: Sequence[str]) -> None:
@@ -218,3 +246,20 @@ def _read(file: Path) -> Any:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         # Hydra reads it next and says what is wrong with it.
         return None
+
+
+def _launcher_class(target: str) -> Any:
+    module, _, name = target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _is_installed(plugin: str) -> bool:
+    """Whether a plugin is installed with all that it needs: it imports that only when it launches."""
+    try:
+        distribution(plugin)
+    except PackageNotFoundError:
+        return False
+    return True

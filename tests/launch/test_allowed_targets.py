@@ -6,8 +6,8 @@ import pytest
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.imports import limited_to
+from gradpolicy.launch.allowed_targets import VARIABLE, trusted_packages
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
-from gradpolicy.launch.trust import VARIABLE, trusted_packages
 from tests.launch.conftest import CONF
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.signatures import argument_names, check_arguments, fits, in_words
+from gradpolicy.launch.arguments import argument_names, check_arguments, fits, in_words
 
 
 @pytest.mark.parametrize(
