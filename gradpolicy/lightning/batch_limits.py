@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from gradpolicy.errors import PolicyError
 
 
-class BatchesChecked(Callback):
+class BatchLimits(Callback):
     """Checks the trainer's limits when the data is there, on every process."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gradpolicy.launch.build import RunBegins
 from gradpolicy.launch.processes import job_arguments, termination_exits
-from gradpolicy.launch.run import RunBegins
 
 from .conftest import QUICK, ROOT
 
