@@ -340,8 +340,7 @@ class GradientPolicies(Callback):
         self._checked_phases.add(phase)
         for row in self.installed.report().rows:
             policy = self.flow_policies[row.name]
-            # Compiled code is counted when it is traced, which may have happened before.
-            if row.active and not row.compiled and policy.when.active(phase=phase):
+            if row.active and policy.when.active(phase=phase):
                 check_met(row.name, row.met, may_come=thaws)
 
     # ---- what the loggers get

@@ -141,24 +141,25 @@ def first_nonfinite_gradient(
 
     The parameters' gradients are left alone. Arguments as for :func:`first_nonfinite_value`.
     """
-    found: list[tuple[str, str]] = []
+    found: list[str] = []
 
     def watch(name: str, inputs: Any, output: Any) -> None:
-        for side, value in (("output", output), ("input", inputs)):
-            for tensor in _tensors(value):
-                if tensor.requires_grad:
-                    tensor.register_hook(_recorder(found, name, side))
+        def record(gradient: Tensor) -> None:
+            if not _finite(gradient):
+                found.append(name)
+
+        for tensor in _tensors(inputs):
+            if tensor.requires_grad:
+                tensor.register_hook(record)
 
     with _hooks(model, watch), torch.enable_grad():
         parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         gradients = torch.autograd.grad(run(model), list(parameters.values()), allow_unused=True)
-    # A module's input is the output of the one before it: the module that gave the gradient is the one that
-    # reports it as its input's.
-    for name, side in found:
-        if side == "input":
-            kind = type(model.get_submodule(name)).__name__
-            what = f"first in what the backward of module {name!r} ({kind}) gave"
-            return Finding(name, what, _acting(model, name, policies or {}))
+    if found:
+        name = found[0]
+        kind = type(model.get_submodule(name)).__name__
+        what = f"first in what the backward of module {name!r} ({kind}) gave"
+        return Finding(name, what, _acting(model, name, policies or {}))
     for key, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and not _finite(gradient):
             what = f"first in the gradient of {plain_name(key)!r}"
@@ -166,14 +167,6 @@ def first_nonfinite_gradient(
                 key.rpartition(".")[0], what, _acting(model, key.rpartition(".")[0], policies or {})
             )
     return Finding("", "in a second pass over the batch every gradient is finite")
-
-
-def _recorder(found: list[tuple[str, str]], name: str, side: str) -> Callable[[Tensor], None]:
-    def record(gradient: Tensor) -> None:
-        if not _finite(gradient) and not any(where[1] == "input" for where in found):
-            found.append((name, side))
-
-    return record
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import csv
 import functools
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -214,13 +215,49 @@ def test_steps_that_the_trainer_took_before_count(two_layers, loader, make_train
     trainer.fit(two_layers, loader)
     assert asked == list(range(8))
 
-    asked.clear()
-    plain = make_trainer()
-    plain.fit(two_layers, loader)
-    plain.save_checkpoint(tmp_path / "plain.ckpt")
-    path = tmp_path / "plain.ckpt"
-    make_trainer(max_epochs=2, callbacks=[callback()]).fit(
-        two_layers, loader, ckpt_path=path, weights_only=True
+    for callbacks in ([], [gp.GradientPolicies({"rounding": gp.StraightThrough(ops=["round"])})]):
+        asked.clear()
+        before = make_trainer(callbacks=callbacks)
+        before.fit(two_layers, loader)
+        before.save_checkpoint(tmp_path / "before.ckpt")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*under other policies")
+            make_trainer(max_epochs=2, callbacks=[callback()]).fit(
+                two_layers, loader, ckpt_path=tmp_path / "before.ckpt", weights_only=True
+            )
+        assert asked == [4, 5, 6, 7]
+
+
+def test_steps_of_several_optimizers_before_count_once(two_layers, loader, make_trainer, tmp_path):
+    """Lightning's own count adds up the steps of all optimizers."""
+    asked = []
+
+    class TwoOptimizers(type(two_layers)):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.trunk, self.head)]
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def everything(name, parameter, step):
+        asked.append(step)
+        return True
+
+    module = TwoOptimizers()
+    before = make_trainer()
+    before.fit(module, loader)
+    before.save_checkpoint(tmp_path / "before.ckpt")
+    policies = {"all": gp.Freeze(everything, params="head.bias")}
+    make_trainer(max_epochs=2, callbacks=[gp.GradientPolicies(policies)]).fit(
+        module, loader, ckpt_path=tmp_path / "before.ckpt", weights_only=True
     )
     assert asked == [4, 5, 6, 7]
 
@@ -626,6 +663,35 @@ def test_loggers_get_shares_norms_and_counts(two_layers, loader, make_trainer, t
     assert 0 < float(row["policy/half/gradient_norm_after"]) < float(row["policy/half/gradient_norm_before"])
     assert float(row["policy/rounding/operations"]) >= 1
     assert float(row["policy/rounding/gradient_norm_after"]) > 0
+
+
+def test_norms_are_computed_only_where_they_are_logged(
+    two_layers, loader, make_trainer, tmp_path, monkeypatch
+):
+    computed = []
+    total_norm = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(
+        torch.nn.utils,
+        "get_total_norm",
+        lambda given: computed.append(trainer.global_step) or total_norm(given),
+    )
+    policies = {"half": gp.Freeze(half, params="head.weight")}
+    trainer = make_trainer(
+        logger=CSVLogger(tmp_path), log_every_n_steps=2, callbacks=[gp.GradientPolicies(policies)]
+    )
+    trainer.fit(two_layers, loader)
+    assert computed == [1, 1, 3, 3]
+    trainer = make_trainer(log_every_n_steps=2, callbacks=[gp.GradientPolicies(policies)])
+    trainer.fit(two_layers, loader)
+    assert computed == [1, 1, 3, 3]
+
+
+def test_operations_in_compiled_code_are_met_in_each_fit(two_layers, loader, make_trainer):
+    two_layers.trunk.compile(backend="eager")
+    for _ in range(3):
+        callback = gp.GradientPolicies({"guided": gp.Guided(modules="trunk.*")})
+        make_trainer(callbacks=[callback]).fit(two_layers, loader)
+        assert callback.installed is None
 
 
 def test_a_policy_for_the_test_phase_holds_there_and_not_in_training(two_layers, loader, make_trainer):

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,3 +107,26 @@ def test_what_is_not_finite_where_nothing_trains_is_left_alone(
     trainer = make_trainer(callbacks=[gp.GradientPolicies(policies), StopOnNonFinite()])
     trainer.fit(two_layers, loader)
     assert trainer.global_step == 4
+
+
+def test_gradients_are_looked_at_only_where_that_is_asked_for(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    policies = {"spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu")}
+    guard = StopOnNonFinite(gradients=False)
+    trainer = make_trainer(max_steps=1, callbacks=[gp.GradientPolicies(policies), guard])
+    trainer.fit(two_layers, loader)
+    assert trainer.global_step == 1
+
+
+def test_gradients_under_a_loss_scaler_are_left_to_it(two_layers: LightningModule) -> None:
+    two_layers.head.weight.grad = torch.full_like(two_layers.head.weight, torch.inf)
+    scaled = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
+    StopOnNonFinite().on_before_optimizer_step(scaled, two_layers, two_layers.configure_optimizers())  # type: ignore[arg-type]
+
+
+def test_the_first_of_several_backwards_that_are_not_finite_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Tanh(), Root(), nn.Linear(2, 1))
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    assert first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum()).module == "3"

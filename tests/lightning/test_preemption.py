@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,45 @@ def test_a_signal_saves_after_the_step_and_exits_with_its_number(
     assert ended.value.code == 128 + number
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
     assert signal.getsignal(number) == before
+
+
+def test_a_signal_of_a_former_fit_does_not_end_the_next(
+    tmp_path: Path, two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    saving, saves = SaveOnPreemption(), {"enable_checkpointing": True}
+    with pytest.raises(SystemExit):
+        make_trainer(**saves, max_steps=9, callbacks=[saving, Signal(signal.SIGTERM)]).fit(two_layers, loader)
+    again = make_trainer(**saves, max_steps=3, callbacks=[saving])
+    again.fit(two_layers, loader)
+    assert again.global_step == 3
+
+
+@pytest.mark.parametrize(
+    ("rank", "launcher", "code"), [(0, "lightning", 143), (1, None, 143), (1, "lightning", 0)]
+)
+def test_a_rank_that_lightning_launched_exits_without_an_error(
+    tmp_path: Path, rank: int, launcher: str | None, code: int
+) -> None:
+    """Lightning kills the whole job as soon as such a rank ends with one."""
+    trainer: Any = SimpleNamespace(
+        world_size=1,
+        global_rank=rank,
+        is_global_zero=rank == 0,
+        strategy=SimpleNamespace(launcher=launcher),
+        checkpoint_callbacks=[],
+        default_root_dir=tmp_path,
+        save_checkpoint=lambda path: Path(path).touch(),
+    )
+    saving, module = SaveOnPreemption(["SIGTERM"]), LightningModule()
+    saving.on_train_start(trainer, module)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            saving.on_train_batch_end(trainer, module, None, None, 0)
+    finally:
+        saving.on_train_end(trainer, module)
+    assert ended.value.code == code
+    assert (tmp_path / "last.ckpt").exists()
 
 
 @pytest.fixture
