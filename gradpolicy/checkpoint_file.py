@@ -1,7 +1,7 @@
 """One file of a checkpoint: written with a checksum, checked for damage, read without running what is in it.
 
 `torch.save` writes a zip archive, in which only the contents have checksums. A checksum over every byte of
-the archive stands behind it, as the archive's comment, which all readers of archives pass over.
+the archive follows it, as the archive's comment, which readers of archives ignore.
 """
 
 import io
@@ -28,7 +28,7 @@ _BLOCK = 1 << 20
 
 
 class UnreadableError(Exception):
-    """Why a file is not read: a clause that goes on from its name."""
+    """Why a file is not read: a clause that follows its name."""
 
 
 def save_file(content: Any, file: IO[bytes]) -> None:
@@ -46,7 +46,7 @@ def save_file(content: Any, file: IO[bytes]) -> None:
 
 
 def check_file(path: Path) -> bool:
-    """Looks for a changed bit, a missing or a surplus byte.
+    """Finds a changed bit, a missing or an added byte.
 
     A file of :func:`save_file` is compared with its checksum. One that plain `torch.save` wrote is compared
     with the checksums within, which cover all of its content.
@@ -76,7 +76,7 @@ def check_file(path: Path) -> bool:
 
 
 def load_file(file: Path | io.BytesIO, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """Reads tensors and plain values; nothing else that is in the file comes to life.
+    """Reads tensors and plain values, and nothing else that is in the file.
 
     Args:
         file: The file, or its bytes.
@@ -94,8 +94,8 @@ def load_file(file: Path | io.BytesIO, *, map_location: Any = "cpu", mmap: bool 
     except pickle.UnpicklingError as error:
         raise UnreadableError(_of_pickle(error, archive)) from error
     except Exception as error:
-        # Bytes that are no checkpoint make torch's reader stumble in any way there is.
-        raise UnreadableError(because(error)) from error
+        # torch raises errors of any kind for bytes that are no checkpoint.
+        raise UnreadableError(damage(error)) from error
 
 
 def read_file(path: Path, key: str) -> Any:
@@ -125,11 +125,11 @@ def errors_named(path: Path, key: str) -> Iterator[None]:
     except OSError as error:
         raise PolicyError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
     except Exception as error:
-        raise PolicyError(f"{key}: {path} {because(error)}") from error
+        raise PolicyError(f"{key}: {path} {damage(error)}") from error
 
 
-def because(error: BaseException) -> str:
-    """What is said of a checkpoint that made a reader stumble. Advice to read it unsafely is left out."""
+def damage(error: BaseException) -> str:
+    """Describes a file that a reader failed on, without the advice of torch to read it unsafely."""
     line = (str(error).splitlines() or [""])[0].strip()
     if not line or "weights_only" in line:
         line = type(error).__name__
@@ -137,7 +137,7 @@ def because(error: BaseException) -> str:
 
 
 def refusal(name: str) -> str:
-    """What is said of a checkpoint that names something that could run."""
+    """Describes a file that names something that could run."""
     return f"is not read: only tensors and plain values are, and it holds {name[:80]}"
 
 
@@ -179,8 +179,8 @@ def _check_archive(path: Path, tail: bytes) -> None:
     except (UnreadableError, OSError):
         raise
     except Exception as error:
-        # Damaged bytes make the reader of archives stumble in any way there is.
-        raise UnreadableError(because(error)) from error
+        # zipfile raises errors of any kind for damaged bytes.
+        raise UnreadableError(damage(error)) from error
     if broken is not None:
         raise UnreadableError(f"is damaged: {broken} differs from its checksum")
 

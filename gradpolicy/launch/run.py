@@ -36,7 +36,7 @@ from gradpolicy.launch.run_directory import RunDirectory, check_destinations, ru
 from gradpolicy.lightning.batch_limits import check_batches
 from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
-from gradpolicy.lightning.resuming import taking_up
+from gradpolicy.lightning.resuming import checked_restore
 from gradpolicy.lightning.run_record import record_of
 
 # Warnings that hold for every small run and ask for no change.
@@ -104,10 +104,10 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
 
 def chosen_checkpoint(settings: Settings, directory: RunDirectory) -> Path | None:
     """The checkpoint to resume from or to test, the same on all ranks; None where none is asked for."""
-    places = [directory.path, Path(settings.paths.log_dir)]
+    directories = [directory.path, Path(settings.paths.log_dir)]
 
     def find() -> Path | None:
-        return find_checkpoint(settings.ckpt_path, places, settings.task_name)
+        return find_checkpoint(settings.ckpt_path, directories, settings.task_name)
 
     if settings.ckpt_path != "last" or not under_torchrun():
         return find()
@@ -152,14 +152,14 @@ def train_and_test(
             # W&B reads how quiet it shall be here, before its first warning.
             wandb.setup()
         if settings.train:
-            with monitor_errors_named(settings, trainer), taking_up(checkpoint):
+            with monitor_errors_named(settings, trainer), checked_restore(checkpoint):
                 trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
             best = best_scores(trainer)
             metrics |= best
             checkpoint = best_checkpoint(trainer)
         if settings.test:
-            with taking_up(checkpoint):
+            with checked_restore(checkpoint):
                 trainer.test(
                     subject.model,
                     subject.data,

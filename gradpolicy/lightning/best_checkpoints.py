@@ -1,8 +1,8 @@
-"""Brings the best checkpoints of a resumed run along, with their scores.
+"""Copies the best checkpoints of a resumed run into its new directory, with their scores.
 
 A resumed run usually writes into a directory of its own. Lightning then forgets the scores of the former one:
-the next validation would count as the best, and other weights would be tested. Here the files are copied into
-the new directory, and the state that Lightning restores speaks of the copies.
+the next validation would count as the best, and other weights would be tested. Here the files are copied, and
+the state that Lightning restores names the copies.
 """
 
 import filecmp
@@ -25,9 +25,9 @@ State = dict[str, Any]
 
 
 class BestCheckpoints(Callback):
-    """Makes each ``ModelCheckpoint`` of a resumed run go on as that of the run left alone.
+    """Lets each ``ModelCheckpoint`` continue as if the run had not been interrupted.
 
-    Files are looked for beside the checkpoint that is resumed from, then where they were written. A file that
+    Files are searched beside the checkpoint that is resumed from, then where they were written. A file that
     is gone, damaged, or was overwritten after that checkpoint was saved does not count any more, and a
     warning says so. (A run that repeats the steps after the checkpoint writes the last kind again.)
     """
@@ -49,7 +49,7 @@ class BestCheckpoints(Callback):
         kept = _kept(trainer)
         states = checkpoint["callbacks"]
         if trainer.state.fn is not TrainerFn.FITTING:
-            # Weights that are tested say nothing of which are the best.
+            # A test must not change which checkpoint counts as the best.
             for key in kept:
                 states.pop(key, None)
             return
@@ -65,7 +65,7 @@ class BestCheckpoints(Callback):
         if trainer.is_global_zero and local:
             try:
                 former = FormerRun(Path(str(trainer.ckpt_path)), checkpoint)
-                changed = {key: former.hand_over(key, callback) for key, callback in local.items()}
+                changed = {key: former.copy_files(key, callback) for key, callback in local.items()}
             except (OSError, PolicyError) as error:
                 changed = error
         changed = trainer.strategy.broadcast(changed)
@@ -78,7 +78,7 @@ class BestCheckpoints(Callback):
 
 
 class FormerRun:
-    """What the run that is resumed has left.
+    """The files and states of the run that is resumed.
 
     Args:
         resumed_from: The checkpoint, where it is now.
@@ -91,15 +91,15 @@ class FormerRun:
         self.folder = resumed_from.absolute().parent
         self.former_folder = self._folder_of(resumed_from.name)
 
-    def hand_over(self, key: str, callback: ModelCheckpoint) -> State:
-        """Copies a callback's files into its directory of now, and gives its state for there.
+    def copy_files(self, key: str, callback: ModelCheckpoint) -> State:
+        """Copies a callback's files into its new directory, and gives its state with the new paths.
 
         Args:
             key: The callback's key in the checkpoint.
             callback: The callback, which has restored nothing yet.
 
         Raises:
-            PolicyError: If another run's checkpoint would have to make room.
+            PolicyError: If a file would overwrite the checkpoint of another run.
         """
         state = self.states[key]
         folder = Path(str(callback.dirpath))
@@ -114,7 +114,7 @@ class FormerRun:
                     f"{name} ({score}) of the run that is resumed {problem}: it does not count among the best"
                 )
             elif not problem or _is_same(found, target):
-                # What is written over and over stays in its place, whatever it holds by now.
+                # A file that is in its place already stays, although it may have been overwritten since.
                 _refuse_to_overwrite(found, target, callback)
                 copy_whole(found, target)
                 here[path] = str(target)
@@ -155,7 +155,7 @@ class FormerRun:
 
 
 def copy_whole(source: Path, target: Path) -> None:
-    """Copies a checkpoint, file or directory, so that its place holds all of it or what it held before."""
+    """Copies a checkpoint, file or directory: a reader finds all of it, or what was there before."""
     if _is_same(source, target):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def _scores(state: State) -> dict[str, float]:
 
 
 def _for_here(state: State, here: Mapping[str, str], callback: ModelCheckpoint) -> State:
-    """A callback's state as it is restored: of the files that are here."""
+    """A callback's state with the paths of the files that were copied."""
     named = {
         name: here.get(state.get(name, ""), "")
         for name in ("best_model_path", "last_model_path", "kth_best_model_path")
@@ -228,7 +228,7 @@ def _for_here(state: State, here: Mapping[str, str], callback: ModelCheckpoint) 
     fewer = {
         "best_model_path": best,
         "best_model_score": scores.get(best),
-        # There is room for one more before the worst is given up.
+        # One more can be kept before the worst is deleted.
         "kth_best_model_path": "",
         "kth_value": callback.kth_value,
     }

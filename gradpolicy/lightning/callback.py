@@ -1,4 +1,4 @@
-"""All of Lightning's timing in one place: when policies go on, change, are measured, saved and come off."""
+"""The Lightning callback: when policies are installed, updated, measured, saved and removed."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,11 +34,11 @@ STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class GradientPolicies(Callback):
-    """Installs gradient policies for a Lightning run and takes them off afterwards.
+    """Installs gradient policies for a Lightning run and removes them afterwards.
 
     What happens when:
 
-    - at the start of a stage: flow policies are put on the model; for training, the optimizers that hold
+    - at the start of a stage: flow policies are installed on the model; for training, optimizers that hold
       parameters of a freeze policy are wrapped in :class:`~gradpolicy.MaskedOptimizer`;
     - before the first batch after an update: schedules are evaluated and new masks are set, so that the
       backward pass already knows what is frozen; on many processes the reducer learns what trains, and from
@@ -103,7 +103,7 @@ class GradientPolicies(Callback):
         self._masked: list[MaskedOptimizer] = []
         self._hooks: list[RemovableHandle] = []
         self._restored: dict[str, Any] | None = None
-        # The number of updates done when the policies were last told; a window of accumulated batches, or a
+        # The number of updates when the policies were last updated; a window of accumulated batches, or a
         # step that fp16 skipped, leaves it as it is.
         self._updates_seen = -1
         self._checked_phases: set[str] = set()
@@ -215,20 +215,20 @@ class GradientPolicies(Callback):
     # ---- training
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts restored state to use; some strategies restore it only after ``on_fit_start``."""
+        """Applies restored state; some strategies restore it only after ``on_fit_start``."""
         restored, self._restored = self._restored, None
         if restored is not None:
             self._apply_restored(restored)
         if restored is None or not restored["freezer"]:
-            self._count_on(trainer)
+            self._add_former_steps(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Tells the policies the time, once per effective step and before its first batch."""
+        """Updates the policies before the first batch of each effective step."""
         updates = self._updates(trainer)
         if updates != self._updates_seen:
-            self._tell(trainer, "fit")
+            self._update_flow(trainer, "fit")
             if self.freezer is not None:
                 self.freezer.begin_step(updates, trainer.current_epoch)
             if self.ranks is not None:
@@ -246,7 +246,7 @@ class GradientPolicies(Callback):
             self._met_before = {row.name: row.operations_matched for row in rows}
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Names the policy that cut the loss off from all that trains, before torch says that something did.
+        """Names the policy that cut the loss off from all parameters, before torch raises a less clear error.
 
         Raises:
             PolicyError: If there is such a policy.
@@ -291,19 +291,19 @@ class GradientPolicies(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
     ) -> None:
         """Checks after the first batch that every operation was met."""
-        # Here gradients are recorded only for who asks for them.
+        # In a test gradients are recorded only where a callback enables them.
         self._check_operations_met("test", thaws=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switches back from validation within a fit."""
         if trainer.state.fn is TrainerFn.FITTING and self.installed is not None:
-            self._tell(trainer, "fit")
+            self._update_flow(trainer, "fit")
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         self._install_flow(pl_module)
-        self._tell(trainer, phase)
+        self._update_flow(trainer, phase)
 
-    def _tell(self, trainer: Trainer, phase: str) -> None:
+    def _update_flow(self, trainer: Trainer, phase: str) -> None:
         if self.installed is not None:
             self.installed.update(phase=phase, step=self._updates(trainer), epoch=trainer.current_epoch)
 
@@ -313,8 +313,8 @@ class GradientPolicies(Callback):
             return max(optimizer.effective_steps for optimizer in self._masked)
         return trainer.global_step
 
-    def _count_on(self, trainer: Trainer) -> None:
-        """Counts what the trainer did before without masks: in a former fit, or up to a plain checkpoint."""
+    def _add_former_steps(self, trainer: Trainer) -> None:
+        """Adds the steps that the trainer took without masks, in a former fit or before a checkpoint."""
         for optimizer in self._masked:
             if not optimizer.effective_steps:
                 # The trainer counts the steps of all optimizers together.
@@ -322,10 +322,12 @@ class GradientPolicies(Callback):
 
     def _cuts_now(self, step: int, epoch: int) -> bool:
         """Whether a policy may leave parameters without a gradient about this time."""
-        return any(_cuts(policy) and _lasts(policy.when, step, epoch) for policy in self.policies.values())
+        return any(
+            _cuts(policy) and _in_window(policy.when, step, epoch) for policy in self.policies.values()
+        )
 
     def _gradients_wanted(self, step: int, epoch: int) -> set[str]:
-        """The parameters whose whole gradient a mask source wants to see."""
+        """The parameters whose unmasked gradient a mask source needs."""
         return {
             name
             for policy in self.freeze_policies.values()
@@ -349,7 +351,7 @@ class GradientPolicies(Callback):
         return bool(trainer.loggers) and (trainer.global_step + 1) % _log_interval(trainer) == 0
 
     def _flow_metrics(self, phase: str) -> dict[str, float | Tensor]:
-        """What the flow policies of a phase did since they were last told the time."""
+        """What the flow policies of a phase did since they were last updated."""
         if self.installed is None:
             return {}
         metrics: dict[str, float | Tensor] = {}
@@ -418,8 +420,8 @@ def _cuts(policy: Policy) -> bool:
     return isinstance(policy, Stop) and policy.mode == "detach" and "fit" in policy.when.phases
 
 
-def _lasts(when: When, step: int, epoch: int) -> bool:
-    """Whether a time lies between a policy's start and end, the steps that ``every`` leaves out too."""
+def _in_window(when: When, step: int, epoch: int) -> bool:
+    """Whether a time lies between a policy's start and stop, whatever ``every`` says."""
     count = step if when.unit == "step" else epoch
     return when.start <= count and (when.stop is None or count < when.stop)
 
@@ -476,7 +478,7 @@ def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Leaves zeros of one gradient for the loss scaler, to which an optimizer without any is a mistake."""
+    """Leaves one gradient, of zeros, for the loss scaler, which refuses an optimizer without any."""
     if getattr(trainer.precision_plugin, "scaler", None) is None:
         yield
         return

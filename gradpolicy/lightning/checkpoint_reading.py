@@ -1,4 +1,4 @@
-"""The one door through which checkpoints are read: nothing in them is run, and damage is refused."""
+"""The only reader of checkpoints: runs nothing that is in them, and refuses damaged ones."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
@@ -22,10 +22,10 @@ VERSION = "pytorch-lightning_version"
 
 
 class Checked(NamedTuple):
-    """What a look through a checkpoint has found.
+    """What the check of a checkpoint has found.
 
     Attributes:
-        stamp: Tells whether it has been written again since.
+        stamp: Sizes, times and inodes of its files. Another one means that it has been written again.
         infinite: The tensors that hold an infinite value, which a buffer may and a parameter may not.
     """
 
@@ -33,27 +33,27 @@ class Checked(NamedTuple):
     infinite: tuple[str, ...]
 
 
-# A checkpoint is looked through once, however often a run reads it.
+# A checkpoint is checked once, however often a run reads it.
 _checked: dict[Path, Checked] = {}
 
 
 def check_checkpoint(path: Path, key: str = KEY) -> Checked:
     """Makes sure that a checkpoint is undamaged, that nothing in it could run, and that no weight is NaN.
 
-    A checkpoint that carries no checksums, since others wrote it, is announced by a warning.
+    A checkpoint that another program wrote has no checksums: a warning says so.
 
     Args:
         path: A file, or a directory of shards.
         key: The config key that names it, for the message.
 
     Raises:
-        PolicyError: If it is not so.
+        PolicyError: If it is damaged, could run something, or holds NaN.
     """
     with errors_named(path, key):
         stamp, known = _stamp(path), _checked.get(path.absolute())
         if known is not None and known.stamp == stamp:
             return known
-        weights = _look_through_directory(path) if path.is_dir() else _look_through_file(path)
+        weights = _check_directory(path) if path.is_dir() else _check_file(path)
         found = Checked(stamp, _infinite(weights))
     _checked[path.absolute()] = found
     return found
@@ -125,19 +125,19 @@ def _with_weights(content: Any) -> Mapping[str, Any]:
     return content
 
 
-def _look_through_file(path: Path) -> Iterable[tuple[str, Any]]:
+def _check_file(path: Path) -> Iterable[tuple[str, Any]]:
     if not check_file(path):
         _warn_unchecked(path)
     content = load_file(path, mmap=True)
-    _check_places(content)
+    _check_paths(content)
     return _weights(content).items()
 
 
-def _look_through_directory(path: Path) -> Iterator[tuple[str, Any]]:
+def _check_directory(path: Path) -> Iterator[tuple[str, Any]]:
     """Shard by shard, since all of them need not fit into this process's memory."""
     if not check_manifest(path):
         _warn_unchecked(path)
-    _check_places(read_unsharded(path))
+    _check_paths(read_unsharded(path))
     prefix = f"{WEIGHTS}."
     return ((name.removeprefix(prefix), value) for name, value in entries(path, prefix))
 
@@ -155,23 +155,23 @@ def _infinite(weights: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     infinite: dict[str, None] = {}
     for name, value in weights:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.numel():
-            ends = _ends(value.detach())
-            if ends.isnan().any():
+            extremes = _extremes(value.detach())
+            if extremes.isnan().any():
                 raise UnreadableError(f"holds NaN in {name[:120]}: no run can go on from it")
-            if ends.isinf().any():
+            if extremes.isinf().any():
                 infinite[str(name)] = None
     return tuple(infinite)
 
 
-def _ends(tensor: Tensor) -> Tensor:
+def _extremes(tensor: Tensor) -> Tensor:
     """The smallest and the largest number; both are NaN where any is."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     dense = real.to_dense() if real.layout is not torch.strided else real
-    # There is no search for the ends of numbers of one byte.
+    # aminmax does not take numbers of one byte.
     return torch.stack(torch.aminmax(dense.float() if dense.itemsize == 1 else dense))
 
 
-def _check_places(content: Any) -> None:
+def _check_paths(content: Any) -> None:
     """Refuses what would have Lightning delete files elsewhere.
 
     Lightning's ModelCheckpoint deletes the checkpoints that its saved state names as outdated: those below

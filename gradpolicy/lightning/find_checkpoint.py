@@ -17,15 +17,17 @@ LAST = "last"
 LAST_NAME = "last*.ckpt"
 
 
-def find_checkpoint(ckpt_path: str | None, places: Iterable[Path], task: str | None = None) -> Path | None:
+def find_checkpoint(
+    ckpt_path: str | None, directories: Iterable[Path], task: str | None = None
+) -> Path | None:
     """Finds the checkpoint that `ckpt_path` names.
 
     Args:
         ckpt_path: None; a file; a run directory, which means the newest good one in it; or ``last``, which
-            means the newest good one of the newest run in the given places. Jobs of sweeps and trials of
-            studies are no runs that `last` takes, unless a place is such a job's own directory.
-        places: Where to look for ``last``: directories of single runs, then the one that holds all runs. The
-            first one that holds any decides.
+            means the newest good one of the newest run in the given directories. Jobs of sweeps and trials of
+            studies are no runs that `last` takes, unless one of them is such a job's own.
+        directories: Where to look for ``last``: directories of single runs, then the one that holds all runs.
+            The first one that holds any run decides.
         task: The ``task_name`` of the runs that `last` takes; None: any.
 
     Raises:
@@ -34,7 +36,7 @@ def find_checkpoint(ckpt_path: str | None, places: Iterable[Path], task: str | N
     if ckpt_path is None:
         return None
     if ckpt_path == LAST:
-        return _last_of(list(places), task)
+        return _last_of(list(directories), task)
     path = Path(ckpt_path).expanduser()
     # Of os.path: Path.exists raises where a name is too long for the file system.
     if os.path.isdir(path) and not is_sharded_checkpoint(path):
@@ -48,11 +50,11 @@ def find_checkpoint(ckpt_path: str | None, places: Iterable[Path], task: str | N
     return path
 
 
-def _last_of(places: list[Path], task: str | None) -> Path:
+def _last_of(directories: list[Path], task: str | None) -> Path:
     passed: list[str] = []
     tried: set[Path] = set()
-    for place in places:
-        for run in _runs_newest_first(place, is_own=place != places[-1]):
+    for directory in directories:
+        for run in _runs_newest_first(directory, is_own=directory != directories[-1]):
             if run.directory in tried:
                 continue
             tried.add(run.directory)
@@ -73,7 +75,7 @@ def _last_of(places: list[Path], task: str | None) -> Path:
             if not bad:
                 passed.append(f"{run.directory.name}, which holds no {LAST_NAME}")
     hint = f"; passed over: {_counted(passed)}" if passed else ""
-    raise PolicyError(f"ckpt_path=last: no good checkpoint below {', '.join(map(str, places))}{hint}")
+    raise PolicyError(f"ckpt_path=last: no good checkpoint below {', '.join(map(str, directories))}{hint}")
 
 
 @dataclass(frozen=True)
@@ -110,28 +112,28 @@ class FoundRun:
         return "" if task in (None, self.record.task) else f"a run of task {self.record.task!r}"
 
 
-def _runs_newest_first(place: Path, *, is_own: bool) -> list[FoundRun]:
-    """The runs below a place: those that left a record, and those that a checkpoint is of."""
-    checkpoints = _named(place, LAST_NAME)
+def _runs_newest_first(directory: Path, *, is_own: bool) -> list[FoundRun]:
+    """The runs below a directory: those that left a record, and those that left a checkpoint."""
+    checkpoints = _named(directory, LAST_NAME)
     if is_own:
-        return [FoundRun(place, None, 0.0)] if checkpoints else []
-    touched = {path.parent: 0.0 for path in place.rglob(RECORD)}
+        return [FoundRun(directory, None, 0.0)] if checkpoints else []
+    touched = {path.parent: 0.0 for path in directory.rglob(RECORD)}
     for path in checkpoints:
-        run = _run_of(path, place)
+        run = _run_of(path, directory)
         touched[run] = max(touched.get(run, 0.0), path.stat().st_mtime)
-    found = [FoundRun(directory, RunRecord.load(directory), time) for directory, time in touched.items()]
+    found = [FoundRun(run, RunRecord.load(run), time) for run, time in touched.items()]
     return sorted(found, key=lambda run: run.began, reverse=True)
 
 
-def _run_of(checkpoint: Path, place: Path) -> Path:
+def _run_of(checkpoint: Path, below: Path) -> Path:
     """The directory of the run that wrote a checkpoint."""
-    above = [directory for directory in checkpoint.parents if place in directory.parents]
+    above = [directory for directory in checkpoint.parents if below in directory.parents]
     for directory in above:
         if _is_run_directory(directory):
             return directory
     parent = checkpoint.parent.parent
     return (
-        parent if checkpoint.parent.name == "checkpoints" and parent in (place, *above) else checkpoint.parent
+        parent if checkpoint.parent.name == "checkpoints" and parent in (below, *above) else checkpoint.parent
     )
 
 
@@ -139,8 +141,8 @@ def _is_run_directory(directory: Path) -> bool:
     return any((directory / name).exists() for name in (RECORD, "config.yaml", ".hydra"))
 
 
-def _named(place: Path, name: str) -> set[Path]:
-    return {*place.rglob(name), *find_whole(place, name)}
+def _named(directory: Path, name: str) -> set[Path]:
+    return {*directory.rglob(name), *find_whole(directory, name)}
 
 
 def _checkpoints_of_run(directory: Path) -> set[Path]:
@@ -148,7 +150,7 @@ def _checkpoints_of_run(directory: Path) -> set[Path]:
     if _is_run_directory(directory):
         return _named(directory, "*.ckpt")
     near = (directory, *(path for path in directory.glob("*") if os.path.isdir(path)))
-    return {path for place in near for path in place.glob("*.ckpt")}
+    return {path for parent in near for path in parent.glob("*.ckpt")}
 
 
 def _newest_good(found: Iterable[Path]) -> tuple[Path | None, list[str]]:

@@ -1,4 +1,4 @@
-"""SIGTERM and Slurm's warning: save at the end of the batch, requeue, go."""
+"""SIGTERM and Slurm's warning signal: save at the end of the batch, requeue the job, exit."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ from gradpolicy.errors import unknown
 
 
 class SaveOnPreemption(Checkpoint):
-    """Ends a run in good order when it is told to go.
+    """Saves a checkpoint and exits when a signal says that the machine will be taken away.
 
     A signal to any rank sets a flag there; the ranks compare flags at the end of each batch (one number,
     whose reduction is read a batch later, so that nothing waits for it). When one is set, all save together
@@ -51,7 +51,7 @@ class SaveOnPreemption(Checkpoint):
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the signals over from Lightning, whose handler runs collectives wherever it interrupts."""
+        """Replaces the signal handlers of Lightning, which run collectives wherever they interrupt."""
         self._received, self._pending = 0, None
         if trainer.world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=5))
@@ -59,17 +59,17 @@ class SaveOnPreemption(Checkpoint):
             self._former[number] = signal.signal(number, self._remember)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the signals back."""
-        self._give_back()
+        """Restores the former signal handlers."""
+        self._restore_handlers()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Gives the signals back."""
-        self._give_back()
+        """Restores the former signal handlers."""
+        self._restore_handlers()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves and exits if any rank was told to go. Runs after all other callbacks, as checkpoints do."""
+        """Saves and exits if any rank received a signal. Runs after the other callbacks, as checkpoints do."""
         received = self._received if trainer.world_size == 1 else self._of_any_rank()
         if not received:
             return
@@ -97,7 +97,7 @@ class SaveOnPreemption(Checkpoint):
         self._pending = dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True), flag
         return known
 
-    def _give_back(self) -> None:
+    def _restore_handlers(self) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._former = {}

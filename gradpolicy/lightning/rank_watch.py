@@ -1,4 +1,4 @@
-"""A rank that dies ends the whole job at once, and its number and cause are told."""
+"""Ends the whole job at once when a rank dies, and says which rank and why."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from gradpolicy.errors import PolicyError, shown
 
 _KEY = "gradpolicy/died/{rank}"
-# Seconds a rank that raised has to take itself down before the others end the job.
+# Seconds that a rank which raised an error has to exit before the others end the job.
 _PATIENCE = 5.0
 
 
@@ -26,7 +26,7 @@ class RankWatch(Callback):
     ends with code 1. Under torchrun and Slurm the launcher ends the other ranks; the message is the same.
 
     Args:
-        every: Seconds between two looks.
+        every: Seconds between two checks.
     """
 
     def __init__(self, every: float = 0.5) -> None:
@@ -49,12 +49,12 @@ class RankWatch(Callback):
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the cause where the other ranks find it, or names the rank that was the cause."""
+        """Stores the cause for the other ranks, or names the rank whose death was the cause."""
         if self._store is None or isinstance(exception, SystemExit | KeyboardInterrupt):
             self._over.set()
             return
         if _is_of_connection(exception):
-            # Another rank's death broke a collective here; give its traces a moment to show.
+            # The death of another rank broke a collective here; its cause may take a moment to arrive.
             deadline = time.monotonic() + _PATIENCE
             while time.monotonic() < deadline:
                 death = self._death()
@@ -94,7 +94,7 @@ class RankWatch(Callback):
         return ""
 
     def _cause(self, rank: int) -> str:
-        """What a rank left before it died; empty where it left nothing or the store is gone."""
+        """The error that a rank stored before it died; empty where there is none or the store is gone."""
         key, store = _KEY.format(rank=rank), self._store
         try:
             return store.get(key).decode() if store is not None and store.check([key]) else ""
@@ -123,7 +123,7 @@ def describe_exit(code: int) -> str:
 
 
 def _is_of_connection(exception: BaseException) -> bool:
-    """Whether this comes of another process that went away."""
+    """Whether the cause is a broken connection to another process."""
     return isinstance(exception, dist.DistError) or any(
         word in str(exception) for word in ("Connection", "connection", "NCCL", "gloo")
     )

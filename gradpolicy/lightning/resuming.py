@@ -1,4 +1,4 @@
-"""What is looked at while Lightning takes up a checkpoint, and how it is told where that fails."""
+"""Checks while Lightning restores a checkpoint, and one clear line where it cannot."""
 
 import traceback
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from gradpolicy.lightning.checkpoint_reading import KEY, check_checkpoint, named
 from gradpolicy.tasks.resume import ExactResume
 
 COUNTED = ("optimizer_states", "lr_schedulers")
-# What fails in these was caused by what the checkpoint holds.
-TAKING_UP = frozenset(
+# An error below one of these was caused by what the checkpoint holds.
+RESTORING = frozenset(
     function.__code__
     for function in (
         _CheckpointConnector._restore_modules_and_callbacks,
@@ -35,8 +35,8 @@ TAKING_UP = frozenset(
 class CheckedResume(Callback):
     """Refuses a checkpoint of another number of optimizers, and one that would have files deleted.
 
-    Lightning takes up as many states as there are, without a word of the others. Its ModelCheckpoint deletes
-    what its saved state names as outdated below its own directory, whoever wrote that state.
+    Lightning restores as many states as there are and ignores the rest. Its ModelCheckpoint deletes what its
+    saved state names as outdated below its own directory, whoever wrote that state.
 
     Raises:
         PolicyError: Before anything is trained.
@@ -48,14 +48,14 @@ class CheckedResume(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Counts the states of optimizers and schedulers; those of sharded ones are not among them."""
+        """Counts the states of optimizers and schedulers. A sharded checkpoint holds none of them here."""
         if trainer.state.fn is not TrainerFn.FITTING:
             return
         self._states = {name: len(checkpoint[name]) for name in COUNTED if name in checkpoint}
-        _check_places(trainer, checkpoint)
+        _check_paths(trainer, checkpoint)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compares them with what there is."""
+        """Compares the counts with what this run has."""
         states, self._states = self._states, {}
         for name, needed in zip(
             COUNTED, (len(trainer.optimizers), len(trainer.lr_scheduler_configs)), strict=True
@@ -68,10 +68,10 @@ class CheckedResume(Callback):
 
 
 @contextmanager
-def taking_up(checkpoint: Path | None) -> Iterator[None]:
-    """Names the checkpoint where Lightning cannot take it up.
+def checked_restore(checkpoint: Path | None) -> Iterator[None]:
+    """Checks a checkpoint before Lightning restores it, and names it if Lightning cannot.
 
-    It is looked through first, since not every strategy of Lightning's reads it through the trainer's plugin.
+    It is checked here, since not every strategy of Lightning reads it through the trainer's plugin.
 
     Raises:
         PolicyError: In place of what Lightning raises.
@@ -84,18 +84,18 @@ def taking_up(checkpoint: Path | None) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.walk_tb(error.__traceback__)
-        if checkpoint is None or not any(frame.f_code in TAKING_UP for frame, _ in frames):
+        if checkpoint is None or not any(frame.f_code in RESTORING for frame, _ in frames):
             raise
-        # What Python says of a value of another type tells a person nothing.
-        told = isinstance(error, RuntimeError | ValueError)
-        what = f" ({brief(str(error), most=120)})" if told else ""
+        # Python's message about a value of another type tells a person nothing.
+        is_clear = isinstance(error, RuntimeError | ValueError)
+        what = f" ({brief(str(error), most=120)})" if is_clear else ""
         raise PolicyError(
             f"{KEY}: {checkpoint} holds a state of another kind{what}: {CANNOT_RESUME}"
         ) from error
 
 
-def _check_places(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Lets the state name checkpoints beside its own, or where nothing is deleted."""
+def _check_paths(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Refuses a state that names checkpoints that this run would delete, unless they lie beside its own."""
     own = Path(str(trainer.ckpt_path)).resolve().parent
     kept = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
     folders = [Path(each.dirpath).resolve() for each in kept if each.dirpath]
