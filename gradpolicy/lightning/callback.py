@@ -442,7 +442,7 @@ def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> tor
     present = wrapper_of(optimizer)
     if present is None:
         return masked(optimizer)
-    # The module gave the same optimizer in a former fit, whose masks are over.
+    # The module returned the same optimizer in a former fit. Those masks no longer hold.
     present.set_masks(dict.fromkeys(held))
     present.effective_steps = 0
     return present

@@ -131,10 +131,9 @@ def _run_of(checkpoint: Path, below: Path) -> Path:
     for directory in above:
         if _is_run_directory(directory):
             return directory
-    parent = checkpoint.parent.parent
-    return (
-        parent if checkpoint.parent.name == "checkpoints" and parent in (below, *above) else checkpoint.parent
-    )
+    folder = checkpoint.parent
+    is_part_of_run = folder.name == "checkpoints" and folder.parent in (below, *above)
+    return folder.parent if is_part_of_run else folder
 
 
 def _is_run_directory(directory: Path) -> bool:

@@ -69,7 +69,7 @@ class SaveOnPreemption(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves and exits if any rank received a signal. Runs after the other callbacks, as checkpoints do."""
+        """Saves and exits if any rank received a signal. As a Checkpoint it runs after other callbacks."""
         received = self._received if trainer.world_size == 1 else self._of_any_rank()
         if not received:
             return
