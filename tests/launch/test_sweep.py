@@ -67,6 +67,13 @@ def test_a_failed_job_does_not_keep_the_others_from_running(train, tmp_path, mon
     assert "on purpose" in (place / SUMMARY).read_text()
 
 
+def test_a_job_that_is_not_known_beforehand_is_checked_where_it_begins(train, monkeypatch) -> None:
+    """As those of a sweeper that draws values from an interval."""
+    monkeypatch.setattr("gradpolicy.launch.app.jobs_of", lambda *given: None)
+    ended = train("-m", "optimizer.lr=abc,0.1", "plan_only=true")
+    assert ended.message == "optimizer.lr: must be a number or torch.Tensor, got 'abc'"
+
+
 def test_the_command_line_that_wandb_writes_is_understood(train) -> None:
     """`wandb agent` puts the words of `command` together, with `key=value` for `${args_no_hyphens}`."""
     sweep = yaml.safe_load((CONF / "sweep/learning_rate.yaml").read_text())
