@@ -18,11 +18,11 @@ from gradpolicy.when import When
 
 if TYPE_CHECKING:
     from gradpolicy import masks, schedules
-    from gradpolicy.callback import GradientPolicies
     from gradpolicy.flow.apply import apply
     from gradpolicy.flow.install import install
     from gradpolicy.flow.override import gradient_override
     from gradpolicy.freezing import Freezer
+    from gradpolicy.lightning.callback import GradientPolicies
     from gradpolicy.optim import MaskedOptimizer, UpdateRule, update_rule
     from gradpolicy.policies import (
         Clip,
@@ -43,7 +43,7 @@ __version__ = "0.1.0"
 # Where each name lives that is loaded at its first use: importing the package does not load torch, so that a
 # wrong command line is refused at once.
 _HOMES = {
-    "GradientPolicies": "gradpolicy.callback",
+    "GradientPolicies": "gradpolicy.lightning.callback",
     "apply": "gradpolicy.flow",
     "gradient_override": "gradpolicy.flow",
     "install": "gradpolicy.flow",

@@ -1,9 +1,8 @@
-"""Compiles the C sources: when the package is installed, else once at first use; never a condition for running.
+"""Compiles the C sources when the package is installed, else at first use. Nothing depends on a compiler.
 
 Only the standard library is used here: `setup.py` runs this file before anything is installed.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import os
@@ -114,20 +113,29 @@ def _build(source: Path, defines: dict[str, str], command: list[str], target: st
     # Under a name of its own until it is whole: other processes may be looking for it.
     fresh = library.with_suffix(f".{os.getpid()}")
     given = [f"-D{key}={value}" for key, value in defines.items()]
-    for flags in ((*FLAGS, *TARGETS[target], *THREAD_FLAGS), (*FLAGS, *TARGETS[target])):
-        whole = [*command, *flags, *given, str(source), "-o", str(fresh), *LINK_FLAGS]
-        with contextlib.suppress(subprocess.CalledProcessError if flags[-1] in THREAD_FLAGS else ()):
-            subprocess.run(whole, check=True, capture_output=True, text=True, timeout=600)
-            break
+    try:
+        _run([*command, *FLAGS, *TARGETS[target], *THREAD_FLAGS, *given], source, fresh)
+    except subprocess.CalledProcessError:
+        _run([*command, *FLAGS, *TARGETS[target], *given], source, fresh)
     os.replace(fresh, library)
     return library
+
+
+def _run(command: list[str], source: Path, library: Path) -> None:
+    whole = [*command, str(source), "-o", str(library), *LINK_FLAGS]
+    subprocess.run(whole, check=True, capture_output=True, text=True, timeout=600)
 
 
 def _name(source: Path, defines: dict[str, str], target: str) -> str:
     """A name that changes with all that the library is made of."""
     folders = [source.parent, *([FOLDER / "optim" / "update_rules"] if defines else [])]
     paths = [path for folder in folders for path in sorted(folder.glob("*.[ch]"))]
-    parts = [*(path.read_text(encoding="utf-8") for path in paths), *defines.values(), *FLAGS, *TARGETS[target]]
+    parts = [
+        *(path.read_text(encoding="utf-8") for path in paths),
+        *defines.values(),
+        *FLAGS,
+        *TARGETS[target],
+    ]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     stem = "-".join([source.stem, *filter(None, [defines.get("RULE")]), target, platform.machine()])
     return f"{stem}-{digest}.so"

@@ -26,7 +26,6 @@ RuleLike = str | Rule | RuleFunction
 Scheduled = float | Callable[[int], float]
 
 
-
 class Policy:
     """What every policy has: a time at which it holds.
 

@@ -44,12 +44,15 @@ from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import Attribution, find_convolution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
-from gradpolicy.launch.checkpoints import check_fits, find_checkpoint, read_weights
+from gradpolicy.launch.allowed_targets import KEY, trusted_packages
+from gradpolicy.launch.build import Subject, build_subject
 from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.output import replace_what_does_not_encode
-from gradpolicy.launch.run import Subject, build_subject, quieter
+from gradpolicy.launch.report import replace_unencodable
+from gradpolicy.launch.run import quieter
 from gradpolicy.launch.targets import check_targets
-from gradpolicy.launch.trust import KEY, trusted_packages
+from gradpolicy.lightning.checkpoint_checks import check_fits
+from gradpolicy.lightning.checkpoint_reading import read_weights
+from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
 from gradpolicy.tasks.images import ImageShape, find_images, read_image
 from gradpolicy.tasks.named_models import load_named_model
@@ -116,7 +119,7 @@ class Picture:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the program and gives its exit code: 0, or 2 for wrong input."""
-    replace_what_does_not_encode()
+    replace_unencodable()
     if not arguments or {"-h", "--help"} & set(arguments):
         Console().print(__doc__, highlight=False, markup=False)
         return 0 if arguments else WRONG_INPUT

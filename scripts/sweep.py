@@ -29,17 +29,14 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
+from gradpolicy.launch.allowed_targets import trusted_packages
 from gradpolicy.launch.app import main as train
-from gradpolicy.launch.checkpoints import find_checkpoint
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.errors import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.output import replace_what_does_not_encode
-from gradpolicy.launch.pruning import PRUNED, make_pruner
-from gradpolicy.launch.ranks import quoted
-from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.signals import termination_exits
-from gradpolicy.launch.sweep import summarize
-from gradpolicy.launch.trust import trusted_packages
+from gradpolicy.launch.processes import quoted, termination_exits
+from gradpolicy.launch.report import RESULT, Result, replace_unencodable, summarize
+from gradpolicy.lightning.find_checkpoint import find_checkpoint
+from gradpolicy.lightning.optuna_pruning import PRUNED, make_pruner
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -97,7 +94,7 @@ class Search:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; the exit code is 2 for wrong input, 130 for Ctrl-C, 143 when told to go."""
-    replace_what_does_not_encode()
+    replace_unencodable()
     options = parse(arguments)
     code = 0
     try:
@@ -267,7 +264,7 @@ def run_trial(trial: Trial, search: Search) -> float:
     directory = search.directory / str(trial.number)
     trial.set_user_attr(DIRECTORY, str(directory))
     report = {
-        "_target_": "gradpolicy.launch.pruning.ReportToStudy",
+        "_target_": "gradpolicy.lightning.optuna_pruning.ReportToStudy",
         "storage": search.url,
         "study": search.study.study_name,
         "trial": trial._trial_id,

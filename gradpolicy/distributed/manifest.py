@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from gradpolicy.faults.checkpoint_file import UnreadableError, checksum
+from gradpolicy.checkpoint_file import UnreadableError, checksum
 
 Sums = dict[str, list[int]]
 

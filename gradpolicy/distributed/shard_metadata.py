@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from gradpolicy.faults.checkpoint_file import UnreadableError, refusal
+from gradpolicy.checkpoint_file import UnreadableError, refusal
 
 # All that torch writes is of these; the path that it was written to is among it.
 _MODULES = ("torch", "pathlib")

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
 
+from gradpolicy.checkpoint_file import load_file
 from gradpolicy.distributed.shard_metadata import read_metadata
-from gradpolicy.faults.checkpoint_file import load_file
 
 
 def load_into(state: dict[str, Any], path: Path) -> None:

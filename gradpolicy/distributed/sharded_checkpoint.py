@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from gradpolicy.checkpoint_file import load_file, save_file
 from gradpolicy.distributed import manifest
 from gradpolicy.distributed.shard_metadata import read_metadata
 from gradpolicy.distributed.shard_reader import load_all
-from gradpolicy.faults.checkpoint_file import load_file, save_file
 from gradpolicy.tensors.sharding import shard_like
 
 # The manifest. It is written last; a directory without it was not finished.

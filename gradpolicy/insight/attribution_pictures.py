@@ -10,11 +10,11 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from gradpolicy.callback import GradientPolicies
 from gradpolicy.checks import check_sizes
 from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.insight.attribution import input_gradient, predict
 from gradpolicy.insight.pictures import Sample, picture_grid
+from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import StraightThrough
 
 PHASE = "test"
@@ -29,6 +29,8 @@ class AttributionPictures(Callback):
 
     The images are the first entry of a batch; their labels, where there are any, the second. The logits are
     what the LightningModule's `predict_step` gives.
+
+    On several processes each attributes images of its own, and the first one draws.
 
     Args:
         policy: The policy that the pictures are about, by its name in `GradientPolicies`; it must hold in the
@@ -86,17 +88,20 @@ class AttributionPictures(Callback):
     ) -> None:
         """Keeps the first images."""
         missing = self.count - sum(len(images) for images, _ in self._batches)
-        if self._draws and missing > 0 and trainer.is_global_zero:
+        if self._draws and missing > 0:
             images, labels = _images_and_labels(batch)
             self._batches.append((images[:missing], labels[:missing] if labels is not None else None))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attributes the images, saves the grid and logs it."""
-        if not trainer.is_global_zero or not self._batches:
+        """Attributes the images; the first rank saves the grid and logs it."""
+        if not self._batches:
             return
         classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
+        # On every rank, each with its own images: a sharded model is gathered by all ranks together.
         with straight_through(_callbacks(trainer)):
             figure = self.draw(pl_module, classes)
+        if not trainer.is_global_zero:
+            return
         directory = self.directory or Path(trainer.default_root_dir) / "pictures"
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.policy}.png"

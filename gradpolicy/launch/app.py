@@ -1,10 +1,11 @@
-"""The program: reads the command line, checks everything that it asks for, then has Hydra run it."""
+"""The program: reads the command line, checks the config of every job, then has Hydra run the jobs."""
 
 import argparse
 import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.imports import allowed_packages, limited_to
+from gradpolicy.launch.allowed_targets import check_not_from_config, trusted_packages
 from gradpolicy.launch.compose import (
     VERSION_BASE,
     Source,
@@ -28,6 +30,7 @@ from gradpolicy.launch.compose import (
     hydra_at,
     jobs_of,
 )
+from gradpolicy.launch.config import check_config
 from gradpolicy.launch.errors import (
     FAILED,
     INTERRUPTED,
@@ -38,15 +41,10 @@ from gradpolicy.launch.errors import (
     report_error,
     wrong_input_errors,
 )
-from gradpolicy.launch.hydra_nodes import check_given_search_path, check_hydra
-from gradpolicy.launch.launchers import check_launcher
-from gradpolicy.launch.output import replace_what_does_not_encode
-from gradpolicy.launch.ranks import is_first_rank, quoted
-from gradpolicy.launch.report import RESULT, Result
-from gradpolicy.launch.rundir import RunDirectory, claimed_directory
-from gradpolicy.launch.signals import termination_exits
-from gradpolicy.launch.sweep import RESULTS, SUMMARY, collect, summarize
-from gradpolicy.launch.trust import check_not_from_config, trusted_packages
+from gradpolicy.launch.hydra_settings import check_given_search_path, check_hydra, check_launcher
+from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits
+from gradpolicy.launch.report import RESULT, RESULTS, SUMMARY, Result, collect, replace_unencodable, summarize
+from gradpolicy.launch.run_directory import RunDirectory, claimed_directory
 
 CONFIG_NAME = "train"
 
@@ -61,7 +59,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, 143 when told to go.
     """
-    replace_what_does_not_encode()
+    replace_unencodable()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = read_command_line(arguments)
@@ -80,7 +78,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
             raise PolicyError("--experimental-rerun: is not supported: it would run what a pickle holds")
         trusted = trusted_packages(options.overrides, config_dir.parent)
         with limited_to(trusted), hydra_at(source) as prepared:
-            if not _only_tells(options):
+            if not _asks_for_information(options):
                 config = compose_job(source, fixed_overrides(options.overrides))
                 show_traceback = OmegaConf.select(config, "extras.traceback") is True
                 return start(prepared, source, options, config)
@@ -92,11 +90,11 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _interrupted(options)
     except SystemExit as leaving:
-        # Lightning leaves so when it was interrupted while it trained.
+        # Lightning raises SystemExit where Ctrl-C interrupts training.
         if isinstance(leaving.__context__, KeyboardInterrupt):
             return _interrupted(options)
         if leaving.code == TERMINATED and is_first_rank():
-            print(f"ended by SIGTERM; {_way_on(options, 'last')}", file=sys.stderr)
+            print(f"ended by SIGTERM; {_how_to_resume(options, 'last')}", file=sys.stderr)
         return leaving.code if isinstance(leaving.code, int) else FAILED
     except wrong_input_errors() as error:
         if is_first_rank():
@@ -124,7 +122,7 @@ def read_command_line(arguments: Sequence[str]) -> Namespace:
 
 
 def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfig) -> int:
-    """Checks everything that the command line asks for, then runs the job, or the sweep's jobs.
+    """Checks every job that the command line asks for, then runs the job, or the sweep.
 
     Args:
         prepared: Hydra, set up.
@@ -135,18 +133,20 @@ def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfi
     Raises:
         PolicyError: For wrong input.
     """
-    check_hydra(config, options.overrides)
-    check_not_from_config(config, options.overrides)
-    if options.multirun or config.hydra.mode == RunMode.MULTIRUN:
-        check_launcher(config)
-        for overrides in jobs_of(config, options.overrides):
-            check_job(compose_job(source, overrides), options.overrides)
-        run_sweep(prepared, source, config, options.overrides)
+    overrides = options.overrides
+    if not options.multirun and config.hydra.mode != RunMode.MULTIRUN:
+        if fixed_overrides(overrides) != overrides:
+            raise PolicyError("several values for one key make a sweep: add -m, or quote the value")
+        check_job(config, overrides)
+        run_job(prepared, config)
         return 0
-    if fixed_overrides(options.overrides) != options.overrides:
-        raise PolicyError("several values for one key make a sweep: add -m, or quote the value")
-    check_job(config, options.overrides)
-    run_job(prepared, config)
+    check_hydra(config, overrides)
+    check_not_from_config(config, overrides)
+    check_launcher(config)
+    jobs = jobs_of(config, overrides)
+    for job in jobs or ():
+        check_job(compose_job(source, job), overrides)
+    run_sweep(prepared, source, config, overrides, checked=jobs is not None)
     return 0
 
 
@@ -158,7 +158,7 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
             config.hydra.output_subdir = None
     callbacks = Callbacks(config)
     callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
-    job = Job(in_sweep=False)
+    job = Job(in_sweep=False, checked=True)
     if not config.hydra.run.dir:
         raise PolicyError("hydra.run.dir: names no directory")
     with claimed_directory(config.hydra.run, "hydra.run.dir") as directory:
@@ -173,8 +173,8 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
                 job_subdir_key=None,
             )
         except Exception as error:
-            # The job keeps its own errors: this one is of what Hydra sets up for it.
-            RunDirectory(directory).remove_unless_begun()
+            # The job catches its own errors. This one comes from what Hydra sets up for it.
+            RunDirectory(directory).clear_unless_begun()
             if isinstance(error, wrong_input_errors()):
                 raise
             reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
@@ -184,14 +184,16 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
         raise job.error
 
 
-def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
+def run_sweep(
+    prepared: Hydra, source: Source, config: DictConfig, overrides: list[str], *, checked: bool
+) -> None:
     """Has Hydra's sweeper and launcher run the jobs, and prints the summary, also when some failed."""
     with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
         is_new = not any(directory.iterdir())
         try:
             prepared.multirun(
                 config_name=source.name,
-                task_function=Job(in_sweep=True),
+                task_function=Job(in_sweep=True, checked=checked),
                 overrides=[*overrides, f"hydra.sweep.dir={quoted(str(directory))}"],
             )
         finally:
@@ -203,18 +205,20 @@ class Job:
     """The function that Hydra calls for each job.
 
     Args:
-        in_sweep: Whether it is one of several; a failed one then raises where Hydra sees it, and the others
-            go on.
+        in_sweep: Whether it is one of several. Then it raises the error of a failed job to Hydra, which runs
+            the others.
+        checked: Whether the config of the job has been checked.
     """
 
-    def __init__(self, in_sweep: bool) -> None:
+    def __init__(self, *, in_sweep: bool, checked: bool) -> None:
         self.in_sweep = in_sweep
-        # A launcher's worker has not seen the command line.
+        self.checked = checked
+        # The worker of a launcher does not know the command line.
         self.trusted = allowed_packages()
         self.error: Exception | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
-        """Runs a job and leaves its result where the summary finds it."""
+        """Runs a job and saves its result where the summary finds it."""
         from gradpolicy.launch.run import run
 
         hydra_config = HydraConfig.get()
@@ -225,6 +229,8 @@ class Job:
             place = Path(hydra_config.sweep.dir) / RESULTS / f"{hydra_config.job.num}.json"
         try:
             with limited_to(self.trusted):
+                if not self.checked:
+                    check_config(config)
                 result = run(config, overrides)
         except Exception as error:
             if self.in_sweep:
@@ -237,6 +243,11 @@ class Job:
                 stopped = "stopped before its end"
                 Result(overrides, status="stopped", error=stopped, directory=str(directory)).save(place)
             raise
+        finally:
+            # A job that never began has left its directory empty.
+            if self.in_sweep and is_first_rank():
+                with suppress(OSError):
+                    directory.rmdir()
         if is_first_rank() and (self.in_sweep or result.status == "completed"):
             result.save(place)
         return result.optimized
@@ -244,24 +255,24 @@ class Job:
 
 def _interrupted(options: Namespace) -> int:
     if is_first_rank():
-        print(f"interrupted; {_way_on(options, 'newest')}", file=sys.stderr)
+        print(f"interrupted; {_how_to_resume(options, 'newest')}", file=sys.stderr)
     return INTERRUPTED
 
 
-def _way_on(options: Namespace, which: str) -> str:
+def _how_to_resume(options: Namespace, which: str) -> str:
     if options.multirun:
         return "ckpt_path=DIRECTORY goes on with a job of the sweep, in whose directory its checkpoints lie"
     return f"ckpt_path=last goes on from the {which} checkpoint"
 
 
-def _only_tells(options: Namespace) -> bool:
+def _asks_for_information(options: Namespace) -> bool:
     """Whether the command line asks Hydra for information, not for a run."""
     asked = ("help", "hydra_help", "version", "info", "cfg", "shell_completion")
     return any(getattr(options, name, None) for name in asked)
 
 
 def _ask_hydra(config_dir: Path, arguments: list[str]) -> None:
-    """Lets Hydra answer what needs no run."""
+    """Has Hydra print what the command line asks for."""
     former = sys.argv
     sys.argv = [former[0], *arguments]
     try:
@@ -273,7 +284,7 @@ def _ask_hydra(config_dir: Path, arguments: list[str]) -> None:
 
 
 def _nothing(config: DictConfig) -> None:
-    """The job of a command line that asks for none."""
+    """Stands for the job where the command line asks for none."""
 
 
 def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:

@@ -1,10 +1,9 @@
-"""Composes and checks a config, also each job of a sweep, before Hydra makes any directory."""
+"""Composes the config of each job, and says clearly what Hydra cannot compose."""
 
-import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,42 +17,23 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from gradpolicy.errors import PolicyError, brief, nearest, shown
+from gradpolicy.launch.allowed_targets import check_not_from_config, parsed
+from gradpolicy.launch.config import check_config
 from gradpolicy.launch.errors import LINE
-from gradpolicy.launch.hydra_nodes import check_given_search_path, check_hydra, check_search_path
-from gradpolicy.launch.schema import Settings, read_settings
-from gradpolicy.launch.trust import check_not_from_config
-
-# What knows torch is imported where it is used: a wrong name is refused before that takes its seconds.
+from gradpolicy.launch.hydra_settings import check_given_search_path, check_hydra, check_search_path
 
 VERSION_BASE = "1.3"
-WHEN = "gradpolicy.When"
 # What Hydra says of a key that it cannot set, add or take away.
 WRONG_KEY = re.compile(r"Could not (?:override|delete(?: from config\.)?|append to config\b.*?) ?'([^'\s=]*)")
-# Groups of which something is made, and what for example.
-MADE = {
-    "data": "gradpolicy.tasks.DigitsDataModule",
-    "model": "gradpolicy.tasks.Classifier",
-    "trainer": "lightning.pytorch.Trainer",
-}
-# Groups of nodes, and what is made of a node for example.
-MADE_OF_EACH = {
-    "policy": "gradpolicy.Freeze",
-    "callbacks": "lightning.pytorch.callbacks.ModelCheckpoint",
-    "logger": "lightning.pytorch.loggers.CSVLogger",
-}
-# Lightning takes less: it divides by some, and with a negative norm turns gradients round.
-TRAINER_LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0}
-# The plugin's own config has that name, so that `hydra/launcher=submitit_slurm` means this project's.
-NAMESAKE = r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema"
-
-# Hydra only warns of it.
+# The plugin's own config has the same name. `hydra/launcher=submitit_slurm` means this project's.
+SAME_NAME = r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema"
+# Hydra only warns of a directory that does not exist.
 NOT_FOUND = r"provider=hydra\.searchpath"
 
 
@@ -64,13 +44,18 @@ class Source:
     Args:
         directory: The directory of configs.
         name: The config at its top.
-        more: A further directory, as ``--config-dir`` names it. Of two configs of one name, that in
+        more: A second directory, as ``--config-dir`` names it. If both hold a config of one name, that in
             `directory` counts.
     """
 
     directory: Path
     name: str = "train"
     more: Path | None = None
+
+    @property
+    def directories(self) -> list[Path]:
+        """Both directories, or the one there is."""
+        return [self.directory] if self.more is None else [self.directory, self.more]
 
 
 @contextmanager
@@ -80,19 +65,19 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
     Raises:
         PolicyError: If a directory does not exist.
     """
-    for directory in filter(None, (source.directory, source.more)):
+    for directory in source.directories:
         if not directory.is_dir():
             raise PolicyError(f"config directory {directory} does not exist")
-    check_search_path([directory for directory in (source.directory, source.more) if directory], source.name)
+    check_search_path(source.directories, source.name)
     version.setbase(VERSION_BASE)
     search_path = create_config_search_path(str(source.directory))
     if source.more is not None:
-        # Before Hydra is made: it reads the search path once.
+        # Before Hydra is set up, since it reads the search path once.
         search_path.prepend("command-line", f"file://{source.more}", SearchPathQuery(provider="schema"))
     former = HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", NAMESAKE)
+        warnings.filterwarnings("ignore", SAME_NAME)
         warnings.filterwarnings("error", NOT_FOUND)
         try:
             yield Hydra.create_main_hydra2("train", search_path)
@@ -113,7 +98,10 @@ def check_job(config: DictConfig, overrides: Sequence[str]) -> None:
     """
     check_hydra(config, overrides)
     check_not_from_config(config, overrides)
-    check_config(_without_hydra(config))
+    job = config.copy()
+    with read_write(job), open_dict(job):
+        del job["hydra"]
+    check_config(job)
 
 
 def compose_job(source: Source, overrides: list[str]) -> DictConfig:
@@ -122,7 +110,7 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
     Raises:
         PolicyError: For a choice or key that does not exist, with the nearest ones that do.
     """
-    for override in OverridesParser.create().parse_overrides(overrides):
+    for override in parsed(overrides):
         _check_override(override, source)
     check_given_search_path(overrides)
     try:
@@ -141,17 +129,42 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
     except RecursionError as error:
         raise PolicyError("the command line cannot be composed: one of its configs holds itself") from error
     except Exception as error:
-        # What is odd enough makes Hydra stumble in any way there is: over the length of a name, for instance.
+        # Hydra raises errors of any kind for strange input, such as a name that is too long for a file.
         key = re.search(r"full_key: (\S+)", str(error))
         if key is not None:
             raise PolicyError(f"{brief(key[1])}: there is nothing that could be set so") from error
         raise PolicyError(f"the command line cannot be composed: {brief(str(error), most=LINE)}") from error
     _check_choices(config, source, overrides)
     with read_write(config), open_dict(config):
-        # Hydra sets it when a job starts; until then any directory will do for what refers to it.
+        # Hydra sets it when a job starts. Until then any directory does for the keys that refer to it.
         config.hydra.runtime.output_dir = str(Path.cwd())
     HydraConfig.instance().set_config(config)
     return config
+
+
+def fixed_overrides(overrides: list[str]) -> list[str]:
+    """The overrides that do not sweep: what all jobs have in common."""
+    return [
+        line
+        for line, override in zip(overrides, parsed(overrides), strict=True)
+        if not override.is_sweep_override()
+    ]
+
+
+def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]] | None:
+    """Lists the overrides of each job of a sweep, as Hydra's own sweeper makes them.
+
+    Returns:
+        None where they are not known beforehand: another sweeper draws values, from intervals for instance.
+    """
+    from_config = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    every = parsed([*from_config, *overrides])
+    sweeps = [override for override in every if override.is_sweep_override()]
+    if not config.hydra.sweeper._target_.endswith("BasicSweeper") or not all(
+        override.is_discrete_sweep() for override in sweeps
+    ):
+        return None
+    return BasicSweeper.split_arguments(every, max_batch_size=None)[0]
 
 
 def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> None:
@@ -160,13 +173,12 @@ def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> 
     Raises:
         PolicyError: For the first.
     """
-    directories = [directory for directory in (source.directory, source.more) if directory is not None]
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    # Hydra records no choice of several.
-    several = {each.key_or_group: each.value() for each in parsed if isinstance(each.value(), list)}
+    # Hydra does not record the choice of several configs of a group.
+    values = {override.key_or_group: override.value() for override in parsed(overrides)}
+    several = {group: value for group, value in values.items() if isinstance(value, list)}
     for group, chosen in {**config.hydra.runtime.choices, **several}.items():
         for name in [chosen] if isinstance(chosen, str) else chosen or ():
-            for file in (directory / group / f"{name}.yaml" for directory in directories):
+            for file in (directory / group / f"{name}.yaml" for directory in source.directories):
                 content = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else None
                 if content is not None and not isinstance(content, dict):
                     raise PolicyError(
@@ -174,115 +186,7 @@ def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> 
                     )
 
 
-def fixed_overrides(overrides: list[str]) -> list[str]:
-    """The overrides that do not sweep: what all jobs have in common."""
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    return [
-        line for line, override in zip(overrides, parsed, strict=True) if not override.is_sweep_override()
-    ]
-
-
-def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]]:
-    """Lists the overrides of each job of a sweep, as Hydra's own sweeper makes them.
-
-    Sweeps that other sweepers draw, from intervals for instance, are not known beforehand: none is listed.
-    """
-    parser = OverridesParser.create()
-    if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
-        return []
-    from_config = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    every = parser.parse_overrides([*from_config, *overrides])
-    if not all(override.is_discrete_sweep() for override in every if override.is_sweep_override()):
-        return []
-    return BasicSweeper.split_arguments(every, max_batch_size=None)[0]
-
-
-def check_config(config: DictConfig) -> Settings:
-    """Checks a job's config: references, keys, types, targets and their arguments.
-
-    Raises:
-        PolicyError: For wrong input.
-    """
-    container = resolved(config)
-    settings = read_settings(container)
-    from gradpolicy.launch.signatures import check_arguments
-    from gradpolicy.launch.targets import check_targets
-
-    if not (settings.train or settings.test or settings.plan_only):
-        raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
-    groups = {key: value for key, value in container.items() if isinstance(value, dict)}
-    # The optimizer first: the model refers to it, and a message should name the key that a person set.
-    groups = {key: groups[key] for key in sorted(groups, key=lambda key: key == "model")}
-    _check_numbers(groups)
-    _check_made(groups)
-    for name in ("callbacks", "logger"):
-        if name in settings.trainer:
-            raise PolicyError(f"trainer.{name}: the group `{name}` decides: {name}.mine={{_target_: …}}")
-    for name, least in TRAINER_LEAST.items():
-        given = settings.trainer.get(name)
-        if isinstance(given, int | float) and not given >= least:
-            raise PolicyError(f"trainer.{name}: {shown(given)} given, at least {least} needed")
-    interval = settings.trainer.get("val_check_interval")
-    if isinstance(interval, int | float) and not interval > 0:
-        raise PolicyError(f"trainer.val_check_interval: {shown(interval)} given, more than 0 needed")
-    check_targets(groups)
-    check_arguments(groups)
-    return settings
-
-
-def resolved(config: DictConfig) -> dict[str, Any]:
-    """Gives a config as plain containers, every reference in it followed.
-
-    A search space is left as it is: it is written for other programs. A policy's `when` may be written
-    without its `_target_`.
-    """
-    plain = OmegaConf.create({key: config._get_node(key) for key in config if key != "sweep"})
-    container = OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)
-    assert isinstance(container, dict)
-    for node in (container.get("policy") or {}).values():
-        when = node.get("when") if isinstance(node, dict) else None
-        if isinstance(when, dict):
-            when.setdefault("_target_", WHEN)
-    return {str(key): value for key, value in container.items()}
-
-
-def _check_numbers(node: Any, key: str = "") -> None:
-    """Refuses numbers that no class takes rightly: NaN passes most checks; beyond 64 bits torch overflows.
-
-    Raises:
-        PolicyError: For the first.
-    """
-    if isinstance(node, int) and abs(node) >= 2**63:
-        raise PolicyError(f"{brief(key)}: takes more than 64 bits, got {shown(node)}")
-    if isinstance(node, float) and math.isnan(node):
-        raise PolicyError(f"{brief(key)}: must be a number, got nan")
-    below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for name, value in below:
-        _check_numbers(value, f"{key}.{name}".lstrip("."))
-
-
-def _check_made(groups: Mapping[str, Any]) -> None:
-    """Makes sure that every node of which something is made says of what class.
-
-    Raises:
-        PolicyError: For the first without a ``_target_``.
-    """
-    nodes = [(key, groups[key], example) for key, example in MADE.items()]
-    for group, example in MADE_OF_EACH.items():
-        nodes += [(f"{group}.{name}", node, example) for name, node in groups.get(group, {}).items()]
-    for key, node, example in nodes:
-        if node is not None and "_target_" not in node:
-            raise PolicyError(f"{brief(key)}: needs a _target_, such as {example}")
-
-
-def _without_hydra(config: DictConfig) -> DictConfig:
-    job = config.copy()
-    with read_write(job), open_dict(job):
-        del job["hydra"]
-    return job
-
-
-# ---- what Hydra says too little about
+# ---- clearer messages than Hydra gives
 
 
 def _unknown_choice(error: MissingConfigException, source: Source) -> HydraException:
@@ -294,12 +198,13 @@ def _unknown_choice(error: MissingConfigException, source: Source) -> HydraExcep
 
 def _choices(group: str, source: Source) -> list[str]:
     """The names of a group's configs."""
-    directories = filter(None, (source.directory, source.more))
-    return [path.stem for directory in directories for path in sorted((directory / group).glob("*.yaml"))]
+    return [
+        path.stem for directory in source.directories for path in sorted((directory / group).glob("*.yaml"))
+    ]
 
 
 def _check_override(override: Override, source: Source) -> None:
-    """Refuses what Hydra stumbles over.
+    """Refuses overrides for which Hydra has no clear message.
 
     Raises:
         PolicyError: For an override without a key, or a value that names no config of its group.

@@ -20,15 +20,15 @@ WRONG_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
-# As much as is quoted of what others say.
+# The most that is quoted of the message of a library.
 LINE = 300
-# No message is longer, whatever it quotes.
+# The most that a message of this program has, whatever it quotes.
 LONGEST = 800
 
 
 def wrong_input_errors() -> tuple[type[Exception], ...]:
-    """What was caused by what the user gave, whatever of these ends a run before it trains."""
-    # Lightning takes seconds to load; it has raised nothing where nobody has loaded it.
+    """The errors that wrong input causes before a run trains."""
+    # Lightning takes seconds to import. Where it has not been imported, it has raised nothing.
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
     of_lightning = (lightning.MisconfigurationException,) if lightning else ()
     return PolicyError, HydraException, OmegaConfBaseException, yaml.YAMLError, *of_lightning
@@ -70,7 +70,7 @@ def report_error(error: BaseException, show_traceback: bool) -> None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Follows the chain of causes to its beginning, or to what is said for a person to read."""
+    """Follows the chain of causes to the first, or to one that is written for a person to read."""
     while error.__cause__ is not None and not isinstance(error, PolicyError):
         error = error.__cause__
     return error
@@ -86,15 +86,10 @@ def _missing_choice(error: MissingConfigException) -> str:
 
 
 def _failed_instance(error: InstantiationException) -> str:
-    """The first cause of a failed instantiation, under the key of the config node."""
-    cause = root_cause(error)
-    message = str(error)
-    found = re.search(r"full_key: (\S+)", message)
-    key = found.group(1) if found else ""
-    what = str(cause) if isinstance(cause, PolicyError) else f"{type(cause).__name__}: {_first_line(cause)}"
-    if cause is error:
-        what = _first_line(error)
-    return what if not key or what.startswith(f"{key.split('.')[0]}.") else f"{key}: {what}"
+    """The cause why Hydra could not build a callback, launcher or sweeper, under the key of its node."""
+    cause, key = root_cause(error), re.search(r"full_key: (\S+)", str(error))
+    what = f"{type(cause).__name__}: {_first_line(cause)}"
+    return f"{key[1]}: {what}" if key else what
 
 
 def _reason(error: OverrideParseException) -> str:

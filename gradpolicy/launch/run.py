@@ -1,11 +1,11 @@
-"""One run: check the config, build its parts, plan, fit, test, report."""
+"""One run: build its parts, plan, fit, test, report."""
 
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +13,33 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import (
-    Callback,
-    LightningDataModule,
-    LightningModule,
-    Trainer,
-    seed_everything,
-)
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import Logger, WandbLogger
-from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gradpolicy.callback import GradientPolicies
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.faults.checkpoints import WholeCheckpointIO
-from gradpolicy.faults.nonfinite import StopOnNonFinite
-from gradpolicy.faults.preemption import SaveOnPreemption
-from gradpolicy.faults.rank_watch import RankWatch
 from gradpolicy.insight.plan import make_plan, training_loss
-from gradpolicy.launch.batches import BatchesChecked, check_batches
-from gradpolicy.launch.best_checkpoints import BestCheckpoints
-from gradpolicy.launch.checkpoints import check_fits, check_resumable, find_checkpoint
-from gradpolicy.launch.compose import check_config, resolved
-from gradpolicy.launch.instantiate import build, build_all
-from gradpolicy.launch.optimizer import check_optimizer
-from gradpolicy.launch.places import check_places
-from gradpolicy.launch.ranks import is_first_rank, own_command_line
+from gradpolicy.launch.build import Subject, build_subject, build_trainer, check_patterns
+from gradpolicy.launch.config import Settings, read_settings, resolved
+from gradpolicy.launch.processes import (
+    agreed,
+    is_first_rank,
+    own_command_line,
+    termination_exits,
+    under_torchrun,
+)
 from gradpolicy.launch.report import Result, print_config, print_results, saved_in
-from gradpolicy.launch.resuming import CheckedResume, taking_up
-from gradpolicy.launch.rundir import RunDirectory, agreed_checkpoint, check_destinations, run_directory
-from gradpolicy.launch.runs import record_of
-from gradpolicy.launch.schema import Settings
-from gradpolicy.launch.signals import termination_exits
-from gradpolicy.policies import Policy
-from gradpolicy.tasks.resume import ExactResume
+from gradpolicy.launch.run_directory import RunDirectory, check_destinations, run_directory
+from gradpolicy.lightning.batch_limits import check_batches
+from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
+from gradpolicy.lightning.find_checkpoint import find_checkpoint
+from gradpolicy.lightning.resuming import checked_restore
+from gradpolicy.lightning.run_record import record_of
 
-# True of every small run, and nothing that a person should change.
+# Warnings that hold for every small run and ask for no change.
 QUIET = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
@@ -64,43 +51,19 @@ QUIET = (
 )
 
 
-@dataclass
-class Subject:
-    """What policies act on: the data, the model, the policies themselves."""
-
-    data: LightningDataModule
-    model: LightningModule
-    policies: dict[str, Policy]
-
-
-class RunBegins(Callback):
-    """Tells the run directory that there is something in it to keep."""
-
-    def __init__(self, directory: RunDirectory) -> None:
-        self.directory = directory
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        """A step was taken."""
-        self.directory.begin()
-
-    def on_test_end(self, *arguments: Any) -> None:
-        """A model was tested."""
-        self.directory.begin()
-
-
 def run(config: DictConfig, overrides: list[str]) -> Result:
     """Does what a composed config says.
 
     Args:
-        config: The config, without Hydra's own part.
+        config: The config, without Hydra's own part; `check_config` has passed it.
         overrides: What the command line set, for the record.
 
     Raises:
         PolicyError: For wrong input.
         SystemExit: With code 143, if the run was told to go.
     """
-    settings = check_config(config)
     container = resolved(config)
+    settings = read_settings(container)
     console = Console(quiet=not is_first_rank(), width=None if sys.stdout.isatty() else 120)
     output = Path(settings.paths.output_dir)
     with termination_exits(), quieter(), run_directory(output, _made_by_hydra()) as directory:
@@ -121,15 +84,18 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
             rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
         if checkpoint is not None and settings.train:
             console.print(f"going on from {checkpoint}", markup=False, soft_wrap=True)
-        check_places(subject.model, subject.policies)
+        check_patterns(subject)
         if settings.plan_only:
-            check_trainer(container, settings, subject, directory)
+            check_trainer(settings, subject, directory)
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
             console.print(make_run_plan(subject, settings.seed))
         if settings.plan_only:
-            directory.remove_unless_begun()
+            directory.clear_unless_begun()
             return Result(overrides, status="planned")
-        metrics = train_and_test(container, settings, subject, checkpoint, directory)
+        if is_first_rank():
+            save_config(container, directory.path)
+            record_of(directory.path, settings.task_name, settings.callbacks, _in_sweep()).save()
+        metrics = train_and_test(settings, subject, checkpoint, directory)
         result = Result(overrides, metrics, optimized_value(settings, metrics), directory=str(directory.path))
         if is_first_rank():
             print_results(result, saved_in(directory.path), console)
@@ -138,124 +104,62 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
 
 def chosen_checkpoint(settings: Settings, directory: RunDirectory) -> Path | None:
     """The checkpoint to resume from or to test, the same on all ranks; None where none is asked for."""
-    places = [directory.path, Path(settings.paths.log_dir)]
-    return agreed_checkpoint(
-        settings.ckpt_path,
-        directory.path,
-        lambda: find_checkpoint(settings.ckpt_path, places, settings.task_name),
-    )
+    directories = [directory.path, Path(settings.paths.log_dir)]
 
+    def find() -> Path | None:
+        return find_checkpoint(settings.ckpt_path, directories, settings.task_name)
 
-def build_subject(container: Mapping[str, Any]) -> Subject:
-    """Makes the data module, the model and the policies.
-
-    Raises:
-        PolicyError: If one cannot be made, or is of another kind.
-    """
-    data = build(container["data"], "data")
-    model = build(container["model"], "model")
-    if not isinstance(model, LightningModule):
-        raise PolicyError(f"model: must be a LightningModule, got {type(model).__name__}")
-    if not isinstance(data, LightningDataModule):
-        raise PolicyError(f"data: must be a LightningDataModule, got {type(data).__name__}")
-    policies = build_all(container.get("policy"), "policy")
-    for name, policy in policies.items():
-        if not isinstance(policy, Policy):
-            raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
-    return Subject(data, model, policies)
+    if settings.ckpt_path != "last" or not under_torchrun():
+        return find()
+    # A group that torchrun restarts resumes from what the former group has saved since.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return Path(agreed(f"gradpolicy/last/{restart}/{directory.path}", lambda: str(find())))
 
 
 def make_run_plan(subject: Subject, seed: int) -> Any:
-    """Finds out what the policies will touch, by one step of a copy of the model on the first batch."""
+    """Finds what the policies will touch, by one step of a copy of the model on the first batch."""
     subject.data.prepare_data()
     subject.data.setup("fit")
     batch = next(iter(subject.data.train_dataloader()))
     return make_plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
 
 
-def check_trainer(
-    container: Mapping[str, Any], settings: Settings, subject: Subject, directory: RunDirectory
-) -> None:
-    """Makes the trainer as a run would, so that a plan is refused where the run would be.
+def check_trainer(settings: Settings, subject: Subject, directory: RunDirectory) -> None:
+    """Builds the trainer as a run would, so that a plan is refused where the run would be.
 
     Raises:
         PolicyError: For what the trainer, a callback or a logger refuses.
     """
     with own_command_line(), finished_loggers():
-        trainer = build_trainer(container, settings, subject, directory)
+        trainer = build_trainer(settings, subject, directory)
     if settings.train:
         subject.data.prepare_data()
         subject.data.setup("fit")
         check_batches(trainer, subject.data)
 
 
-def build_trainer(
-    container: Mapping[str, Any], settings: Settings, subject: Subject, directory: RunDirectory
-) -> Trainer:
-    """Makes the trainer, with the callbacks that every run has whatever the config says."""
-    node = dict(container["trainer"])
-    saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
-    chosen = list(_switched_on(_built("callbacks", settings.callbacks, Callback), node))
-    # What is not finite where nothing trains does no harm: these look at what the policies have left.
-    guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
-    # What is resumed from is saved after the best: it must know of it.
-    chosen.sort(key=lambda callback: isinstance(callback, ModelCheckpoint) and callback.monitor is None)
-    callbacks = [
-        CheckedResume(),
-        ExactResume(),
-        BestCheckpoints(),
-        RankWatch(),
-        *(callback for callback in chosen if callback not in guards),
-        GradientPolicies(subject.policies, seed=settings.seed),
-        *guards,
-        RunBegins(directory),
-        BatchesChecked(),
-        *([SaveOnPreemption()] if saves else []),
-    ]
-    plugins = build_plugins(node.pop("plugins", None))
-    loggers = _built("logger", settings.logger, Logger)
-    return build(node, "trainer", callbacks=callbacks, logger=loggers or False, plugins=plugins)
-
-
-def build_plugins(nodes: Any) -> list[Any]:
-    """Makes the trainer's plugins, with whole checkpoints among them unless the config has its own way."""
-    nodes = [] if nodes is None else nodes if isinstance(nodes, list) else [nodes]
-    plugins = [
-        build(node, f"trainer.plugins[{place}]") if isinstance(node, Mapping) else node
-        for place, node in enumerate(nodes)
-    ]
-    writers = [plugin for plugin in plugins if isinstance(plugin, CheckpointIO)]
-    for writer in writers:
-        if isinstance(writer, _WrappingCheckpointIO) and writer.checkpoint_io is None:
-            writer.checkpoint_io = WholeCheckpointIO()
-    return plugins if writers else [*plugins, WholeCheckpointIO()]
-
-
 def train_and_test(
-    container: Mapping[str, Any],
-    settings: Settings,
-    subject: Subject,
-    checkpoint: Path | None,
-    directory: RunDirectory,
+    settings: Settings, subject: Subject, checkpoint: Path | None, directory: RunDirectory
 ) -> dict[str, float]:
     """Trains, tests the best weights, and gives the last value of each metric."""
-    save_config(container, directory.path)
-    if is_first_rank():
-        record_of(directory.path, settings.task_name, settings.callbacks, _in_sweep()).save()
     metrics: dict[str, float] = {}
     best: dict[str, float] = {}
     with own_command_line(checkpoint), finished_loggers():
-        trainer = build_trainer(container, settings, subject, directory)
-        _settle_wandb(trainer.loggers)
+        trainer = build_trainer(settings, subject, directory)
+        if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
+            import wandb
+
+            # W&B reads how quiet it shall be here, before its first warning.
+            wandb.setup()
         if settings.train:
-            with monitors_named(settings, trainer), taking_up(checkpoint):
+            with monitor_errors_named(settings, trainer), checked_restore(checkpoint):
                 trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
             best = best_scores(trainer)
             metrics |= best
             checkpoint = best_checkpoint(trainer)
         if settings.test:
-            with taking_up(checkpoint):
+            with checked_restore(checkpoint):
                 trainer.test(
                     subject.model,
                     subject.data,
@@ -271,10 +175,9 @@ def train_and_test(
 
 
 def save_config(container: Mapping[str, Any], directory: Path) -> None:
-    """Writes the resolved config beside what comes of it."""
-    if is_first_rank():
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(yaml.safe_dump(dict(container), sort_keys=False))
+    """Writes the resolved config into the run's directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump(dict(container), sort_keys=False))
 
 
 def best_scores(trainer: Trainer) -> dict[str, float]:
@@ -323,32 +226,8 @@ def _in_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
-def _built(group: str, nodes: Mapping[str, Any] | None, kind: type) -> list[Any]:
-    """Makes the nodes of a group, each of one kind."""
-    made = build_all(nodes, group)
-    for name, one in made.items():
-        if not isinstance(one, kind):
-            raise PolicyError(f"{group}.{name}: must be a {kind.__name__}, got {type(one).__name__}")
-    return list(made.values())
-
-
-def _switched_on(callbacks: Iterable[Callback], trainer: Mapping[str, Any]) -> Iterator[Callback]:
-    """Leaves out what the trainer's own switches turn off; Lightning refuses to be told both."""
-    switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
-    off = tuple(kind for switch, kind in switches.items() if trainer.get(switch) is False)
-    return (callback for callback in callbacks if not isinstance(callback, off))
-
-
-def _settle_wandb(loggers: list[Any]) -> None:
-    """Has W&B read how quiet it shall be before it gives its first warning."""
-    if any(isinstance(logger, WandbLogger) for logger in loggers):
-        import wandb
-
-        wandb.setup()
-
-
 @contextmanager
-def monitors_named(settings: Settings, trainer: Trainer) -> Iterator[None]:
+def monitor_errors_named(settings: Settings, trainer: Trainer) -> Iterator[None]:
     """Names the key of a callback whose metric is not logged, and the metrics that are.
 
     Raises:
@@ -388,7 +267,7 @@ def finished_loggers() -> Iterator[None]:
 
 @contextmanager
 def quieter() -> Iterator[None]:
-    """Leaves out what Lightning says about every run, and where in the code a person is warned."""
+    """Leaves out what Lightning says in every run, and the place in the code in warnings."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,21 +1,28 @@
-"""Which classes and functions a config may name: by what they are, not by how they are spelled.
+"""Finds and builds what a config names, and refuses what it may not name.
 
 Every `_target_` of the resolved config is followed to its object. The object must be a class of a kind that
 :mod:`gradpolicy.launch.kinds` lists for its place, a function listed there, or be defined in a package that
-the person who runs the program has allowed. What is built is the object that was looked at here.
+the person who runs the program has allowed. It is compared by identity, not by its name.
+
+Nodes follow the rules of :func:`hydra.utils.instantiate`. That function looks the name up again when it
+builds. :func:`build` calls the very object that was checked.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-from gradpolicy.errors import PolicyError, shown
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from gradpolicy.errors import PolicyError, brief, shown
 from gradpolicy.imports import KNOWN, allowed_packages, follow, home_of, import_by_name, is_allowed, lies_in
 from gradpolicy.launch import kinds
+from gradpolicy.launch.errors import LINE, root_cause
 
 TARGET = "_target_"
+HYDRA_KEYS = (TARGET, "_args_", "_convert_", "_partial_", "_recursive_")
 
 
 def check_targets(config: Any, key: str = "") -> None:
@@ -58,7 +65,7 @@ def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise PolicyError(f"{place}: must be a dotted path to a class or function, got {shown(path)}")
     try:
-        found = import_by_name(path) if _is_named(path) else None
+        found = import_by_name(path) if lies_in(path, (*KNOWN, *allowed_packages())) else None
     except PolicyError as error:
         raise PolicyError(f"{place}: {error}") from error
     if found is None:
@@ -75,15 +82,86 @@ def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
 def fixed_arguments(found: Callable[..., Any]) -> dict[str, Any]:
     """The arguments that a function always gets, whatever a config says.
 
-    Left open, Hugging Face's ask the person at the keyboard.
+    Without `trust_remote_code` Hugging Face asks the person at the keyboard.
     """
     if is_allowed(found) or not _is_hugging_face_method(found):
         return {}
     return {"trust_remote_code": False}
 
 
-def _is_named(path: str) -> bool:
-    return lies_in(path, (*KNOWN, *allowed_packages()))
+def build(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
+    """Builds what a node of the resolved config names.
+
+    Args:
+        node: The node, with its ``_target_``.
+        key: Where it stands in the config.
+        **arguments: Objects that the target gets besides what the node says.
+
+    Raises:
+        PolicyError: If it names what a config may not build, or if building fails: with the key of the
+            innermost node that failed, and the cause.
+    """
+    target = locate_target(key, node)
+    values = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
+    positional = list(node.get("_args_") or ())
+    if node.get("_recursive_") is False:
+        # The target builds these itself.
+        check_targets(values, key)
+        check_targets(positional, f"{key}._args_")
+    else:
+        values = {name: _built(value, f"{key}.{name}") for name, value in values.items()}
+        positional = _built(positional, f"{key}._args_")
+    call = partial(target, *positional, **{**values, **fixed_arguments(target), **arguments})
+    if node.get("_partial_"):
+        return call
+    try:
+        return call()
+    except Exception as error:
+        raise _under_key(error, key) from error
+
+
+def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str) -> dict[str, Any]:
+    """Builds each node of a group; one that was taken away is null."""
+    return {name: build(node, f"{key}.{name}") for name, node in (nodes or {}).items() if node is not None}
+
+
+def _built(value: Any, key: str) -> Any:
+    """Gives an argument with every node in it built."""
+    if isinstance(value, list | tuple):
+        return [_built(item, f"{key}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            return build(value, key)
+        return {name: _built(item, f"{key}.{name}") for name, item in value.items()}
+    return value
+
+
+def _under_key(error: Exception, key: str) -> PolicyError:
+    cause = root_cause(error)
+    message = brief(str(cause), most=LINE)
+    if isinstance(cause, PolicyError):
+        return PolicyError(_message_at(key, message))
+    # Lightning's messages need no name of their class; that of a KeyError says nothing without it.
+    kind = [] if isinstance(cause, MisconfigurationException) else [type(cause).__name__]
+    return PolicyError(": ".join([key, *kind, *([message] if message else [])]))
+
+
+def _message_at(place: str, message: str) -> str:
+    """Puts a message under a key: ``Stop.mode: …`` at ``policy.cut`` becomes ``policy.cut.mode: …``.
+
+    So does ``when.phases: …`` at ``policy.cut.when``.
+    """
+    if message.startswith(f"{place.split('.')[0]}."):
+        return message
+    owner, _, rest = message.partition(": ")
+    class_name, _, argument = owner.partition(".")
+    own = class_name[:1].isupper() or class_name == place.split(".")[-1]
+    if own and argument.isidentifier():
+        return f"{place}.{argument}: {rest}"
+    return f"{place}: {message}"
+
+
+# ---- what may be named
 
 
 def _hint(path: str) -> str:

@@ -1,7 +1,7 @@
 """Signed ages: whether an entry is active, and how many updates it has had, in one number.
 
-An active entry of age ``a`` is ``a + 1``, a frozen one ``-(a + 1)``: above 0 an entry trains, below 0 it rests.
-An update adds 1 to what is above 0. A new mask turns signs. Numbers have 16 bits until an age needs more.
+An active entry of age ``a`` is written ``a + 1``, a frozen one ``-(a + 1)``. An update adds 1 to what is
+above 0. A new mask turns signs. Numbers have 16 bits until an age needs more.
 """
 
 from __future__ import annotations

@@ -288,9 +288,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return masked
 
     def _new(self, parameter: Tensor) -> MaskedParameter:
-        masked = MaskedParameter(
-            parameter, self.inner, self._rule, self.frozen_state, self.bias_correction
-        )
+        masked = MaskedParameter(parameter, self.inner, self._rule, self.frozen_state, self.bias_correction)
         masked.differentiable = bool(masked.group.get("differentiable", False))
         return masked
 
@@ -535,4 +533,3 @@ def _check_inner(inner: Any) -> None:
         raise PolicyError(
             "inner: this optimizer is wrapped by a MaskedOptimizer already; set its masks there"
         )
-

@@ -254,7 +254,7 @@ class MaskedParameter:
             size = local_shard(value).numel() * (2 if value.is_complex() else 1)
             if size != count or value.device != device:
                 raise PolicyError(
-                    f"the optimizer's state {name!r} of a parameter of shape {tuple(self.parameter.shape)} on "
+                    f"the optimizer's state {name!r} of a parameter of shape {tuple(self.shape)} on "
                     f"{device} has the shape {tuple(value.shape)} and lies on {value.device}; "
                     "load a state_dict of this model, or move the state along with it"
                 )

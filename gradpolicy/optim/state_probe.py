@@ -59,7 +59,7 @@ def probe(optimizer: torch.optim.Optimizer, masked: Iterable[MaskedParameter]) -
 
 
 def forget(optimizer: torch.optim.Optimizer, added: list[dict[str, Any]], closure: bool) -> None:
-    """Let the first update make its state itself, as if there had been no probe. What was loaded meanwhile stays.
+    """Let the first update make its state itself, as without a probe. What was loaded meanwhile stays.
 
     Empty state is not always what an optimizer begins with: some begins at the learning rate, which is 0 in a
     probe, and the momentum of SGD begins at the first gradient.

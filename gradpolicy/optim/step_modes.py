@@ -89,4 +89,3 @@ class StepModes:
         finally:
             for parameter, gradient in self._hidden:
                 parameter.grad = gradient
-

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from gradpolicy.checkpoint_file import read_file
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.faults.reading import read_file
 from gradpolicy.tasks.images import ImageShape, Normalized
 
 EXTRA = "vision"

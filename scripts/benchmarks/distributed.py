@@ -26,7 +26,7 @@ from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.reducer import ReducerKeeper
 from gradpolicy.distributed.sharded_checkpoint import save_whole
-from gradpolicy.faults.checkpoints import write_whole
+from gradpolicy.lightning.checkpoint_io import write_whole
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.seeded_mask import RandomMask
 

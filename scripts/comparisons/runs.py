@@ -9,7 +9,7 @@ from pathlib import Path
 from comparisons.families import BASE, Family, Variant
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.app import main
-from gradpolicy.launch.ranks import quoted
+from gradpolicy.launch.processes import quoted
 from gradpolicy.launch.report import RESULT, Result
 
 # Nothing is printed but the progress of the whole.

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from fuzzing.case import SHORT, Case, Expectation, command
 from fuzzing.dangers import FILES, target, walked
 from fuzzing.words import ODD, misspelt, scratched, written
-from gradpolicy.launch.ranks import quoted
+from gradpolicy.launch.processes import quoted
 from gradpolicy.policies import Policy
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from gradpolicy.launch.ranks import quoted
+from gradpolicy.launch.processes import quoted
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # What means something to Hydra, YAML, globs, paths or terminals, and what is no ASCII.

@@ -28,7 +28,7 @@ _IMPORTED = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "lightning.pytorch",
-    "gradpolicy.callback",
+    "gradpolicy.lightning.callback",
 ]
 
 

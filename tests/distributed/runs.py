@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradpolicy as gp
-from gradpolicy.faults.checkpoints import WholeCheckpointIO
+from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy
+from gradpolicy.lightning.zero_strategy import ZeroStrategy
 from gradpolicy.policies import Policy
-from gradpolicy.strategies.fully_shard import FullyShardStrategy
-from gradpolicy.strategies.zero import ZeroStrategy
 from gradpolicy.where import plain_name
 
 # A run takes two epochs, of half the updates each.

@@ -29,7 +29,7 @@ from gradpolicy.distributed.sharded_checkpoint import (
     saved_shapes,
 )
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.checkpoints import find_checkpoint
+from gradpolicy.lightning.find_checkpoint import find_checkpoint
 
 
 def content(number: int) -> tuple[dict[str, Any], dict[str, Any]]:

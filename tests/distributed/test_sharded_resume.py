@@ -12,8 +12,8 @@ from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradpolicy.faults.checkpoints import WholeCheckpointIO
-from gradpolicy.strategies.fully_shard import FullyShardStrategy
+from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy
 from gradpolicy.tasks.loading import DataModule, TensorRows
 from gradpolicy.tasks.resume import ExactResume
 

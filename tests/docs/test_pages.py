@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import open_dict, read_write
 
 import gradpolicy as gp
+from gradpolicy.launch.build import build_subject
 from gradpolicy.launch.compose import (
     Source,
     check_job,
@@ -21,9 +22,9 @@ from gradpolicy.launch.compose import (
     fixed_overrides,
     hydra_at,
     jobs_of,
-    resolved,
 )
-from gradpolicy.launch.run import build_subject, make_run_plan
+from gradpolicy.launch.config import resolved
+from gradpolicy.launch.run import make_run_plan
 from gradpolicy.policies import Policy
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     with hydra_at(configs):
         job = compose_job(configs, fixed_overrides(words))
         check_job(job, words)
-        for overrides in jobs_of(job, words):
+        for overrides in jobs_of(job, words) or ():
             check_job(compose_job(configs, overrides), words)
     assert "policy" in job
 

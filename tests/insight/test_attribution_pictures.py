@@ -8,9 +8,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from PIL import Image
+from process_pool import ProcessPool, here
+from runs import STRATEGIES
+from torch import Tensor
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
@@ -92,6 +96,45 @@ def test_fitting_before_testing_makes_no_picture(
     assert not (tmp_path / "here").exists()
     trainer.test(module, DigitsDataModule(), verbose=False)
     assert (tmp_path / "here" / "guided.png").is_file()
+
+
+def attributions_of_ranks(strategy: str, folder: str) -> Tensor:
+    """Tests on all ranks, and gives the attributions that this one has computed."""
+    torch.manual_seed(0)
+    drawn: list[Sample] = []
+
+    def keep(given: list[Sample], *rest: object) -> object:
+        drawn.extend(given)
+        return picture_grid(given[:1], "one")
+
+    attribution_pictures.picture_grid = keep  # type: ignore[assignment]
+    try:
+        trainer = Trainer(
+            accelerator="gpu" if here().type == "cuda" else "cpu",
+            devices=dist.get_world_size(),
+            strategy=STRATEGIES[strategy](),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            default_root_dir=folder,
+            callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(count=4)],
+        )
+        model = Classifier(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
+        trainer.test(model, DigitsDataModule(batch_size=2), verbose=False)
+    finally:
+        attribution_pictures.picture_grid = picture_grid
+    return torch.stack([sample.attribution for sample in drawn]).cpu()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sharded_model_is_attributed_as_a_whole_one(pair: ProcessPool, tmp_path: Path) -> None:
+    """All ranks together gather a sharded model: where one rank alone runs it, the run ends in an error."""
+    whole = pair(attributions_of_ranks, "ddp", str(tmp_path / "whole"))
+    sharded = pair(attributions_of_ranks, "fsdp2", str(tmp_path / "sharded"))
+    for expected, found in zip(whole, sharded, strict=True):
+        assert expected.any()
+        torch.testing.assert_close(found, expected)
+    assert (tmp_path / "sharded/pictures/guided.png").is_file()
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import gradpolicy as gp
-from gradpolicy.callback import GradientPolicies
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight import costs
 from gradpolicy.insight.costs import Costs, optimizer_bytes
+from gradpolicy.lightning.callback import GradientPolicies
 
 
 class Clock:

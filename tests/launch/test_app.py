@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from gradpolicy.launch.ranks import quoted
+from gradpolicy.launch.processes import quoted
 from gradpolicy.launch.report import Result
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -13,10 +13,9 @@ from torch.distributed.checkpoint import save as save_shards
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.faults.checkpoints import write_whole
 from gradpolicy.launch.app import main
-from gradpolicy.launch.checkpoints import check_resumable
-from gradpolicy.launch.optimizer import check_optimizer
+from gradpolicy.lightning.checkpoint_checks import check_optimizer, check_resumable
+from gradpolicy.lightning.checkpoint_io import write_whole
 from gradpolicy.tasks.classification import Classifier
 
 from .conftest import CONF, QUICK

@@ -5,8 +5,9 @@ import warnings
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from gradpolicy.faults.checkpoints import WholeCheckpointIO
-from gradpolicy.launch.run import build_plugins, quieter
+from gradpolicy.launch.build import build_plugins
+from gradpolicy.launch.run import quieter
+from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
 
 from .conftest import SHORT
 

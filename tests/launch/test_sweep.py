@@ -12,47 +12,10 @@ from pathlib import Path
 import optuna
 import pytest
 import yaml
-from rich.console import Console
 
-from gradpolicy.launch.report import Result
-from gradpolicy.launch.sweep import SUMMARY, best_of, collect, summarize
+from gradpolicy.launch.report import SUMMARY, collect
 
 from .conftest import CONF, QUICK, ROOT, Ended
-
-RESULTS = [
-    Result(["seed=1", "logger=csv"], optimized=0.25),
-    Result(["seed=2", "logger=csv"], optimized=float("nan")),
-    Result(["seed=3", "logger=csv"], status="failed", error="no memory"),
-    Result(["seed=4", "logger=csv"], optimized=0.75),
-]
-
-
-@pytest.mark.parametrize(("mode", "best"), [("max", 3), ("min", 0)])
-def test_the_best_is_the_largest_or_smallest_number(mode: str, best: int) -> None:
-    assert best_of(RESULTS, mode) == best
-    assert best_of(RESULTS[1:3], mode) is None
-
-
-def test_the_table_names_what_differs_and_marks_the_best(tmp_path: Path) -> None:
-    console = Console(width=100)
-    with console.capture() as capture:
-        summarize(RESULTS, "val/accuracy", "max", console, tmp_path / SUMMARY)
-    lines = capture.get().splitlines()
-    (marked,) = [line for line in lines if "*" in line]
-    assert "seed=4" in marked
-    assert "logger=csv" not in marked
-    assert any("no memory" in line for line in lines)
-    with (tmp_path / SUMMARY).open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["best"] for row in rows] == ["False", "False", "False", "True"]
-    assert rows[3]["val/accuracy"] == "0.75"
-
-
-def test_lists_in_overrides_are_printed_as_they_were_written() -> None:
-    console = Console(width=100)
-    with console.capture() as capture:
-        summarize([Result(["policy=[stop,guided]"]), Result(["policy=none"])], None, "max", console)
-    assert "policy=[stop,guided]" in capture.get()
 
 
 def sweep_of(ended: Ended) -> Path:
@@ -102,6 +65,13 @@ def test_a_failed_job_does_not_keep_the_others_from_running(train, tmp_path, mon
     (place,) = folder.glob("train/sweeps/*")
     assert [result.status for result in collect(place)] == ["failed", "completed"]
     assert "on purpose" in (place / SUMMARY).read_text()
+
+
+def test_a_job_that_is_not_known_beforehand_is_checked_where_it_begins(train, monkeypatch) -> None:
+    """As those of a sweeper that draws values from an interval."""
+    monkeypatch.setattr("gradpolicy.launch.app.jobs_of", lambda *given: None)
+    ended = train("-m", "optimizer.lr=abc,0.1", "plan_only=true")
+    assert ended.message == "optimizer.lr: must be a number or torch.Tensor, got 'abc'"
 
 
 def test_the_command_line_that_wandb_writes_is_understood(train) -> None:

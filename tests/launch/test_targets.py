@@ -14,8 +14,7 @@ import torch
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.imports import KNOWN, limited_to
-from gradpolicy.launch.instantiate import build
-from gradpolicy.launch.targets import check_targets, locate_target, targets_of
+from gradpolicy.launch.targets import build, check_targets, locate_target, targets_of
 
 # What a constructor would call to run, unpickle, import or delete something.
 DANGEROUS = re.compile(
@@ -102,8 +101,8 @@ def test_a_class_of_another_kind_is_refused_with_the_kind_that_is_needed(key: st
         "lightning.pytorch.utilities.migration.pl_legacy_patch",
         "gradpolicy.launch.app.main",
         "gradpolicy.launch.app.sys.exit",
-        "gradpolicy.launch.instantiate.build",
-        "gradpolicy.launch.instantiate.hydra.utils.get_method",
+        "gradpolicy.launch.targets.build",
+        "gradpolicy.launch.app.hydra.utils.get_method",
         "gradpolicy.imports.import_by_name",
         "gradpolicy.imports.limited_to",
         "gradpolicy.distributed.sharded_checkpoint.remove_whole",

@@ -118,7 +118,7 @@ NOT_ALLOWED = (
     "torch.distributed.launcher.api.launch_agent",
     "torch.functional.torch.ops.load_library",
     "gradpolicy.launch.app.main",
-    "gradpolicy.launch.instantiate.build",
+    "gradpolicy.launch.targets.build",
     "lightning.pytorch.LightningModule.load_from_checkpoint",
     "lightning.pytorch.plugins.io.TorchCheckpointIO.remove_checkpoint",
 )

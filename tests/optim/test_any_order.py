@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from gradpolicy import MaskedOptimizer
-from tests.optim.alone import Alone, PutBack
 from gradpolicy.optim.kernels import native
+from tests.optim.alone import Alone, PutBack
 from tests.optim.conftest import KERNELS
 
 SHAPES = [(4, 3), (3,), ()]

@@ -285,7 +285,9 @@ def give_ages(tensors, ages):
 
 def change_version(saved, version):
     general = json.dumps({"version": version, "effective_steps": 3}).encode()
-    saved["param_groups"][0]["gradpolicy"]["general"] = torch.frombuffer(bytearray(general), dtype=torch.uint8)
+    saved["param_groups"][0]["gradpolicy"]["general"] = torch.frombuffer(
+        bytearray(general), dtype=torch.uint8
+    )
 
 
 def move_record(saved, place):

@@ -1,22 +1,24 @@
 """The operations on entries in memory, and their types.
 
-All tensors here are contiguous and lie in memory order. A *block* is so many consecutive entries that share an
-age: one entry, a row, or the whole tensor. `ages` are signed, see `entry_ages`. Where only active blocks have
-state, `index` has a bit for each block, set where it is active, padded with 0 to whole words of 64 bits. State
-and ages are *packed* then: those of active blocks alone, one after the other.
+All tensors here are contiguous and lie in memory order. A *block* is so many consecutive entries that share
+an age: one entry, a row, or the whole tensor. `ages` are signed, see `entry_ages`. Where only active blocks
+have state, `index` has a bit for each block, set where it is active, padded with 0 to whole words of 64 bits.
+State and ages are *packed* then: those of active blocks alone, one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from gradpolicy.optim.update_rules import State, UpdateRule
 
 
-class EntryUpdate(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class EntryUpdate:
     """One update of the active entries of a tensor.
 
     Attributes:

@@ -6,6 +6,7 @@ float32, which holds every 16-bit age and the sign of any other.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -63,7 +64,7 @@ class Reference:
         for part in _stretches(rows.shape[0], values.device, block):
             active = (_bits(index, part) if ages is None else ages[part] > 0).view(-1, 1)  # type: ignore[arg-type]
             if other is None:
-                rows[part].masked_fill_(~active, fill)  # type: ignore[arg-type]
+                rows[part].masked_fill_(~active, fill)
             else:
                 rows[part] = torch.where(active, rows[part], other[part])
 
@@ -226,9 +227,14 @@ def _join(updates: Sequence[EntryUpdate]) -> EntryUpdate:
     def join(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.view(-1) for tensor in tensors])
 
-    state = {name: join([each.state[name] for each in updates]) for name in updates[0].state}
-    vectors = [join([each[place] for each in updates]) for place in (0, 1)]
-    return EntryUpdate(*vectors, state, join([each.ages for each in updates]), 1, None, *updates[0][-2:])
+    first = updates[0]
+    return dataclasses.replace(
+        first,
+        parameter=join([each.parameter for each in updates]),
+        gradient=join([each.gradient for each in updates]),
+        state={name: join([each.state[name] for each in updates]) for name in first.state},
+        ages=join([each.ages for each in updates]),
+    )
 
 
 def _put_back(joined: EntryUpdate, updates: Sequence[EntryUpdate]) -> None:

@@ -1,6 +1,6 @@
 """Adagrad (Duchi et al. 2011).
 
-    s = s + g^2          p = p - lr / (1 + (t - 1) decay) * g / (sqrt(s) + eps)
+s = s + g^2          p = p - lr / (1 + (t - 1) decay) * g / (sqrt(s) + eps)
 """
 
 from __future__ import annotations

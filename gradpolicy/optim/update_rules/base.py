@@ -25,8 +25,8 @@ class UpdateRule(ABC):
 
     Attributes:
         names: every name that `state` may have.
-        kernel: name of the C body of `update`, a file of this folder; empty where there is none. It knows what
-            `names` says as a, b and c, in that order.
+        kernel: name of the C body of `update`, a file of this folder; empty where there is none. It calls
+            what `names` says a, b and c, in that order.
     """
 
     names: tuple[str, ...] = ()
@@ -106,8 +106,8 @@ def weight_decay_terms(group: Group, decoupled: bool) -> tuple[float, float]:
     """Weight decay as two factors of the parameter.
 
     Returns:
-        What is added to the gradient for each unit of the parameter (coupled decay), and what the parameter is
-        multiplied by (decoupled decay: Loshchilov & Hutter 2019, arXiv:1711.05101).
+        What is added to the gradient for each unit of the parameter (coupled decay), and what the parameter
+        is multiplied by (decoupled decay: Loshchilov & Hutter 2019, arXiv:1711.05101).
     """
     decay = float(group["weight_decay"])
     return (0.0, 1.0 - float(group["lr"]) * decay) if decoupled else (decay, 1.0)

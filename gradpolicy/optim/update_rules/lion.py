@@ -1,6 +1,6 @@
 """Lion (Chen et al. 2023, arXiv:2302.06675), as `pytorch_optimizer` has it.
 
-    p = p - lr sign(b1 m + (1 - b1) g)          m = b2 m + (1 - b2) g
+p = p - lr sign(b1 m + (1 - b1) g)          m = b2 m + (1 - b2) g
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NAdam (Dozat 2016): Adam with Nesterov momentum.
 
-    mu_t = b1 (1 - 0.96^(t psi) / 2)          p = p - lr (c_g g + c_m m) / (sqrt(v / (1 - b2^t)) + eps)
-    c_g = (1 - mu_t) / (1 - mu_1 ... mu_t)    c_m = mu_(t+1) / (1 - mu_1 ... mu_(t+1))
+mu_t = b1 (1 - 0.96^(t psi) / 2)          p = p - lr (c_g g + c_m m) / (sqrt(v / (1 - b2^t)) + eps)
+c_g = (1 - mu_t) / (1 - mu_1 ... mu_t)    c_m = mu_(t+1) / (1 - mu_1 ... mu_(t+1))
 """
 
 from __future__ import annotations

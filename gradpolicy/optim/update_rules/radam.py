@@ -1,8 +1,8 @@
 """RAdam (Liu et al. 2020, arXiv:1908.03265): Adam whose first updates do not adapt.
 
-    r = 2 / (1 - b2) - 1,  r_t = r - 2 t b2^t / (1 - b2^t)
-    p = p - lr m / (1 - b1^t) * l_t / (sqrt(v) + eps)  where r_t > 5, else without the last factor
-    l_t = sqrt((1 - b2^t) (r_t - 4) (r_t - 2) r / ((r - 4) (r - 2) r_t))
+r = 2 / (1 - b2) - 1,  r_t = r - 2 t b2^t / (1 - b2^t)
+p = p - lr m / (1 - b1^t) * l_t / (sqrt(v) + eps)  where r_t > 5, else without the last factor
+l_t = sqrt((1 - b2^t) (r_t - 4) (r_t - 2) r / ((r - 4) (r - 2) r_t))
 """
 
 from __future__ import annotations

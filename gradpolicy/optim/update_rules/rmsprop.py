@@ -1,14 +1,13 @@
 """RMSprop (Hinton 2012, lecture 6e), with momentum and centered (Graves 2013, arXiv:1308.0850).
 
-    v = alpha v + (1 - alpha) g^2          d = g / (sqrt(v - a^2) + eps), a = 0 unless centered
-    a = alpha a + (1 - alpha) g            b = mu b + d,  p = p - lr b
+v = alpha v + (1 - alpha) g^2          d = g / (sqrt(v - a^2) + eps), a = 0 unless centered
+a = alpha a + (1 - alpha) g            b = mu b + d,  p = p - lr b
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of

@@ -1,7 +1,7 @@
 """SGD with momentum, dampening and Nesterov's look ahead (Sutskever et al. 2013).
 
-    b = g at an entry's first update, later  mu b + (1 - tau) g          p = p - lr d
-    d = b, with Nesterov  g + mu b, without momentum  g
+b = g at an entry's first update, later  mu b + (1 - tau) g          p = p - lr d
+d = b, with Nesterov  g + mu b, without momentum  g
 """
 
 from __future__ import annotations

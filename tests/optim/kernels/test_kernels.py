@@ -1,5 +1,6 @@
 """The C kernels and torch do the same, operation by operation."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -91,7 +92,7 @@ def adam_update(blocks, block, dtype, packed, shared, ages_dtype=torch.int16):
 
 def copied(update):
     state = {name: value.clone() for name, value in update.state.items()}
-    return update._replace(parameter=update.parameter.clone(), state=state)
+    return dataclasses.replace(update, parameter=update.parameter.clone(), state=state)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,7 +101,10 @@ def copied(update):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("ages_dtype", [torch.int16, torch.int32])
 def test_updates_agree(dtype, blocks, block, packed, shared, ages_dtype):
-    updates = [adam_update(blocks, block, dtype, packed, shared, ages_dtype), adam_update(9, 1, dtype, False, shared)]
+    updates = [
+        adam_update(blocks, block, dtype, packed, shared, ages_dtype),
+        adam_update(9, 1, dtype, False, shared),
+    ]
     rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
     settings = rule.settings(rule.optimizer.param_groups[0])
     exact = torch.float64 if dtype is torch.float64 else torch.float32
@@ -135,11 +139,16 @@ def test_an_accelerators_code_is_compiled_once_whatever_ages_masks_and_shapes(mo
         for uncounted in range(3):
             updates = [adam_update(size, 1, torch.float32, False, False) for size in sizes]
             expected = [copied(update) for update in updates]
-            REFERENCE.update(rule, settings, numbers, [each._replace(uncounted=uncounted) for each in updates])
+            REFERENCE.update(
+                rule, settings, numbers, [dataclasses.replace(each, uncounted=uncounted) for each in updates]
+            )
             with monkeypatch.context() as patch:
                 patch.setattr(reference, "compiles", lambda device: False)
                 REFERENCE.update(
-                    rule, settings, numbers, [each._replace(uncounted=uncounted) for each in expected]
+                    rule,
+                    settings,
+                    numbers,
+                    [dataclasses.replace(each, uncounted=uncounted) for each in expected],
                 )
             for own, other in zip(updates, expected, strict=True):
                 torch.testing.assert_close(own.parameter, other.parameter)

@@ -37,20 +37,20 @@ class Native:
         shared = (numbers.data_ptr(), ctypes.addressof(constants))
         names = (*rule.names, *("",) * STATES)[:STATES]
         jobs = bytearray()
-        for parameter, gradient, state, ages, block, index, uncounted, age in updates:
+        for each in updates:
             jobs += _UPDATE_JOB.pack(
-                parameter.data_ptr(),
-                gradient.data_ptr(),
-                *[state[name].data_ptr() if name in state else 0 for name in names],
-                ages.data_ptr(),
-                0 if index is None else index.data_ptr(),
+                each.parameter.data_ptr(),
+                each.gradient.data_ptr(),
+                *[each.state[name].data_ptr() if name in each.state else 0 for name in names],
+                each.ages.data_ptr(),
+                0 if each.index is None else each.index.data_ptr(),
                 *shared,
-                uncounted if age is None else age,
-                parameter.numel() // block,
-                block,
-                ages.element_size(),
-                TYPES[parameter.dtype],
-                age is not None,
+                each.uncounted if each.age is None else each.age,
+                each.parameter.numel() // each.block,
+                each.block,
+                each.ages.element_size(),
+                TYPES[each.parameter.dtype],
+                each.age is not None,
             )
         _call(_update_of(rule.kernel), jobs, len(updates))
 
@@ -70,7 +70,10 @@ class Native:
     ) -> None:
         """See `Kernels.fill_frozen`."""
         blocks = values.numel() // block
-        _call(_blocks("fill_frozen"), _block_job(values, ages=ages, index=index, blocks=blocks, block=block, fill=fill))
+        _call(
+            _blocks("fill_frozen"),
+            _block_job(values, ages=ages, index=index, blocks=blocks, block=block, fill=fill),
+        )
 
     def compress(self, values: Tensor, index: Tensor, block: int, active_blocks: int) -> Tensor:
         """See `Kernels.compress`."""
@@ -82,7 +85,9 @@ class Native:
     def expand(self, packed: Tensor, index: Tensor, block: int, blocks: int, fill: float) -> Tensor:
         """See `Kernels.expand`."""
         values = packed.new_empty(blocks * block)
-        _call(_blocks("expand"), _block_job(values, packed, index=index, blocks=blocks, block=block, fill=fill))
+        _call(
+            _blocks("expand"), _block_job(values, packed, index=index, blocks=blocks, block=block, fill=fill)
+        )
         return values
 
 

@@ -1,0 +1,154 @@
+"""Builds what a run consists of: data, model, policies and trainer."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.flow.operations import resolve_operation
+from gradpolicy.launch.config import Settings
+from gradpolicy.launch.run_directory import RunDirectory
+from gradpolicy.launch.targets import build, build_all
+from gradpolicy.lightning.batch_limits import BatchLimits
+from gradpolicy.lightning.best_checkpoints import BestCheckpoints
+from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.nonfinite import StopOnNonFinite
+from gradpolicy.lightning.preemption import SaveOnPreemption
+from gradpolicy.lightning.rank_watch import RankWatch
+from gradpolicy.lightning.resuming import CheckedResume
+from gradpolicy.policies import FlowPolicy, Freeze, Policy
+from gradpolicy.tasks.resume import ExactResume
+from gradpolicy.where import match_modules, match_parameters
+
+
+@dataclass
+class Subject:
+    """What policies act on: the data, the model, and the policies themselves."""
+
+    data: LightningDataModule
+    model: LightningModule
+    policies: dict[str, Policy]
+
+
+def build_subject(container: Mapping[str, Any]) -> Subject:
+    """Builds the data module, the model and the policies of a resolved config.
+
+    Raises:
+        PolicyError: If one cannot be built, or is of another kind.
+    """
+    subject = Subject(
+        build(container["data"], "data"),
+        build(container["model"], "model"),
+        build_all(container.get("policy"), "policy"),
+    )
+    # A function of a package that is allowed may return anything.
+    _check_kind("data", subject.data, LightningDataModule)
+    _check_kind("model", subject.model, LightningModule)
+    for name, policy in subject.policies.items():
+        _check_kind(f"policy.{name}", policy, Policy)
+    return subject
+
+
+def check_patterns(subject: Subject) -> None:
+    """Matches everything that the policies name, so that an error names the config key.
+
+    Raises:
+        PolicyError: For a pattern that matches nothing, or an operation that does not exist.
+    """
+    for name, policy in subject.policies.items():
+        if isinstance(policy, Freeze | FlowPolicy) and policy.params:
+            with _under(f"policy.{name}.params"):
+                match_parameters(subject.model, policy.params)
+        if isinstance(policy, FlowPolicy) and policy.modules:
+            with _under(f"policy.{name}.modules"):
+                match_modules(subject.model, policy.modules)
+        for operation in policy.ops or () if isinstance(policy, FlowPolicy) else ():
+            with _under(f"policy.{name}.ops"):
+                resolve_operation(operation.removeprefix("!") if isinstance(operation, str) else operation)
+
+
+@contextmanager
+def _under(key: str) -> Iterator[None]:
+    try:
+        yield
+    except PolicyError as error:
+        raise PolicyError(f"{key}: {error}") from error
+
+
+class RunBegins(Callback):
+    """Tells the run directory that a step was taken or a model tested: from then on it is kept."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        """A step was taken."""
+        self.directory.begin()
+
+    def on_test_end(self, *arguments: Any) -> None:
+        """A model was tested."""
+        self.directory.begin()
+
+
+def build_trainer(settings: Settings, subject: Subject, directory: RunDirectory) -> Trainer:
+    """Builds the trainer, with the callbacks and plugins that every run has whatever its config says."""
+    node = dict(settings.trainer)
+    saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
+    chosen = list(_build_group("callbacks", settings.callbacks, Callback))
+    # Lightning refuses callbacks that its own switches turn off.
+    switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
+    off = tuple(kind for switch, kind in switches.items() if node.get(switch) is False)
+    chosen = [callback for callback in chosen if not isinstance(callback, off)]
+    # After the policies: a value that is not finite does no harm in a gradient that a policy removes.
+    guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
+    # After the best checkpoint: the one to resume from has to record it.
+    chosen.sort(key=lambda callback: isinstance(callback, ModelCheckpoint) and callback.monitor is None)
+    callbacks = [
+        CheckedResume(),
+        ExactResume(),
+        BestCheckpoints(),
+        RankWatch(),
+        *(callback for callback in chosen if callback not in guards),
+        GradientPolicies(subject.policies, seed=settings.seed),
+        *guards,
+        RunBegins(directory),
+        BatchLimits(),
+        *([SaveOnPreemption()] if saves else []),
+    ]
+    plugins = build_plugins(node.pop("plugins", None))
+    loggers = _build_group("logger", settings.logger, Logger)
+    return build(node, "trainer", callbacks=callbacks, logger=loggers or False, plugins=plugins)
+
+
+def build_plugins(nodes: Any) -> list[Any]:
+    """Builds the trainer's plugins; checkpoints are written whole unless the config chooses another way."""
+    nodes = [] if nodes is None else nodes if isinstance(nodes, list) else [nodes]
+    plugins = [
+        build(node, f"trainer.plugins[{index}]") if isinstance(node, Mapping) else node
+        for index, node in enumerate(nodes)
+    ]
+    writers = [plugin for plugin in plugins if isinstance(plugin, CheckpointIO)]
+    for writer in writers:
+        if isinstance(writer, _WrappingCheckpointIO) and writer.checkpoint_io is None:
+            writer.checkpoint_io = WholeCheckpointIO()
+    return plugins if writers else [*plugins, WholeCheckpointIO()]
+
+
+def _build_group(group: str, nodes: Mapping[str, Any] | None, kind: type) -> list[Any]:
+    built = build_all(nodes, group)
+    for name, one in built.items():
+        _check_kind(f"{group}.{name}", one, kind)
+    return list(built.values())
+
+
+def _check_kind(key: str, built: object, kind: type) -> None:
+    if not isinstance(built, kind):
+        raise PolicyError(f"{key}: must be a {kind.__name__}, got {type(built).__name__}")

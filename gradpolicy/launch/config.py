@@ -1,0 +1,168 @@
+"""The composed config of a job: its keys, what each may hold, and the one check of all of it."""
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from gradpolicy.checks import LARGEST_SEED
+from gradpolicy.errors import PolicyError, brief, nearest, shown
+
+# What imports torch is imported where it is used: a wrong name is refused before that takes its seconds.
+
+# Lightning accepts less: it divides by the first two, and a negative norm reverses gradients.
+TRAINER_LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0}
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _with_target(example: str, node: dict[str, Any]) -> dict[str, Any]:
+    if "_target_" not in node:
+        raise ValueError(f"needs a _target_, such as {example}")
+    return node
+
+
+Node = dict[str, Any]
+Names = Annotated[list[str], BeforeValidator(_as_list)]
+DataNode = Annotated[Node, AfterValidator(partial(_with_target, "gradpolicy.tasks.DigitsDataModule"))]
+ModelNode = Annotated[Node, AfterValidator(partial(_with_target, "gradpolicy.tasks.Classifier"))]
+TrainerNode = Annotated[Node, AfterValidator(partial(_with_target, "lightning.pytorch.Trainer"))]
+PolicyNode = Annotated[Node, AfterValidator(partial(_with_target, "gradpolicy.Freeze"))]
+CallbackNode = Annotated[
+    Node, AfterValidator(partial(_with_target, "lightning.pytorch.callbacks.ModelCheckpoint"))
+]
+LoggerNode = Annotated[Node, AfterValidator(partial(_with_target, "lightning.pytorch.loggers.CSVLogger"))]
+
+
+class Strict(BaseModel):
+    """Takes no other keys than its own, and no text in place of a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Extras(Strict):
+    """What is printed and checked besides the run."""
+
+    print_config: bool = True
+    plan: bool = True
+    traceback: bool = False
+
+
+class Paths(Strict):
+    """Where files are read and written."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    root_dir: str
+    data_dir: str
+    log_dir: str
+    output_dir: str
+
+
+class Settings(Strict):
+    """The composed config, resolved."""
+
+    data: DataNode
+    model: ModelNode
+    optimizer: Node | None = None
+    policy: dict[str, PolicyNode | None] | None = None
+    trainer: TrainerNode
+    callbacks: dict[str, CallbackNode | None] | None = None
+    logger: dict[str, LoggerNode | None] | None = None
+    paths: Paths
+    sweep: Any = None
+
+    task_name: str = "train"
+    tags: Names = Field(default_factory=list)
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
+    train: bool = True
+    test: bool = True
+    plan_only: bool = False
+    ckpt_path: str | None = None
+    optimized_metric: str | None = None
+    optimized_mode: Literal["min", "max"] = "max"
+    allowed_targets: Names = Field(default_factory=list)
+    user: Node = Field(default_factory=dict)
+    extras: Extras = Field(default_factory=Extras)
+
+
+def check_config(config: DictConfig) -> None:
+    """Checks a job's config: references, keys, types, targets and their arguments. Builds nothing.
+
+    Args:
+        config: The config, without Hydra's own part.
+
+    Raises:
+        PolicyError: For wrong input.
+    """
+    container = resolved(config)
+    settings = read_settings(container)
+    if not (settings.train or settings.test or settings.plan_only):
+        raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
+    _check_trainer(settings.trainer)
+    from gradpolicy.launch.arguments import check_arguments
+
+    # The optimizer before the model, which refers to it: a message should name the key that a person set.
+    for key in sorted(container, key=lambda key: key == "model"):
+        if isinstance(container[key], dict):
+            check_arguments(container[key], key)
+
+
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """Gives a config as plain containers, with every reference in it resolved.
+
+    A search space is left out: it is written for other programs. A policy's `when` needs no `_target_`.
+    """
+    plain = OmegaConf.create({key: config._get_node(key) for key in config if key != "sweep"})
+    container = OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)
+    assert isinstance(container, dict)
+    for node in (container.get("policy") or {}).values():
+        when = node.get("when") if isinstance(node, dict) else None
+        if isinstance(when, dict):
+            when.setdefault("_target_", "gradpolicy.When")
+    return {str(key): value for key, value in container.items()}
+
+
+def read_settings(container: Node) -> Settings:
+    """Reads a resolved config: the keys at its top, and their types.
+
+    Raises:
+        PolicyError: For an unknown key, a missing one, or a value of the wrong type.
+    """
+    try:
+        return Settings.model_validate(container)
+    except ValidationError as error:
+        raise _first_problem(error) from error
+
+
+def _check_trainer(trainer: Node) -> None:
+    for name in ("callbacks", "logger"):
+        if name in trainer:
+            raise PolicyError(f"trainer.{name}: the group `{name}` decides: {name}.mine={{_target_: …}}")
+    for name, least in TRAINER_LEAST.items():
+        given = trainer.get(name)
+        if isinstance(given, int | float) and not given >= least:
+            raise PolicyError(f"trainer.{name}: {shown(given)} given, at least {least} needed")
+    interval = trainer.get("val_check_interval")
+    if isinstance(interval, int | float) and not interval > 0:
+        raise PolicyError(f"trainer.val_check_interval: {shown(interval)} given, more than 0 needed")
+
+
+def _first_problem(error: ValidationError) -> PolicyError:
+    problem = error.errors()[0]
+    path = [str(part) for part in problem["loc"] if not str(part).startswith("function-")]
+    key = brief(".".join(path))
+    if problem["type"] == "extra_forbidden":
+        owner = Extras if path[0] == "extras" else Settings
+        hint = nearest(path[-1], owner.model_fields)
+        return PolicyError(f"{key}: there is no such key; {hint} (values of your own go under `user`)")
+    if problem["type"] == "missing":
+        return PolicyError(f"{key}: is missing")
+    if problem["type"] == "value_error":
+        return PolicyError(f"{key}: {problem['ctx']['error']}")
+    if problem["type"] == "dict_type":
+        return PolicyError(f"{key}: must be a mapping of keys to values, got {shown(problem['input'])}")
+    message = (problem["msg"][:1].lower() + problem["msg"][1:]).replace("input should be", "must be")
+    return PolicyError(f"{key}: {message}, got {shown(problem['input'])}")

@@ -1,0 +1,265 @@
+"""Checks Hydra's part of a config: it may not import, run or overwrite anything.
+
+Hydra builds callbacks, log handlers, launchers and sweepers before the job begins. What their nodes name is
+compared with fixed lists as it is written, before interpolation: a reference could lead elsewhere by the time
+Hydra resolves it.
+"""
+
+import importlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from gradpolicy.errors import PolicyError, nearest, shown
+from gradpolicy.imports import allowed_packages, lies_in
+from gradpolicy.launch.allowed_targets import parsed
+
+LAUNCHERS = (
+    "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+    "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
+    "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher",
+    "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
+)
+SWEEPERS = ("hydra._internal.core_plugins.basic_sweeper.BasicSweeper",)
+HANDLERS = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler")
+STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+# These reach a shell. The person who runs the sweep sets them on the command line; no file may.
+SHELL = ("setup", "python", "srun_args", "additional_parameters")
+SEARCH_PATHS = ("pkg://hydra", "pkg://hydra.conf")
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "HYDRA_FULL_ERROR",
+    "MKL_NUM_THREADS",
+    "NCCL_DEBUG",
+    "OMP_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "WANDB_MODE",
+    "WANDB_SILENT",
+)
+OUTPUT = "${hydra.runtime.output_dir}/"
+REFERENCE = re.compile(r"\$\{[\w.]+\}")
+
+
+def check_search_path(directories: Sequence[Path], name: str) -> None:
+    """Checks where a config file sends Hydra to look for more, before Hydra imports any of it.
+
+    Args:
+        directories: Where the config at the top may lie.
+        name: Its name.
+
+    Raises:
+        PolicyError: If it names a package or directory of its own choice.
+    """
+    for directory in directories:
+        file = (directory / name).with_suffix(".yaml")
+        content = _read(file) if file.is_file() else None
+        hydra = content.get("hydra") if isinstance(content, Mapping) else None
+        paths = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
+        for path in [paths] if isinstance(paths, str) else paths or []:
+            _check_listed(
+                "hydra.searchpath", path, SEARCH_PATHS, "give it by --config-dir, or on the command line"
+            )
+
+
+def check_given_search_path(overrides: Sequence[str]) -> None:
+    """Checks where the command line sends Hydra to look for more: directories, and packages that are allowed.
+
+    Args:
+        overrides: The command line's.
+
+    Raises:
+        PolicyError: If it names a package that is not allowed: to look into one is to import it.
+    """
+    for override in parsed(overrides):
+        if override.key_or_group != "hydra.searchpath":
+            continue
+        value: Any = override.value()
+        for path in value if isinstance(value, list) else [value]:
+            package = str(path).removeprefix("pkg://")
+            if str(path).startswith("file://") or lies_in(package, allowed_packages()):
+                continue
+            _check_listed("hydra.searchpath", path, SEARCH_PATHS, "a directory is given as file://…")
+
+
+def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Checks Hydra's part of a composed job.
+
+    Args:
+        config: The job, with the key ``hydra``.
+        overrides: The command line's, which may say more than a file.
+
+    Raises:
+        PolicyError: At the first thing that Hydra must not be told.
+    """
+    node: Any = OmegaConf.to_container(config.hydra, resolve=False)
+    given = {override.key_or_group for override in parsed(overrides)}
+    for name, callback in _mapping("hydra.callbacks", node["callbacks"]).items():
+        _check_built(f"hydra.callbacks.{name}", callback, ())
+    _check_built("hydra.launcher", node["launcher"], LAUNCHERS)
+    _check_built("hydra.sweeper", node["sweeper"], SWEEPERS)
+    _check_shell(config, given)
+    _check_sweep(node["sweeper"])
+    for key in ("job_logging", "hydra_logging"):
+        _check_logging(f"hydra.{key}", node[key])
+    for name in _mapping("hydra.job.env_set", node["job"]["env_set"]):
+        _check_listed("hydra.job.env_set", name, VARIABLES, "set it in your shell")
+    name = str(config.hydra.job.name)
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
+        raise PolicyError(f"hydra.job.name: must be a plain name, for it names the log; got {shown(name)}")
+    if node["output_subdir"] not in (None, ".hydra"):
+        raise PolicyError(f"hydra.output_subdir: must be .hydra or null, got {shown(node['output_subdir'])}")
+
+
+def check_launcher(config: DictConfig) -> None:
+    """Checks, before any job starts, that the launcher is installed and has what it needs.
+
+    Args:
+        config: A composed job, with Hydra's own part.
+
+    Raises:
+        PolicyError: If it is not, naming what to install or to choose instead.
+    """
+    choice, target = config.hydra.runtime.choices.get("hydra/launcher"), config.hydra.launcher._target_
+    if not target.startswith("hydra_plugins."):
+        return
+    plugin = target.split(".")[1]
+    launcher = _launcher_class(target)
+    if launcher is None or not _is_installed(plugin):
+        raise PolicyError(
+            f"hydra/launcher={choice}: needs {plugin.replace('_', '-')}: pip install 'gradpolicy[sweeps]'"
+        )
+    if launcher.__name__ == "SlurmLauncher" and shutil.which("srun") is None:
+        raise PolicyError(
+            f"hydra/launcher={choice}: there is no srun here; start the sweep on a machine of the Slurm "
+            "cluster, or run its jobs on this one by hydra/launcher=submitit_local"
+        )
+
+
+def _check_built(key: str, node: Any, listed: Sequence[str]) -> None:
+    """Checks that a node names one of a list, and that nothing else is built on the way."""
+    target = _mapping(key, node).get("_target_")
+    if not (isinstance(target, str) and lies_in(target, allowed_packages())):
+        _check_listed(f"{key}._target_", target, listed, "others are not built")
+    for path, value in _leaves(node):
+        place = ".".join((key, *path))
+        if path[-1] == "_target_" and len(path) > 1:
+            raise PolicyError(f"{place}: nothing else is built there, got {shown(value)}")
+        # A key leads to a value of the same config; a resolver could give anything, and differ each time.
+        if isinstance(value, str) and "${" in REFERENCE.sub("", value):
+            raise PolicyError(f"{place}: must be plain text, or refer to a key, got {shown(value)}")
+        if REFERENCE.fullmatch(str(value)) and key.startswith("hydra.callbacks"):
+            raise PolicyError(f"{place}: must not refer to anything, got {shown(value)}")
+
+
+def _check_shell(config: DictConfig, given: set[str]) -> None:
+    """Checks that nothing in a file reaches the shell script by which a launcher starts jobs."""
+    launcher: Any = OmegaConf.to_container(config.hydra.launcher, resolve=True)
+    for name in SHELL:
+        key = f"hydra.launcher.{name}"
+        if launcher.get(name) and not any(each == key or each.startswith(f"{key}.") for each in given):
+            raise PolicyError(f"{key}: reaches a shell, so no config may set it; give it on the command line")
+    for path, value in _leaves(launcher):
+        # The lines of the script that say what a job needs are comments, which a line break would end.
+        if path[0] not in SHELL and isinstance(value, str) and not value.isprintable():
+            raise PolicyError(
+                f"hydra.launcher.{'.'.join(path)}: must be one line of text, got {shown(value)}"
+            )
+
+
+def _check_sweep(sweeper: Mapping[str, Any]) -> None:
+    """Checks that a config's own sweep leaves alone what only the command line may say."""
+    for name in _mapping("hydra.sweeper.params", sweeper.get("params")):
+        key = str(name).lstrip("+~")
+        if key.startswith(("hydra.", "hydra/")) or key == "allowed_targets":
+            raise PolicyError(f"hydra.sweeper.params: {key} can only be set on the command line")
+
+
+def _check_logging(key: str, node: Any) -> None:
+    """Checks that logging goes to the terminal or into the run's directory, through Python's own handlers."""
+    for path, value in _leaves(_mapping(key, node)):
+        place = ".".join((key, *path))
+        match path:
+            case ("handlers", _, "class"):
+                _check_listed(place, value, HANDLERS, "others are not built")
+            case ("handlers", _, "filename"):
+                _check_log_file(place, value)
+            case ("handlers", _, "mode") if value != "a":
+                raise PolicyError(f"{place}: must be a: a log is added to, got {shown(value)}")
+            case ("handlers", _, "stream"):
+                _check_listed(place, value, STREAMS, "others are not imported")
+            case _:
+                _check_plain(place, path, value)
+
+
+def _check_plain(place: str, path: tuple[str, ...], value: Any) -> None:
+    """Checks a setting of Python's logging that is neither imported nor made."""
+    if {"()", ".", "class"} & set(path):
+        raise PolicyError(f"{place}: only handlers may be named, got {shown(value)}")
+    if isinstance(value, str) and ("${" in value or "://" in value):
+        raise PolicyError(f"{place}: must be plain text, got {shown(value)}")
+
+
+def _check_log_file(place: str, value: Any) -> None:
+    rest = str(value).removeprefix(OUTPUT).replace("${hydra.job.name}", "")
+    if not str(value).startswith(OUTPUT) or not re.fullmatch(r"[\w-]*\.log", rest):
+        raise PolicyError(
+            f"{place}: must be a .log file in the run's directory, {OUTPUT}…, got {shown(value)}"
+        )
+
+
+def _check_listed(key: str, value: Any, listed: Sequence[str], otherwise: str) -> None:
+    if value not in listed:
+        hints = [hint for hint in (nearest(str(value), listed), otherwise) if hint]
+        raise PolicyError(f"{key}: {shown(value)} is not allowed; {'; '.join(hints)}")
+
+
+def _mapping(key: str, node: Any) -> Mapping[str, Any]:
+    if node is None:
+        return {}
+    if not isinstance(node, Mapping):
+        raise PolicyError(f"{key}: must be written out as a mapping, got {shown(node)}")
+    return node
+
+
+def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value below a node that is no mapping or list, with the keys that lead to it."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _leaves(value, (*path, str(name)))
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from _leaves(value, (*path, str(index)))
+    else:
+        yield path, node
+
+
+def _read(file: Path) -> Any:
+    try:
+        return yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        # Hydra reads it next and says what is wrong with it.
+        return None
+
+
+def _launcher_class(target: str) -> Any:
+    module, _, name = target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _is_installed(plugin: str) -> bool:
+    """Whether a plugin is installed with all that it needs: it imports that only when it launches."""
+    try:
+        distribution(plugin)
+    except PackageNotFoundError:
+        return False
+    return True

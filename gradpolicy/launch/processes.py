@@ -1,0 +1,174 @@
+"""The processes of a run: which one is first, what all of them agree on, and how each is told what to run."""
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict, read_write
+
+from gradpolicy.launch.errors import TERMINATED
+
+# Arguments of a sweep that its jobs must not get: a job runs alone, in the directory of its first rank.
+SWEEP_ONLY = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.sweep|\.mode|\.run)\b")
+# Lightning sets these for the processes that it starts. The next job of a sweep must not inherit them.
+LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Where launchers write the rank of a process, in the order in which Lightning reads them.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+START_FORMAT = "%Y-%m-%d_%H-%M-%S-%f"
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints, plans and writes."""
+    lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
+    if lightning is not None:
+        return bool(lightning.rank_zero_only.rank == 0)
+    # Importing Lightning takes seconds, and `--help` needs nothing of it.
+    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def under_srun() -> bool:
+    """Whether Slurm's ``srun`` started this process beside others."""
+    return int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_ID" in os.environ
+
+
+def agreed(key: str, value: Callable[[], str]) -> str:
+    """Gives all processes of a torchrun the value that the first one computed, also after a restart.
+
+    Args:
+        key: The name of the value in the store that torchrun's agent keeps.
+        value: Computes it. Called on the first rank, where the store has no such value yet.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    if os.environ.get("RANK", "0") == "0" and not store.check([key]):
+        store.set(key, value())
+    return store.get(key).decode()
+
+
+def started() -> str:
+    """When this run was started, for the name of its directory: the same on all its processes.
+
+    Under Slurm's `srun` it is the job and step number, so that a job that was requeued finds its directory.
+    """
+    if under_torchrun():
+        return agreed("gradpolicy/started", _now)
+    if under_srun():
+        return f"slurm-{os.environ['SLURM_JOB_ID']}-{os.environ['SLURM_STEP_ID']}"
+    return _now()
+
+
+def _now() -> str:
+    return datetime.now().strftime(START_FORMAT)[:-3]
+
+
+OmegaConf.register_new_resolver("started", started, use_cache=True, replace=True)
+
+
+@contextmanager
+def termination_exits() -> Iterator[None]:
+    """Ends the program with code 143 on SIGTERM, and closes everything that is open.
+
+    While a model trains, :class:`gradpolicy.lightning.preemption.SaveOnPreemption` handles the signal instead
+    and saves a checkpoint first.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(TERMINATED)
+
+
+# ---- the processes that Lightning starts beside this one
+
+
+def quoted(value: str) -> str:
+    """Writes a value so that Hydra reads it as it is.
+
+    Example:
+        >>> quoted("a=b, c")
+        "'a=b, c'"
+    """
+    # A backslash is only special before a quote.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
+
+
+@contextmanager
+def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
+    """Makes the command line that of this job alone while it runs, and ends the process group after it.
+
+    Lightning starts other ranks with the command line of this process. In a sweep that is the command line of
+    the whole sweep: each other rank would run all jobs again, and train with other values than the first.
+
+    Args:
+        checkpoint: What the job resumes from. The other ranks must not search for the newest one themselves.
+    """
+    if not HydraConfig.initialized():
+        yield
+        return
+    import torch.distributed as dist
+
+    main = sys.modules["__main__"]
+    argv, spec = sys.argv, getattr(main, "__spec__", None)
+    environment = {name: os.environ.get(name) for name in LAUNCHED_BY_LIGHTNING}
+    hydra: Any = HydraConfig.get()
+    sys.argv = [str(program(hydra)), *job_arguments(hydra)]
+    if checkpoint is not None:
+        sys.argv.append(f"ckpt_path={quoted(str(checkpoint.absolute()))}")
+    main.__spec__ = None
+    with read_write(hydra), open_dict(hydra):
+        hydra.run.dir = hydra.runtime.output_dir
+    try:
+        yield
+    finally:
+        sys.argv, main.__spec__ = argv, spec
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def job_arguments(hydra: Any) -> list[str]:
+    """The command line of this job alone."""
+    sources = {source.provider: source.path for source in hydra.runtime.config_sources}
+    arguments = ["--config-name", hydra.job.config_name] if hydra.job.config_name else []
+    if "command-line" in sources:
+        arguments += ["--config-dir", sources["command-line"]]
+    kept = [line for line in hydra.overrides.hydra if not SWEEP_ONLY.match(line)]
+    return [*arguments, *hydra.overrides.task, *kept]
+
+
+def program(hydra: Any) -> Path:
+    """The path of ``train.py``; in a worker of a launcher the command line is another program's."""
+    started = Path(sys.argv[0])
+    if started.suffix == ".py" and started.name == f"{hydra.job.name}.py":
+        return started.absolute()
+    configs = next(Path(source.path) for source in hydra.runtime.config_sources if source.provider == "main")
+    return configs.parent / "train.py"

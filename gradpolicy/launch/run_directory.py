@@ -1,0 +1,181 @@
+"""The run directory: one for all processes of a run, and none for a run that never began."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gradpolicy.errors import PolicyError, brief
+from gradpolicy.launch.errors import wrong_input_errors
+from gradpolicy.launch.processes import agreed, is_first_rank, under_srun, under_torchrun
+
+# A directory whose name holds the time is meant for one run. Any other name is a person's choice, and that
+# directory may hold a run already.
+TIME_IN_NAME = ("${started:", "${now:")
+# The argument by which callbacks and loggers are told where to write.
+WRITTEN_TO = {"callbacks": "dirpath", "logger": "save_dir"}
+
+
+@contextmanager
+def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
+    """Makes the directory of a run or of a sweep, and removes it if it ends up empty.
+
+    A directory that is named after the time belongs to one run. If another run has taken it, the name gets a
+    number. All processes of one run share it, and a requeued Slurm job finds its own again.
+
+    Args:
+        node: The config node that names the directory, under ``dir``.
+        key: The key of that name, for messages.
+
+    Raises:
+        PolicyError: If it cannot be made or written to.
+    """
+    template = OmegaConf.to_container(node, resolve=False)["dir"]  # type: ignore[index, call-overload]
+    wanted = Path(node.dir).absolute()
+    check_writable(wanted, key)
+    if under_srun() or not any(word in str(template) for word in TIME_IN_NAME):
+        with empty_directories_removed(wanted):
+            yield wanted
+        return
+    with empty_directories_removed(wanted.parent):
+        if under_torchrun():
+            directory = Path(agreed(f"gradpolicy/claimed/{wanted}", lambda: str(_made_anew(wanted))))
+        else:
+            directory = _made_anew(wanted) if is_first_rank() else wanted
+        try:
+            yield directory
+        finally:
+            if is_first_rank() and directory.is_dir() and not any(directory.iterdir()):
+                directory.rmdir()
+
+
+def _made_anew(wanted: Path) -> Path:
+    """Makes a directory that did not exist: the one wanted, or one with a number added to its name."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    for number in count():
+        directory = wanted.with_name(f"{wanted.name}-{number}") if number else wanted
+        try:
+            directory.mkdir()
+        except FileExistsError:
+            continue
+        return directory
+    raise AssertionError
+
+
+class RunDirectory:
+    """A run's directory, and whether the run has put anything into it that someone would miss.
+
+    Args:
+        path: The directory that the config has the run write to.
+        made: The directory that Hydra made for the job, which may be another.
+    """
+
+    def __init__(self, path: Path, made: Path | None = None) -> None:
+        self.path = path
+        self.begun = False
+        self._unused = [place for place in {path, made or path} if _is_unused(place)]
+
+    def begin(self) -> None:
+        """From here on nothing is removed, whatever happens."""
+        self.begun = True
+
+    def clear_unless_begun(self) -> None:
+        """Removes what this run has written, unless it has begun or the directory held something before."""
+        if self.begun or not is_first_rank():
+            return
+        for place in filter(os.path.isdir, self._unused):
+            for entry in place.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether there is nothing in a directory but what Hydra writes before a job starts."""
+    return not os.path.exists(path) or all(
+        entry.name == ".hydra" or (entry.suffix == ".log" and not entry.stat().st_size)
+        for entry in path.iterdir()
+    )
+
+
+@contextmanager
+def run_directory(path: Path, made: Path | None = None) -> Iterator[RunDirectory]:
+    """Removes what a run has written if wrong input ends it before it has begun.
+
+    Arguments are those of :class:`RunDirectory`.
+    """
+    directory = RunDirectory(path, made)
+    with empty_directories_removed(path):
+        try:
+            yield directory
+        except wrong_input_errors():
+            directory.clear_unless_begun()
+            raise
+
+
+def check_destinations(config: Mapping[str, Any]) -> None:
+    """Makes sure that a run can write to all directories that its config names.
+
+    Args:
+        config: The resolved config.
+
+    Raises:
+        PolicyError: For the first directory that cannot be made or written to, under its key.
+    """
+    named = {
+        "paths.output_dir": config["paths"]["output_dir"],
+        "trainer.default_root_dir": config["trainer"].get("default_root_dir"),
+    }
+    for group, argument in WRITTEN_TO.items():
+        for name, node in (config.get(group) or {}).items():
+            named[f"{group}.{name}.{argument}"] = (node or {}).get(argument)
+            # A class of the user's own may read from its `directory`.
+            if str((node or {}).get("_target_")).startswith("gradpolicy."):
+                named[f"{group}.{name}.directory"] = node.get("directory")
+    for key, path in named.items():
+        if isinstance(path, str) and "://" not in path:
+            check_writable(Path(path).expanduser(), key)
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Makes sure that a run can write to a directory, before it has trained for hours.
+
+    Only the first rank looks. If all did, one would remove the directory in which another makes its file.
+
+    Args:
+        path: The directory, which need not exist yet.
+        key: The config key that names it.
+
+    Raises:
+        PolicyError: If it cannot be made or written to.
+    """
+    if not is_first_rank():
+        return
+    path = path.absolute()
+    with empty_directories_removed(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            place = brief(str(path), most=120)
+            raise PolicyError(f"{key}: nothing can be written to {place}: {reason}") from error
+
+
+@contextmanager
+def empty_directories_removed(directory: Path) -> Iterator[None]:
+    """Removes a directory and its parents at the end, if they did not exist at the start and are empty."""
+    # os.path.exists, since Path.exists raises where a name is too long for the file system.
+    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    try:
+        yield
+    finally:
+        if is_first_rank():
+            for path in missing:
+                if os.path.isdir(path) and not any(path.iterdir()):
+                    path.rmdir()

@@ -1,0 +1,507 @@
+"""The Lightning callback: when policies are installed, updated, measured, saved and removed."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from gradpolicy.checks import check_whole
+from gradpolicy.distributed.compression import ActiveEntries
+from gradpolicy.distributed.ranks import Ranks
+from gradpolicy.errors import PolicyError, check_named
+from gradpolicy.factors import divided_factors
+from gradpolicy.flow import install
+from gradpolicy.flow.install import Installed
+from gradpolicy.flow.policy_checks import check_cuts
+from gradpolicy.flow.report import check_met
+from gradpolicy.freezing import Freezer
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.masked_optimizer import wrapper_of
+from gradpolicy.optim.zero_redundancy import as_masked, deepspeed_refused
+from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.when import When
+from gradpolicy.where import named_parameters, once_each, pick
+
+# Lightning calls these, and never the forward of the LightningModule itself: it replaces that for a while.
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class GradientPolicies(Callback):
+    """Installs gradient policies for a Lightning run and removes them afterwards.
+
+    What happens when:
+
+    - at the start of a stage: flow policies are installed on the model; for training, optimizers that hold
+      parameters of a freeze policy are wrapped in :class:`~gradpolicy.MaskedOptimizer`;
+    - before the first batch after an update: schedules are evaluated and new masks are set, so that the
+      backward pass already knows what is frozen; on many processes the reducer learns what trains, and from
+      time to time the ranks check that they agree;
+    - before gradient clipping, if there is any: gradients of frozen entries are removed, so that they do not
+      count there, nor in what is logged;
+    - as soon as an optimizer has stepped: its update is scaled where a mask source sets learning rates;
+    - once a tensor: a warning that a policy lets it train and it gets no gradient, see
+      :class:`~gradpolicy.Freezer`;
+    - at the end of a stage: the model is left as it was found.
+
+    Args:
+        policies: The policies by name. None, as YAML writes a policy taken away, is left out.
+        seed: Seeds the mask sources that have no seed of their own.
+        log: Logs for each policy the share of active entries, gradient norms before and after, and counts of
+            matched operations, at the trainer's ``log_every_n_steps``, as ``policy/<name>/…``; those of a
+            test at its end, as ``test/policy/<name>/…``.
+        agreement_every: On many processes: every this many updates the ranks compare checksums of masks, ages
+            and weights; None never does.
+        communication: Under DistributedDataParallel: sends the gradients of active entries only.
+
+    Raises:
+        PolicyError: If an entry is no policy; when the run starts, if a pattern matches nothing, two policies
+            contradict each other, or a policy was not installed; after the first batch, if an operation that
+            a policy names was never met.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> callback = gp.GradientPolicies({
+        ...     "quantizer": gp.StraightThrough(ops=["round"]),
+        ...     "trunk": gp.Freeze(gp.masks.Random(density=0.5), params="trunk.*", frozen_state="zero"),
+        ... })
+        >>> list(callback.policies)
+        ['quantizer', 'trunk']
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, Policy | None] | None = None,
+        *,
+        seed: int = 0,
+        log: bool = True,
+        agreement_every: int | None = 100,
+        communication: ActiveEntries | None = None,
+    ) -> None:
+        policies = {} if policies is None else policies
+        check_named(policies)
+        self.policies: dict[str, Policy] = {
+            name: policy for name, policy in policies.items() if policy is not None
+        }
+        for name, policy in self.policies.items():
+            if not isinstance(policy, Policy):
+                raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
+        if agreement_every is not None:
+            check_whole("GradientPolicies.agreement_every", agreement_every, least=1)
+        self.seed = seed
+        self.log_policies = log
+        self.agreement_every = agreement_every
+        self.communication = communication
+        self.ranks: Ranks | None = None
+        self.installed: Installed | None = None
+        self.freezer: Freezer | None = None
+        self._masked: list[MaskedOptimizer] = []
+        self._hooks: list[RemovableHandle] = []
+        self._restored: dict[str, Any] | None = None
+        # The number of updates when the policies were last updated; a window of accumulated batches, or a
+        # step that fp16 skipped, leaves it as it is.
+        self._updates_seen = -1
+        self._checked_phases: set[str] = set()
+        self._met_before: dict[str, int] = {}
+
+    @property
+    def flow_policies(self) -> dict[str, FlowPolicy]:
+        """The policies that change the gradient that flows back."""
+        return {name: policy for name, policy in self.policies.items() if isinstance(policy, FlowPolicy)}
+
+    @property
+    def freeze_policies(self) -> dict[str, Freeze]:
+        """The policies that choose which entries train."""
+        return {name: policy for name, policy in self.policies.items() if isinstance(policy, Freeze)}
+
+    # ---- installing and removing
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs everything; the model is on its device and wrapped, the optimizers exist."""
+        self._install_flow(pl_module)
+        self._install_freeze(trainer, pl_module)
+        self._check_installed()
+        self._join_ranks(trainer, pl_module)
+        for line in divided_factors(self.policies, named_parameters(pl_module), trainer.optimizers):
+            rank_zero_warn(f"policy {line}")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs flow policies, or switches them to this phase within a fit."""
+        self._begin_evaluation(trainer, pl_module, "validate")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs flow policies for testing."""
+        self._begin_evaluation(trainer, pl_module, "test")
+        self._met_before = {}
+        if self.installed is not None:
+            self.installed.measure_norms(self.log_policies)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs flow policies for prediction."""
+        self._begin_evaluation(trainer, pl_module, "predict")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves the model as it was found."""
+        if stage == "test":
+            self._log_test(trainer)
+        self._remove(quiet=stage != "fit")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves the model as it was found, also when the run fails."""
+        self._remove()
+
+    def _install_flow(self, pl_module: LightningModule) -> None:
+        if self.installed is None and self.flow_policies:
+            self.installed = install(pl_module, self.flow_policies, entry_points={"": STEP_METHODS})
+
+    def _install_freeze(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        policies = self.freeze_policies
+        if not policies:
+            return
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise deepspeed_refused(type(trainer.strategy).__name__)
+        named = named_parameters(pl_module)
+        wanted = {id(p) for name, policy in policies.items() for p in _matched(named, name, policy)}
+        optimizers = [_masked_if_needed(optimizer, wanted) for optimizer in trainer.strategy.optimizers]
+        self._masked = [optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)]
+        _check_optimized(named, wanted, self._masked)
+        trainer.strategy.optimizers = optimizers
+        self.freezer = Freezer(pl_module, self._masked, policies, seed=self.seed)
+        # At once after the update: other callbacks may save or average the weights, and under manual
+        # optimization another loss may be computed with them.
+        self._hooks = [optimizer.register_step_post_hook(self._finish_step) for optimizer in self._masked]
+
+    def _join_ranks(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.ranks = Ranks(
+            trainer.strategy.model,
+            once_each(named_parameters(pl_module)),
+            self.freezer,
+            self._masked,
+            # One process has nothing to send: the same configuration runs there too.
+            communication=self.communication if trainer.world_size > 1 else None,
+            agreement_every=self.agreement_every,
+        )
+
+    def _check_installed(self) -> None:
+        flow = {row.name for row in self.installed.report().rows} if self.installed else set()
+        freeze = set(self.freezer.policies) if self.freezer else set()
+        missing = set(self.policies) - flow - freeze
+        if missing:
+            raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")
+
+    def _finish_step(self, *_: Any) -> None:
+        if self.freezer is not None:
+            self.freezer.finish_step()
+
+    def _remove(self, *, quiet: bool = True) -> None:
+        if self.installed is not None:
+            self.installed.remove(quiet=quiet)
+            self.installed = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.freezer is not None:
+            self.freezer.restore()
+        self.ranks = None
+        self._updates_seen = -1
+        # Testing a checkpoint restores it too, which is not for a fit that begins anew.
+        self._restored = None
+
+    # ---- training
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Applies restored state; some strategies restore it only after ``on_fit_start``."""
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self._apply_restored(restored)
+        if restored is None or not restored["freezer"]:
+            self._add_former_steps(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Updates the policies before the first batch of each effective step."""
+        updates = self._updates(trainer)
+        if updates != self._updates_seen:
+            self._update_flow(trainer, "fit")
+            if self.freezer is not None:
+                self.freezer.begin_step(updates, trainer.current_epoch)
+            if self.ranks is not None:
+                times = (updates, trainer.current_epoch)
+                self.ranks.begin_step(updates, cut=self._cuts_now(*times), wanted=self._wanted_gradients())
+            self._updates_seen = updates
+        if self.installed is not None:
+            self.installed.set_loss_scale(_loss_scale(trainer))
+            logs = self.log_policies and self._logs_now(trainer)
+            self.installed.measure_norms(logs)
+            # Counts of a batch, since those of a run would start anew where it is resumed.
+            rows = self.installed.report().rows if logs else ()
+            self._met_before = {row.name: row.operations_matched for row in rows}
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Names the policy that cut the loss off from all parameters, before torch raises a less clear error.
+
+        Raises:
+            PolicyError: If there is such a policy.
+        """
+        if not loss.requires_grad and self.installed is not None:
+            rows = self.installed.report().rows
+            check_cuts({row.name: self.flow_policies[row.name] for row in rows if row.active and row.matched})
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Masks gradients under manual optimization, where one may clip before Lightning tells of the step.
+
+        Not where a source wants whole gradients: call the optimizer's ``mask_gradients`` before you clip.
+        """
+        if pl_module.automatic_optimization or self.freezer is None:
+            return
+        if not self._wanted_gradients():
+            for optimizer in self._masked:
+                with _one_gradient_left(trainer, optimizer):
+                    optimizer.mask_gradients()
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Shows sources the gradients, and masks them if they are clipped or logged; after unscaling."""
+        logs = self.log_policies and self._logs_now(trainer)
+        if logs or self._wanted_gradients():
+            _unscale(trainer, optimizer)
+        before = self._freeze_norms() if logs else {}
+        if self.freezer is not None and optimizer in self._masked:
+            self.freezer.observe(optimizer)
+            if logs or self._gradients_are_read(trainer, pl_module):
+                with _one_gradient_left(trainer, optimizer):
+                    optimizer.mask_gradients()
+        if logs:
+            pl_module.log_dict({**self._flow_metrics("fit"), **self._freeze_metrics(before)})
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Checks after the first batch that every operation was met."""
+        self._check_operations_met("fit", thaws=any(not p.requires_grad for p in pl_module.parameters()))
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
+    ) -> None:
+        """Checks after the first batch that every operation was met."""
+        # In a test gradients are recorded only where a callback enables them.
+        self._check_operations_met("test", thaws=True)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Switches back from validation within a fit."""
+        if trainer.state.fn is TrainerFn.FITTING and self.installed is not None:
+            self._update_flow(trainer, "fit")
+
+    def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
+        self._install_flow(pl_module)
+        self._update_flow(trainer, phase)
+
+    def _update_flow(self, trainer: Trainer, phase: str) -> None:
+        if self.installed is not None:
+            self.installed.update(phase=phase, step=self._updates(trainer), epoch=trainer.current_epoch)
+
+    def _updates(self, trainer: Trainer) -> int:
+        """Updates really done; where nothing is masked the trainer's own count has to do."""
+        if self._masked:
+            return max(optimizer.effective_steps for optimizer in self._masked)
+        return trainer.global_step
+
+    def _add_former_steps(self, trainer: Trainer) -> None:
+        """Adds the steps that the trainer took without masks, in a former fit or before a checkpoint."""
+        for optimizer in self._masked:
+            if not optimizer.effective_steps:
+                # The trainer counts the steps of all optimizers together.
+                optimizer.effective_steps = trainer.global_step // len(trainer.optimizers)
+
+    def _cuts_now(self, step: int, epoch: int) -> bool:
+        """Whether a policy may leave parameters without a gradient about this time."""
+        return any(
+            _cuts(policy) and _in_window(policy.when, step, epoch) for policy in self.policies.values()
+        )
+
+    def _wanted_gradients(self) -> set[str]:
+        """The parameters whose whole gradients mask sources want to see."""
+        return self.freezer.wanted_gradients() if self.freezer is not None else set()
+
+    def _gradients_are_read(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Whether gradients are clipped before the update, or a hook of somebody else's may look at them."""
+        hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+        return (
+            bool(trainer.gradient_clip_val)
+            or any(is_overridden(hook, pl_module) for hook in hooks)
+            or any(is_overridden(hooks[0], each, Callback) for each in others)
+        )
+
+    def _check_operations_met(self, phase: str, *, thaws: bool) -> None:
+        """Raises, after the first batch of a phase, for a policy that met none of the operations it names."""
+        if self.installed is None or phase in self._checked_phases:
+            return
+        self._checked_phases.add(phase)
+        for row in self.installed.report().rows:
+            policy = self.flow_policies[row.name]
+            if row.active and policy.when.active(phase=phase):
+                check_met(row.name, row.met, may_get_gradient=thaws)
+
+    # ---- what the loggers get
+
+    def _logs_now(self, trainer: Trainer) -> bool:
+        return bool(trainer.loggers) and (trainer.global_step + 1) % _log_interval(trainer) == 0
+
+    def _flow_metrics(self, phase: str) -> dict[str, float | Tensor]:
+        """What the flow policies of a phase did since they were last updated."""
+        if self.installed is None:
+            return {}
+        metrics: dict[str, float | Tensor] = {}
+        for row in self.installed.report().rows:
+            if phase not in self.policies[row.name].when.phases:
+                continue
+            metrics[f"policy/{row.name}/operations"] = float(
+                row.operations_matched - self._met_before.get(row.name, 0)
+            )
+            metrics[f"policy/{row.name}/active"] = float(row.active)
+        for name, (before, after) in self.installed.gradient_norms.items():
+            metrics[f"policy/{name}/gradient_norm_before"] = before
+            metrics[f"policy/{name}/gradient_norm_after"] = after
+        return metrics
+
+    def _log_test(self, trainer: Trainer) -> None:
+        """Logs what policies of this phase did, after other callbacks made use of them at its end."""
+        metrics = self._flow_metrics("test") if self.log_policies else {}
+        if metrics:
+            # Under keys of their own, or they would stand in one chart with those of training.
+            numbers = {f"test/{name}": float(value) for name, value in metrics.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
+
+    def _freeze_norms(self) -> dict[str, Tensor]:
+        if self.freezer is None:
+            return {}
+        return {
+            name: _gradient_norm(self.freezer.parameters_of(name).values()) for name in self.freeze_policies
+        }
+
+    def _freeze_metrics(self, before: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+        if self.freezer is None:
+            return {}
+        metrics: dict[str, float | Tensor] = {}
+        after = self._freeze_norms()
+        for row in self.freezer.report():
+            metrics[f"policy/{row.name}/active_share"] = row.active_share
+            metrics[f"policy/{row.name}/gradient_norm_before"] = before[row.name]
+            metrics[f"policy/{row.name}/gradient_norm_after"] = after[row.name]
+        return metrics
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the mask sources remember, and which policies the run had."""
+        return {
+            "policies": {name: repr(policy) for name, policy in self.policies.items()},
+            "freezer": self.freezer.state_dict() if self.freezer is not None else {},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the state until training starts."""
+        self._restored = state_dict
+
+    def _apply_restored(self, state: dict[str, Any]) -> None:
+        saved, declared = state["policies"], {name: repr(policy) for name, policy in self.policies.items()}
+        if saved != declared:
+            changed = sorted(name for name in {*saved, *declared} if saved.get(name) != declared.get(name))
+            rank_zero_warn(f"the checkpoint was written under other policies; changed: {', '.join(changed)}")
+        if self.freezer is not None and state["freezer"]:
+            self.freezer.load_state_dict(state["freezer"])
+
+
+def _cuts(policy: Policy) -> bool:
+    return isinstance(policy, Stop) and policy.mode == "detach" and "fit" in policy.when.phases
+
+
+def _in_window(when: When, step: int, epoch: int) -> bool:
+    """Whether a time lies between a policy's start and stop, whatever ``every`` says."""
+    count = step if when.unit == "step" else epoch
+    return when.start <= count and (when.stop is None or count < when.stop)
+
+
+def _matched(named: Mapping[str, Tensor], name: str, policy: Freeze) -> list[Tensor]:
+    """The parameters of a freeze policy; an error names the policy."""
+    try:
+        return list(pick(named, policy.params).values())
+    except PolicyError as error:
+        raise PolicyError(f"policy.{name}.params: {error}") from error
+
+
+def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
+    """Wraps an optimizer that holds any of the wanted parameters."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if wanted.isdisjoint(map(id, held)):
+        return optimizer
+    present = wrapper_of(optimizer)
+    if present is None:
+        return as_masked(optimizer)
+    # The module returned the same optimizer in a former fit. Those masks no longer hold.
+    present.set_masks(dict.fromkeys(held))
+    present.effective_steps = 0
+    return present
+
+
+def _check_optimized(
+    named: Mapping[str, Tensor], wanted: set[int], optimizers: list[MaskedOptimizer]
+) -> None:
+    held = {
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    lost = [name for name, parameter in named.items() if id(parameter) in wanted - held]
+    if lost and not held:
+        raise PolicyError(f"freeze policies match parameters that no optimizer holds: {', '.join(lost[:5])}")
+
+
+def _loss_scale(trainer: Trainer) -> float:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
+    """Removes the loss scale from gradients that a fused optimizer would get with it."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        # Under manual optimization it may have been done.
+        with suppress(RuntimeError):
+            scaler.unscale_(optimizer)
+
+
+@contextmanager
+def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Leaves one gradient, of zeros, for the loss scaler, which refuses an optimizer without any."""
+    if getattr(trainer.precision_plugin, "scaler", None) is None:
+        yield
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    first = next((parameter for parameter in parameters if parameter.grad is not None), None)
+    gradient = None if first is None else first.grad
+    yield
+    if first is not None and gradient is not None and all(p.grad is None for p in parameters):
+        first.grad = gradient.zero_()
+
+
+def _gradient_norm(parameters: Any) -> Tensor:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+
+
+def _log_interval(trainer: Trainer) -> int:
+    # Lightning sets the attribute from outside the class, where a type checker does not see it.
+    return max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]

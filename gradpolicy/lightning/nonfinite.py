@@ -1,0 +1,262 @@
+"""Where a NaN or an infinity first appeared: which module, and which policies act there."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.finite import all_finite
+from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.policies import FlowPolicy, Freeze, Policy
+from gradpolicy.where import plain_name
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first place where a value was not finite.
+
+    Attributes:
+        module: The module's qualified name; empty where it was in none.
+        what: What was not finite there, in words.
+        policies: The names of the policies that act there.
+    """
+
+    module: str
+    what: str
+    policies: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        acting = (
+            f"policies acting there: {', '.join(self.policies)}" if self.policies else "no policy acts there"
+        )
+        return f"{self.what} ({acting})"
+
+
+class StopOnNonFinite(Callback):
+    """Ends a run at the first loss (or gradient) that is not finite and says where that came from.
+
+    The batch is run once more with a look at the output of every module, in the order of the computation.
+    Looking at the loss waits for the device once per batch.
+
+    Args:
+        gradients: Looks at all gradients before each update too, and so finds a rule whose backward is not
+            finite before it spoils the weights. Not under fp16, where the loss scaler deals with infinities.
+
+    Raises:
+        PolicyError: In training, with the module, and the policies that act there.
+    """
+
+    def __init__(self, *, gradients: bool = True) -> None:
+        self.gradients = gradients
+        self._batch: tuple[Any, int] | None = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Remembers the batch."""
+        self._batch = (batch, batch_idx)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Looks at the loss."""
+        if not torch.isfinite(loss.detach()).all():
+            finding = first_nonfinite_value(pl_module, self._run, _policies(trainer))
+            raise PolicyError(f"{_place(trainer)}: the loss is {loss.item()}; {finding}")
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Looks at the gradients."""
+        if not self.gradients or getattr(trainer.precision_plugin, "scaler", None) is not None:
+            return
+        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        if not all_finite([_local(gradient) for gradient in gradients]):
+            finding = first_nonfinite_gradient(pl_module, self._run, _policies(trainer))
+            if trainer.world_size > 1 and not any(isinstance(gradient, DTensor) for gradient in gradients):
+                finding = _first_of_all_ranks(finding)
+            raise PolicyError(f"{_place(trainer)}: a gradient is not finite; {finding}")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Forgets the batch."""
+        self._batch = None
+
+    def _run(self, pl_module: nn.Module) -> Tensor:
+        with _unlogged(pl_module):
+            result = pl_module.training_step(*(self._batch or ()))  # type: ignore[operator]
+        return result["loss"] if isinstance(result, Mapping) else result
+
+
+def first_nonfinite_value(
+    model: nn.Module, run: Callable[[nn.Module], Tensor], policies: Mapping[str, Policy] | None = None
+) -> Finding:
+    """Runs a model forward and finds the first module whose output is not finite.
+
+    Args:
+        model: The model.
+        run: Does the forward pass with the model it is given and returns the loss.
+        policies: The policies by name, to say which act there.
+
+    Example:
+        >>> class Root(nn.Module):
+        ...     def forward(self, x):
+        ...         return x.sqrt()
+        >>> model = nn.Sequential(nn.Identity(), Root())
+        >>> first_nonfinite_value(model, lambda m: m(-torch.ones(2)).sum()).module
+        '1'
+    """
+    found: list[tuple[str, bool]] = []
+
+    def look(name: str, inputs: Any, output: Any) -> None:
+        if not found and not _finite(output):
+            found.append((name, _finite(inputs)))
+
+    with _hooks(model, look), torch.no_grad():
+        run(model)
+    if not found:
+        return Finding("", "in a second pass over the batch every module's output is finite")
+    name, fed_well = found[0]
+    module = model.get_submodule(name)
+    spoilt = [key for key, value in module.named_parameters(recurse=False) if not _finite(value)]
+    described = f"first in the output of module {name!r} ({type(module).__name__})"
+    if spoilt:
+        described += f", whose {', '.join(spoilt)} an earlier update made non-finite"
+    elif not fed_well:
+        described = f"the input of module {name!r} ({type(module).__name__}) is not finite already"
+    return Finding(name, described, _acting(model, name, policies or {}))
+
+
+def first_nonfinite_gradient(
+    model: nn.Module, run: Callable[[nn.Module], Tensor], policies: Mapping[str, Policy] | None = None
+) -> Finding:
+    """Runs a model forward and backward and finds the module whose backward first gave what is not finite.
+
+    The parameters' gradients are left alone. Arguments as for :func:`first_nonfinite_value`.
+    """
+    found: list[str] = []
+
+    def watch(name: str, inputs: Any, output: Any) -> None:
+        def record(gradient: Tensor) -> None:
+            if not _finite(gradient):
+                found.append(name)
+
+        for tensor in _tensors(inputs):
+            if tensor.requires_grad:
+                tensor.register_hook(record)
+
+    with _hooks(model, watch), torch.enable_grad():
+        parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        gradients = torch.autograd.grad(run(model), list(parameters.values()), allow_unused=True)
+    if found:
+        name = found[0]
+        kind = type(model.get_submodule(name)).__name__
+        what = f"first in what the backward of module {name!r} ({kind}) gave"
+        return Finding(name, what, _acting(model, name, policies or {}))
+    for key, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and not _finite(gradient):
+            what = f"first in the gradient of {plain_name(key)!r}"
+            return Finding(
+                key.rpartition(".")[0], what, _acting(model, key.rpartition(".")[0], policies or {})
+            )
+    return Finding("", "in a second pass over the batch every gradient is finite")
+
+
+@contextmanager
+def _hooks(model: nn.Module, look: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """Shows every module's inputs and output, innermost modules first."""
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, inputs, output: look(name, inputs, output)
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _unlogged(pl_module: Any) -> Iterator[None]:
+    """Lets a training step run once more without logging twice."""
+    pl_module.log = lambda *positional, **named: None
+    try:
+        yield
+    finally:
+        del pl_module.log
+
+
+def _policies(trainer: Any) -> dict[str, Policy]:
+    return {
+        name: policy
+        for callback in trainer.callbacks
+        if isinstance(callback, GradientPolicies)
+        for name, policy in callback.policies.items()
+    }
+
+
+def _acting(model: nn.Module, name: str, policies: Mapping[str, Policy]) -> tuple[str, ...]:
+    """The policies whose place holds a module, lies in it, or covers its parameters."""
+    parameters = [plain_name(f"{name}.{key}") for key, _ in model.get_submodule(name).named_parameters()]
+    acting = []
+    for policy_name, policy in policies.items():
+        if isinstance(policy, Freeze | FlowPolicy) and policy.params:
+            here = any(_matches(policy.params, parameter) for parameter in parameters)
+        elif isinstance(policy, FlowPolicy) and policy.modules:
+            parts = plain_name(name).split(".")
+            here = any(
+                _matches(policy.modules, ".".join(parts[: end + 1]), model) for end in range(len(parts))
+            )
+        else:
+            here = True
+        acting += [policy_name] if here else []
+    return tuple(acting)
+
+
+def _matches(patterns: tuple, name: str, model: nn.Module | None = None) -> bool:
+    def one(pattern: Any) -> bool:
+        if isinstance(pattern, type):
+            return model is not None and isinstance(model.get_submodule(name), pattern)
+        return fnmatchcase(name, pattern.removeprefix("!"))
+
+    away = [pattern for pattern in patterns if isinstance(pattern, str) and pattern.startswith("!")]
+    wanted = [pattern for pattern in patterns if pattern not in away]
+    return (any(map(one, wanted)) or not wanted) and not any(map(one, away))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _finite(value: Any) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value) if tensor.is_floating_point())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first_of_all_ranks(finding: Finding) -> Finding:
+    """What the first rank found that found something: ranks share gradients, not batches."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, finding)
+    return next((each for each in found if each.module), finding)
+
+
+def _place(trainer: Trainer) -> str:
+    rank = f"rank {trainer.global_rank}, " if trainer.world_size > 1 else ""
+    return f"{rank}epoch {trainer.current_epoch}, update {trainer.global_step + 1}"

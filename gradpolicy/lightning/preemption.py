@@ -1,0 +1,129 @@
+"""SIGTERM and Slurm's warning signal: save at the end of the batch, requeue the job, exit."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from gradpolicy.errors import unknown
+
+
+class SaveOnPreemption(Checkpoint):
+    """Saves a checkpoint and exits when a signal says that the machine will be taken away.
+
+    A signal to any rank sets a flag there; the ranks compare flags at the end of each batch (one number,
+    whose reduction is read a batch later, so that nothing waits for it). When one is set, all save together
+    to ``last.ckpt``, where ``ckpt_path=last`` finds it, a Slurm job is put back into the queue, and the run
+    exits with 128 + the signal's number. Saving in the signal handler itself, in the middle of a step, would
+    give a checkpoint from which no run goes on exactly.
+
+    Args:
+        signals: The signals that mean this. Slurm sends SIGUSR1 ahead of its time limit where the job asks
+            for it (``--signal=SIGUSR1@120``), SIGTERM before it kills.
+        requeue: Puts a Slurm job back into the queue with ``scontrol requeue``.
+
+    Raises:
+        PolicyError: For an unknown signal.
+    """
+
+    def __init__(self, signals: Iterable[str] = ("SIGTERM", "SIGUSR1"), *, requeue: bool = True) -> None:
+        valid = [known.name for known in signal.Signals]
+        for name in signals:
+            if name not in valid:
+                raise unknown("signal", str(name), valid, key="SaveOnPreemption.signals")
+        self.signals = tuple(signal.Signals[name] for name in signals)
+        self.requeue = requeue
+        self._received = 0
+        self._former: dict[signal.Signals, Any] = {}
+        self._group: Any = None
+        self._pending: tuple[Any, torch.Tensor] | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replaces the signal handlers of Lightning, which run collectives wherever they interrupt."""
+        self._received, self._pending = 0, None
+        if trainer.world_size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=5))
+        for number in self.signals:
+            self._former[number] = signal.signal(number, self._remember)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restores the former signal handlers."""
+        self._restore_handlers()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restores the former signal handlers."""
+        self._restore_handlers()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves and exits if any rank received a signal. As a Checkpoint it runs after other callbacks."""
+        received = self._received if trainer.world_size == 1 else self._of_any_rank()
+        if not received:
+            return
+        path = _place_of_last(trainer)
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            print(f"{signal.Signals(received).name}: saved {path}", file=sys.stderr, flush=True)
+        if self.requeue and trainer.is_global_zero:
+            requeue_slurm_job()
+        # Lightning kills the job at once where a rank that it launched ends with an error.
+        launched = trainer.strategy.launcher is not None and trainer.global_rank > 0
+        raise SystemExit(0 if launched else 128 + received)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+
+    def _of_any_rank(self) -> int:
+        """The signal that any rank had received at the end of the batch before."""
+        known = 0
+        if self._pending is not None:
+            work, flag = self._pending
+            work.wait()
+            known = int(flag)
+        flag = torch.tensor(self._received)
+        self._pending = dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True), flag
+        return known
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former = {}
+
+
+def requeue_slurm_job() -> None:
+    """Puts this process's Slurm job back into the queue; does nothing outside Slurm."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    command = shutil.which("scontrol")
+    if command is None:
+        rank_zero_warn(f"Slurm job {job} is not put back into the queue: there is no scontrol here")
+        return
+    done = subprocess.run([command, "requeue", job], capture_output=True, text=True)
+    if done.returncode:
+        rank_zero_warn(f"Slurm job {job} is not put back into the queue: {done.stderr.strip()}")
+    else:
+        rank_zero_info(f"Slurm job {job} is back in the queue")
+
+
+def _place_of_last(trainer: Trainer) -> Path:
+    """Where ``ckpt_path=last`` looks."""
+    kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    folder = next((callback.dirpath for callback in kept if callback.dirpath), None)
+    name = kept[0].CHECKPOINT_NAME_LAST if kept else "last"
+    return Path(folder or trainer.default_root_dir) / f"{name}.ckpt"

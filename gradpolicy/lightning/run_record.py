@@ -1,0 +1,63 @@
+"""What a run says of itself in its directory, for who looks for it later."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RECORD = "run.json"
+RUN, SWEEP, TRIAL = "run", "sweep", "trial"
+KINDS = {RUN: "a run", SWEEP: "a job of a sweep", TRIAL: "a trial of a study"}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run is, and when it began.
+
+    Args:
+        task: The config's ``task_name``.
+        kind: ``"run"``, ``"sweep"`` for a job of a sweep, ``"trial"`` for a trial of a study.
+        started: When it began to train or test, last time, in seconds since 1970.
+        directory: Where it was written. In a copy of the run this is another directory than its own.
+    """
+
+    task: str
+    kind: str
+    started: float
+    directory: str
+
+    def save(self) -> None:
+        """Writes it into the run's directory."""
+        place = Path(self.directory) / RECORD
+        part = place.with_name(f".{RECORD}.part")
+        part.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        os.replace(part, place)
+
+    @staticmethod
+    def load(directory: Path) -> "RunRecord | None":
+        """Reads what :meth:`save` wrote; None where there is nothing that can be read."""
+        try:
+            said = json.loads((directory / RECORD).read_text())
+            record = RunRecord(
+                str(said["task"]), said["kind"], float(said["started"]), str(said["directory"])
+            )
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return record if record.kind in KINDS else None
+
+
+def record_of(directory: Path, task: str, callbacks: dict[str, Any] | None, in_sweep: bool) -> RunRecord:
+    """Describes a run that begins now.
+
+    Args:
+        directory: Its directory.
+        task: The config's ``task_name``.
+        callbacks: The config's callbacks; one of them tells that a study draws the values.
+        in_sweep: Whether Hydra runs it as one job of several.
+    """
+    targets = [str((node or {}).get("_target_")) for node in (callbacks or {}).values()]
+    kind = SWEEP if in_sweep or "WANDB_SWEEP_ID" in os.environ else RUN
+    kind = TRIAL if any(target.endswith(".ReportToStudy") for target in targets) else kind
+    return RunRecord(task, kind, datetime.now(UTC).timestamp(), str(directory.absolute()))

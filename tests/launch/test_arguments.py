@@ -1,0 +1,100 @@
+"""The arguments of a config node against the signature of what it names."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Optional, Union
+
+import pytest
+from torch import Tensor
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.launch.arguments import argument_names, check_arguments, fits, in_words
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "suits"),
+    [
+        (3, float, True),
+        (True, int, False),
+        ("abc", float, False),
+        ("0.1", float, False),
+        (0.1, float | Tensor, True),
+        ("abc", float | Tensor, False),
+        ([0.9, 0.99], tuple[float, float], True),
+        ([0.9, "x"], tuple[float, float], False),
+        (["a", "b"], str | Iterable[str], True),
+        ("16-mixed", Literal["16-mixed", 32], True),
+        (None, int | None, True),
+        (None, int, False),
+        ("x", Callable, False),
+        ({"a": 1}, dict[str, int], True),
+        (object(), Any, True),
+    ],
+)
+def test_text_never_stands_for_a_number_but_a_list_may_for_a_tuple(
+    value: object, annotation: object, suits: bool
+) -> None:
+    assert fits(value, annotation) is suits
+
+
+def test_a_policy_takes_the_arguments_of_its_bases_too() -> None:
+    names, takes_any = argument_names(gp.Stop)
+    assert {"mode", "modules", "ops", "params", "at", "when"} <= names.keys()
+    assert not takes_any
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"_target_": "torch.optim.AdamW", "lrr": 0.1}, r"^top\.lrr: .*did you mean 'lr'"),
+        ({"_target_": "torch.optim.AdamW", "lr": "abc"}, r"^top\.lr: must be a number.*got 'abc'"),
+        ({"_target_": "gradpolicy.Stop", "modles": "x"}, r"^top\.modles: .*modules"),
+        ({"_target_": "gradpolicy.Scale", "modules": "x"}, r"^top\.factor: gradpolicy\.Scale needs a value"),
+        ({"_target_": "gradpolicy.masks.Progressive"}, r"^top\.total: gradpolicy\.masks\.Progressive needs"),
+        ({"_target_": "torch.optim.AdamW"}, r"^top\._partial_: must be true: the model gives"),
+        (
+            {"_target_": "lightning.pytorch.loggers.WandbLogger", "mode": "on"},
+            r"^top\.mode: must be 'online'",
+        ),
+        (
+            {"below": [{"_target_": "gradpolicy.When", "every": "x"}]},
+            r"^top\.below\[0\]\.every: must be a whole number",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_key(node: dict, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        check_arguments(node, key="top")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1, "betas": [0.9, 0.99]},
+        {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2, "bias": False},
+        {"_target_": "lightning.pytorch.loggers.WandbLogger", "mode": "offline", "notes": "first"},
+        {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": ".", "anything": 1},
+        {
+            "_target_": "torchmetrics.MetricCollection",
+            "_recursive_": False,
+            "metrics": {"_target_": "torch.nn.Linear"},
+        },
+        {"_target_": "gradpolicy.Freeze", "mask": {"_target_": "gradpolicy.masks.Random", "density": 1}},
+        {"_target_": "gradpolicy.Scale", "_args_": [0.1], "modules": "x"},
+    ],
+)
+def test_what_a_target_takes_passes(node: dict) -> None:
+    assert check_arguments(node, key="top") is None
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        (int | None, "a whole number or null"),
+        (tuple[float, float], "a list of 2: a number, a number"),
+        (float | Callable[[int], float], "a number or a function"),
+        (Optional[Union[Literal["a", "b"], bool]], "'a', 'b', true or false or null"),  # noqa: UP007, UP045
+    ],
+)
+def test_what_is_wanted_is_said_in_words(annotation: object, words: str) -> None:
+    assert in_words(annotation) == words

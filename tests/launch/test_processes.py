@@ -1,0 +1,161 @@
+"""Several processes: one run directory, and each rank with its own job's arguments; and what signals do."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gradpolicy.launch.build import RunBegins
+from gradpolicy.launch.processes import job_arguments, termination_exits
+
+from .conftest import QUICK, ROOT
+
+PROBE = (
+    "+callbacks.probe._target_=probe.Probe",
+    "+callbacks.probe.directory=${paths.output_dir}",
+    "allowed_targets=[probe]",
+)
+
+
+@pytest.fixture(autouse=True)
+def _probe_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+
+
+def said(run: Path) -> list[list[dict]]:
+    """What each rank wrote, a list of lines a rank."""
+    return [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(run.glob("rank*.jsonl"))
+    ]
+
+
+def test_in_a_sweep_each_rank_trains_its_own_job_once(train_process) -> None:
+    ended = train_process("-m", "optimizer.lr=0.001,0.002", "trainer=ddp_sim", *PROBE)
+    assert ended.code == 0, ended.err
+    (sweep,) = ended.folder.glob("train/sweeps/*")
+    for job, rate in (("0", 0.001), ("1", 0.002)):
+        assert said(sweep / job) == [[{"rank": rank, "lr": rate}] for rank in (0, 1)]
+        assert len(list((sweep / job).glob("csv/*/metrics.csv"))) == 1
+    assert not list(ended.folder.glob("train/runs/*"))
+
+
+def test_torchrun_writes_one_run_directory(train_process) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ended = train_process("trainer=ddp_sim", *PROBE, launcher=torchrun)
+    assert ended.code == 0, ended.err
+    assert [lines[0]["rank"] for lines in said(ended.run)] == [0, 1]
+    assert (ended.run / "checkpoints/last.ckpt").is_file()
+
+
+def hydra_of(task: list[str], own: list[str]) -> SimpleNamespace:
+    return SimpleNamespace(
+        runtime=SimpleNamespace(config_sources=[SimpleNamespace(provider="main", path="/conf")]),
+        job=SimpleNamespace(config_name="train", name="train"),
+        overrides=SimpleNamespace(task=task, hydra=own),
+    )
+
+
+def test_a_rank_is_told_its_job_and_nothing_of_the_sweep() -> None:
+    own = [
+        "hydra.mode=MULTIRUN",
+        "hydra.sweep.dir=/sweep",
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+        "+hydra.sweeper.params.seed=1,2",
+        "hydra.run.dir=/run",
+        "hydra.searchpath=[file:///more]",
+    ]
+    assert job_arguments(hydra_of(["seed=1", "trainer=ddp_sim"], own)) == [
+        "--config-name",
+        "train",
+        "seed=1",
+        "trainer=ddp_sim",
+        "hydra.searchpath=[file:///more]",
+    ]
+
+
+# ---- signals
+
+
+def told_to_go(closed: list[bool]) -> None:
+    with termination_exits():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            closed.append(True)
+
+
+def test_outside_of_training_it_unwinds_and_exits_with_143() -> None:
+    closed: list[bool] = []
+    former = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as leaving:
+        told_to_go(closed)
+    assert leaving.value.code == 143
+    assert closed == [True]
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_ctrl_c_in_training_is_told_in_one_line(train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunBegins, "on_train_batch_end", interrupt)
+    # Handlers that earlier tests have left write to streams that are closed.
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        ended = train()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert ended.code == 130
+    assert ended.err == "interrupted; ckpt_path=last goes on from the newest checkpoint\n"
+
+
+@pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
+def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(
+    tmp_path: Path, train, trainer: str
+) -> None:
+    endless = [line for line in QUICK if "max_epochs" not in line and "limit_train" not in line]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, str(ROOT / "train.py"), f"paths.log_dir={tmp_path}", *endless),
+            f"trainer={trainer}",
+            "trainer.max_epochs=1000",
+            "trainer.log_every_n_steps=1",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 100
+    while not list(tmp_path.glob("train/runs/*/checkpoints/best.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    (run,) = tmp_path.glob("train/runs/*")
+    last = run / "checkpoints/last.ckpt"
+    assert f"SIGTERM: saved {last}" in err
+    step = torch.load(last, weights_only=True)["global_step"]
+    assert step > 0
+    resumed = train(
+        f"ckpt_path={last}",
+        f"trainer={trainer}",
+        f"trainer.max_steps={step + 2}",
+        "trainer.max_epochs=-1",
+        "trainer.limit_train_batches=null",
+    )
+    assert resumed.code == 0
+    last = torch.load(resumed.run / "checkpoints/last.ckpt", weights_only=True)
+    assert last["global_step"] == step + 2

@@ -1,0 +1,175 @@
+"""One directory for all processes of a run, and none for a run that never began."""
+
+import json
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.launch.processes import started
+from gradpolicy.launch.run_directory import (
+    check_destinations,
+    check_writable,
+    claimed_directory,
+    empty_directories_removed,
+    run_directory,
+)
+
+
+def fail(path: Path, error: Exception, begun: bool = False, made: Path | None = None) -> None:
+    with run_directory(path, made) as directory:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "half.txt").touch()
+        if begun:
+            directory.begin()
+        raise error
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    path = tmp_path / "outputs/train/run"
+    (path / ".hydra").mkdir(parents=True)
+    (path / "train.log").touch()
+    return path
+
+
+def test_wrong_input_leaves_nothing_of_a_run_that_never_began(fresh: Path) -> None:
+    with pytest.raises(PolicyError):
+        fail(fresh, PolicyError("wrong"))
+    assert list(fresh.iterdir()) == []
+
+
+def test_an_empty_directory_that_a_person_made_stays(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    with pytest.raises(PolicyError), claimed_directory(place(str(mine)), "hydra.run.dir") as directory:
+        fail(directory, PolicyError("wrong"))
+    assert list(tmp_path.rglob("*")) == [mine]
+
+
+def test_a_directory_that_the_run_makes_elsewhere_goes_with_it(fresh: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere/run"
+    with pytest.raises(PolicyError):
+        fail(elsewhere, PolicyError("wrong"), made=fresh)
+    assert not elsewhere.parent.exists()
+    assert list(fresh.iterdir()) == []
+
+
+def test_directories_that_were_made_for_a_run_go_where_they_end_up_empty(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with empty_directories_removed(tmp_path / "mine/train/runs/now"):
+        (tmp_path / "mine/train/runs/now").mkdir(parents=True)
+    assert list((tmp_path / "mine").iterdir()) == []
+    with empty_directories_removed(tmp_path / "mine/train/runs/now"):
+        (tmp_path / "mine/train/other").mkdir(parents=True)
+    assert list((tmp_path / "mine/train").iterdir()) == [tmp_path / "mine/train/other"]
+
+
+def test_a_run_that_began_stays(fresh: Path) -> None:
+    with pytest.raises(PolicyError):
+        fail(fresh, PolicyError("wrong"), begun=True)
+    assert (fresh / "half.txt").exists()
+
+
+def test_a_failure_that_is_no_wrong_input_stays_to_be_looked_at(fresh: Path) -> None:
+    with pytest.raises(ArithmeticError):
+        fail(fresh, ArithmeticError())
+    assert (fresh / "half.txt").exists()
+
+
+def test_a_directory_that_held_something_stays(fresh: Path) -> None:
+    (fresh / "config.yaml").touch()
+    with pytest.raises(PolicyError):
+        fail(fresh, PolicyError("wrong"))
+    assert (fresh / "config.yaml").exists()
+
+
+def test_under_srun_all_processes_say_the_same_and_so_does_the_requeued_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert started() == "slurm-17-0"
+
+
+def place(template: str) -> DictConfig:
+    node = OmegaConf.create({"run": {"dir": template}}).run
+    assert isinstance(node, DictConfig)
+    return node
+
+
+@pytest.fixture
+def _same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradpolicy.launch.processes._now", lambda: "2026-01-01_00-00-00-000")
+
+
+@pytest.mark.usefixtures("_same_time")
+def test_two_runs_of_one_time_stamp_get_two_directories(tmp_path: Path) -> None:
+    names = []
+    for _ in range(3):
+        with claimed_directory(place(f"{tmp_path}/runs/${{started:}}"), "hydra.run.dir") as directory:
+            (directory / "file").touch()
+            names.append(directory.name.removeprefix("2026-01-01_00-00-00-000"))
+    assert names == ["", "-1", "-2"]
+
+
+@pytest.mark.usefixtures("_same_time")
+def test_a_directory_that_stays_empty_goes_with_those_that_were_made_for_it(tmp_path: Path) -> None:
+    with claimed_directory(place(f"{tmp_path}/train/runs/${{started:}}"), "hydra.run.dir") as directory:
+        assert directory.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_a_person_names_may_hold_a_run_already(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.yaml").touch()
+    with claimed_directory(place(f"{tmp_path}/mine"), "hydra.run.dir") as directory:
+        assert directory == tmp_path / "mine"
+    assert (tmp_path / "mine/config.yaml").exists()
+
+
+def test_a_requeued_slurm_job_finds_its_directory_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        with claimed_directory(place(f"{tmp_path}/${{started:}}"), "hydra.run.dir") as directory:
+            directory.mkdir(exist_ok=True)
+            (directory / "file").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["slurm-17-0"]
+
+
+@pytest.mark.parametrize(
+    ("key", "config"),
+    [
+        ("paths.output_dir", {"paths": {"output_dir": "FILE/x"}}),
+        ("trainer.default_root_dir", {"trainer": {"default_root_dir": "FILE/x"}}),
+        ("callbacks.best.dirpath", {"callbacks": {"none": None, "best": {"dirpath": "FILE/x"}}}),
+        ("logger.csv.save_dir", {"logger": {"csv": {"save_dir": "FILE/x"}}}),
+        (
+            "callbacks.pictures.directory",
+            {"callbacks": {"pictures": {"_target_": "gradpolicy.Pictures", "directory": "FILE/x"}}},
+        ),
+    ],
+)
+def test_what_cannot_be_written_to_is_refused_under_its_key(tmp_path: Path, key: str, config: dict) -> None:
+    (tmp_path / "file").touch()
+    text = json.dumps({"paths": {"output_dir": "HERE/out"}, "trainer": {}, **config})
+    whole = json.loads(text.replace("FILE", f"{tmp_path}/file").replace("HERE", str(tmp_path)))
+    with pytest.raises(PolicyError, match=f"^{key}: nothing can be written to .*: not a directory$"):
+        check_destinations(whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_only_the_first_rank_looks_whether_a_place_can_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    check_writable(tmp_path / "file" / "below", "paths.output_dir")
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    with pytest.raises(PolicyError, match=r"^paths\.output_dir: nothing can be written"):
+        check_writable(tmp_path / "file" / "below", "paths.output_dir")

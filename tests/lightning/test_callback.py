@@ -1,0 +1,810 @@
+"""GradientPolicies: what happens when in a Lightning run."""
+
+import copy
+import csv
+import functools
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+import gradpolicy as gp
+from gradpolicy.insight.plan import make_plan, training_loss
+
+
+class Recorder(Callback):
+    """Remembers the parameters after each batch, and the gradients before clipping."""
+
+    def __init__(self):
+        self.weights = []
+        self.requires_grad = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.weights.append({name: p.detach().clone() for name, p in pl_module.named_parameters()})
+        self.requires_grad.append({name: p.requires_grad for name, p in pl_module.named_parameters()})
+
+
+def bits(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def half(name, parameter, step):
+    return (torch.arange(parameter.numel()) % 2 == 0).reshape(parameter.shape)
+
+
+def alternating(name, parameter, step):
+    return (torch.arange(parameter.numel()) % 2 == step % 2).reshape(parameter.shape)
+
+
+def test_a_stop_policy_keeps_the_gradient_from_what_comes_before(two_layers, loader, make_trainer):
+    before = bits(two_layers)
+    trainer = make_trainer(max_steps=3, callbacks=[gp.GradientPolicies({"cut": gp.Stop(modules="head")})])
+    trainer.fit(two_layers, loader)
+    after = bits(two_layers)
+    assert torch.equal(before["trunk.0.weight"], after["trunk.0.weight"])
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+
+
+def test_a_straight_through_policy_trains_what_lies_behind_the_rounding(two_layers, loader, make_trainer):
+    plain = copy.deepcopy(two_layers)
+    policies = {"rounding": gp.StraightThrough(ops=["round"])}
+    before = bits(two_layers)["trunk.0.weight"]
+    make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+    assert not torch.allclose(before, two_layers.trunk[0].weight, atol=0.05)
+    # AdamW's weight decay alone moves what gets only zeros.
+    make_trainer(max_steps=2).fit(plain, loader)
+    assert torch.allclose(before, plain.trunk[0].weight, atol=0.05)
+
+
+def test_frozen_entries_keep_their_bits_and_others_move(two_layers, loader, make_trainer):
+    before = two_layers.head.weight.detach().clone()
+    policies = {"half": gp.Freeze(half, params="head.weight", frozen_state="zero")}
+    make_trainer(max_steps=4, gradient_clip_val=0.1, callbacks=[gp.GradientPolicies(policies)]).fit(
+        two_layers, loader
+    )
+    active = half("", two_layers.head.weight, 0)
+    moved = two_layers.head.weight != before
+    assert not moved[~active].any()
+    assert moved[active].all()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_masks_change_between_effective_steps_only(two_layers, loader, make_trainer, precision):
+    recorder = Recorder()
+    policies = {"turns": gp.Freeze(alternating, params="head.weight")}
+    trainer = make_trainer(
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        precision=precision,
+        callbacks=[gp.GradientPolicies(policies), recorder],
+    )
+    start = two_layers.head.weight.detach().clone()
+    trainer.fit(two_layers, loader)
+    history = [start, *(weights["head.weight"] for weights in recorder.weights)]
+    for batch, (old, new) in enumerate(itertools.pairwise(history)):
+        moved = (old != new).flatten()
+        if batch % 2 == 0:
+            assert not moved.any(), "an accumulated batch takes no step"
+        else:
+            step = batch // 2
+            assert moved[step % 2 :: 2].all()
+            assert not moved[1 - step % 2 :: 2].any()
+
+
+def test_masked_gradients_do_not_count_in_the_clipping_norm(two_layers, loader, make_trainer):
+    norms = []
+
+    class Watch(Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            if gradients:
+                norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}
+    trainer = make_trainer(
+        max_steps=3, gradient_clip_val=1e-3, callbacks=[gp.GradientPolicies(policies), Watch()]
+    )
+    trainer.fit(two_layers, loader)
+    assert norms
+    assert all(math.isclose(norm, 1e-3, rel_tol=1e-3) for norm in norms)
+
+
+class Reader(Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        pass
+
+
+class OwnClipping:
+    def configure_gradient_clipping(self, *_, **__):
+        pass
+
+
+class OwnStep:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class OwnLog:
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "readers", "mixed_in", "masked"),
+    [
+        ({}, [], (), False),
+        ({"gradient_clip_val": 0.0}, [], (), False),
+        ({"gradient_clip_val": 1e9}, [], (), True),
+        ({}, [Reader()], (), True),
+        ({}, [], (OwnClipping,), True),
+        ({}, [], (OwnStep,), True),
+        ({}, [], (OwnLog,), True),
+    ],
+)
+def test_gradients_are_masked_where_somebody_may_read_them(
+    two_layers, loader, make_trainer, settings, readers, mixed_in, masked
+):
+    remaining = []
+
+    class Module(*mixed_in, type(two_layers)):
+        def on_before_zero_grad(self, optimizer):
+            gradient = self.head.weight.grad
+            if gradient is not None:
+                remaining.append(bool(gradient[~half("", gradient, 0)].any()))
+
+    callbacks = [gp.GradientPolicies({"half": gp.Freeze(half, params="head.weight")}), *readers]
+    make_trainer(max_steps=3, callbacks=callbacks, **settings).fit(Module(), loader)
+    assert remaining == [not masked] * 2
+
+
+@pytest.mark.parametrize("sees_gradients", [False, True])
+def test_under_manual_optimization_too(two_layers, loader, make_trainer, sees_gradients):
+    norms = []
+
+    class Manual(type(two_layers)):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            if sees_gradients:
+                optimizer.mask_gradients()
+            self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
+            active = self.head.weight.grad[half("", self.head.weight, 0)]
+            rest = [p.grad for p in self.parameters() if p.grad is not None and p is not self.head.weight]
+            norms.append(float(torch.nn.utils.get_total_norm([active, *rest])))
+            optimizer.step()
+
+    module = Manual()
+    before = module.head.weight.detach().clone()
+    policies = {"half": gp.Freeze(half, params="head.weight")}
+    if sees_gradients:
+        policies["fisher"] = gp.Freeze(gp.masks.TopK(0.5, window=2), params="trunk.*")
+    make_trainer(max_steps=3, callbacks=[gp.GradientPolicies(policies)]).fit(module, loader)
+    assert norms == pytest.approx([1e-3] * 3, rel=1e-3)
+    assert torch.equal(module.head.weight != before, half("", before, 0))
+
+
+class Slower(gp.masks.MaskSource):
+    """Lets everything train at a quarter of the learning rate."""
+
+    def masks(self, step, epoch):
+        return {}
+
+    def learning_rate_scale(self, step, epoch):
+        return dict.fromkeys(self.parameters, 0.25)
+
+
+def test_a_rate_of_a_layers_own_is_in_force_when_the_update_is_first_seen(two_layers, loader, make_trainer):
+    """Another loss may be computed with the weights, and other callbacks may save or average them."""
+
+    class Manual(type(two_layers)):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            expected = self.head.weight.detach() - 0.25 * 0.05 * self.head.weight.grad
+            optimizer.step()
+            torch.testing.assert_close(self.head.weight.detach(), expected)
+
+    module = Manual(torch.optim.SGD)
+    before = module.head.weight.detach().clone()
+    policies = {"slower": gp.Freeze(Slower(), params="head.*")}
+    make_trainer(callbacks=[gp.GradientPolicies(policies)]).fit(module, loader)
+    assert not torch.equal(module.head.weight, before)
+
+
+def test_an_optimizer_that_a_module_keeps_serves_one_fit_after_the_other(two_layers, loader, make_trainer):
+    optimizer = torch.optim.AdamW(two_layers.parameters(), lr=0.05)
+    two_layers.configure_optimizers = lambda: optimizer
+    for frozen, active in (("trunk.0.weight", "head.weight"), ("head.weight", "trunk.2.weight")):
+        asked = []
+
+        def nothing(name, parameter, step, asked=asked):
+            asked.append(step)
+            return False
+
+        before = bits(two_layers)
+        policy = gp.Freeze(nothing, params=frozen, frozen_state="drop")
+        make_trainer(callbacks=[gp.GradientPolicies({"part": policy})]).fit(two_layers, loader)
+        after = bits(two_layers)
+        assert torch.equal(before[frozen], after[frozen])
+        assert not torch.equal(before[active], after[active])
+        assert asked == [0, 1, 2, 3]
+
+
+def test_steps_that_the_trainer_took_before_count(two_layers, loader, make_trainer, tmp_path):
+    """In a former fit of the same trainer, or until a run without policies was saved."""
+    asked = []
+
+    def everything(name, parameter, step):
+        asked.append(step)
+        return True
+
+    def callback():
+        return gp.GradientPolicies({"all": gp.Freeze(everything, params="head.bias")})
+
+    trainer = make_trainer(callbacks=[callback()])
+    trainer.fit(two_layers, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(two_layers, loader)
+    assert asked == list(range(8))
+
+    for callbacks in ([], [gp.GradientPolicies({"rounding": gp.StraightThrough(ops=["round"])})]):
+        asked.clear()
+        before = make_trainer(callbacks=callbacks)
+        before.fit(two_layers, loader)
+        before.save_checkpoint(tmp_path / "before.ckpt")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*under other policies")
+            make_trainer(max_epochs=2, callbacks=[callback()]).fit(
+                two_layers, loader, ckpt_path=tmp_path / "before.ckpt", weights_only=True
+            )
+        assert asked == [4, 5, 6, 7]
+
+
+def test_steps_of_several_optimizers_before_count_once(two_layers, loader, make_trainer, tmp_path):
+    """Lightning's own count adds up the steps of all optimizers."""
+    asked = []
+
+    class TwoOptimizers(type(two_layers)):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.trunk, self.head)]
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def everything(name, parameter, step):
+        asked.append(step)
+        return True
+
+    module = TwoOptimizers()
+    before = make_trainer()
+    before.fit(module, loader)
+    before.save_checkpoint(tmp_path / "before.ckpt")
+    policies = {"all": gp.Freeze(everything, params="head.bias")}
+    make_trainer(max_epochs=2, callbacks=[gp.GradientPolicies(policies)]).fit(
+        module, loader, ckpt_path=tmp_path / "before.ckpt", weights_only=True
+    )
+    assert asked == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_parameters_that_a_finetuning_schedule_adds_are_masked_too(two_layers, loader, make_trainer, first):
+    class Finetuned(type(two_layers)):
+        @property
+        def backbone(self):
+            return self.trunk
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+    module = Finetuned()
+    before = bits(module)
+    policies = gp.GradientPolicies({"half": gp.Freeze(half, params=["trunk.0.weight", "head.weight"])})
+    thaw = BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05)
+    callbacks = [policies, thaw] if first else [thaw, policies]
+    make_trainer(max_epochs=2, callbacks=callbacks).fit(module, loader)
+    for name, parameter in module.named_parameters():
+        moved = parameter != before[name]
+        expected = half("", parameter, 0) if name in ("trunk.0.weight", "head.weight") else moved
+        assert torch.equal(moved, expected)
+        assert moved.any()
+
+
+def test_parameters_that_join_the_model_and_the_optimizer_are_masked_too(two_layers, loader, make_trainer):
+    class Grows(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                pl_module.late = torch.nn.Parameter(torch.zeros(2))
+                trainer.optimizers[0].add_param_group({"params": [pl_module.late]})
+
+        def on_before_backward(self, trainer, pl_module, loss):
+            if trainer.current_epoch == 1:
+                pl_module.late.sum().backward()
+
+    callback = gp.GradientPolicies({"half": gp.Freeze(half)})
+    make_trainer(max_epochs=2, callbacks=[callback, Grows()]).fit(two_layers, loader)
+    assert (two_layers.late != 0).tolist() == [True, False]
+
+
+class Shown(gp.masks.MaskSource):
+    """Writes down the gradients that it is shown."""
+
+    needs_gradients = True
+
+    def prepare(self):
+        self.seen = []
+
+    def masks(self, step, epoch):
+        return {}
+
+    def observe(self, gradients):
+        self.seen.append(torch.cat([gradient.flatten() for gradient in gradients.values()]))
+
+
+def test_sources_see_no_loss_scale_and_no_skipped_step(two_layers, loader, make_trainer):
+    """A fused optimizer would take the gradients with their scale, which changes within a window."""
+    runs = []
+    for fused in (False, True):
+        module, source = copy.deepcopy(two_layers), Shown()
+        module.optimizer = functools.partial(torch.optim.AdamW, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=2)
+        precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        callback = gp.GradientPolicies({"head": gp.Freeze(source, params="head.*")})
+        trainer = make_trainer(max_epochs=2, plugins=[precision], callbacks=[callback])
+        trainer.fit(module, loader)
+        runs.append(source.seen)
+        assert len(source.seen) == trainer.strategy.optimizers[0].effective_steps < trainer.global_step
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_loss_scaler_takes_an_optimizer_that_is_wholly_frozen(
+    two_layers, loader, make_trainer, fused, manual
+):
+    class Part(type(two_layers)):
+        automatic_optimization = not manual
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    module = Part(functools.partial(torch.optim.AdamW, fused=fused))
+    before = bits(module)
+    policies = {"start": gp.Freeze(gp.masks.Fixed(False), when=gp.When(stop=2))}
+    recorder = Recorder()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    trainer = make_trainer(
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+        callbacks=[gp.GradientPolicies(policies), recorder],
+    )
+    trainer.fit(module, loader)
+    moved = [not same(weights, before) for weights in recorder.weights]
+    assert moved == [False, False, True, True]
+
+
+def test_a_network_that_freezes_leaves_its_own_loss_a_backward_pass(two_layers, loader, make_trainer):
+    """Under manual optimization nothing but one optimizer's parameters may be on."""
+
+    class Turns(type(two_layers)):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.trunk, self.head)]
+
+        def training_step(self, batch, batch_idx):
+            for part, optimizer in zip((self.trunk, self.head), self.optimizers(), strict=True):
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(self.head(self.trunk(batch[0])).square().mean())
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+                assert all(parameter.requires_grad for parameter in part.parameters())
+
+    module = Turns()
+    before = bits(module)
+    policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}
+    make_trainer(max_epochs=1, callbacks=[gp.GradientPolicies(policies)]).fit(module, loader)
+    after = bits(module)
+    assert torch.equal(after["trunk.0.weight"], before["trunk.0.weight"])
+    assert not torch.equal(after["head.weight"], before["head.weight"])
+
+
+@pytest.mark.parametrize("order", [("trunk", "head"), ("head", "trunk")])
+def test_an_optimizer_without_masks_leaves_the_gradients_of_others_alone(
+    two_layers, loader, make_trainer, order
+):
+    """Both gradients are there when the first of two optimizers steps; each is scaled once."""
+
+    class Two(type(two_layers)):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(getattr(self, name).parameters(), lr=0.05) for name in order]
+
+        def training_step(self, batch, batch_idx):
+            optimizers = self.optimizers()
+            self.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            for optimizer in optimizers:
+                optimizer.step()
+
+    module = Two()
+    module.load_state_dict(two_layers.state_dict())
+    before = bits(module)
+    mask = gp.masks.Random(0.5, rescale=True)
+    callback = gp.GradientPolicies({"half": gp.Freeze(mask, params="head.weight")})
+    make_trainer(limit_train_batches=1, callbacks=[callback]).fit(module, loader)
+    batch = next(iter(loader))
+    two_layers.zero_grad()
+    torch.nn.functional.cross_entropy(two_layers(batch[0]), batch[1]).backward()
+    moved = module.head.weight.detach() - before["head.weight"]
+    active = callback.freezer.mask_of("head.weight").materialize((2, 8))
+    torch.testing.assert_close(moved, -0.05 * 2 * two_layers.head.weight.grad * active)
+
+
+def test_a_source_is_asked_once_a_step_and_not_before(two_layers, loader, make_trainer):
+    asked = []
+
+    def everything(name, parameter, step):
+        asked.append(step)
+        return True
+
+    policies = {"all": gp.Freeze(everything, params="head.bias")}
+    make_trainer(max_steps=3, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+    assert asked == [0, 1, 2]
+
+
+def test_the_model_is_left_as_found(two_layers, loader, make_trainer):
+    shape = {
+        name: (dict(m._forward_hooks), "forward" in m.__dict__) for name, m in two_layers.named_modules()
+    }
+    policies = {
+        "rounding": gp.StraightThrough(ops=["round"]),
+        "cut": gp.Stop(modules="head"),
+        "trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*"),
+    }
+    make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+    after = {
+        name: (dict(m._forward_hooks), "forward" in m.__dict__) for name, m in two_layers.named_modules()
+    }
+    assert after == shape
+    assert all(parameter.requires_grad for parameter in two_layers.parameters())
+
+
+def test_the_model_is_left_as_found_also_after_an_error(two_layers, loader, make_trainer):
+    class Fails(Callback):
+        def on_train_batch_end(self, *_):
+            raise RuntimeError("on purpose")
+
+    policies = {"cut": gp.Stop(modules="head"), "trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}
+    with pytest.raises(RuntimeError, match="on purpose"):
+        make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies), Fails()]).fit(two_layers, loader)
+    assert "forward" not in two_layers.head.__dict__
+    assert all(parameter.requires_grad for parameter in two_layers.parameters())
+
+
+def test_a_wholly_frozen_tensor_asks_for_no_gradient_while_it_is_frozen(two_layers, loader, make_trainer):
+    recorder = Recorder()
+    policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}
+    make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies), recorder]).fit(two_layers, loader)
+    assert not recorder.requires_grad[0]["trunk.0.weight"]
+    assert recorder.requires_grad[0]["head.weight"]
+
+
+def test_when_holds_a_policy_back_until_its_step(two_layers, loader, make_trainer):
+    recorder = Recorder()
+    policies = {
+        "late": gp.Freeze(gp.masks.Fixed(False), params="head.weight", when=gp.When(start=2)),
+    }
+    start = two_layers.head.weight.detach().clone()
+    make_trainer(max_steps=4, callbacks=[gp.GradientPolicies(policies), recorder]).fit(two_layers, loader)
+    history = [start, *(weights["head.weight"] for weights in recorder.weights)]
+    moved = [not torch.equal(old, new) for old, new in itertools.pairwise(history)]
+    assert moved == [True, True, False, False]
+
+
+def test_an_operation_that_is_never_met_ends_the_run(two_layers, loader, make_trainer):
+    policies = {"wrong": gp.StraightThrough(ops=["floor"])}
+    with pytest.raises(gp.PolicyError, match=r"wrong.*floor.*round"):
+        make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+
+
+def test_a_stop_that_cuts_the_only_path_is_named(two_layers, loader, make_trainer):
+    policies = {"cut": gp.Stop(modules="head", at="output")}
+    with pytest.raises(gp.PolicyError, match=r"policy 'cut' \(Stop at output of modules head\) cuts"):
+        make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+
+
+def test_operations_of_a_policy_that_a_fit_never_met_are_a_warning_at_its_end(
+    two_layers, loader, make_trainer
+):
+    policies = {"steps": gp.StraightThrough(ops=["round", "floor"])}
+    with pytest.warns(UserWarning, match="policy 'steps': operation 'floor' was never met"):
+        make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+
+
+def test_a_factor_that_adam_divides_out_is_a_warning(two_layers, loader, make_trainer):
+    policies = {"slow": gp.Scale(0.1, params="head.*")}
+    with pytest.warns(UserWarning, match="policy slow: AdamW divides the factor 0.1"):
+        make_trainer(max_steps=1, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
+
+
+def test_a_plan_within_a_fit_is_that_of_the_model_before_it(two_layers, loader, make_trainer):
+    policies = {
+        "rounding": gp.StraightThrough(ops=["round"]),
+        "trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.*"),
+    }
+    batch = next(iter(loader))
+    plans = [make_plan(two_layers, policies, lambda copy: training_loss(copy, batch))]
+
+    class Plans(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            plans.append(make_plan(pl_module, policies, lambda copy: training_loss(copy, batch)))
+
+    callbacks = [gp.GradientPolicies(policies), Plans()]
+    make_trainer(max_steps=1, callbacks=callbacks).fit(two_layers, loader)
+    before, within = plans
+    assert within == before
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ({"a": gp.Stop(modules="haed")}, "haed.*head"),
+        ({"a": gp.Freeze(half, params="trnk.*")}, r"policy\.a\.params.*trnk.*trunk"),
+        ({"a": gp.Guided(), "b": gp.Deconv()}, "a.*b"),
+    ],
+)
+def test_a_wrong_place_ends_the_run_before_its_first_step(
+    two_layers, loader, make_trainer, policies, message
+):
+    recorder = Recorder()
+    with pytest.raises(gp.PolicyError, match=message):
+        make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies), recorder]).fit(two_layers, loader)
+    assert recorder.weights == []
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(gp.PolicyError, match=r"policy\.trunk"):
+        gp.GradientPolicies({"trunk": "stop"})
+
+
+def test_learning_rate_schedulers_see_the_steps_of_the_wrapped_optimizer(two_layers, loader, make_trainer):
+    def configure():
+        optimizer = torch.optim.AdamW(two_layers.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    two_layers.configure_optimizers = configure
+    trainer = make_trainer(
+        max_steps=3, callbacks=[gp.GradientPolicies({"half": gp.Freeze(half, params="head.weight")})]
+    )
+    trainer.fit(two_layers, loader)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.125)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_resumed_run_ends_with_the_same_bits(two_layers, loader, make_trainer, tmp_path):
+    def policies():
+        return {
+            "random": gp.Freeze(gp.masks.Random(density=0.5, every=3), params="trunk.*", frozen_state="zero"),
+            "rounding": gp.StraightThrough(ops=["round"]),
+        }
+
+    twin = copy.deepcopy(two_layers)
+    make_trainer(max_epochs=4, callbacks=[gp.GradientPolicies(policies())]).fit(two_layers, loader)
+
+    saving = ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    first = make_trainer(
+        max_epochs=2, callbacks=[gp.GradientPolicies(policies()), saving], enable_checkpointing=True
+    )
+    first.fit(twin, loader)
+    second = make_trainer(max_epochs=4, callbacks=[gp.GradientPolicies(policies())])
+    second.fit(twin, loader, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert same(bits(two_layers), bits(twin))
+
+
+def test_a_checkpoint_that_was_tested_leaves_nothing_for_the_next_fit(
+    two_layers, loader, make_trainer, tmp_path
+):
+    def trainer():
+        top = gp.Freeze(gp.masks.TopK(0.5, every=4))
+        return make_trainer(callbacks=[gp.GradientPolicies({"top": top})])
+
+    first, twin = trainer(), copy.deepcopy(two_layers)
+    first.fit(copy.deepcopy(two_layers), loader)
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    tested = trainer()
+    tested.test(copy.deepcopy(two_layers), loader, tmp_path / "first.ckpt", verbose=False, weights_only=True)
+    tested.fit(two_layers, loader)
+    trainer().fit(twin, loader)
+    assert same(bits(two_layers), bits(twin))
+
+
+@pytest.mark.filterwarnings("ignore:.*(under other policies|it starts anew)")
+@pytest.mark.parametrize("name", ["trunk", "other"])
+def test_what_no_policy_freezes_any_more_trains_in_a_resumed_run(
+    two_layers, loader, make_trainer, tmp_path, name
+):
+    def trainer(name, params, epochs):
+        policies = {name: gp.Freeze(gp.masks.Fixed(False), params=params)}
+        return make_trainer(max_epochs=epochs, callbacks=[gp.GradientPolicies(policies)])
+
+    first = trainer("trunk", "trunk.*", 1)
+    first.fit(two_layers, loader)
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    before = bits(two_layers)
+    trainer(name, "trunk.0.*", 2).fit(
+        two_layers, loader, ckpt_path=tmp_path / "first.ckpt", weights_only=True
+    )
+    after = bits(two_layers)
+    assert torch.equal(after["trunk.0.weight"], before["trunk.0.weight"])
+    assert not torch.equal(after["trunk.2.weight"], before["trunk.2.weight"])
+
+
+def test_a_run_resumed_under_other_policies_says_which(two_layers, loader, make_trainer, tmp_path, recwarn):
+    def train(epochs, density, resume_from=None):
+        policies = {
+            "random": gp.Freeze(gp.masks.Random(lambda step: density, every=int(density * 10))),
+            "slow": gp.Scale(lambda step: 0.1, modules="head"),
+        }
+        saving = ModelCheckpoint(dirpath=tmp_path, filename=f"{epochs}", save_top_k=-1)
+        callbacks = [gp.GradientPolicies(policies), saving]
+        trainer = make_trainer(max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(copy.deepcopy(two_layers), loader, ckpt_path=resume_from, weights_only=True)
+        return [str(w.message) for w in recwarn if "under other policies" in str(w.message)]
+
+    assert train(1, 0.5) == []
+    assert train(2, 0.5, tmp_path / "1.ckpt") == []
+    assert train(3, 0.3, tmp_path / "2.ckpt") == [
+        "the checkpoint was written under other policies; changed: random"
+    ]
+
+
+def test_loggers_get_shares_norms_and_counts(two_layers, loader, make_trainer, tmp_path):
+    policies = {
+        "rounding": gp.StraightThrough(ops=["round"]),
+        "half": gp.Freeze(half, params="head.weight"),
+    }
+    trainer = make_trainer(
+        max_steps=4,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=2,
+        callbacks=[gp.GradientPolicies(policies)],
+    )
+    trainer.fit(two_layers, loader)
+    with open(trainer.logger.experiment.metrics_file_path) as file:
+        rows = [row for row in csv.DictReader(file) if row.get("policy/half/active_share")]
+    assert len(rows) == 2
+    row = rows[-1]
+    assert float(row["policy/half/active_share"]) == 0.5
+    assert 0 < float(row["policy/half/gradient_norm_after"]) < float(row["policy/half/gradient_norm_before"])
+    assert float(row["policy/rounding/operations"]) >= 1
+    assert float(row["policy/rounding/gradient_norm_after"]) > 0
+
+
+def test_norms_are_computed_only_where_they_are_logged(
+    two_layers, loader, make_trainer, tmp_path, monkeypatch
+):
+    computed = []
+    total_norm = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(
+        torch.nn.utils,
+        "get_total_norm",
+        lambda given: computed.append(trainer.global_step) or total_norm(given),
+    )
+    policies = {"half": gp.Freeze(half, params="head.weight")}
+    trainer = make_trainer(
+        logger=CSVLogger(tmp_path), log_every_n_steps=2, callbacks=[gp.GradientPolicies(policies)]
+    )
+    trainer.fit(two_layers, loader)
+    assert computed == [1, 1, 3, 3]
+    trainer = make_trainer(log_every_n_steps=2, callbacks=[gp.GradientPolicies(policies)])
+    trainer.fit(two_layers, loader)
+    assert computed == [1, 1, 3, 3]
+
+
+def test_operations_in_compiled_code_are_met_in_each_fit(two_layers, loader, make_trainer):
+    two_layers.trunk.compile(backend="eager")
+    for _ in range(3):
+        callback = gp.GradientPolicies({"guided": gp.Guided(modules="trunk.*")})
+        make_trainer(callbacks=[callback]).fit(two_layers, loader)
+        assert callback.installed is None
+
+
+def test_a_policy_for_the_test_phase_holds_there_and_not_in_training(two_layers, loader, make_trainer):
+    seen = {}
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            seen["fit"] = callback.installed.report().rows[0].active
+
+        def on_test_batch_end(self, trainer, pl_module, *_):
+            seen["test"] = callback.installed.report().rows[0].active
+
+    callback = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=["test"]))})
+    trainer = make_trainer(max_steps=1, callbacks=[callback, Watch()])
+    trainer.fit(two_layers, loader)
+    trainer.test(two_layers, loader, verbose=False)
+    assert seen == {"fit": False, "test": True}
+
+
+def test_what_a_policy_did_in_the_test_phase_is_logged_at_its_end(two_layers, loader, make_trainer, tmp_path):
+    class Attributes(Callback):
+        def on_test_end(self, trainer, pl_module):
+            with torch.inference_mode(False), torch.enable_grad():
+                images = torch.ones(2, 4, requires_grad=True)
+                pl_module.predict_step(images, 0).sum().backward()
+            pl_module.zero_grad()
+
+    guided = gp.Guided(when=gp.When(phases=["test"]))
+    callbacks = [gp.GradientPolicies({"guided": guided}), Attributes()]
+    trainer = make_trainer(logger=CSVLogger(tmp_path), callbacks=callbacks)
+    trainer.test(two_layers, loader, verbose=False)
+    with open(trainer.logger.experiment.metrics_file_path) as file:
+        (row,) = [row for row in csv.DictReader(file) if row.get("test/policy/guided/operations")]
+    assert float(row["test/policy/guided/operations"]) == 1
+    assert float(row["test/policy/guided/gradient_norm_before"]) >= float(
+        row["test/policy/guided/gradient_norm_after"]
+    )
+
+
+def test_what_policies_did_in_training_and_in_the_test_has_keys_of_its_own(
+    two_layers, loader, make_trainer, tmp_path
+):
+    rounding = gp.StraightThrough(ops=["round"], when=gp.When(phases=["fit", "test"]))
+    callbacks = [gp.GradientPolicies({"rounding": rounding})]
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(max_steps=2, log_every_n_steps=1, logger=logger, callbacks=callbacks)
+    trainer.fit(two_layers, loader)
+    trainer.test(two_layers, loader, verbose=False)
+    with open(trainer.logger.experiment.metrics_file_path) as file:
+        rows = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
+    keys = [{key for key in row if "policy/" in key} for row in rows]
+    of_training, of_test = (
+        {key for key in set().union(*keys) if key.startswith(s)} for s in ("policy/", "test/")
+    )
+    assert {f"test/{key}" for key in of_training} >= of_test > set()
+    assert of_test in keys
+    assert not any(row & of_training and row & of_test for row in keys)
+
+
+@pytest.mark.parametrize("policies", [gp.Guided(), [gp.Guided()]])
+def test_policies_without_names_are_refused(policies):
+    with pytest.raises(gp.PolicyError, match="policies: must be a dict from names to policies"):
+        gp.GradientPolicies(policies)
+
+
+def test_what_is_no_policy_is_refused_by_name():
+    with pytest.raises(gp.PolicyError, match=r"policy\.cut: must be a gradient policy, got str"):
+        gp.GradientPolicies({"cut": "stop"})

@@ -1,0 +1,45 @@
+"""Whether a checkpoint is of the model that is to take it up."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.lightning.checkpoint_checks import check_fits
+
+
+def save(path: Path, model: nn.Module) -> Path:
+    torch.save({"state_dict": model.state_dict()}, path)
+    return path
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(2, 3)
+
+
+def test_a_checkpoint_of_the_model_passes(tmp_path: Path, model: nn.Module) -> None:
+    assert check_fits(save(tmp_path / "a.ckpt", model), model) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (nn.Linear(2, 4), r"weight is \(4, 2\) there and \(3, 2\) here"),
+        (nn.Linear(2, 3, bias=False), "it lacks bias"),
+        (nn.Sequential(nn.Linear(2, 3)), "it holds 0.bias, 0.weight, which this model has not"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_told_apart(
+    tmp_path: Path, model: nn.Module, other: nn.Module, words: str
+) -> None:
+    with pytest.raises(PolicyError, match=words):
+        check_fits(save(tmp_path / "a.ckpt", other), model)
+
+
+def test_what_is_no_checkpoint_of_a_run_is_told(tmp_path: Path, model: nn.Module) -> None:
+    torch.save(model.state_dict(), tmp_path / "weights.ckpt")
+    with pytest.raises(PolicyError, match="no 'state_dict'"):
+        check_fits(tmp_path / "weights.ckpt", model)

@@ -1,0 +1,132 @@
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import gradpolicy as gp
+from gradpolicy.lightning.nonfinite import (
+    StopOnNonFinite,
+    all_finite,
+    first_nonfinite_gradient,
+    first_nonfinite_value,
+)
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+def test_the_first_module_whose_output_is_not_finite_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Root(), nn.Linear(2, 2)), nn.ReLU())
+    nn.init.constant_(model[0].weight, -1.0)
+    found = first_nonfinite_value(
+        model,
+        lambda m: m(torch.ones(3, 2)).sum(),
+        {"elsewhere": gp.Stop(modules="2"), "here": gp.Guided(modules="1.*"), "all": gp.Guided()},
+    )
+    assert found.module == "1.0"
+    assert found.policies == ("here", "all")
+
+
+def test_weights_that_an_update_spoilt_are_named_with_the_policy_that_trains_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data[0, 0] = torch.nan
+    found = first_nonfinite_value(
+        model,
+        lambda m: m(torch.ones(3, 2)).sum(),
+        {
+            "head": gp.Freeze(gp.masks.Fixed(), params="1.*"),
+            "trunk": gp.Freeze(gp.masks.Fixed(), params="0.*"),
+        },
+    )
+    assert found.module == "1"
+    assert "weight an earlier update made non-finite" in found.what
+    assert found.policies == ("head",)
+
+
+def test_a_backward_that_is_not_finite_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Linear(2, 1))
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    found = first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum())
+    assert found.module == "1", "the root of zero has an infinite derivative"
+
+
+@gp.rule("spoils_everything")
+def spoils_everything(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return grad / 0.0
+
+
+def test_training_stops_with_the_module_and_the_policy(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    policies = {"spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu")}
+    trainer = make_trainer(callbacks=[gp.GradientPolicies(policies), StopOnNonFinite()])
+    with pytest.raises(gp.PolicyError, match=r"update 1: a gradient is not finite.*'trunk.1'.*spoiler"):
+        trainer.fit(two_layers, loader)
+
+
+def test_a_loss_that_is_not_finite_stops_training_too(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    two_layers.head.weight.data[0, 0] = torch.inf
+    trainer = make_trainer(callbacks=[gp.GradientPolicies({}), StopOnNonFinite()])
+    with pytest.raises(
+        gp.PolicyError, match=r"epoch 0, update 1: the loss is .*'head'.*no policy acts there"
+    ):
+        trainer.fit(two_layers, loader)
+
+
+def test_a_sound_run_is_left_alone(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    trainer = make_trainer(callbacks=[StopOnNonFinite()])
+    trainer.fit(two_layers, loader)
+    assert trainer.global_step == 4
+
+
+def test_a_norm_that_overflows_over_finite_entries_stops_nothing() -> None:
+    assert all_finite([torch.full((4,), 3e38), torch.zeros(2)])
+    assert not all_finite([torch.zeros(2), torch.tensor([1.0, torch.nan])])
+    assert not all_finite([torch.tensor([-torch.inf], dtype=torch.bfloat16)])
+    assert all_finite([])
+
+
+def test_what_is_not_finite_where_nothing_trains_is_left_alone(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    policies = {
+        "spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu"),
+        "frozen": gp.Freeze(gp.masks.Fixed(mask=False), params="trunk.*"),
+    }
+    trainer = make_trainer(callbacks=[gp.GradientPolicies(policies), StopOnNonFinite()])
+    trainer.fit(two_layers, loader)
+    assert trainer.global_step == 4
+
+
+def test_gradients_are_looked_at_only_where_that_is_asked_for(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    policies = {"spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu")}
+    guard = StopOnNonFinite(gradients=False)
+    trainer = make_trainer(max_steps=1, callbacks=[gp.GradientPolicies(policies), guard])
+    trainer.fit(two_layers, loader)
+    assert trainer.global_step == 1
+
+
+def test_gradients_under_a_loss_scaler_are_left_to_it(two_layers: LightningModule) -> None:
+    two_layers.head.weight.grad = torch.full_like(two_layers.head.weight, torch.inf)
+    scaled = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
+    StopOnNonFinite().on_before_optimizer_step(scaled, two_layers, two_layers.configure_optimizers())  # type: ignore[arg-type]
+
+
+def test_the_first_of_several_backwards_that_are_not_finite_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Tanh(), Root(), nn.Linear(2, 1))
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    assert first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum()).module == "3"

@@ -1,0 +1,143 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from gradpolicy import PolicyError
+from gradpolicy.lightning.preemption import SaveOnPreemption, requeue_slurm_job
+
+PROGRAM = Path(__file__).parent / "training_program.py"
+
+
+class Signal(Callback):
+    """Sends this process a signal in the middle of the third step."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def on_before_optimizer_step(self, trainer: Trainer, *arguments: Any) -> None:
+        if trainer.global_step == 2:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_after_the_step_and_exits_with_its_number(
+    tmp_path: Path,
+    two_layers: LightningModule,
+    loader: DataLoader,
+    make_trainer: Callable[..., Trainer],
+    number: signal.Signals,
+) -> None:
+    before = signal.getsignal(number)
+    trainer = make_trainer(
+        max_steps=9,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=tmp_path), SaveOnPreemption(), Signal(number)],
+    )
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(two_layers, loader)
+    assert ended.value.code == 128 + number
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_of_a_former_fit_does_not_end_the_next(
+    tmp_path: Path, two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    saving, saves = SaveOnPreemption(), {"enable_checkpointing": True}
+    with pytest.raises(SystemExit):
+        make_trainer(**saves, max_steps=9, callbacks=[saving, Signal(signal.SIGTERM)]).fit(two_layers, loader)
+    again = make_trainer(**saves, max_steps=3, callbacks=[saving])
+    again.fit(two_layers, loader)
+    assert again.global_step == 3
+
+
+@pytest.mark.parametrize(
+    ("rank", "launcher", "code"), [(0, "lightning", 143), (1, None, 143), (1, "lightning", 0)]
+)
+def test_a_rank_that_lightning_launched_exits_without_an_error(
+    tmp_path: Path, rank: int, launcher: str | None, code: int
+) -> None:
+    """Lightning kills the whole job as soon as such a rank ends with one."""
+    trainer: Any = SimpleNamespace(
+        world_size=1,
+        global_rank=rank,
+        is_global_zero=rank == 0,
+        strategy=SimpleNamespace(launcher=launcher),
+        checkpoint_callbacks=[],
+        default_root_dir=tmp_path,
+        save_checkpoint=lambda path: Path(path).touch(),
+    )
+    saving, module = SaveOnPreemption(["SIGTERM"]), LightningModule()
+    saving.on_train_start(trainer, module)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            saving.on_train_batch_end(trainer, module, None, None, 0)
+    finally:
+        saving.on_train_end(trainer, module)
+    assert ended.value.code == code
+    assert (tmp_path / "last.ckpt").exists()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Slurm job whose scontrol writes down what it is told."""
+    told = tmp_path / "told"
+    program = tmp_path / "scontrol"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    return told
+
+
+def test_a_slurm_job_goes_back_into_the_queue(slurm: Path) -> None:
+    requeue_slurm_job()
+    assert slurm.read_text() == "requeue 4711\n"
+
+
+def test_so_does_a_task_of_an_array(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4700")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "11")
+    requeue_slurm_job()
+    assert slurm.read_text() == "requeue 4700_11\n"
+
+
+def test_an_unknown_signal_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"'SIGUSR1'"):
+        SaveOnPreemption(["SIGUSR"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_job_told_to_go_resumes_where_it_was(tmp_path: Path, slurm: Path, ranks: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"}
+    # Only the requeueing is Slurm's here; without these Lightning would take its own launcher for srun.
+    environment |= {"SLURM_JOB_NAME": "bash", "SLURM_NTASKS": "1"}
+    command = [sys.executable, str(PROGRAM), str(tmp_path / "run"), ranks]
+    with subprocess.Popen(
+        [*command, "10000000", "announce"], stdout=subprocess.PIPE, text=True, env=environment
+    ) as running:
+        assert running.stdout is not None
+        next(line for line in running.stdout if line.startswith("pid"))
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=60) == 128 + signal.SIGTERM
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    assert saved >= 3
+    assert slurm.read_text() == "requeue 4711\n"
+    del environment["SLURM_JOB_ID"]
+    resumed = subprocess.run(
+        [*command, str(saved + 2)], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert f"finished at step {saved + 2}" in resumed.stdout

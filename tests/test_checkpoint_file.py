@@ -1,0 +1,111 @@
+"""One file of a checkpoint: whatever happens to its bytes is seen, and nothing in it is run."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradpolicy.checkpoint_file import UnreadableError, check_file, load_file, save_file
+
+CONTENT = {"state_dict": {"weight": torch.arange(300.0), "bias": torch.zeros(3)}, "step": 3, "name": "run"}
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    with (tmp_path / "ours.ckpt").open("wb") as file:
+        save_file(CONTENT, file)
+    return tmp_path / "ours.ckpt"
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    torch.save(CONTENT, tmp_path / "theirs.ckpt")
+    return tmp_path / "theirs.ckpt"
+
+
+def read(path: Path) -> Any:
+    check_file(path)
+    return load_file(path)
+
+
+def same(content: Any) -> bool:
+    return repr(content) == repr(CONTENT)
+
+
+def flip(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_file_with_a_checksum_is_read_by_torch_alone(ours: Path, mmap: bool) -> None:
+    assert same(torch.load(ours, weights_only=True, mmap=mmap))
+    with ours.open("rb") as file:
+        assert same(torch.load(file, weights_only=True))
+
+
+def test_every_flipped_bit_is_refused(ours: Path) -> None:
+    whole = ours.read_bytes()
+    numbers = random.Random(40)
+    # Also each byte of what is behind the archive, and of its end.
+    tail = [8 * place + numbers.randrange(8) for place in range(len(whole) - 60, len(whole))]
+    for bit in [*numbers.sample(range(8 * len(whole)), 60), *tail]:
+        ours.write_bytes(flip(whole, bit))
+        with pytest.raises(UnreadableError):
+            read(ours)
+    ours.write_bytes(whole)
+    assert same(read(ours))
+
+
+def test_a_flipped_bit_of_what_plain_torch_wrote_changes_nothing_or_is_refused(theirs: Path) -> None:
+    whole, refused = theirs.read_bytes(), 0
+    for bit in random.Random(41).sample(range(8 * len(whole)), 100):
+        theirs.write_bytes(flip(whole, bit))
+        try:
+            assert same(read(theirs))
+        except UnreadableError:
+            refused += 1
+    assert refused > 30
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: data + b"\0", lambda data: data + data, lambda data: data[:-1]]
+)
+def test_surplus_and_missing_bytes_are_refused(
+    ours: Path, theirs: Path, change: Callable[[bytes], bytes]
+) -> None:
+    for path in (ours, theirs):
+        path.write_bytes(change(path.read_bytes()))
+        with pytest.raises(UnreadableError):
+            read(path)
+
+
+def test_what_could_run_is_refused_by_name_without_advice_to_run_it(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "callbacks": Code(tmp_path / "ran")}, tmp_path / "evil.ckpt")
+    with pytest.raises(UnreadableError, match=r"it holds \w+\.mkdir") as caught:
+        read(tmp_path / "evil.ckpt")
+    assert "weights_only" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.*")
+def test_a_compiled_program_is_refused_without_advice_to_run_it(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "program.ckpt")
+    with pytest.raises(UnreadableError) as caught:
+        read(tmp_path / "program.ckpt")
+    assert "weights_only" not in str(caught.value)
