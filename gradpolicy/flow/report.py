@@ -51,7 +51,7 @@ class Met:
         never = [name for name in unmet if name not in taken and name not in without]
         parts = []
         if taken:
-            parts.append(f"{_operations(taken)} taken by an inner override or policy")
+            parts.append(f"{_operations(taken)} taken by another override or policy inside")
         if without:
             parts.append(
                 f"{'operation' if len(without) == 1 else 'operations'} {_quoted(without)} {NO_GRADIENT}"
