@@ -419,7 +419,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """The wrapped optimizer's step, without effect on frozen entries."""
         if self._probed is not None:
-            state_probe.forget(self.inner, self._probed, closure is not None)
+            state_probe.forget(self.inner, self._probed, closure is not None, self._masked)
             self._probed = None
         for masked in restored:
             restoring.save_frozen(masked)

@@ -336,9 +336,9 @@ class MaskedParameter:
 
     def ready_plain_step(self) -> None:
         """Have the state be what the wrapped optimizer's own update would have left."""
-        if self.rule is None or self.mode is not Mode.PLAIN or not self.layout.size:
+        if self.rule is None or self.mode is not Mode.PLAIN:
             return
-        if self.bias_correction == "entry":
+        if self.bias_correction == "entry" and self.layout.size:
             age = int(entry_ages.age_of(self.ages)) + self.uncounted
             if age == 0 and self.forget_state():
                 self.updates = 0
