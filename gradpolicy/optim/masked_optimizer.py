@@ -288,7 +288,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return masked
 
     def _new(self, parameter: Tensor) -> MaskedParameter:
-        masked = MaskedParameter(parameter, self.inner, self._rule, self.frozen_state, self.bias_correction)
+        place = self._place(parameter) or (0, 0)
+        options = self.frozen_state, self.bias_correction
+        masked = MaskedParameter(parameter, self.inner, self._rule, place, *options)
         masked.differentiable = bool(masked.group.get("differentiable", False))
         return masked
 

@@ -96,7 +96,8 @@ def _has_begun(
         return masked.oldest > 0
     state = optimizer.state.get(parameter, {})
     moved = (
-        bool(local_shard(value).count_nonzero()) and initial_value(optimizer, key, group, parameter) in (0, None)
+        bool(local_shard(value).count_nonzero())
+        and initial_value(optimizer, key, group, parameter) in (0, None)
         for key, value in entry_state(state, parameter).items()
     )
     return step_count(state) > 0 or any(moved)
