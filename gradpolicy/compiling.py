@@ -49,7 +49,7 @@ def compiled(source: Path, **defines: str) -> ctypes.CDLL | None:
         _said.append(reason)
         warnings.warn(
             "gradpolicy: masked updates and random masks run on plain torch operations, which takes them "
-            f"several times as long (docs/speed.md), for lack of the C kernels: {reason}",
+            f"ten times as long and more (docs/speed.md), for lack of the C kernels: {reason}",
             stacklevel=2,
         )
     return None
@@ -97,11 +97,11 @@ def _found_or_built(source: Path, defines: dict[str, str], command: list[str]) -
     """The library for this processor: as it was installed, as it was compiled before, or compiled now."""
     target = "avx2" if "avx2" in TARGETS and _has_avx2() else "plain"
     name = _name(source, defines, target)
+    installed = source.parent / "built" / name
+    if installed.exists():
+        return installed
     cache = _cache_folder()
-    for folder in (source.parent / "built", cache):
-        if (folder / name).exists():
-            return folder / name
-    return _build(source, defines, command, target, cache)
+    return cache / name if (cache / name).exists() else _build(source, defines, command, target, cache)
 
 
 def _build(source: Path, defines: dict[str, str], command: list[str], target: str, folder: Path) -> Path:
@@ -164,7 +164,8 @@ def _folders() -> Iterator[Path]:
 def _is_made(folder: Path) -> bool:
     """Whether a folder is there, made if need be, for this user to write to and for no other."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except OSError:
         return False

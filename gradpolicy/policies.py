@@ -102,6 +102,11 @@ class FlowPolicy(Policy):
         kind = type(self).__name__
         if at not in BOUNDARIES:
             raise unknown("boundary", str(at), BOUNDARIES, key=f"{kind}.at")
+        for operation in self.ops:
+            if not (isinstance(operation, str) or callable(operation)):
+                raise PolicyError(
+                    f"{kind}.ops: an operation is a name or a torch function, got {shown(operation)}"
+                )
         if not (self.modules or self.ops or self.params):
             raise PolicyError(f"{kind}: say where it acts: modules=, ops= or params=")
         if self.params and (self.ops or self.modules):

@@ -177,11 +177,20 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
             RunDirectory(directory).clear_unless_begun()
             if isinstance(error, wrong_input_errors()):
                 raise
-            reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
-            raise PolicyError(f"hydra: the job cannot be set up: {reason}") from error
+            raise _cannot_set_up(error) from error
+        if returned.status is hydra_utils.JobStatus.FAILED and job.error is None:
+            # Hydra resolves the values of the job once more before it calls it.
+            RunDirectory(directory).clear_unless_begun()
+            raise _cannot_set_up(returned._return_value)
     callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=returned)
     if job.error is not None:
         raise job.error
+
+
+def _cannot_set_up(error: BaseException) -> PolicyError:
+    return PolicyError(
+        f"hydra: the job cannot be set up: {type(error).__name__}: {brief(str(error), most=LINE)}"
+    )
 
 
 def run_sweep(

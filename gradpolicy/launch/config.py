@@ -12,7 +12,12 @@ from gradpolicy.errors import PolicyError, brief, nearest, shown
 # What imports torch is imported where it is used: a wrong name is refused before that takes its seconds.
 
 # Lightning accepts less: it divides by the first two, and a negative norm reverses gradients.
-TRAINER_LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0}
+TRAINER_LEAST = {
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "gradient_clip_val": 0,
+    "num_sanity_val_steps": -1,
+}
 
 
 def _as_list(value: Any) -> Any:

@@ -38,7 +38,7 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
     """
     template = OmegaConf.to_container(node, resolve=False)["dir"]  # type: ignore[index, call-overload]
     wanted = Path(node.dir).absolute()
-    check_writable(wanted, key)
+    check_writable(wanted, f"{key} (below paths.log_dir)" if "paths.log_dir" in str(template) else key)
     if under_srun() or not any(word in str(template) for word in TIME_IN_NAME):
         with empty_directories_removed(wanted):
             yield wanted

@@ -204,8 +204,9 @@ class MaskedParameter:
             self.copies = None
             self.ready_copies()
         # Where other processes update their parts, a process without entries has no state.
-        counted = self.oldest > 0 and self.rule is not None and self.layout.size > 0
-        if counted and not self.state and not self._begins_without_state():
+        counted = self.oldest > 0 or (self.updates > 0 and not is_sharded(self.parameter))
+        exact = self.rule is not None and self.layout.size > 0
+        if counted and exact and not self.state and not self._begins_without_state():
             self.restart()
 
     def _begins_without_state(self) -> bool:
