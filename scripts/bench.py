@@ -62,7 +62,6 @@ def table(name: str, rows: list[dict[str, Any]]) -> Table:
         "unit",
         "ms",
         "baseline ms",
-        "of copy",
     ):
         drawn.add_column(heading, justify="right")
     for row in rows:
@@ -78,7 +77,6 @@ def table(name: str, rows: list[dict[str, Any]]) -> Table:
             str(row.get("unit", "")),
             f"{row['milliseconds']:.2f}" if "milliseconds" in row else "",
             f"{row['baseline_milliseconds']:.2f}" if "baseline_milliseconds" in row else "",
-            f"{row['copy_share']:.0%}" if "copy_share" in row else "",
         )
     return drawn
 

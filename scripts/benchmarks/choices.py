@@ -5,8 +5,10 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks import device
+from benchmarks.device import HERE
 from benchmarks.measure import Row, paired_ratio
-from benchmarks.optimizer import CPU, fused
+from benchmarks.optimizers import unmasked
 from gradpolicy import masks
 from gradpolicy.masks.gradient_source import GradientSource
 
@@ -15,7 +17,7 @@ TENSORS, SIDE = 5, 2000
 
 def decision(source: GradientSource) -> Callable[[], object]:
     """One decision after the other, each by the same gradients."""
-    parameters = {f"layers.{place}.weight": torch.randn(SIDE, SIDE) for place in range(TENSORS)}
+    parameters = {f"layers.{place}.weight": torch.randn(SIDE, SIDE, device=HERE) for place in range(TENSORS)}
     gradients = {name: torch.randn_like(weight) for name, weight in parameters.items()}
     source.setup(parameters, seed=0)
     steps = itertools.count(1)
@@ -32,7 +34,7 @@ def decision(source: GradientSource) -> Callable[[], object]:
 
 def mask_choice() -> list[Row]:
     """Choosing anew, the window's gradients and writing the weights included."""
-    baseline = fused(CPU)
+    baseline = unmasked()
     sources: dict[str, GradientSource] = {
         "TopK by Fisher information, of all together": masks.TopK(0.1, by="fisher", every=1),
         "TopK by Fisher information, each tensor": masks.TopK(0.1, by="fisher", scope="tensor", every=1),
@@ -40,7 +42,8 @@ def mask_choice() -> list[Row]:
         "PruneAndGrow at random (SET)": masks.PruneAndGrow(0.1, grow="random", every=1),
     }
     return [
-        paired_ratio(name, decision(source), baseline, rounds=7, warmup=1) for name, source in sources.items()
+        paired_ratio(name, decision(source), baseline, rounds=7, warmup=1, seconds=device.seconds)
+        for name, source in sources.items()
     ]
 
 

@@ -1,6 +1,7 @@
 """Masked updates beside what else people use for them, each against torch's fused AdamW taken in turn."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,15 +9,16 @@ from torch import nn
 from benchmarks import device
 from benchmarks.device import HERE
 from benchmarks.measure import Row, paired_ratio
-from benchmarks.optimizer import COLUMNS, ROWS, fused, masked, weight
+from benchmarks.optimizers import LARGE, masked, unmasked, weights
 from gradpolicy.errors import PolicyError
 
 Step = Callable[[], object]
+ROWS, COLUMNS = LARGE[0]
 
 
 def by_hand() -> Step:
     """What people write: clone, mask the gradient, step, put back, mask the moments."""
-    parameter, active = weight(), torch.rand(ROWS, COLUMNS, device=HERE) < 0.1
+    (parameter,), active = weights(), torch.rand(ROWS, COLUMNS, device=HERE) < 0.1
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.step()
 
@@ -36,7 +38,7 @@ def by_hand() -> Step:
 
 def plain() -> Step:
     """AdamW as torch makes it unless told otherwise: on a CPU an operation after the other."""
-    return torch.optim.AdamW([weight()]).step
+    return torch.optim.AdamW(weights()).step
 
 
 def spam() -> Step:
@@ -49,7 +51,7 @@ def spam() -> Step:
         import pytorch_optimizer
     except ImportError as error:
         raise PolicyError("SPAM needs pytorch_optimizer: pip install 'gradpolicy[test]'") from error
-    return pytorch_optimizer.SPAM([weight()]).step
+    return pytorch_optimizer.SPAM(weights()).step
 
 
 def sparse_adam() -> Step:
@@ -64,23 +66,23 @@ def sparse_adam() -> Step:
     return torch.optim.SparseAdam([parameter]).step
 
 
-def ours(shape: tuple[int, int], **options: str) -> Callable[[], Step]:
+def ours(rows: bool = False, **options: Any) -> Callable[[], Step]:
     """A tenth of the entries or rows, after four changes of the masks."""
-    return lambda: masked(shape, 0.1, 4, **options).step
+    return lambda: masked(density=0.1, rows=rows, **options).step
 
 
-def optimizers() -> list[Row]:
-    """This package beside what else there is, with a tenth of 21 M entries active."""
-    baseline, entries, rows = fused(), (ROWS, COLUMNS), (ROWS, 1)
+def peers() -> list[Row]:
+    """This package beside what else there is, with a tenth of 20 M entries active."""
+    baseline = unmasked()
     steps: dict[str, Callable[[], Step]] = {
-        "gradpolicy, 10% of entries, keep": ours(entries),
-        "gradpolicy, 10% of entries, zero": ours(entries, frozen_state="zero"),
-        "gradpolicy, 10% of entries, drop": ours(entries, frozen_state="drop"),
+        "gradpolicy, 10% of entries, keep": ours(),
+        "gradpolicy, 10% of entries, zero": ours(frozen_state="zero"),
+        "gradpolicy, 10% of entries, drop": ours(frozen_state="drop"),
         "gradpolicy, 10% of entries, zero, correction by tensor": ours(
-            entries, frozen_state="zero", bias_correction="tensor"
+            frozen_state="zero", bias_correction="tensor"
         ),
-        "gradpolicy, 10% of rows, keep": ours(rows),
-        "gradpolicy, 10% of rows, drop": ours(rows, frozen_state="drop"),
+        "gradpolicy, 10% of rows, keep": ours(rows=True),
+        "gradpolicy, 10% of rows, drop": ours(rows=True, frozen_state="drop"),
         "the hand-written way, 10% of entries": by_hand,
         "plain AdamW, nothing frozen": plain,
         "SPAM of pytorch_optimizer, nothing frozen": spam,
@@ -93,4 +95,4 @@ def optimizers() -> list[Row]:
     ]
 
 
-BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"optimizers": optimizers}
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"peers": peers}

@@ -1,0 +1,304 @@
+"""What masks cost an optimizer in time and memory: every figure beside its bound, in one table.
+
+Times are ratios to the same optimizer's fastest form in torch, on the same entries and taken in turn.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import gradpolicy as gp
+from benchmarks import device, measure
+from benchmarks.device import HERE
+from gradpolicy import MaskedOptimizer
+from gradpolicy.optim.kernels import native, reference
+from gradpolicy.tensors.hashing import bernoulli, derive
+
+Row = dict[str, Any]
+Step = Callable[[], object]
+Shapes = Sequence[tuple[int, ...]]
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+ENTRIES = 20_000_000
+LARGE = [(4000, 5000)]
+"""One weight of so many entries."""
+SMALL = [(64,)] * 200
+MANY_CHANGES = 40
+ADAM_BYTES = 8
+"""Adam's two moments, a float32 entry."""
+
+
+def lion(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The Lion of pytorch_optimizer, which has no fused form."""
+    import pytorch_optimizer
+
+    return pytorch_optimizer.Lion(parameters, foreach=True)
+
+
+adamw: Make = functools.partial(torch.optim.AdamW, fused=True)
+sgd: Make = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True)
+OPTIMIZERS: dict[str, tuple[Make, float | None, float | None]] = {
+    "AdamW": (adamw, 1.15, 1.40),
+    "SGD with momentum": (sgd, 1.15, 1.15),
+    "RMSprop": (functools.partial(torch.optim.RMSprop, foreach=True), 1.15, 1.15),
+    "Adagrad": (functools.partial(torch.optim.Adagrad, fused=True), 1.15, 1.15),
+    "Lion": (lion, 1.15, 1.15),
+    "NAdam": (functools.partial(torch.optim.NAdam, foreach=True), None, None),
+    "RAdam": (functools.partial(torch.optim.RAdam, foreach=True), None, None),
+}
+"""Each in its fastest form, with the bounds for `bias_correction` "tensor" and "entry"."""
+
+
+def transformer(width: int = 384, layers: int = 12, vocabulary: int = 256, context: int = 256) -> Shapes:
+    """The parameters of a transformer: by default 21.5 M in 148 tensors."""
+    vector, square = (width,), (width, width)
+    wide = [(3 * width, width), (3 * width,), square, vector]
+    feedforward = [(4 * width, width), (4 * width,), (width, 4 * width), vector]
+    layer = [vector, vector, *wide, vector, vector, *feedforward]
+    return [(vocabulary, width), (context, width), *layer * layers, vector, vector]
+
+
+def weights(shapes: Shapes = LARGE, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Parameters with gradients."""
+    made = [nn.Parameter(torch.randn(shape, device=HERE, dtype=dtype)) for shape in shapes]
+    for parameter in made:
+        parameter.grad = torch.randn_like(parameter)
+    return made
+
+
+def unmasked(make: Make = adamw, shapes: Shapes = LARGE, dtype: torch.dtype = torch.float32) -> Step:
+    """A step of torch's own optimizer, with its state made."""
+    optimizer = make(weights(shapes, dtype))
+    optimizer.step()
+    return optimizer.step
+
+
+def draw(optimizer: MaskedOptimizer, density: float, key: int, rows: bool = False) -> dict[Tensor, Tensor]:
+    """A random mask of entries or rows for each parameter."""
+    masks: dict[Tensor, Tensor] = {}
+    for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        shape = (len(parameter), *[1] * (parameter.dim() - 1)) if rows else parameter.shape
+        flags = bernoulli(derive(key, number), density, 0, prod(shape), parameter.device)
+        masks[parameter] = flags.view(shape)
+    return masks
+
+
+def masked(
+    make: Make = adamw,
+    shapes: Shapes = LARGE,
+    density: float = 0.5,
+    *,
+    changes: int = 4,
+    rows: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: str,
+) -> MaskedOptimizer:
+    """A wrapped optimizer whose masks have changed some times, a step after each."""
+    optimizer = MaskedOptimizer(make(weights(shapes, dtype)), **options)
+    optimizer.step()
+    for change in range(changes):
+        optimizer.set_masks(draw(optimizer, density, change, rows))
+        optimizer.step()
+    return optimizer
+
+
+def changing(optimizer: MaskedOptimizer, density: float) -> Step:
+    """Sets other masks of entries at each call."""
+    masks = [draw(optimizer, density, key) for key in (-1, -2)]
+
+    def change() -> None:
+        masks.reverse()
+        optimizer.set_masks(masks[0])
+
+    return change
+
+
+def ratio(what: str, candidate: Step, baseline: Step, target: float | None = None, rounds: int = 15) -> Row:
+    """`measure.paired_ratio` on the device there is."""
+    return measure.paired_ratio(
+        what, candidate, baseline, target=target, rounds=rounds, warmup=2, seconds=device.seconds
+    )
+
+
+def entry_masks() -> Iterator[Row]:
+    """A step with entry masks, half of the entries active."""
+    baseline = unmasked()
+    yield ratio("AdamW against itself: the noise of this machine", baseline, baseline)
+    for name, (make, *targets) in OPTIMIZERS.items():
+        baseline = unmasked(make)
+        for correction, target in zip(("tensor", "entry"), targets, strict=True):
+            step = masked(make, changes=MANY_CHANGES, bias_correction=correction).step
+            yield ratio(f"{name}, entries, {correction}, {MANY_CHANGES} changes", step, baseline, target)
+    baseline = unmasked(dtype=torch.bfloat16)
+    for correction in ("tensor", "entry"):
+        step = masked(changes=MANY_CHANGES, dtype=torch.bfloat16, bias_correction=correction).step
+        yield ratio(f"AdamW in bfloat16, entries, {correction}, {MANY_CHANGES} changes", step, baseline)
+
+
+def row_masks() -> Iterator[Row]:
+    """Masks of rows cost what is active."""
+    for name, make in (("AdamW", adamw), ("SGD with momentum", sgd)):
+        for length, more in ((1000, 0.10), (5000, 0.05)):
+            shapes = [(ENTRIES // length, length)]
+            baseline = unmasked(make, shapes)
+            for density in (0.1, 0.5):
+                step = masked(make, shapes, density, rows=True).step
+                yield ratio(
+                    f"{name}, {density:.0%} of rows of {length}", step, baseline, round(density + more, 2)
+                )
+
+
+def many_tensors() -> Iterator[Row]:
+    """A step where a model has many tensors, most of them small."""
+    for name, shapes, target in (
+        ("a transformer, 21 M in 148 tensors", transformer(), 1.25),
+        ("200 tensors of 64 entries", SMALL, 2.0),
+    ):
+        baseline = unmasked(shapes=shapes)
+        for correction in ("tensor", "entry"):
+            step = masked(shapes=shapes, bias_correction=correction).step
+            yield ratio(f"{name}: {correction}", step, baseline, target)
+        step = masked(shapes=shapes, density=0.1, frozen_state="drop").step
+        yield ratio(f"{name}: entry, drop, 10% active", step, baseline, target)
+
+
+def mask_changes() -> Iterator[Row]:
+    """New masks of entries, against one fused step."""
+    baseline = unmasked()
+    for state, density in product(("keep", "zero", "drop"), (0.1, 0.5, 0.9)):
+        change = changing(masked(density=density, frozen_state=state), density)
+        yield ratio(f"new entry masks, {state}, {density:.0%} active", change, baseline, 2.0)
+    tensors = [(64,)] * 5000
+    for state in ("keep", "zero", "drop"):
+        change = changing(masked(shapes=tensors, frozen_state=state, changes=1), 0.5)
+        seconds = min(device.seconds(change) for _ in range(7))
+        yield {
+            "what": f"set_masks for 5,000 tensors of 64, {state}",
+            "ratio": seconds,
+            "target": 0.4,
+            "unit": "s",
+        }
+
+
+def memory() -> Iterator[Row]:
+    """What `drop` holds, and how much more is needed while masks change."""
+    for name, rows, target in (("entries", False, 0.16), ("rows", True, 0.11)):
+        held = masked(density=0.1, rows=rows, frozen_state="drop").state_bytes()
+        share = held / (ADAM_BYTES * ENTRIES)
+        yield {
+            "what": f"drop, 10% of {name}, of Adam's state",
+            "ratio": share,
+            "target": target,
+            "unit": "bytes",
+        }
+    for state, density in (("keep", 0.5), ("zero", 0.5), ("drop", 0.1), ("drop", 0.5), ("drop", 0.9)):
+        change = changing(masked(density=density, frozen_state=state), density)
+        change()
+        yield {
+            "what": f"peak while masks change, {state}, {density:.0%} active, of a float32 tensor",
+            "ratio": peak_bytes(change) / (4 * ENTRIES),
+            "target": 1.0,
+            "unit": "bytes",
+        }
+
+
+def peak_bytes(function: Step) -> int:
+    """By how many bytes memory grows while a function runs."""
+    if HERE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")  # Linux then counts the peak from here.
+    before = _resident("VmRSS")
+    function()
+    return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def freezer_step() -> Iterator[Row]:
+    """A whole step of a freeze policy without clipping, beside the update alone."""
+    baseline = unmasked()
+    for level, what in (("entry", "10% of entries"), ("row", "10% of rows of 5000")):
+        parameters = weights()
+        optimizer = MaskedOptimizer(adamw(parameters))
+        policy = gp.Freeze(gp.masks.Random(0.1, level=level, every=1 << 30), params="weight")
+        freezer = gp.Freezer({"weight": parameters[0]}, optimizer, {"trunk": policy})
+        steps = iter(range(1 << 30))
+
+        def step(
+            freezer: gp.Freezer = freezer,
+            optimizer: MaskedOptimizer = optimizer,
+            steps: Iterator[int] = steps,
+        ) -> None:
+            freezer.begin_step(next(steps))
+            freezer.observe()
+            optimizer.step()
+            freezer.finish_step()
+
+        step()
+        alone = ratio(f"{what}: the update alone", optimizer.step, baseline)
+        yield alone
+        yield ratio(f"{what}: begin_step, observe, step", step, baseline, round(alone["ratio"] + 0.1, 3))
+
+
+def no_compiler() -> Any:
+    """As with GRADPOLICY_NATIVE=0, within."""
+    return mock.patch.object(native, "supports", return_value=False)
+
+
+def python_time() -> Iterator[Row]:
+    """Python's time on an accelerator's path: tiny tensors on the CPU, through `torch.compile`."""
+    shapes = [(16,)] * 100
+    compiles = mock.patch.object(reference, "compiles", return_value=True)
+    for name, small in (("joined", reference.SMALL), ("too large to be joined", 0)):
+        joining = mock.patch.object(reference, "SMALL", small)
+        with no_compiler(), compiles, joining, measure.one_thread():
+            baseline = unmasked(shapes=shapes)
+            for correction in ("tensor", "entry"):
+                step = masked(shapes=shapes, bias_correction=correction).step
+                what = f"Python's time for 100 tensors, {name} (tiny ones on a CPU, compiled): {correction}"
+                yield ratio(what, step, baseline, 3.0)
+
+
+def without_compiler() -> Iterator[Row]:
+    """What the reference takes on a CPU, on one thread: most of torch's operations here use no more."""
+    shapes = [(1000, 4000)]
+    with no_compiler(), measure.one_thread():
+        baseline = unmasked(shapes=shapes)
+        tried: dict[str, Step] = {
+            "entries, tensor": masked(shapes=shapes, bias_correction="tensor").step,
+            "entries, entry": masked(shapes=shapes).step,
+            "10% of entries, drop": masked(shapes=shapes, density=0.1, frozen_state="drop").step,
+            "10% of rows of 4000": masked(shapes=shapes, density=0.1, rows=True).step,
+        }
+        for state in ("keep", "zero", "drop"):
+            tried[f"new entry masks, {state}"] = changing(masked(shapes=shapes, frozen_state=state), 0.5)
+        for what, candidate in tried.items():
+            yield ratio(f"no C compiler, 4 M entries, one thread: {what}", candidate, baseline, rounds=5)
+
+
+PARTS = [entry_masks, row_masks, many_tensors, mask_changes, memory, freezer_step]
+CPU_PARTS = [python_time, without_compiler]
+
+
+def optimizers() -> list[Row]:
+    """Every figure that has a bound, and what goes without a compiler."""
+    parts = PARTS + (CPU_PARTS if HERE.type == "cpu" else [])
+    return [row for part in parts for row in part()]
+
+
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"optimizers": optimizers}
