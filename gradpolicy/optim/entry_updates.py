@@ -58,15 +58,17 @@ class EntryUpdates:
         for (dtype, device), own in together.items():
             oldest = max([max(masked.oldest, masked.updates) for masked, _ in own])
             real = dtype.to_real() if dtype.is_complex else dtype
+            names = tuple(self._rule.state(group))
             table = self._tables.get(group, oldest, compute_dtype(real), device)
             updates = [
-                masked.entry_update(group, gradient, _shared_age(masked, table.is_constant))
+                masked.entry_update(group, names, gradient, _shared_age(masked, table.is_constant))
                 for masked, gradient in own
             ]
-            native = [each for each in updates if _is_of_one_type(each, real)]
+            # Half-precision weights may have state of full precision, which torch alone takes.
+            of_one_type = [each for each in updates if _is_of_one_type(each, real)]
             kernels = select(device, real, rule_kernel=self._rule.kernel)
-            kernels.update(self._rule, settings, table.rows, native)
-            if len(native) < len(updates):
+            kernels.update(self._rule, settings, table.rows, of_one_type)
+            if len(of_one_type) < len(updates):
                 others = [each for each in updates if not _is_of_one_type(each, real)]
                 select(device, rule_kernel="").update(self._rule, settings, table.rows, others)
 

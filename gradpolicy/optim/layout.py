@@ -6,6 +6,7 @@ memory formats such as channels_last are handled here and nowhere else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -101,7 +102,7 @@ class Layout:
         plain = order == sorted(order) and not parameter.is_complex()
         return cls(tuple(real.shape), tuple(order), plain)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Number of (real, local) entries."""
         return prod(self.shape)

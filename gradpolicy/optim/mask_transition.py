@@ -26,9 +26,9 @@ def set_masks(changes: Iterable[Change]) -> None:
         if masked.layout.size:
             flags, block = masked.layout.blocks_of(mask, masked.parameter)
             set_flags(masked, flags, block)
-            masked.ready_plain_step()
         else:
             take_empty_mask(masked, mask)
+        masked.ready_plain_step()
         masked.ready_copies()
 
 
@@ -147,6 +147,7 @@ def _compress(masked: MaskedParameter, values: Tensor, block: int) -> Tensor:
 
 def _empty(masked: MaskedParameter) -> None:
     """Empty the state of a tensor none of whose entries is active here."""
+    masked.oldest = 0
     if not masked.state:
         return
     exact, drops = masked.rule is not None, masked.frozen_state == "drop"
@@ -171,7 +172,8 @@ def adopt_ages(masked: MaskedParameter, ages: Tensor, block: int) -> None:
     count = int(active.count_nonzero())
     sizes = ages.long().abs()
     masked.oldest = int(sizes.max()) - 1
-    masked.ages = ages.to(entry_ages.NARROW if masked.oldest < entry_ages.LAST_NARROW else entry_ages.WIDE)
+    dtype = entry_ages.NARROW if masked.oldest < entry_ages.LAST_NARROW else entry_ages.WIDE
+    masked.ages = ages.to(dtype, copy=True)
     masked.block, masked.active_entries = block, count * block
     if not is_sharded(masked.parameter):
         masked.frozen_everywhere = not count

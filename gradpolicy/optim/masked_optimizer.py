@@ -288,7 +288,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return masked
 
     def _new(self, parameter: Tensor) -> MaskedParameter:
-        masked = MaskedParameter(parameter, self.inner, self._rule, self.frozen_state, self.bias_correction)
+        place = self._place(parameter) or (0, 0)
+        options = self.frozen_state, self.bias_correction
+        masked = MaskedParameter(parameter, self.inner, self._rule, place, *options)
         masked.differentiable = bool(masked.group.get("differentiable", False))
         return masked
 
@@ -419,7 +421,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """The wrapped optimizer's step, without effect on frozen entries."""
         if self._probed is not None:
-            state_probe.forget(self.inner, self._probed, closure is not None)
+            state_probe.forget(self.inner, self._probed, closure is not None, self._masked)
             self._probed = None
         for masked in restored:
             restoring.save_frozen(masked)

@@ -35,6 +35,7 @@ class MaskedParameter:
         parameter: the parameter; every entry starts active.
         optimizer: the wrapped optimizer.
         rule: how the optimizer moves one entry; None where that is not known.
+        place: the number of its param group, and its position there.
         frozen_state: "keep", "zero" or "drop".
         bias_correction: "entry" or "tensor".
 
@@ -60,11 +61,13 @@ class MaskedParameter:
         parameter: Tensor,
         optimizer: torch.optim.Optimizer,
         rule: UpdateRule | None,
+        place: tuple[int, int],
         frozen_state: str,
         bias_correction: str,
     ) -> None:
         self.parameter, self.optimizer, self.rule = parameter, optimizer, rule
         self.frozen_state, self.bias_correction = frozen_state, bias_correction
+        self._place = place
         self.differentiable = False
         self.shape = parameter.shape
         self.layout = Layout.of(parameter)
@@ -94,7 +97,12 @@ class MaskedParameter:
     @property
     def group(self) -> Group:
         """The parameter's param group."""
-        return next(g for g in self.optimizer.param_groups if any(p is self.parameter for p in g["params"]))
+        groups, (index, position) = self.optimizer.param_groups, self._place
+        members = groups[index]["params"] if index < len(groups) else ()
+        if position >= len(members) or members[position] is not self.parameter:
+            places = [(i, j) for i, group in enumerate(groups) for j, _ in enumerate(group["params"])]
+            self._place = next(p for p in places if groups[p[0]]["params"][p[1]] is self.parameter)
+        return groups[self._place[0]]
 
     @property
     def state(self) -> dict[str, Any]:
@@ -196,8 +204,8 @@ class MaskedParameter:
             self.copies = None
             self.ready_copies()
         # Where other processes update their parts, a process without entries has no state.
-        counted = self.oldest > 0 if self.layout.size else False
-        if self.rule is not None and counted and not self.state and not self._begins_without_state():
+        counted = self.oldest > 0 and self.rule is not None and self.layout.size > 0
+        if counted and not self.state and not self._begins_without_state():
             self.restart()
 
     def _begins_without_state(self) -> bool:
@@ -251,13 +259,17 @@ class MaskedParameter:
         count = self.layout.size if self.index is None else self.ages.numel() * self.block
         device = self.parameter.device
         for name, value in state.items():
-            size = local_shard(value).numel() * (2 if value.is_complex() else 1)
-            if size != count or value.device != device:
+            fits = value.numel() == count or self._numbers_in(value) == count
+            if not fits or value.device != device:
                 raise PolicyError(
                     f"the optimizer's state {name!r} of a parameter of shape {tuple(self.shape)} on "
                     f"{device} has the shape {tuple(value.shape)} and lies on {value.device}; "
                     "load a state_dict of this model, or move the state along with it"
                 )
+
+    def _numbers_in(self, value: Tensor) -> int:
+        """How many real numbers of a tensor this process holds."""
+        return local_shard(value).numel() * (2 if value.is_complex() else 1)
 
     def complete_state(self, group: Group) -> dict[str, Tensor]:
         """The state of each entry, made where it is missing, and the tensor's count beside it."""
@@ -336,9 +348,9 @@ class MaskedParameter:
 
     def ready_plain_step(self) -> None:
         """Have the state be what the wrapped optimizer's own update would have left."""
-        if self.rule is None or self.mode is not Mode.PLAIN or not self.layout.size:
+        if self.rule is None or self.mode is not Mode.PLAIN:
             return
-        if self.bias_correction == "entry":
+        if self.bias_correction == "entry" and self.layout.size:
             age = int(entry_ages.age_of(self.ages)) + self.uncounted
             if age == 0 and self.forget_state():
                 self.updates = 0
@@ -353,22 +365,33 @@ class MaskedParameter:
 
     # --- updates
 
-    def entry_update(self, group: Group, gradient: Tensor, age: int | None) -> EntryUpdate:
+    def entry_update(
+        self, group: Group, names: tuple[str, ...], gradient: Tensor, age: int | None
+    ) -> EntryUpdate:
         """The update of the active entries by the rule; `write_back` takes what it could not write in place.
 
         Args:
             group: the parameter's param group.
-            gradient: its gradient.
+            names: what the rule keeps for each entry.
+            gradient: the parameter's gradient.
             age: the age to take for all entries; None: each one's own.
         """
         self.follow()
-        state = self.complete_state(group)
+        stored = self.state
+        state = {name: stored[name] for name in names if stored.get(name) is not None}
+        if len(state) < len(names):
+            state = self.complete_state(group)
         self.check_state(state)
+        lies_plainly = self.layout.lies_plainly
         if self.index is None:
-            state = {name: self._in_memory_order(name, value) for name, value in state.items()}
+            state = {
+                name: value if lies_plainly(value) else self._in_memory_order(name, value)
+                for name, value in state.items()
+            }
+        parameter = self.parameter
         return EntryUpdate(
-            self._in_memory_order("", self.parameter),
-            gradient if self.layout.lies_plainly(gradient) else self.layout.flat(gradient),
+            parameter if lies_plainly(parameter) else self._in_memory_order("", parameter),
+            gradient if lies_plainly(gradient) else self.layout.flat(gradient),
             state,
             self.ages,
             self.block,
@@ -378,9 +401,7 @@ class MaskedParameter:
         )
 
     def _in_memory_order(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor, or a flat vector of it: a view that is kept while the tensor stays, else a copy."""
-        if self.layout.lies_plainly(tensor):
-            return tensor
+        """The tensor as a flat vector: a view that is kept while the tensor stays, else a copy."""
         source, flat = self._flat.get(name, (None, tensor))
         if source is tensor and flat.data_ptr() == tensor.data_ptr():
             return flat

@@ -6,7 +6,7 @@ an update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +58,12 @@ def probe(optimizer: torch.optim.Optimizer, masked: Iterable[MaskedParameter]) -
     ]
 
 
-def forget(optimizer: torch.optim.Optimizer, added: list[dict[str, Any]], closure: bool) -> None:
+def forget(
+    optimizer: torch.optim.Optimizer,
+    added: list[dict[str, Any]],
+    closure: bool,
+    masked_of: Mapping[Tensor, MaskedParameter],
+) -> None:
     """Let the first update make its state itself, as without a probe. What was loaded meanwhile stays.
 
     Empty state is not always what an optimizer begins with: some begins at the learning rate, which is 0 in a
@@ -68,10 +73,11 @@ def forget(optimizer: torch.optim.Optimizer, added: list[dict[str, Any]], closur
         optimizer: the wrapped optimizer.
         added: what `probe` gave.
         closure: whether the update makes the gradients; else those that have one are updated.
+        masked_of: what is known of masked parameters.
     """
     for group, counts in zip(optimizer.param_groups, added, strict=False):
         moving = [parameter for parameter in group["params"] if closure or parameter.grad is not None]
-        new = [parameter for parameter in moving if not _has_begun(optimizer, group, parameter)]
+        new = [each for each in moving if not _has_begun(optimizer, group, each, masked_of.get(each))]
         for parameter in new:
             optimizer.state.pop(parameter, None)
         for name, count in counts.items() if new and len(new) == len(moving) else ():
@@ -79,10 +85,19 @@ def forget(optimizer: torch.optim.Optimizer, added: list[dict[str, Any]], closur
                 del group[name]
 
 
-def _has_begun(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
+def _has_begun(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    parameter: Tensor,
+    masked: MaskedParameter | None,
+) -> bool:
+    """Whether a parameter has been updated, as far as this process can tell by itself."""
+    if masked is not None and masked.rule is not None:
+        return masked.oldest > 0
     state = optimizer.state.get(parameter, {})
     moved = (
-        bool(value.count_nonzero()) and initial_value(optimizer, key, group, parameter) in (0, None)
+        bool(local_shard(value).count_nonzero())
+        and initial_value(optimizer, key, group, parameter) in (0, None)
         for key, value in entry_state(state, parameter).items()
     )
     return step_count(state) > 0 or any(moved)

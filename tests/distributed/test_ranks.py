@@ -56,11 +56,12 @@ def with_fault(kind: str, every: int | None, strategy: str = "ddp") -> str:
 @pytest.mark.parametrize(
     ("strategy", "kind", "named"),
     [
-        ("ddp", "mask", "the mask of 'layers.1.0.weight'"),
+        # Masks are drawn anew before ranks are compared; ages remember.
+        ("ddp", "mask", "the ages of 'layers.1.0.weight'"),
         ("ddp", "age", "the ages of 'layers.1.0.weight'"),
         ("ddp", "weight", "the weights 'layers.1.0.weight'"),
         ("ddp", "rate", "the learning rates"),
-        ("zero1", "mask", "the mask of 'layers.1.0.weight'"),
+        ("zero1", "mask", "the ages of 'layers.1.0.weight'"),
         ("fsdp2", "rate", "the learning rates"),
     ],
 )

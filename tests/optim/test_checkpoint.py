@@ -441,6 +441,20 @@ def test_a_saved_age_outweighs_the_tensors_step_count():
     assert other.state[weight]["step"] == 1
 
 
+def test_what_was_saved_stays_as_it_was_while_those_who_loaded_it_go_on():
+    model, optimizer = model_and_optimizer("adamw", "keep")
+    run(model, optimizer, range(4))
+    saved = copy.deepcopy(optimizer.state_dict())
+    ends = []
+    for _ in range(2):
+        resumed, other = model_and_optimizer("adamw", "keep")
+        resumed.load_state_dict(copy.deepcopy(model.state_dict()))
+        other.load_state_dict({**saved, "state": copy.deepcopy(saved["state"])})
+        run(resumed, other, range(4, 9))
+        ends.append(resumed)
+    assert_same(*ends)
+
+
 def test_parameters_added_before_saving_come_back():
     def build():
         weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]

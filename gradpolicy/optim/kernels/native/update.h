@@ -125,7 +125,7 @@ static int NAME(read_ages)(const update_job *j, int64_t own, int64_t count, cons
     return any;
 }
 
-/* The numbers of each entry. Rows beyond the last are read too. */
+/* The numbers of each entry. Up to three rows beyond the last are read too. */
 static void NAME(look_up)(REAL *restrict numbers, const REAL *restrict table, const int32_t *restrict rows, int64_t n)
 {
     for (int64_t i = 0; i < n; i += 4) {
@@ -141,12 +141,15 @@ static void NAME(entries)(const update_job *j, const REAL *settings, int64_t at,
 {
     const int16_t *signs;
     int16_t narrow[TILE];
-    int32_t rows[TILE] = {0};
-    REAL own_numbers[TILE * NUMBERS + 1];
+    int32_t rows[TILE + 3];
+    REAL own_numbers[(TILE + 3) * NUMBERS + 1];
     const REAL *numbers = (const REAL *)j->numbers + j->row * NUMBERS;
     const int shared = NUMBERS == 0 || j->shared;
     if (!NAME(read_ages)(j, own, count, &signs, narrow, shared ? NULL : rows)) return;
-    if (!shared) NAME(look_up)(own_numbers, numbers, rows, count);
+    if (!shared) {
+        rows[count] = rows[count + 1] = rows[count + 2] = 0;
+        NAME(look_up)(own_numbers, numbers, rows, count);
+    }
     NAME(tile)(j, settings, at, offsets, own, count, offsets ? NULL : signs, shared ? numbers : own_numbers, shared);
 }
 
