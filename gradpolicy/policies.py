@@ -117,15 +117,13 @@ class FlowPolicy(Policy):
 
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""
-        places = (("modules", self.modules), ("ops", self.ops), ("params", self.params))
+        where = (("modules", self.modules), ("ops", self.ops), ("params", self.params))
         parameters = [f"{key}={value!r}" for key, value in self.rule.parameters.items()]
-        where = [
-            f"{key}={[getattr(item, '__name__', item) for item in chosen]}"
-            for key, chosen in places
-            if chosen
+        written = [
+            f"{key}={[getattr(item, '__name__', item) for item in chosen]}" for key, chosen in where if chosen
         ]
         at = [f"at={self.at!r}"] if self.at != BOUNDARIES[0] else []
-        return [f"rule={self.rule.name!r}", *parameters, *where, *at]
+        return [f"rule={self.rule.name!r}", *parameters, *written, *at]
 
 
 class Stop(FlowPolicy):

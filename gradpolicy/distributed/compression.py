@@ -42,7 +42,7 @@ class ActiveEntries:
 
     Every rank must hold the same masks (:func:`~gradpolicy.distributed.agreement.check_agreement` tells).
     Per bucket the hook computes ``packed = buffer[active] / ranks``, casts it, sums it over the ranks and
-    writes it back. The places of the active entries are kept until the masks change: 8 bytes an active entry.
+    writes it back. The positions of the active entries are kept until the masks change: 8 bytes an entry.
 
     Args:
         dtype: What gradients are cast to for sending: ``"float16"``, ``"bfloat16"``, or None for their own
@@ -69,7 +69,7 @@ class ActiveEntries:
         self.group = group
         self.traffic = Traffic()
         self._masks: dict[int, Mask] = {}
-        self._places: dict[tuple[int, ...], Tensor | None] = {}
+        self._positions: dict[tuple[int, ...], Tensor | None] = {}
 
     def register(self, model: DistributedDataParallel) -> None:
         """Puts the hook on a wrapped model; once.
@@ -99,25 +99,25 @@ class ActiveEntries:
         )
         if not same:
             self._masks = fresh
-            self._places.clear()
+            self._positions.clear()
 
-    def places(self, parameters: list[Tensor]) -> Tensor | None:
+    def positions(self, parameters: list[Tensor]) -> Tensor | None:
         """The active entries of a bucket that holds these parameters one after another.
 
         Returns:
             Their positions, int64; None where all are sent.
         """
         key = tuple(id(parameter) for parameter in parameters)
-        if key not in self._places:
-            self._places[key] = self._find_places(parameters)
-        return self._places[key]
+        if key not in self._positions:
+            self._positions[key] = self._find_positions(parameters)
+        return self._positions[key]
 
-    def _find_places(self, parameters: list[Tensor]) -> Tensor | None:
+    def _find_positions(self, parameters: list[Tensor]) -> Tensor | None:
         if not any(id(parameter) in self._masks for parameter in parameters):
             return None
         flags = torch.cat([self._flags(parameter) for parameter in parameters])
-        places = flags.nonzero().view(-1)
-        return None if places.numel() == flags.numel() else places
+        positions = flags.nonzero().view(-1)
+        return None if positions.numel() == flags.numel() else positions
 
     def _flags(self, parameter: Tensor) -> Tensor:
         """A parameter's mask with a flag an entry, in the order in which a bucket holds its gradient."""
@@ -139,9 +139,9 @@ def send_active(state: ActiveEntries, bucket: GradBucket) -> Future[Tensor]:
         A future of the bucket's buffer, averaged, with zeros where nothing trains.
     """
     buffer = bucket.buffer()
-    places = state.places(bucket.parameters())
+    positions = state.positions(bucket.parameters())
     ranks = dist.get_world_size(state.group)
-    packed = (buffer if places is None else buffer[places]).div(ranks)
+    packed = (buffer if positions is None else buffer[positions]).div(ranks)
     packed = packed if state.dtype is None else packed.to(state.dtype)
     state.traffic.bytes_full += buffer.numel() * buffer.element_size()
     if packed.numel() == 0:
@@ -151,14 +151,14 @@ def send_active(state: ActiveEntries, bucket: GradBucket) -> Future[Tensor]:
 
     def unpack(future: Future[list[Tensor]]) -> Tensor:
         summed = future.value()[0].to(buffer.dtype)
-        return buffer.copy_(summed) if places is None else _spread(buffer, places, summed)
+        return buffer.copy_(summed) if positions is None else _spread(buffer, positions, summed)
 
     work = dist.all_reduce(packed, group=state.group, async_op=True)
     return work.get_future().then(unpack)
 
 
-def _spread(buffer: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    return buffer.zero_().index_copy_(0, places, values)
+def _spread(buffer: Tensor, positions: Tensor, values: Tensor) -> Tensor:
+    return buffer.zero_().index_copy_(0, positions, values)
 
 
 def _finished(value: Tensor) -> Future[Tensor]:

@@ -94,8 +94,8 @@ class Ranks:
 
     def _check_agreement(self, moment: str) -> None:
         check_agreement(self.holdings(), moment=moment)
-        for group, held in self.replicas().items():
-            check_agreement(held, group=group, moment=moment)
+        for group, compared in self.replicas().items():
+            check_agreement(compared, group=group, moment=moment)
 
     def holdings(self) -> dict[str, Any]:
         """What must be the same on every rank, by name.
@@ -130,9 +130,9 @@ class Ranks:
         common: dict[Any, dict[str, Any]] = {}
         for name, masked in self._masked():
             for group in _replica_groups(masked.parameter):
-                signed, held = masked.dense_ages(), common.setdefault(group, {})
-                held[f"the mask of {name!r}"] = signed > 0
-                held[f"the ages of {name!r}"] = signed
+                signed, compared = masked.dense_ages(), common.setdefault(group, {})
+                compared[f"the mask of {name!r}"] = signed > 0
+                compared[f"the ages of {name!r}"] = signed
         for name, parameter in self.named.items():
             for group in _replica_groups(parameter):
                 common.setdefault(group, {})[f"the weights {name!r}"] = local_shard(parameter)

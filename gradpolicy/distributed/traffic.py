@@ -28,9 +28,9 @@ class Cost:
     """Bytes of one rank.
 
     Attributes:
-        weights: Held for weights, outside of the forward and backward pass.
-        gradients: Held for gradients after the backward pass.
-        moments: Held for the moments of Adam.
+        weights: Memory for weights, outside of the forward and backward pass.
+        gradients: Memory for gradients after the backward pass.
+        moments: Memory for the moments of Adam.
         payload: Handed to collectives in a step, by collective: the size of the whole, unpacked tensor.
     """
 
@@ -40,7 +40,7 @@ class Cost:
     payload: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def held(self) -> float:
+    def memory(self) -> float:
         """Weights, gradients and moments."""
         return self.weights + self.gradients + self.moments
 
@@ -67,7 +67,7 @@ def expected(
 
     Example:
         >>> cost = expected("fsdp2", 70e9, 64)
-        >>> round(cost.held / 1e9, 1), round(cost.wire(64) / 1e9)
+        >>> round(cost.memory / 1e9, 1), round(cost.wire(64) / 1e9)
         (17.5, 827)
     """
     if strategy not in STRATEGIES:

@@ -55,7 +55,7 @@ class Freezer:
 
     Raises:
         PolicyError: If a policy does not freeze, an optimizer takes no masks, a pattern matches nothing,
-            no optimizer holds what a policy matches, a source serves two policies, or two policies want
+            no optimizer holds what a policy matches, two policies have the same source, or two policies want
             different optimizer state for one parameter.
 
     Example:

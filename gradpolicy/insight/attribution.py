@@ -8,7 +8,7 @@ its spelling: ``F.relu`` as well as ``nn.ReLU``.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow import install
+from gradpolicy.logits import class_logits
 from gradpolicy.policies import Deconv, FlowPolicy, Guided
 
 Forward = Callable[[Tensor], Any]
@@ -169,23 +170,6 @@ def get_method(name: str) -> Attribution:
     if name not in METHODS:
         raise unknown("attribution method", name, METHODS, key="method")
     return METHODS[name]
-
-
-def class_logits(output: Any) -> Tensor:
-    """Takes the class logits out of what a model gives.
-
-    Args:
-        output: A tensor; or a mapping or an object with `logits`.
-
-    Raises:
-        PolicyError: If there are no logits in it.
-    """
-    if isinstance(output, Tensor):
-        return output
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise PolicyError(f"model: gave {type(output).__name__}; a tensor or something with 'logits' needed")
-    return logits
 
 
 def predict(forward: Forward, images: Tensor, target: Target = None) -> tuple[Tensor, Tensor]:

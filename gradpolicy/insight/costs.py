@@ -55,8 +55,8 @@ class Costs(Callback):
         if self.batches > self.skip:
             self.seconds += seconds
             self.cpu_seconds += cpu_seconds
-        held = sum(optimizer_bytes(optimizer) for optimizer in trainer.optimizers)
-        self.peak_bytes = max(self.peak_bytes, held)
+        present = sum(optimizer_bytes(optimizer) for optimizer in trainer.optimizers)
+        self.peak_bytes = max(self.peak_bytes, present)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the costs so far; the times only if there were more batches than are skipped."""

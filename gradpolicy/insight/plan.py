@@ -4,7 +4,6 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ from gradpolicy.flow.policy_checks import remarks as flow_remarks
 from gradpolicy.flow.report import check_met
 from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
+from gradpolicy.insight.plan_table import Plan, PlanRow
 from gradpolicy.insight.plan_warnings import (
     buffer_warnings,
     gets_gradient,
@@ -35,8 +35,6 @@ from gradpolicy.when import When
 from gradpolicy.where import match_parameters, named_parameters, plain_name
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from gradpolicy.flow.report import ReportRow
 
 Run = Callable[[nn.Module], Tensor]
@@ -47,85 +45,6 @@ FATES = {
     "zero": "what freezes loses its optimizer state",
     "drop": "what freezes loses its optimizer state, with Adam the memory too",
 }
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """What one policy will touch.
-
-    Args:
-        name: The policy's name.
-        kind: The policy's class.
-        where: The place, as a person writes it.
-        modules: How many modules it matched.
-        operations: How many calls of each operation it met in one step.
-        parameters: How many parameters it matched.
-        entries: How many entries these hold.
-        active_share: The share of these entries that the policy lets train at its first step.
-        training_share: The share that does train: what gets no gradient, or only zeros, is not in it.
-        groups: For a freeze policy that goes by layers: the names of its groups.
-        phases: The phases in which it holds.
-        when: When it holds, as a person writes it; empty where it holds throughout training.
-        course: For a freeze policy: its mask source, when masks may change, what becomes of frozen state.
-    """
-
-    name: str
-    kind: str
-    where: str
-    modules: int = 0
-    operations: Mapping[str, int] = field(default_factory=dict)
-    parameters: int = 0
-    entries: int = 0
-    active_share: float = 1.0
-    training_share: float = 1.0
-    groups: tuple[str, ...] = ()
-    phases: tuple[str, ...] = ("fit",)
-    when: str = ""
-    course: str = ""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the policies together will do in the first training step.
-
-    Args:
-        rows: One a policy.
-        entries: Entries of all trainable parameters.
-        training_entries: How many of them train: not frozen, and with a gradient that is not zero.
-        combined: For each parameter under several freeze policies, their names and the share that
-            trains in the end (the intersection).
-        combined_entries: How many entries each of these parameters has.
-        cuts: Where the gradient is cut.
-        without_gradient: Parameters that get no gradient at all.
-        zero_gradient: Parameters whose gradient is zero in every entry.
-        warnings: What will have no effect, or another one than it seems: what gets no gradient comes first.
-    """
-
-    rows: tuple[PlanRow, ...]
-    entries: int
-    training_entries: int
-    combined: Mapping[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
-    combined_entries: Mapping[str, int] = field(default_factory=dict)
-    cuts: tuple[str, ...] = ()
-    without_gradient: tuple[str, ...] = ()
-    zero_gradient: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    def __rich__(self) -> "RenderableType":
-        """Renders the plan as a table with its remarks below."""
-        from rich.console import Group
-
-        from gradpolicy.insight.plan_table import remarks, table
-
-        return Group(table(self.rows), *remarks(self))
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=140, no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
 
 
 def make_plan(

@@ -1,17 +1,89 @@
-"""The plan as a person sees it: a table, and remarks below."""
+"""The plan, and how a person sees it: a table, and remarks below."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from gradpolicy.errors import shortened
 
-if TYPE_CHECKING:
-    from gradpolicy.insight.plan import Plan, PlanRow
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What one policy will touch.
+
+    Args:
+        name: The policy's name.
+        kind: The policy's class.
+        where: The place, as a person writes it.
+        modules: How many modules it matched.
+        operations: How many calls of each operation it met in one step.
+        parameters: How many parameters it matched.
+        entries: How many entries these hold.
+        active_share: The share of these entries that the policy lets train at its first step.
+        training_share: The share that does train: what gets no gradient, or only zeros, is not in it.
+        groups: For a freeze policy that goes by layers: the names of its groups.
+        phases: The phases in which it holds.
+        when: When it holds, as a person writes it; empty where it holds throughout training.
+        course: For a freeze policy: its mask source, when masks may change, what becomes of frozen state.
+    """
+
+    name: str
+    kind: str
+    where: str
+    modules: int = 0
+    operations: Mapping[str, int] = field(default_factory=dict)
+    parameters: int = 0
+    entries: int = 0
+    active_share: float = 1.0
+    training_share: float = 1.0
+    groups: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ("fit",)
+    when: str = ""
+    course: str = ""
 
 
-def table(rows: tuple["PlanRow", ...]) -> Table:
+@dataclass(frozen=True)
+class Plan:
+    """What the policies together will do in the first training step.
+
+    Args:
+        rows: One a policy.
+        entries: Entries of all trainable parameters.
+        training_entries: How many of them train: not frozen, and with a gradient that is not zero.
+        combined: For each parameter under several freeze policies, their names and the share that
+            trains in the end (the intersection).
+        combined_entries: How many entries each of these parameters has.
+        cuts: Where the gradient is cut.
+        without_gradient: Parameters that get no gradient at all.
+        zero_gradient: Parameters whose gradient is zero in every entry.
+        warnings: What will have no effect, or another one than it seems: what gets no gradient comes first.
+    """
+
+    rows: tuple[PlanRow, ...]
+    entries: int
+    training_entries: int
+    combined: Mapping[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
+    combined_entries: Mapping[str, int] = field(default_factory=dict)
+    cuts: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    zero_gradient: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __rich__(self) -> RenderableType:
+        """Renders the plan as a table with its remarks below."""
+        return Group(table(self.rows), *remarks(self))
+
+    def __str__(self) -> str:
+        console = Console(width=140, no_color=True, highlight=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+
+def table(rows: tuple[PlanRow, ...]) -> Table:
     """A row a policy: what it is, where it acts, what it matched, what trains at its first step."""
     drawn = Table(title="Plan", title_justify="left", title_style="bold", header_style="bold")
     drawn.add_column("policy", no_wrap=True)
@@ -25,7 +97,7 @@ def table(rows: tuple["PlanRow", ...]) -> Table:
     return drawn
 
 
-def _matched(row: "PlanRow") -> str:
+def _matched(row: PlanRow) -> str:
     """What a policy matched, as in ``2 modules, 3 relu`` or ``9 parameters``."""
     calls = [f"{count} {operation}" for operation, count in row.operations.items()]
     return ", ".join([*_counted(row.modules, "module"), *calls, *_counted(row.parameters, "parameter")])
@@ -35,7 +107,7 @@ def _counted(count: int, what: str) -> list[str]:
     return [f"{count} {what}{'' if count == 1 else 's'}"] if count else []
 
 
-def remarks(plan: "Plan") -> list[str]:
+def remarks(plan: Plan) -> list[str]:
     """What to be warned of, what trains in the first step, how masks change, where gradients end."""
     lines = [f"[bold yellow]Warning:[/bold yellow] {escape(warning)}." for warning in plan.warnings]
     lines += [
@@ -58,7 +130,7 @@ def remarks(plan: "Plan") -> list[str]:
     return lines
 
 
-def _intersection(plan: "Plan", names: tuple[str, ...]) -> str:
+def _intersection(plan: Plan, names: tuple[str, ...]) -> str:
     shares = {key: share for key, (holders, share) in plan.combined.items() if holders == names}
     entries = sum(plan.combined_entries[key] for key in shares)
     training = sum(plan.combined_entries[key] * share for key, share in shares.items())

@@ -95,17 +95,17 @@ def buffer_warnings(
     for name, given in masks.items():
         frozen = {key for key, mask in given.items() if share_of(mask) == 0.0}
         frozen |= sources[name].may_freeze()
-        held = {
+        modules = {
             module: buffers
             for module, buffers in moved.items()
             if (own := _own_parameters(module, names)) and frozen.issuperset(own)
         }
-        if held:
-            buffers = list(dict.fromkeys(buffer for found in held.values() for buffer in found))
+        if modules:
+            buffers = list(dict.fromkeys(buffer for found in modules.values() for buffer in found))
             yield (
-                f"{name}: freezing holds parameters, not buffers: {shortened(list(held), most=8)} "
-                f"{'goes' if len(held) == 1 else 'go'} on changing {', '.join(buffers)} while frozen; call "
-                "eval() on what is to stand still as a whole"
+                f"{name}: freezing stops parameters, not buffers: {shortened(list(modules), most=8)} "
+                f"{'goes' if len(modules) == 1 else 'go'} on changing {', '.join(buffers)} while frozen; "
+                "call eval() on what is to stand still as a whole"
             )
 
 

@@ -91,12 +91,12 @@ def print_results(result: Result, saved: Mapping[str, str], console: Console) ->
     for name, value in sorted(result.metrics.items(), key=_by_stage):
         table.add_row(escape(name), f"{value:.4g}")
     console.print(table)
-    places = Table(title="Saved", title_justify="left", title_style="bold", show_header=False, box=None)
-    places.add_column(style="bold")
-    places.add_column(overflow="fold")
+    table = Table(title="Saved", title_justify="left", title_style="bold", show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
     for what, where in saved.items():
-        places.add_row(what, escape(where))
-    console.print(places)
+        table.add_row(what, escape(where))
+    console.print(table)
 
 
 def saved_in(directory: Path) -> dict[str, str]:

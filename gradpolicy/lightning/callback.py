@@ -443,14 +443,14 @@ def _matched(named: Mapping[str, Tensor], name: str, policy: Freeze) -> list[Ten
 
 def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
     """Wraps an optimizer that holds any of the wanted parameters."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if wanted.isdisjoint(map(id, held)):
+    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if wanted.isdisjoint(map(id, optimized)):
         return optimizer
     present = wrapper_of(optimizer)
     if present is None:
         return as_masked(optimizer)
     # The module returned the same optimizer in a former fit. Those masks no longer hold.
-    present.set_masks(dict.fromkeys(held))
+    present.set_masks(dict.fromkeys(optimized))
     present.effective_steps = 0
     return present
 
@@ -458,14 +458,14 @@ def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> tor
 def _check_optimized(
     named: Mapping[str, Tensor], wanted: set[int], optimizers: list[MaskedOptimizer]
 ) -> None:
-    held = {
+    optimized = {
         id(parameter)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    lost = [name for name, parameter in named.items() if id(parameter) in wanted - held]
-    if lost and not held:
+    lost = [name for name, parameter in named.items() if id(parameter) in wanted - optimized]
+    if lost and not optimized:
         raise PolicyError(f"freeze policies match parameters that no optimizer holds: {', '.join(lost[:5])}")
 
 

@@ -1,4 +1,4 @@
-"""One exchange of a sparse topology: which entries stay, which are grown, and what these begin with."""
+"""One exchange of a sparse topology: which entries stay, which are grown, and with which values."""
 
 import math
 
@@ -26,13 +26,13 @@ def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, d
         The mask of what stays.
     """
     weight = weight.flatten()
-    places = active.flatten().nonzero().flatten()
-    if len(places) > target:
-        places = places[highest(weight[places].abs(), target)]
-    parts = [places]
+    indices = active.flatten().nonzero().flatten()
+    if len(indices) > target:
+        indices = indices[highest(weight[indices].abs(), target)]
+    parts = [indices]
     if drop == "sign":
-        negative = weight[places] < 0
-        parts = [places[negative], places[~negative]]
+        negative = weight[indices] < 0
+        parts = [indices[negative], indices[~negative]]
     kept = torch.zeros_like(active).flatten()
     for part in parts:
         stay = highest(weight[part].abs(), len(part) - int(len(part) * fraction))
@@ -60,32 +60,32 @@ def grown_at_random(kept: Tensor, key: int, target: int) -> Tensor:
     return _marked(_highest_words(key, ~kept.flatten(), wanted), kept)
 
 
-def normal_values(key: int, places: Tensor, deviation: float) -> Tensor:
-    """Normal values with mean 0, of the key and each place alone, the same on every device.
+def normal_values(key: int, indices: Tensor, deviation: float) -> Tensor:
+    """Normal values with mean 0, of the key and each index alone, the same on every device.
 
     Args:
         key: 64 bits.
-        places: Flat indices, ascending.
+        indices: Flat indices, ascending.
         deviation: The standard deviation.
 
     Returns:
-        A float64 tensor, one value a place.
+        A float64 tensor, one value an index.
     """
     # Computed where every process computes alike: erfinv differs between devices in its last bits.
-    words = words_at(key, places.cpu())
+    words = words_at(key, indices.cpu())
     drawn = math.sqrt(2.0) * deviation * torch.erfinv((2.0 * words + 1.0) / 2.0**32 - 1.0)
-    return drawn.to(places.device)
+    return drawn.to(indices.device)
 
 
-def _marked(places: Tensor, like: Tensor) -> Tensor:
-    """Flags of a shape, set at some flat places."""
+def _marked(indices: Tensor, like: Tensor) -> Tensor:
+    """Flags of a shape, set at some flat indices."""
     marks = torch.zeros_like(like).flatten()
-    marks[places] = True
+    marks[indices] = True
     return marks.reshape(like.shape)
 
 
 def _highest_words(key: int, among: Tensor, count: int) -> Tensor:
-    """The places of the entries with the highest words, in ascending order; of equal words the first.
+    """The indices of the entries with the highest words, in ascending order; of equal words the first.
 
     Args:
         key: 64 bits.
@@ -98,7 +98,7 @@ def _highest_words(key: int, among: Tensor, count: int) -> Tensor:
     share += 6.0 * math.sqrt(share / max(candidates, 1))
     while True:
         low = bernoulli(key, max(1.0 - share, 0.0), 0, among.numel(), among.device)
-        places = (among & ~low).nonzero().flatten()
-        if len(places) >= count or share >= 1.0:
-            return places[highest(words_at(key, places), count)]
+        indices = (among & ~low).nonzero().flatten()
+        if len(indices) >= count or share >= 1.0:
+            return indices[highest(words_at(key, indices), count)]
         share *= 2.0

@@ -48,16 +48,16 @@ def find_layers(names: Iterable[str], stacks: str | Iterable[str] | None = None)
     if not any(members.values()):
         return [Layer(module, tuple(inside), True) for module, inside in _by_module(names).items()]
     runs: list[tuple[str | None, list[str]]] = []
-    places: dict[str, int] = {}
+    run_of: dict[str, int] = {}
     for name in names:
         member = members[name]
-        if member in places:
-            runs[places[member]][1].append(name)
+        if member in run_of:
+            runs[run_of[member]][1].append(name)
         elif member is None and runs and runs[-1][0] is None:
             runs[-1][1].append(name)
         else:
             if member is not None:
-                places[member] = len(runs)
+                run_of[member] = len(runs)
             runs.append((member, [name]))
     return [
         Layer(member or "+".join(_by_module(inside)), tuple(inside), member is not None)

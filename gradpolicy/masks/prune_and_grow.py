@@ -220,9 +220,9 @@ class PruneAndGrow(GradientSource):
             if self.grow_init == "random":
                 # RigL's rule leaves what comes back at once its value, SET's gives it a new one.
                 new = grown if self.grow == "random" else grown & ~active
-                places = new.flatten().nonzero().flatten()
+                indices = new.flatten().nonzero().flatten()
                 key = derive(self.seed, period, name, "prune_and_grow", "init")
-                self._begun[name] = (places, normal_values(key, places, self._deviations[name]))
+                self._begun[name] = (indices, normal_values(key, indices, self._deviations[name]))
 
     def _key(self, name: str, period: int) -> int:
         return derive(self.seed, period, name, "prune_and_grow")

@@ -8,7 +8,7 @@ from torch.nn import functional
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from gradpolicy.insight.attribution import class_logits
+from gradpolicy.logits import class_logits
 from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory, Task
 
 

@@ -108,8 +108,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embeds tokens of shape (batch, length)."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.token(tokens) + self.position(places)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.token(tokens) + self.position(positions)
 
 
 class Layer(nn.Module):

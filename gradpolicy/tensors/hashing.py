@@ -81,20 +81,20 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
     return drawn
 
 
-def words_at(key: int, places: Tensor) -> Tensor:
+def words_at(key: int, indices: Tensor) -> Tensor:
     """The words that :func:`bernoulli` compares with its threshold, at some indices.
 
     Args:
         key: 64 bits, as :func:`derive` gives them.
-        places: Indices (int64), ascending.
+        indices: Indices (int64), ascending.
 
     Returns:
-        Whole numbers in [0, 2³²) as float64, on the places' device.
+        Whole numbers in [0, 2³²) as float64, on the device of the indices.
     """
-    places = places.contiguous()
-    words = places.to(torch.int32)
-    for first, last, segment_key in _segments(key, 0, int(places[-1]) + 1 if len(places) else 0):
-        begin, end = torch.searchsorted(places, places.new_tensor([first, last])).tolist()
+    indices = indices.contiguous()
+    words = indices.to(torch.int32)
+    for first, last, segment_key in _segments(key, 0, int(indices[-1]) + 1 if len(indices) else 0):
+        begin, end = torch.searchsorted(indices, indices.new_tensor([first, last])).tolist()
         _scramble(words[begin:end], segment_key)
     return (words.to(torch.int64) & _WORD).double()
 

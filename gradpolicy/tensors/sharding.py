@@ -48,22 +48,22 @@ def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
     return all_finite([*plain, *sums])
 
 
-def write_entries(tensor: Tensor, places: Tensor, values: Tensor) -> None:
-    """Writes values at flat places of the whole tensor, each process those of its part.
+def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Writes values at flat indices of the whole tensor, each process those of its part.
 
     Args:
         tensor: What is written to.
-        places: Flat indices into the whole tensor, ascending.
-        values: One a place.
+        indices: Flat indices into the whole tensor, ascending.
+        values: One an index.
     """
     values = values.to(tensor.dtype)
     if not is_sharded(tensor):
-        tensor[torch.unravel_index(places, tensor.shape)] = values
+        tensor[torch.unravel_index(indices, tensor.shape)] = values
         return
-    written = torch.zeros(tensor.shape, dtype=torch.bool, device=places.device).flatten()
-    written[places] = True
-    content = torch.zeros(written.shape, dtype=values.dtype, device=places.device)
-    content[places] = values
+    written = torch.zeros(tensor.shape, dtype=torch.bool, device=indices.device).flatten()
+    written[indices] = True
+    content = torch.zeros(written.shape, dtype=values.dtype, device=indices.device)
+    content[indices] = values
     marks = local_shard(shard_like(written.reshape(tensor.shape), tensor))
     own = local_shard(tensor)
     own.copy_(torch.where(marks, local_shard(shard_like(content.reshape(tensor.shape), tensor)), own))

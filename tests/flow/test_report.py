@@ -170,7 +170,7 @@ def test_a_strict_installation_raises_after_it_has_come_off(x):
         installed.remove()
 
 
-def test_a_model_that_never_ran_and_a_policy_that_never_held_say_nothing(x, told):
+def test_a_model_that_never_ran_and_a_policy_that_was_never_active_say_nothing(x, told):
     def quiet():
         with gp.install(Steps(), [gp.Guided()]):
             pass

@@ -12,7 +12,6 @@ import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.attribution import (
     METHODS,
-    class_logits,
     deconv,
     get_method,
     gradient,
@@ -22,7 +21,7 @@ from gradpolicy.insight.attribution import (
     predict,
     smoothgrad,
 )
-from gradpolicy.tasks import Prediction, QuantizedConvNet
+from gradpolicy.tasks import QuantizedConvNet
 
 TARGETS = torch.tensor([2, 0, 1])
 
@@ -168,14 +167,6 @@ def test_a_quantised_model_is_attributed_through_straight_through_gradients() ->
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda x: x, lambda x: Prediction(logits=x, probe_logits=x), lambda x: {"logits": x}]
-)
-def test_logits_are_found_in_what_models_give(wrap: Callable[[Tensor], object]) -> None:
-    logits = torch.rand(2, 3)
-    assert class_logits(wrap(logits)) is logits
-
-
-@pytest.mark.parametrize(
     ("call", "message"),
     [
         (
@@ -192,7 +183,6 @@ def test_logits_are_found_in_what_models_give(wrap: Callable[[Tensor], object]) 
             "no gradient reaches the images",
         ),
         (lambda model, images: deconv(model, images, policies=[gp.Stop(modules="relu3")]), "relu3"),
-        (lambda model, images: class_logits("text"), "gave str"),
     ],
 )
 def test_wrong_input_is_named(call: Callable, message: str, modules: Modules, images: Tensor) -> None:

@@ -132,7 +132,7 @@ def test_what_is_no_mask_of_the_parameter_is_an_error(stack, mask, message: str)
         gp.Freezer(stack, optimizer, {"mine": policy}).begin_step(0)
 
 
-def test_an_object_serves_one_policy(stack) -> None:
+def test_an_object_is_the_source_of_one_policy_only(stack) -> None:
     """A second one would set it up anew with other parameters."""
     source, optimizer = OneParameter(), gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
     policies = {name: gp.Freeze(source, params=f"{name}.*") for name in ("head", "embed")}

@@ -105,7 +105,7 @@ def test_set_takes_the_course_of_its_paper_step_by_step(prepared) -> None:
 
 
 @pytest.mark.parametrize("grow", ["gradient", "random"])
-def test_random_beginnings_are_the_same_on_every_rank_and_after_resume(prepared, grow: str) -> None:
+def test_random_start_values_are_the_same_on_every_rank_and_after_resume(prepared, grow: str) -> None:
     begun = torch.randn(20, 20)
     arguments = {"grow": grow, "grow_init": "random", "anneal": "constant"}
     ranks = [prepared(sources(**arguments), {"w": begun.clone()}) for _ in range(3)]
@@ -238,7 +238,7 @@ def test_erk_meets_the_density_of_the_whole(prepared) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_random_beginnings_have_the_parameters_dtype(prepared, dtype: torch.dtype) -> None:
+def test_random_start_values_have_the_parameters_dtype(prepared, dtype: torch.dtype) -> None:
     weight = torch.randn(20, 20).to(dtype)
     source = prepared(sources(grow="random"), {"w": weight})
     source.apply()
