@@ -1,0 +1,166 @@
+"""Under every rule an entry moves as the optimizer itself would move it alone, over its active steps."""
+
+import pytest
+import torch
+from pytorch_optimizer import Lion
+
+import gradpolicy as gp
+from gradpolicy.optim.update_rules import RULES, rule_for
+from tests.optim.alone import run_alone
+
+KINDS = {
+    "adam": (torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.1, "betas": (0.6, 0.8)}),
+    "amsgrad": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "maximize": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
+    "dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.1}),
+    "rmsprop centered": (torch.optim.RMSprop, {"lr": 0.1, "centered": True, "weight_decay": 0.1}),
+    "rmsprop momentum": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5}),
+    "rmsprop both": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "centered": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "adagrad decay": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.3}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.1, "weight_decay": 0.1}),
+    "nadamw": (torch.optim.NAdam, {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "radam": (torch.optim.RAdam, {"lr": 0.1}),
+    "radam adapting": (torch.optim.RAdam, {"lr": 0.1, "weight_decay": 0.1, "betas": (0.5, 0.9)}),
+    "lion": (Lion, {"lr": 0.1, "weight_decay": 0.1}),
+    "lion coupled": (Lion, {"lr": 0.1, "weight_decay": 0.1, "weight_decouple": False, "maximize": True}),
+}
+SHAPES = [(4, 3), (4, 1), (1, 3), (1, 1), (4, 3), (), (4, 3)]
+
+
+def course():
+    """Masks of every shape, each held for three steps, and a gradient a step."""
+    masks = [mask for shape in SHAPES for mask in [torch.rand(shape) < 0.5] * 3]
+    return masks, [torch.randn(4, 3, dtype=torch.float64) for _ in masks]
+
+
+def follow(optimizer, weight, masks, gradients):
+    for mask, gradient in zip(masks, gradients, strict=True):
+        optimizer.set_mask(weight, mask)
+        frozen, before = ~mask.expand(weight.shape), weight.detach().clone()
+        weight.grad = gradient.masked_fill(frozen, torch.nan)
+        optimizer.step()
+        assert torch.equal(weight.detach()[frozen], before[frozen])
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("name", KINDS)
+def test_each_entry_moves_as_alone(kernels, name, frozen_state):
+    kind, settings = KINDS[name]
+    start, (masks, gradients) = torch.randn(4, 3, dtype=torch.float64), course()
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = gp.MaskedOptimizer(kind([weight], **settings), frozen_state=frozen_state)
+    follow(optimizer, weight, masks, gradients)
+    expected = run_alone(kind, settings, start, gradients, masks, frozen_state)
+    torch.testing.assert_close(weight.detach(), expected, atol=1e-12, rtol=1e-12)
+
+
+def test_every_rule_is_tested():
+    assert {rule_for(kind([torch.zeros(1)], **settings)).__class__ for kind, settings in KINDS.values()} == {
+        *RULES.values()
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_by_the_count_of_the_tensor_frozen_entries_are_put_back_and_all_else_is_torchs(kernels, name):
+    kind, settings = KINDS[name]
+    weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+    plain = torch.nn.Parameter(weight.detach().clone())
+    optimizer = gp.MaskedOptimizer(kind([weight], **settings), bias_correction="tensor")
+    alone, mask = kind([plain], **settings), torch.rand(4, 3) < 0.5
+    optimizer.set_mask(weight, mask)
+    start = weight.detach().clone()
+    for _ in range(7):
+        weight.grad = torch.randn(4, 3, dtype=torch.float64)
+        plain.grad = weight.grad.clone()
+        optimizer.step()
+        alone.step()
+    expected = torch.where(mask, plain.detach(), start)
+    torch.testing.assert_close(weight.detach(), expected, atol=1e-12, rtol=1e-12)
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """An optimizer of a user's own."""
+
+    def __init__(self, params, lr, momentum=0.5):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state.setdefault("step", torch.tensor(0.0))
+                state.setdefault("mean", torch.zeros_like(parameter))
+                state["step"] += 1
+                state["mean"].lerp_(parameter.grad, 1 - group["momentum"])
+                parameter -= group["lr"] / state["step"].item() * state["mean"].sign()
+
+
+@pytest.fixture
+def own_rule(monkeypatch):
+    monkeypatch.setattr("gradpolicy.optim.update_rules._REGISTERED", {})
+
+    @gp.update_rule(SignMomentum)
+    class Rule(gp.UpdateRule):
+        names = ("mean",)
+
+        def state(self, group):
+            return {"mean": 0.0}
+
+        def settings(self, group):
+            return (1.0, group["lr"], group["momentum"])
+
+        def numbers(self, ages):
+            return (1 / ages,)
+
+        def update(self, parameter, gradient, state, settings, numbers):
+            sign, lr, momentum = settings
+            mean = state["mean"] + (sign * gradient - state["mean"]) * (1 - momentum)
+            return parameter - lr * numbers[0] * mean.sign(), {"mean": mean}
+
+    return Rule
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_a_rule_of_a_users_own_makes_their_optimizer_exact(own_rule, frozen_state):
+    start, (masks, gradients) = torch.randn(4, 3, dtype=torch.float64), course()
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = gp.MaskedOptimizer(SignMomentum([weight], lr=0.1), frozen_state=frozen_state)
+    follow(optimizer, weight, masks, gradients)
+    expected = run_alone(SignMomentum, {"lr": 0.1}, start, gradients, masks, frozen_state)
+    torch.testing.assert_close(weight.detach(), expected, atol=1e-12, rtol=1e-12)
+    assert isinstance(rule_for(optimizer.inner), own_rule)
+
+
+def test_a_step_that_is_overridden_has_no_rule():
+    class Slower(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Renamed(torch.optim.AdamW):
+        pass
+
+    weights = [torch.zeros(1, requires_grad=True)]
+    assert rule_for(Slower(weights)) is None
+    assert rule_for(Renamed(weights)) is not None
+    assert rule_for(Lion(weights, cautious=True)) is None
+    assert rule_for(torch.optim.Adadelta(weights)) is None
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: gp.update_rule(torch.nn.Linear), "a class of optimizers"),
+        (lambda: gp.update_rule(torch.optim.SGD)(lambda: None), "subclass of gradpolicy.UpdateRule"),
+    ],
+)
+def test_what_is_no_rule_is_refused(use, message):
+    with pytest.raises(gp.PolicyError, match=message):
+        use()
