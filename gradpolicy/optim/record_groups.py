@@ -133,6 +133,8 @@ def _mark(state: dict[str, Any]) -> int:
     for key in sorted(state):
         value = state[key]
         if isinstance(value, Tensor):
+            if not value.dim() and key != "step":
+                continue  # torch casts what it counts beside the steps to the parameter's dtype
             places = torch.arange(0, value.numel(), max(value.numel() // _SAMPLE, 1), device=value.device)
             sample = value[torch.unravel_index(places, value.shape)] if value.dim() else value.reshape(1)
             content = sample.cpu().contiguous().view(torch.uint8).numpy().tobytes()
