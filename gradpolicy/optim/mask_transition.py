@@ -69,80 +69,107 @@ def set_flags(masked: MaskedParameter, flags: Tensor, block: int) -> None:
     partly = 0 < active < flags.numel()
     if not partly:
         flags, block = flags[:1], masked.layout.size
-    state = {} if masked.rule is None else masked.entry_state()
-    old_index, old_block = masked.index, masked.block
-    flags = _turn_ages(masked, flags, block)
+    names = () if masked.rule is None else tuple(masked.entry_state())
     masked.active_entries = active * block if partly else masked.layout.size * bool(active)
     if not is_sharded(masked.parameter):
         masked.frozen_everywhere = not active
-    if masked.rule is not None and partly and masked.frozen_state == "drop":
-        masked.index = select(flags.device).pack_bits(flags)
-    _move_state(masked, state, old_index, old_block)
-    if masked.index is not None:
-        masked.ages = _compress(masked, masked.ages, 1)
-    if not active and masked.forgets:
+    if masked.index is not None and partly and block == masked.block:
+        source, fine = masked.index, block
+        _repack_ages(masked, flags)
+    else:
+        source, fine = _turn_ages(masked, flags, block)
+        if partly and masked.rule is not None and masked.frozen_state == "drop":
+            _pack_ages(masked, masked.ages > 0)
+    if active:
+        _move_state(masked, names, source, fine)
+    elif masked.forgets:
         _empty(masked)
-    elif partly and masked.forgets and masked.rule is None:
+    if partly and masked.forgets and masked.rule is None:
         own = entry_state(masked.state, masked.parameter)
         restoring.empty_frozen(own, masked)
 
 
-def _turn_ages(masked: MaskedParameter, flags: Tensor, block: int) -> Tensor:
-    """Bring ages in line with flags, for all blocks; both become as fine as either is.
+def _turn_ages(masked: MaskedParameter, flags: Tensor, block: int) -> tuple[Tensor | None, int]:
+    """Bring ages in line with flags, for all blocks; they become as fine as either is.
 
     Returns:
-        The flags, one for each age.
+        The index that had state so far, and the entries in its blocks, which are as fine.
     """
-    ages, fine = masked.uncounted_ages(), min(block, masked.block)
+    ages, fine, source = masked.uncounted_ages(), min(block, masked.block), masked.index
+    kernels = select(ages.device, ages.dtype)
     if masked.block > fine:
         ages = ages.repeat_interleave(masked.block // fine)
+        source = None if source is None else kernels.pack_bits(ages > 0)
     if block > fine:
         flags = flags.repeat_interleave(block // fine)
-    select(ages.device, ages.dtype).turn(ages, masked.uncounted, flags, masked.forgets)
-    if block == masked.layout.size and ages.numel() > 1 and bool((ages == ages[:1]).all()):
-        ages, fine = ages[:1].clone(), block
+    kernels.turn(ages, masked.uncounted, flags, masked.forgets)
     masked.ages, masked.block, masked.index, masked.uncounted = ages, fine, None, 0
-    return flags
+    if block == masked.layout.size and ages.numel() > 1 and bool((ages == ages[:1]).all()):
+        masked.ages, masked.block = ages[:1].clone(), block
+    return source, fine
 
 
-def _move_state(masked: MaskedParameter, state: dict[str, Tensor], index: Tensor | None, block: int) -> None:
+def _pack_ages(masked: MaskedParameter, flags: Tensor) -> None:
+    """Keep the ages of active blocks alone, from those of all."""
+    masked.index = select(flags.device).pack_bits(flags)
+    masked.ages = _repacked(masked, masked.ages, None, masked.block, 1)
+
+
+def _repack_ages(masked: MaskedParameter, flags: Tensor) -> None:
+    """Keep the ages of blocks that are active now, from those of blocks that were; others are of age 0."""
+    masked.count_ages()
+    source, masked.index = masked.index, select(flags.device).pack_bits(flags)
+    masked.ages = _repacked(masked, masked.ages, source, masked.block, 1, 1.0)
+
+
+def _move_state(masked: MaskedParameter, names: Iterable[str], source: Tensor | None, block: int) -> None:
     """Have state lie as the new index says, one tensor after the other; empty what froze and forgets.
 
     Args:
-        masked: the parameter, with its new ages and index.
-        state: what the rule keeps, as it lies.
-        index: what had state so far; None: every entry.
-        block: entries in a block of that index.
+        masked: the parameter, with its new ages and index, some of whose entries are active.
+        names: of what the rule keeps, as far as it exists.
+        source: the index that had state so far; None: every entry.
+        block: entries in a block of either index.
     """
-    if not state:
+    if not names:
         return
     assert masked.rule is not None
     layout, starts = masked.layout, masked.rule.state(masked.group)
-    empties = masked.forgets and 0 < masked.active_entries < layout.size
+    empties = masked.forgets and masked.active_entries < layout.size
     masked.forget_views()
-    for name, value in state.items():
-        start = starts.get(name, 0.0)
-        kernels = select(value.device, value.dtype)
-        if index is not None:
-            dense = kernels.expand(value, index, block, layout.size // block, start)
-        elif masked.index is not None or empties:
-            dense = layout.flat(value)
-        if masked.index is not None:
-            masked.state[name] = _compress(masked, dense, masked.block)
-            continue
-        if empties:
-            kernels.fill_frozen(dense, masked.ages, None, masked.block, start)
-        if index is not None:
-            masked.state[name] = layout.shaped(dense, masked.parameter)
+    for name in names:
+        value, start = masked.state[name], starts.get(name, 0.0)
+        if source is not None or masked.index is not None:
+            flat = layout.flat(value) if source is None else value
+            flat = _repacked(masked, flat, source, block, block, start)
+            masked.state[name] = layout.shaped(flat, masked.parameter) if masked.index is None else flat
         elif empties:
-            layout.write_back(dense, value)
+            flat = layout.flat(value)
+            select(flat.device, flat.dtype).fill_frozen(flat, masked.ages, None, masked.block, start)
+            layout.write_back(flat, value)
 
 
-def _compress(masked: MaskedParameter, values: Tensor, block: int) -> Tensor:
-    """What lies in the parameter's index, of values that are so many a block."""
-    assert masked.index is not None
-    blocks = masked.active_entries // masked.block
-    return select(values.device, values.dtype).compress(values, masked.index, block, blocks)
+def _repacked(
+    masked: MaskedParameter,
+    values: Tensor,
+    source: Tensor | None,
+    block: int,
+    per_block: int,
+    fill: float = 0.0,
+) -> Tensor:
+    """Values that followed another index, as they follow the parameter's.
+
+    Args:
+        masked: the parameter, some of whose entries are active.
+        values: so many a block.
+        source: the other index; None: of all blocks.
+        block: entries in a block of either index.
+        per_block: values of a block.
+        fill: the value of blocks that the other index lacks.
+    """
+    blocks, kept = masked.layout.size // block, masked.active_entries // block
+    kernels = select(values.device, values.dtype)
+    return kernels.repack(values, source, masked.index, per_block, blocks, kept, fill)
 
 
 def _empty(masked: MaskedParameter) -> None:
@@ -155,8 +182,8 @@ def _empty(masked: MaskedParameter) -> None:
     restarts = masked.bias_correction == "entry" and (exact or masked.frozen_everywhere)
     gone = restarts and (drops or not exact) and masked.forget_state()
     if not gone and drops and exact:
-        for name in masked.entry_state():
-            del masked.state[name]
+        for name in masked.rule.names:
+            masked.state.pop(name, None)
     elif not gone:
         reset_state(masked.optimizer, masked.group, masked.parameter, masked.state)
     if restarts:
@@ -179,10 +206,9 @@ def adopt_ages(masked: MaskedParameter, ages: Tensor, block: int) -> None:
         masked.frozen_everywhere = not count
     exact = masked.rule is not None
     if exact and masked.frozen_state == "drop" and 0 < count < active.numel():
-        state = masked.entry_state()
-        masked.index = select(active.device).pack_bits(active)
-        _move_state(masked, state, None, 1)
-        masked.ages = _compress(masked, masked.ages, 1)
+        names = tuple(masked.entry_state())
+        _pack_ages(masked, active)
+        _move_state(masked, names, None, block)
     elif not count and (masked.frozen_state == "drop" or (masked.forgets and not exact)):
         _empty(masked)
     masked.ready_plain_step()

@@ -149,16 +149,30 @@ class MaskedParameter:
 
     def uncounted_ages(self) -> Tensor:
         """Signed ages of all blocks, with room for the updates that are still to be counted in."""
+        self._make_room()
+        return self._of_all_blocks(self.ages, 1, -1)
+
+    def count_ages(self) -> None:
+        """Have the ages tell all updates."""
+        self._make_room()
+        self.ages, self.uncounted = entry_ages.count(self.ages, self.uncounted), 0
+
+    def _make_room(self) -> None:
+        """Have ages of as many bits as the oldest entry needs."""
         if self.ages.dtype == entry_ages.NARROW and self.oldest >= entry_ages.LAST_NARROW:
             self.ages = self.ages.to(entry_ages.WIDE)
-        if self.index is None:
-            return self.ages
-        blocks = self.layout.size // self.block
-        return select(self.ages.device, self.ages.dtype).expand(self.ages, self.index, 1, blocks, -1)
 
     def dense_ages(self) -> Tensor:
         """Signed ages of all blocks."""
         return entry_ages.count(self.uncounted_ages(), self.uncounted)
+
+    def _of_all_blocks(self, values: Tensor, per_block: int, fill: float) -> Tensor:
+        """Values that follow the index, with a number for the blocks that it lacks."""
+        if self.index is None:
+            return values
+        blocks = self.layout.size // self.block
+        kernels = select(values.device, values.dtype)
+        return kernels.repack(values, self.index, None, per_block, blocks, blocks, fill)
 
     def mask(self) -> Tensor:
         """The mask as it was set."""
@@ -313,9 +327,7 @@ class MaskedParameter:
             return dict(self.state)
         starts, dense = self.rule.state(self.group), dict(self.state)
         for name, value in self.entry_state().items():
-            blocks = self.layout.size // self.block
-            kernels = select(value.device, value.dtype)
-            flat = kernels.expand(value, self.index, self.block, blocks, starts.get(name, 0.0))
+            flat = self._of_all_blocks(value, self.block, starts.get(name, 0.0))
             dense[name] = self.layout.shaped(flat, self.parameter)
         return dense
 

@@ -88,7 +88,8 @@ class MaskedZero(MaskedOptimizer):
         """Load a whole state; each rank keeps what it owns."""
         own, saved = checkpoint.split(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        super().load_state_dict(state_dict)
+        # Torch's optimizer empties the state that it is given.
+        super().load_state_dict({**state_dict, "state": dict(state_dict["state"])})
         records = {parameters[index]: record for index, record in saved.get("parameters", {}).items()}
         # What was saved without a record was never masked there; here every parameter has one.
         for index, state in own["state"].items():

@@ -69,7 +69,7 @@ def test_plan_and_masks_of_seventy_billion_parameters(monkeypatch: pytest.Monkey
     assert plan.entries > 70e9
     assert len(masks) == LAYERS * 9 + 2
     assert all(isinstance(mask, RandomMask) for mask in masks.values())
-    assert seconds < 10
+    assert seconds < 60  # It takes a few; masks that are drawn would take minutes.
     assert kilobytes < 1e6
 
 

@@ -123,6 +123,7 @@ def saved_on_one_loads_on_two(state: dict[str, Any], weights: dict[str, Tensor])
     model.load_state_dict(weights)
     optimizer = masked(zero(model))
     optimizer.load_state_dict(state)
+    assert None not in state["state"].values(), "what is loaded stays as it was"
     train(model, optimizer, "zero", range(4, STEPS))
     return facts(model, optimizer)
 

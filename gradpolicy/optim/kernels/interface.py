@@ -83,8 +83,24 @@ class Kernels(Protocol):
             fill: the number, or the other tensor.
         """
 
-    def compress(self, values: Tensor, index: Tensor, block: int, active_blocks: int) -> Tensor:
-        """The values of the blocks in the index alone, one after the other."""
+    def repack(
+        self,
+        values: Tensor,
+        source: Tensor | None,
+        target: Tensor | None,
+        block: int,
+        blocks: int,
+        kept: int,
+        fill: float,
+    ) -> Tensor:
+        """The values of the blocks of one index, as another index has them.
 
-    def expand(self, packed: Tensor, index: Tensor, block: int, blocks: int, fill: float) -> Tensor:
-        """The reverse of `compress`, with a number for the blocks that are not in the index."""
+        Args:
+            values: of the blocks in `source`, one after the other.
+            source: the index that the values follow; None: they are of all blocks.
+            target: the index that the result follows; None: it is of all blocks.
+            block: entries in a block.
+            blocks: how many blocks there are.
+            kept: how many blocks are in `target`.
+            fill: the number for blocks that are in `target` alone.
+        """

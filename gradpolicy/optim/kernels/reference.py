@@ -62,26 +62,33 @@ class Reference:
         rows = values.view(-1, block)
         other = fill.reshape(-1, block) if isinstance(fill, Tensor) else None
         for part in _stretches(rows.shape[0], values.device, block):
-            active = (_bits(index, part) if ages is None else ages[part] > 0).view(-1, 1)  # type: ignore[arg-type]
+            active = (_bits(index, part, values.device) if ages is None else ages[part] > 0).view(-1, 1)
             if other is None:
                 rows[part].masked_fill_(~active, fill)
             else:
                 rows[part] = torch.where(active, rows[part], other[part])
 
-    def compress(self, values: Tensor, index: Tensor, block: int, active_blocks: int) -> Tensor:
-        """See `Kernels.compress`."""
-        rows = values.view(-1, block)
-        packed = values.new_empty(active_blocks, block)
-        for positions, place in _packed_stretches(index, rows.shape[0], block):
-            packed[place] = rows[positions]
-        return packed.view(-1)
-
-    def expand(self, packed: Tensor, index: Tensor, block: int, blocks: int, fill: float) -> Tensor:
-        """See `Kernels.expand`."""
-        rows = packed.new_full((blocks, block), fill)
-        for positions, place in _packed_stretches(index, blocks, block):
-            rows[positions] = packed.view(-1, block)[place]
-        return rows.view(-1)
+    def repack(
+        self,
+        values: Tensor,
+        source: Tensor | None,
+        target: Tensor | None,
+        block: int,
+        blocks: int,
+        kept: int,
+        fill: float,
+    ) -> Tensor:
+        """See `Kernels.repack`."""
+        rows, repacked = values.view(-1, block), values.new_empty(kept, block)
+        read = written = 0
+        for part in _stretches(blocks, values.device, block):
+            old, new = (_bits(index, part, values.device) for index in (source, target))
+            dense = values.new_full((part.stop - part.start, block), fill)
+            stop, end = read + int(old.count_nonzero()), written + int(new.count_nonzero())
+            dense[old] = rows[read:stop]
+            repacked[written:end] = dense[new]
+            read, written = stop, end
+        return repacked.view(-1)
 
 
 REFERENCE = Reference()
@@ -104,8 +111,10 @@ def _stretches(blocks: int, device: torch.device, block: int = 1) -> Iterator[sl
         yield slice(start, min(start + count, blocks))
 
 
-def _bits(index: Tensor, part: slice) -> Tensor:
-    """A flag for each block of a part, which begins with a byte of the index."""
+def _bits(index: Tensor | None, part: slice, device: torch.device) -> Tensor:
+    """A flag for each block of a part, which begins with a byte of the index; None: all are set."""
+    if index is None:
+        return torch.ones(part.stop - part.start, dtype=torch.bool, device=device)
     own = index[part.start // 8 : -(-part.stop // 8)].unsqueeze(1)
     shifts = torch.arange(8, dtype=torch.uint8, device=index.device)
     return (own >> shifts).bitwise_and_(1).view(-1)[: part.stop - part.start].bool()
@@ -115,7 +124,7 @@ def _packed_stretches(index: Tensor, blocks: int, block: int) -> Iterator[tuple[
     """For each stretch the blocks (int64) that are active, and where they lie in packed memory."""
     start = 0
     for part in _stretches(blocks, index.device, block):
-        positions = _bits(index, part).nonzero().view(-1) + part.start
+        positions = _bits(index, part, index.device).nonzero().view(-1) + part.start
         yield positions, slice(start, start + positions.numel())
         start += positions.numel()
 

@@ -45,18 +45,31 @@ def test_a_new_mask_turns_the_signs_of_ages(blocks, forget, dtype):
 @pytest.mark.parametrize("blocks", SIZES)
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.int16])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
-def test_values_of_active_blocks_are_packed_and_come_back(blocks, block, dtype, share):
-    flags = torch.rand(blocks) < share
-    values = (torch.randn(blocks * block) * 100).to(dtype)
-    dense = values.view(-1, block).clone()
-    dense[~flags] = 7
+@pytest.mark.parametrize("shares", list(itertools.product((None, 0.1, 0.9), (None, 0.0, 0.5))))
+def test_values_are_repacked_from_one_index_to_another(blocks, block, dtype, shares):
+    source, target = (
+        torch.ones(blocks) > 0 if each is None else torch.rand(blocks) < each for each in shares
+    )
+    values = (torch.randn(blocks, block) * 100).to(dtype)
+    expected = torch.where(source.unsqueeze(1), values, 7)[target]
+    for kernels in (NATIVE, REFERENCE):
+        indices = [
+            None if share is None else kernels.pack_bits(flags)
+            for share, flags in zip(shares, (source, target), strict=True)
+        ]
+        repacked = kernels.repack(values[source], *indices, block, blocks, int(target.sum()), 7)
+        assert torch.equal(repacked, expected.view(-1))
+
+
+@pytest.mark.parametrize("blocks", SIZES)
+def test_an_index_is_padded_to_whole_words(blocks):
+    flags = torch.rand(blocks) < 0.5
     for kernels in (NATIVE, REFERENCE):
         index = kernels.pack_bits(flags)
-        assert index.numel() % 8 == 0
-        packed = kernels.compress(values, index, block, int(flags.sum()))
-        assert torch.equal(packed, values.view(-1, block)[flags].view(-1))
-        assert torch.equal(kernels.expand(packed, index, block, blocks, 7), dense.view(-1))
+        assert index.numel() == -(-blocks // 64) * 8
+        bits = (index.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        assert torch.equal(bits.view(-1)[:blocks].bool(), flags)
+        assert not bits.view(-1)[blocks:].any()
 
 
 @pytest.mark.parametrize("blocks", SIZES)
@@ -85,7 +98,10 @@ def adam_update(blocks, block, dtype, packed, shared, ages_dtype=torch.int16):
     if packed:
         index = REFERENCE.pack_bits(active)
         count = int(active.sum())
-        state = {name: REFERENCE.compress(value, index, block, count) for name, value in state.items()}
+        state = {
+            name: REFERENCE.repack(value, None, index, block, blocks, count, 0.0)
+            for name, value in state.items()
+        }
         ages = ages[active].clone()
     return EntryUpdate(parameter, gradient, state, ages, block, index, 2, 5 if shared else None)
 

@@ -19,7 +19,7 @@ from gradpolicy.optim.update_rules import UpdateRule
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 STATES, MAX_SETTINGS = 3, 16
 _UPDATE_JOB = struct.Struct("9P3q3i4x")  # update_job of update.c
-_BLOCK_JOB = struct.Struct("5P3q4i")  # block_job of blocks.c
+_BLOCK_JOB = struct.Struct("6P3q4i")  # block_job of blocks.c
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FOLDER = Path(__file__).parent
 _forked = False
@@ -75,20 +75,21 @@ class Native:
             _block_job(values, ages=ages, index=index, blocks=blocks, block=block, fill=fill),
         )
 
-    def compress(self, values: Tensor, index: Tensor, block: int, active_blocks: int) -> Tensor:
-        """See `Kernels.compress`."""
-        packed = values.new_empty(active_blocks * block)
-        job = _block_job(values, packed, index=index, blocks=values.numel() // block, block=block)
-        _call(_blocks("compress"), job)
-        return packed
-
-    def expand(self, packed: Tensor, index: Tensor, block: int, blocks: int, fill: float) -> Tensor:
-        """See `Kernels.expand`."""
-        values = packed.new_empty(blocks * block)
-        _call(
-            _blocks("expand"), _block_job(values, packed, index=index, blocks=blocks, block=block, fill=fill)
-        )
-        return values
+    def repack(
+        self,
+        values: Tensor,
+        source: Tensor | None,
+        target: Tensor | None,
+        block: int,
+        blocks: int,
+        kept: int,
+        fill: float,
+    ) -> Tensor:
+        """See `Kernels.repack`."""
+        repacked = values.new_empty(kept * block)
+        job = _block_job(values, repacked, index=source, target=target, blocks=blocks, block=block, fill=fill)
+        _call(_blocks("repack"), job)
+        return repacked
 
 
 NATIVE = Native()
@@ -149,6 +150,7 @@ def _block_job(
     *,
     ages: Tensor | None = None,
     index: Tensor | None = None,
+    target: Tensor | None = None,
     flags: Tensor | None = None,
     blocks: int,
     block: int = 1,
@@ -158,7 +160,7 @@ def _block_job(
 ) -> bytes:
     if isinstance(fill, Tensor):
         packed, fill = fill, 0
-    tensors = (values, packed, ages, index, flags)
+    tensors = (values, packed, ages, index, target, flags)
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors), "C reads memory in order"
     item_bytes = 0 if values is None else values.element_size()
     return _BLOCK_JOB.pack(

@@ -2,10 +2,11 @@
 #include "common.h"
 
 typedef struct {
-    void *values;            /* dense: what is read, or written to */
-    void *packed;            /* values of active blocks alone, one after the other; or a second dense vector */
+    void *values;            /* what is read, or filled */
+    void *packed;            /* what is written to by repack; or a second dense vector */
     void *ages;              /* signed: above 0 a block is active */
-    uint8_t *active;         /* a bit a block: which blocks are active, where there are no ages */
+    uint8_t *active;         /* a bit a block: which blocks are active, where there are no ages; NULL: all */
+    const uint8_t *target;   /* the same for what is written */
     const uint8_t *flags;    /* a byte a block: the new mask */
     int64_t fill;            /* the bits of what frozen blocks get */
     int64_t blocks, block;
@@ -80,57 +81,44 @@ static void fill_frozen_part(const block_job *j, int64_t first, int64_t last)
 
 void fill_frozen(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PARTS(jobs, count, threads, fill_frozen_part); }
 
-/* --- compress, expand: between all blocks and active ones alone. */
+/* --- repack: values of the blocks of one index become those of another; new blocks get a number. */
 
-#define COMPRESS(type)                                                                          \
-    do {                                                                                        \
-        const type *values = j->values;                                                         \
-        type *packed = (type *)j->packed + count_bits(j->active, first) * j->block;             \
-        if (j->block == 1)                                                                      \
-            for (int64_t word = first / 64; word * 64 < last; word++)                           \
-                for (uint64_t left = word_of(j->active, word); left; left &= left - 1)          \
-                    *packed++ = values[word * 64 + __builtin_ctzll(left)];                      \
-        else                                                                                    \
-            for (int64_t b = first; b < last; b++) {                                            \
-                if (!is_set(j->active, b)) continue;                                            \
-                memcpy(packed, values + b * j->block, j->block * sizeof(type));                 \
-                packed += j->block;                                                             \
-            }                                                                                   \
-    } while (0)
+static inline uint64_t blocks_of_word(const uint8_t *index, int64_t word, int64_t last)
+{
+    if (index) return word_of(index, word);
+    return last - word * 64 >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << (last - word * 64)) - 1;
+}
 
-#define EXPAND(type)                                                                            \
+#define REPACK(type, block)                                                                     \
     do {                                                                                        \
-        type *values = j->values;                                                               \
-        const type *packed = (const type *)j->packed + count_bits(j->active, first) * j->block; \
+        const type *from = (const type *)j->values + (j->active ? count_bits(j->active, first) : first) * (block); \
+        type *to = (type *)j->packed + (j->target ? count_bits(j->target, first) : first) * (block); \
         type fill;                                                                              \
         memcpy(&fill, &j->fill, sizeof fill);                                                   \
-        for (int64_t i = first * j->block; i < last * j->block; i++) values[i] = fill;          \
-        if (j->block == 1)                                                                      \
-            for (int64_t word = first / 64; word * 64 < last; word++)                           \
-                for (uint64_t left = word_of(j->active, word); left; left &= left - 1)          \
-                    values[word * 64 + __builtin_ctzll(left)] = *packed++;                      \
-        else                                                                                    \
-            for (int64_t b = first; b < last; b++) {                                            \
-                if (!is_set(j->active, b)) continue;                                            \
-                memcpy(values + b * j->block, packed, j->block * sizeof(type));                 \
-                packed += j->block;                                                             \
+        for (int64_t word = first / 64; word * 64 < last; word++) {                             \
+            const uint64_t old = blocks_of_word(j->active, word, last);                         \
+            for (uint64_t left = blocks_of_word(j->target, word, last); left; left &= left - 1) { \
+                const uint64_t bit = left & -left;                                              \
+                const type *source = from + __builtin_popcountll(old & (bit - 1)) * (block);    \
+                if (old & bit) memcpy(to, source, (block) * sizeof(type));                      \
+                else for (int64_t i = 0; i < (block); i++) to[i] = fill;                        \
+                to += (block);                                                                  \
             }                                                                                   \
+            from += __builtin_popcountll(old) * (block);                                        \
+        }                                                                                       \
     } while (0)
 
-static void compress_part(const block_job *j, int64_t first, int64_t last)
+#define REPACK_ENTRIES_OR_ROWS(type) \
+    do {                             \
+        if (j->block == 1) REPACK(type, 1); \
+        else REPACK(type, j->block); \
+    } while (0)
+
+static void repack_part(const block_job *j, int64_t first, int64_t last)
 {
-    if (j->item_bytes == 2) COMPRESS(int16_t);
-    else if (j->item_bytes == 4) COMPRESS(int32_t);
-    else COMPRESS(int64_t);
+    if (j->item_bytes == 2) REPACK_ENTRIES_OR_ROWS(int16_t);
+    else if (j->item_bytes == 4) REPACK_ENTRIES_OR_ROWS(int32_t);
+    else REPACK_ENTRIES_OR_ROWS(int64_t);
 }
 
-static void expand_part(const block_job *j, int64_t first, int64_t last)
-{
-    if (j->item_bytes == 2) EXPAND(int16_t);
-    else if (j->item_bytes == 4) EXPAND(int32_t);
-    else EXPAND(int64_t);
-}
-
-void compress(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PARTS(jobs, count, threads, compress_part); }
-
-void expand(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PARTS(jobs, count, threads, expand_part); }
+void repack(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PARTS(jobs, count, threads, repack_part); }
