@@ -20,12 +20,12 @@ from gradpolicy.lightning.batch_limits import BatchLimits
 from gradpolicy.lightning.best_checkpoints import BestCheckpoints
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.exact_resume import ExactResume
 from gradpolicy.lightning.nonfinite import StopOnNonFinite
 from gradpolicy.lightning.preemption import SaveOnPreemption
 from gradpolicy.lightning.rank_watch import RankWatch
-from gradpolicy.lightning.resuming import CheckedResume
+from gradpolicy.lightning.checked_resume import CheckedResume
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
-from gradpolicy.tasks.resume import ExactResume
 from gradpolicy.where import match_modules, match_parameters
 
 

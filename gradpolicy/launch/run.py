@@ -36,7 +36,7 @@ from gradpolicy.launch.run_directory import RunDirectory, check_destinations, ru
 from gradpolicy.lightning.batch_limits import check_batches
 from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
-from gradpolicy.lightning.resuming import checked_restore
+from gradpolicy.lightning.checked_resume import checked_restore
 from gradpolicy.lightning.run_record import record_of
 
 # Warnings that hold for every small run and ask for no change.

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from gradpolicy.distributed.sharded_checkpoint import MARKER, is_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.lightning.best_checkpoints import BestCheckpoints, copy_whole
-from gradpolicy.tasks.resume import ExactResume
+from gradpolicy.lightning.exact_resume import ExactResume
 
 # The best of all is seen early: a run that forgets it takes a later one.
 SCORES = (0.5, 0.9, 0.3, 0.6, 0.7, 0.2)

@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.utilities import rank_zero_warn
 from torchmetrics import Metric
 
-from gradpolicy.tasks.interrupted import BATCH, EPOCH, VALIDATION
+from gradpolicy.lightning.resume_point import BATCH, EPOCH, VALIDATION
 
 # What says how a value is logged, but for its reduction and its synchronization.
 DESCRIPTION = (

@@ -16,7 +16,7 @@ from gradpolicy.errors import PolicyError, brief
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoint_checks import CANNOT_RESUME
 from gradpolicy.lightning.checkpoint_reading import KEY, check_checkpoint, named_checkpoints
-from gradpolicy.tasks.resume import ExactResume
+from gradpolicy.lightning.exact_resume import ExactResume
 
 COUNTED = ("optimizer_states", "lr_schedulers")
 # An error below one of these was caused by what the checkpoint holds.

@@ -13,8 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradpolicy.tasks.interrupted import let_in, moment, take_up
-from gradpolicy.tasks.logged import (
+from gradpolicy.lightning.logged_values import (
     averages,
     carry_rows_over,
     log_row,
@@ -22,6 +21,7 @@ from gradpolicy.tasks.logged import (
     row_to_come,
     written_rows,
 )
+from gradpolicy.lightning.resume_point import let_in, moment, take_up
 from gradpolicy.where import plain_name
 
 
@@ -32,8 +32,8 @@ class ExactResume(Callback):
       goes on;
     - within an accumulation window, the gradients gathered so far, of every rank;
     - the place of every rank's data loader, where it has one;
-    - what came next when the checkpoint was saved: see :mod:`gradpolicy.tasks.interrupted`;
-    - what the loggers were about to get, and averages: see :mod:`gradpolicy.tasks.logged`;
+    - what came next when the checkpoint was saved: see :mod:`gradpolicy.lightning.resume_point`;
+    - what the loggers were about to get, and averages: see :mod:`gradpolicy.lightning.logged_values`;
     - whether early stopping had ended the run.
 
     With a data module of :mod:`gradpolicy.tasks`, or any loader that knows its place, and an optimizer that
