@@ -1,7 +1,6 @@
 """Builds what a run consists of: data, model, policies and trainer."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +11,19 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.operations import resolve_operation
 from gradpolicy.launch.config import Settings
 from gradpolicy.launch.run_directory import RunDirectory
 from gradpolicy.launch.targets import build, build_all
 from gradpolicy.lightning.batch_limits import BatchLimits
 from gradpolicy.lightning.best_checkpoints import BestCheckpoints
 from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.checked_resume import CheckedResume
 from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
 from gradpolicy.lightning.exact_resume import ExactResume
 from gradpolicy.lightning.nonfinite import StopOnNonFinite
 from gradpolicy.lightning.preemption import SaveOnPreemption
 from gradpolicy.lightning.rank_watch import RankWatch
-from gradpolicy.lightning.checked_resume import CheckedResume
-from gradpolicy.policies import FlowPolicy, Freeze, Policy
-from gradpolicy.where import match_modules, match_parameters
+from gradpolicy.policies import Policy
 
 
 @dataclass
@@ -55,32 +52,6 @@ def build_subject(container: Mapping[str, Any]) -> Subject:
     for name, policy in subject.policies.items():
         _check_kind(f"policy.{name}", policy, Policy)
     return subject
-
-
-def check_patterns(subject: Subject) -> None:
-    """Matches everything that the policies name, so that an error names the config key.
-
-    Raises:
-        PolicyError: For a pattern that matches nothing, or an operation that does not exist.
-    """
-    for name, policy in subject.policies.items():
-        if isinstance(policy, Freeze | FlowPolicy) and policy.params:
-            with _under(f"policy.{name}.params"):
-                match_parameters(subject.model, policy.params)
-        if isinstance(policy, FlowPolicy) and policy.modules:
-            with _under(f"policy.{name}.modules"):
-                match_modules(subject.model, policy.modules)
-        for operation in policy.ops or () if isinstance(policy, FlowPolicy) else ():
-            with _under(f"policy.{name}.ops"):
-                resolve_operation(operation.removeprefix("!") if isinstance(operation, str) else operation)
-
-
-@contextmanager
-def _under(key: str) -> Iterator[None]:
-    try:
-        yield
-    except PolicyError as error:
-        raise PolicyError(f"{key}: {error}") from error
 
 
 class RunBegins(Callback):

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.plan import make_plan, training_loss
-from gradpolicy.launch.build import Subject, build_subject, build_trainer, check_patterns
+from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.config import Settings, read_settings, resolved
 from gradpolicy.launch.processes import (
     agreed,
@@ -34,9 +34,9 @@ from gradpolicy.launch.processes import (
 from gradpolicy.launch.report import Result, print_config, print_results, saved_in
 from gradpolicy.launch.run_directory import RunDirectory, check_destinations, run_directory
 from gradpolicy.lightning.batch_limits import check_batches
+from gradpolicy.lightning.checked_resume import checked_restore
 from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
-from gradpolicy.lightning.checked_resume import checked_restore
 from gradpolicy.lightning.run_record import record_of
 
 # Warnings that hold for every small run and ask for no change.
@@ -84,7 +84,6 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
             rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
         if checkpoint is not None and settings.train:
             console.print(f"going on from {checkpoint}", markup=False, soft_wrap=True)
-        check_patterns(subject)
         if settings.plan_only:
             check_trainer(settings, subject, directory)
         if is_first_rank() and (settings.plan_only or settings.extras.plan):

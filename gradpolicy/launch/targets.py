@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from gradpolicy.errors import PolicyError, brief, shown
+from gradpolicy.errors import PolicyError, brief, shown, under
 from gradpolicy.imports import KNOWN, allowed_packages, follow, home_of, import_by_name, is_allowed, lies_in
 from gradpolicy.launch import kinds
 from gradpolicy.launch.errors import LINE, root_cause
@@ -64,10 +64,8 @@ def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
     path, place = node[TARGET], f"{key}.{TARGET}"
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise PolicyError(f"{place}: must be a dotted path to a class or function, got {shown(path)}")
-    try:
+    with under(place):
         found = import_by_name(path) if lies_in(path, (*KNOWN, *allowed_packages())) else None
-    except PolicyError as error:
-        raise PolicyError(f"{place}: {error}") from error
     if found is None:
         raise PolicyError(f"{place}: {shown(path)} is not among what a config may build{_hint(path)}")
     if not callable(found):

@@ -28,7 +28,7 @@ from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked, deepspeed_refused
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.when import When
-from gradpolicy.where import named_parameters, once_each, pick
+from gradpolicy.where import named_parameters, once_each, pick_each
 
 # Lightning calls these, and never the forward of the LightningModule itself: it replaces that for a while.
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -168,7 +168,8 @@ class GradientPolicies(Callback):
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise deepspeed_refused(type(trainer.strategy).__name__)
         named = named_parameters(pl_module)
-        wanted = {id(p) for name, policy in policies.items() for p in _matched(named, name, policy)}
+        matched = pick_each(named, {name: policy.params for name, policy in policies.items()})
+        wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
         optimizers = [_masked_if_needed(optimizer, wanted) for optimizer in trainer.strategy.optimizers]
         self._masked = [optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)]
         _check_optimized(named, wanted, self._masked)
@@ -431,14 +432,6 @@ def _in_window(when: When, step: int, epoch: int) -> bool:
     """Whether a time lies between a policy's start and stop, whatever ``every`` says."""
     count = step if when.unit == "step" else epoch
     return when.start <= count and (when.stop is None or count < when.stop)
-
-
-def _matched(named: Mapping[str, Tensor], name: str, policy: Freeze) -> list[Tensor]:
-    """The parameters of a freeze policy; an error names the policy."""
-    try:
-        return list(pick(named, policy.params).values())
-    except PolicyError as error:
-        raise PolicyError(f"policy.{name}.params: {error}") from error
 
 
 def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
