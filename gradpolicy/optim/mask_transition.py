@@ -117,9 +117,9 @@ def _pack_ages(masked: MaskedParameter, flags: Tensor) -> None:
 
 def _repack_ages(masked: MaskedParameter, flags: Tensor) -> None:
     """Keep the ages of blocks that are active now, from those of blocks that were; others are of age 0."""
-    masked.count_ages()
-    source, masked.index = masked.index, select(flags.device).pack_bits(flags)
-    masked.ages = _repacked(masked, masked.ages, source, masked.block, 1, 1.0)
+    ages, source = masked.packed_ages(), masked.index
+    masked.index = select(flags.device).pack_bits(flags)
+    masked.ages, masked.uncounted = _repacked(masked, ages, source, masked.block, 1, 1.0), 0
 
 
 def _move_state(masked: MaskedParameter, names: Iterable[str], source: Tensor | None, block: int) -> None:
