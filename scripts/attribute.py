@@ -46,8 +46,8 @@ from gradpolicy.insight.attribution import Attribution, find_convolution, get_me
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
 from gradpolicy.launch.allowed_targets import KEY, trusted_packages
 from gradpolicy.launch.build import Subject, build_subject
-from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.report import replace_unencodable
+from gradpolicy.launch.messages import WRONG_INPUT, report_error, wrong_input_errors
+from gradpolicy.launch.results import replace_unencodable
 from gradpolicy.launch.run import quieter
 from gradpolicy.launch.targets import check_targets
 from gradpolicy.lightning.checkpoint_checks import check_fits

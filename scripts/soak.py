@@ -47,8 +47,8 @@ import gradpolicy.launch.run  # noqa: F401
 from gradpolicy.distributed.sharded_checkpoint import read_as_one
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.app import main as train
-from gradpolicy.launch.errors import TERMINATED
-from gradpolicy.launch.report import RESULT, Result
+from gradpolicy.launch.messages import TERMINATED
+from gradpolicy.launch.results import RESULT, Result
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where in a path a run's directory ends: what stands before differs from life to life, and means nothing.

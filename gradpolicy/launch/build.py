@@ -1,4 +1,4 @@
-"""Builds what a run consists of: data, model, policies and trainer."""
+"""Builds the parts of a run: data, model, policies and trainer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
-from gradpolicy.errors import PolicyError
 from gradpolicy.launch.config import Settings
 from gradpolicy.launch.run_directory import RunDirectory
 from gradpolicy.launch.targets import build, build_all
@@ -28,7 +27,7 @@ from gradpolicy.policies import Policy
 
 @dataclass
 class Subject:
-    """What policies act on: the data, the model, and the policies themselves."""
+    """The data, the model, and the policies that act on it."""
 
     data: LightningDataModule
     model: LightningModule
@@ -41,21 +40,15 @@ def build_subject(container: Mapping[str, Any]) -> Subject:
     Raises:
         PolicyError: If one cannot be built, or is of another kind.
     """
-    subject = Subject(
-        build(container["data"], "data"),
-        build(container["model"], "model"),
-        build_all(container.get("policy"), "policy"),
+    return Subject(
+        build(container["data"], "data", LightningDataModule),
+        build(container["model"], "model", LightningModule),
+        build_all(container.get("policy"), "policy", Policy),
     )
-    # A function of a package that is allowed may return anything.
-    _check_kind("data", subject.data, LightningDataModule)
-    _check_kind("model", subject.model, LightningModule)
-    for name, policy in subject.policies.items():
-        _check_kind(f"policy.{name}", policy, Policy)
-    return subject
 
 
 class RunBegins(Callback):
-    """Tells the run directory that a step was taken or a model tested: from then on it is kept."""
+    """Tells the run directory that a step was taken or a model tested, so that it is kept."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -70,17 +63,17 @@ class RunBegins(Callback):
 
 
 def build_trainer(settings: Settings, subject: Subject, directory: RunDirectory) -> Trainer:
-    """Builds the trainer, with the callbacks and plugins that every run has whatever its config says."""
+    """Builds the trainer, with the callbacks and plugins that every run has."""
     node = dict(settings.trainer)
     saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
-    chosen = list(_build_group("callbacks", settings.callbacks, Callback))
+    chosen = list(build_all(settings.callbacks, "callbacks", Callback).values())
     # Lightning refuses callbacks that its own switches turn off.
     switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
     off = tuple(kind for switch, kind in switches.items() if node.get(switch) is False)
     chosen = [callback for callback in chosen if not isinstance(callback, off)]
-    # After the policies: a value that is not finite does no harm in a gradient that a policy removes.
+    # After the policies: in a gradient that a policy removes, a value that is not finite does no harm.
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
-    # After the best checkpoint: the one to resume from has to record it.
+    # After the best checkpoint, since the one to resume from records which that is.
     chosen.sort(key=lambda callback: isinstance(callback, ModelCheckpoint) and callback.monitor is None)
     callbacks = [
         CheckedResume(),
@@ -95,12 +88,12 @@ def build_trainer(settings: Settings, subject: Subject, directory: RunDirectory)
         *([SaveOnPreemption()] if saves else []),
     ]
     plugins = build_plugins(node.pop("plugins", None))
-    loggers = _build_group("logger", settings.logger, Logger)
-    return build(node, "trainer", callbacks=callbacks, logger=loggers or False, plugins=plugins)
+    loggers = list(build_all(settings.logger, "logger", Logger).values())
+    return build(node, "trainer", Trainer, callbacks=callbacks, logger=loggers or False, plugins=plugins)
 
 
 def build_plugins(nodes: Any) -> list[Any]:
-    """Builds the trainer's plugins; checkpoints are written whole unless the config chooses another way."""
+    """Builds the trainer's plugins, with WholeCheckpointIO unless the config names another CheckpointIO."""
     nodes = [] if nodes is None else nodes if isinstance(nodes, list) else [nodes]
     plugins = [
         build(node, f"trainer.plugins[{index}]") if isinstance(node, Mapping) else node
@@ -111,15 +104,3 @@ def build_plugins(nodes: Any) -> list[Any]:
         if isinstance(writer, _WrappingCheckpointIO) and writer.checkpoint_io is None:
             writer.checkpoint_io = WholeCheckpointIO()
     return plugins if writers else [*plugins, WholeCheckpointIO()]
-
-
-def _build_group(group: str, nodes: Mapping[str, Any] | None, kind: type) -> list[Any]:
-    built = build_all(nodes, group)
-    for name, one in built.items():
-        _check_kind(f"{group}.{name}", one, kind)
-    return list(built.values())
-
-
-def _check_kind(key: str, built: object, kind: type) -> None:
-    if not isinstance(built, kind):
-        raise PolicyError(f"{key}: must be a {kind.__name__}, got {type(built).__name__}")
