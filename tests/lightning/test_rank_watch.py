@@ -51,7 +51,7 @@ def test_a_dead_rank_ends_the_job_with_its_number_and_cause(tmp_path: Path, faul
 @pytest.mark.slow
 def test_the_death_of_the_first_rank_ends_the_others(tmp_path: Path) -> None:
     _, errors, seconds = run(tmp_path, "2", "1000000", "first_killed")
-    assert "[rank 1] what launched this rank died: rank 0, or torchrun; ending the job" in errors
+    assert "[rank 1] the process that launched this rank died: rank 0, or torchrun; ending the job" in errors
     assert seconds < 60
 
 
