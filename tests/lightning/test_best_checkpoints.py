@@ -246,7 +246,7 @@ def test_no_name_in_a_checkpoint_replaces_what_this_run_would_not_write(tmp_path
     mine = tmp_path / "resumed/checkpoints/mine.ckpt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(PolicyError, match=r"mine\.ckpt is there already, of another run"):
+    with pytest.raises(PolicyError, match=r"mine\.ckpt exists already and is of another run"):
         fit(tmp_path / "resumed", last)
     assert mine.read_text() == "mine"
 

@@ -60,7 +60,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankWatch, dist.H
     """The watch of rank 0 of 2, the store that the ranks share, and what would have ended the process."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(rank_watch, "_PATIENCE", 0.05)
+    monkeypatch.setattr(rank_watch, "_GRACE", 0.05)
     store, watch = dist.HashStore(), RankWatch(every=0.02)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     trainer: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=SimpleNamespace(launcher=None))
