@@ -397,7 +397,7 @@ def _gradient_by_backward(loss: Tensor, parameters: Named) -> dict[str, Tensor]:
 
 
 def _ends_in_errors(gradients: Iterable[Tensor]) -> bool:
-    """Whether a function in the graph was marked ``once_differentiable``: autograd would take it as constant."""
+    """Whether a function in the graph is marked ``once_differentiable``: autograd takes it as constant."""
     nodes: list[Any] = [gradient.grad_fn for gradient in gradients]
     seen = {None}
     while nodes:
