@@ -6,7 +6,7 @@ What rounds here is an operation, so that a policy can name it: ``round`` in :cl
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gradpolicy.checks import check_whole
+from gradpolicy.where import match_names
 
 
 def quantize(values: Tensor, step: Tensor, lowest: int, highest: int, offset: Tensor | None = None) -> Tensor:
@@ -161,28 +162,47 @@ class LSQPlus(nn.Module):
         return quantize(values, self.step, 0, self.highest, self.offset)
 
 
-def quantized(
-    model: nn.Module, weights: Callable[[], nn.Module], activations: Callable[[], nn.Module]
-) -> nn.Module:
-    """Quantises a model: every weight of a linear layer or convolution, and every ReLU.
+class Quantized(nn.Module):
+    """A model with every weight of its linear layers and convolutions quantised, and every ReLU.
 
     Args:
         model: Is changed in place.
         weights: Makes what parametrises a weight, as Hydra's ``_partial_: true`` gives it.
         activations: Makes what takes the place of an ``nn.ReLU``.
+        keep: Globs on the names of layers whose weights are left as they are, such as the last one.
 
-    Returns:
-        The model.
+    Raises:
+        PolicyError: If a glob matches no such layer.
 
     Example:
-        >>> model = quantized(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), LSQ, PACT)
-        >>> [name for name, _ in model.named_parameters()]  # doctest: +NORMALIZE_WHITESPACE
-        ['0.bias', '0.parametrizations.weight.original', '0.parametrizations.weight.0.step', '1.clip']
+        >>> model = Quantized(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), LSQ, PACT)
+        >>> for name, _ in model.named_parameters():
+        ...     print(name)
+        model.0.bias
+        model.0.parametrizations.weight.original
+        model.0.parametrizations.weight.0.step
+        model.1.clip
     """
-    for module in list(model.modules()):
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            register_parametrization(module, "weight", weights())
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.ReLU):
-                cast(Any, module)._modules[name] = activations()
-    return model
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Callable[[], nn.Module],
+        activations: Callable[[], nn.Module],
+        keep: Iterable[str] = (),
+    ) -> None:
+        super().__init__()
+        self.model = model
+        modules = dict(model.named_modules())
+        layers = {name for name, module in modules.items() if isinstance(module, nn.Linear | nn.Conv2d)}
+        kept = match_names(list(keep), sorted(layers), "layer") if keep else ()
+        for name in layers.difference(kept):
+            register_parametrization(modules[name], "weight", weights())
+        for module in modules.values():
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.ReLU):
+                    setattr(module, name, activations())
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the model gives."""
+        return self.model(*inputs)

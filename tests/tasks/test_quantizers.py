@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import register_parametrization
 import gradpolicy as gp
 from gradpolicy.tasks.digits import DigitsDataModule
 from gradpolicy.tasks.models import MultilayerPerceptron, QuantizedReLU
-from gradpolicy.tasks.quantizers import LSQ, PACT, DoReFaWeight, LSQPlus, quantize, quantized
+from gradpolicy.tasks.quantizers import LSQ, PACT, DoReFaWeight, LSQPlus, Quantized, quantize
 
 QUANTIZE = "gradpolicy.tasks.quantizers.quantize"
 CLIP = "gradpolicy.tasks.quantizers.clip_and_quantize"
@@ -191,7 +191,7 @@ def test_weights_are_quantised_by_parametrize_and_the_step_starts_from_them():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_without_its_policy_nothing_before_a_quantiser_learns(name):
-    model = quantized(MultilayerPerceptron(8, [6], 3), *LAYERS[name])
+    model = Quantized(MultilayerPerceptron(8, [6], 3), *LAYERS[name])
     inputs = torch.randn(5, 8)
 
     def learns():
@@ -216,7 +216,7 @@ def test_training_with_four_bits_learns_the_digits(name):
     correct = {}
     for policies in ((), POLICIES[name]):
         torch.manual_seed(0)
-        model = quantized(MultilayerPerceptron(64, [32], 10), *LAYERS[name])
+        model = Quantized(MultilayerPerceptron(64, [32], 10), *LAYERS[name])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         with gp.install(model, list(policies)):
             for _ in range(4):
@@ -228,6 +228,16 @@ def test_training_with_four_bits_learns_the_digits(name):
         correct[bool(policies)] = float((model(images).argmax(1) == labels).float().mean())
     assert correct[True] > 0.85
     assert correct[True] > correct[False] + 0.1
+
+
+def test_layers_to_keep_are_named_by_globs():
+    model = Quantized(
+        MultilayerPerceptron(8, [6, 5], 3, normalize=True), *LAYERS["lsq"], keep=["*.0.0", "head"]
+    )
+    kept = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert kept == {"model.trunk.0.0", "model.head"}
+    with pytest.raises(gp.PolicyError, match="did you mean 'head'"):
+        Quantized(MultilayerPerceptron(8, [6], 3), *LAYERS["lsq"], keep=["haed"])
 
 
 @pytest.mark.parametrize("make", [DoReFaWeight, LSQ])
