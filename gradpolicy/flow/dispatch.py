@@ -1,12 +1,14 @@
 """The dispatch table of the rules on operations, and the mode that looks up each torch function in it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gradpolicy.flow.carrying import carry, has_path
 from gradpolicy.flow.checkpointing import may_be_recomputed
+from gradpolicy.flow.gradient_path import has_paths
 from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
 from gradpolicy.flow.operation_tables import Function
 
@@ -58,8 +60,13 @@ class DispatchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Makes the call by the first rule that covers it."""
+        """Makes the call by the first rule that covers it; paths of discrete arguments follow."""
         kwargs = kwargs or {}
+        if has_paths() and has_path(args, kwargs):
+            return carry(self._call, func, args, kwargs)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         table = self.table
         for rule in table.by_function.get(func, ()):
             if rule.covers(func, args, kwargs):
@@ -69,6 +76,15 @@ class DispatchMode(TorchFunctionMode):
         if not _is_traced():
             table.seen.add(func)
         return func(*args, **kwargs)
+
+
+# If the compiler leaves a frame to eager mode, it would compile this one alone, as if all of it were compiled.
+# Where it traces the caller, it still traces this.
+_frames = torch._C._dynamo.eval_frame
+_skip = _frames._FrameAction.SKIP
+_frames.set_code_exec_strategy(
+    DispatchMode.__torch_function__.__code__, _frames._FrameExecStrategy(_skip, _skip)
+)
 
 
 def active_modes() -> list[DispatchMode]:

@@ -211,8 +211,9 @@ class Installed:
             met=Met(
                 operations=operations,
                 matched=frozenset(state.matched),
-                ran=frozenset({*ran, *state.matched, *state.without_gradient}),
+                ran=frozenset({*ran, *state.matched, *state.without_gradient, *state.discrete}),
                 without_gradient=frozenset(state.without_gradient),
+                discrete=frozenset(state.discrete),
                 taken=frozenset(self._session.taken),
                 opaque=tuple(state.opaque),
                 excused=frozenset(ran if state.ran_inactive else ()),
