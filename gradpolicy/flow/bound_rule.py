@@ -377,7 +377,7 @@ def _note_discrete_while_tracing(key: str, operation: str) -> None:
 
 @runs_while_tracing
 def warn_of_uncarried(subject: str, message: str, keys: tuple[str, ...]) -> None:
-    """Says at the end of a block in compiled code which discrete results never became floating-point there."""
+    """Says at the end of a block in compiled code which results never became floating-point there."""
     for key in keys:
         if key in _DISCRETE_IN_COMPILED_CODE and key not in _MET_IN_COMPILED_CODE:
             warn_user(f"{subject}: the result of {key.partition(': ')[0]!r} {message}")
@@ -402,8 +402,8 @@ def _note_opaque_while_tracing(key: str, name: str, call: str, reason: str) -> N
 @runs_while_tracing
 def _warn_of_lost_path(policy: str, operation: str, function: str) -> None:
     warn_user(
-        f"{policy}the result of operation {operation!r} went through {function}, which cannot carry the rule's "
-        "gradient; cast it to floating point before (.float()), or detach it if no gradient is meant"
+        f"{policy}the result of operation {operation!r} went through {function}, which cannot carry the "
+        "rule's gradient; cast it to floating point before (.float()), or detach it if no gradient is meant"
     )
 
 

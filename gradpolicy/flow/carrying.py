@@ -161,7 +161,7 @@ def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
     path = path_of(args[0]) if args else None
     with torch._C.DisableTorchFunction():
         if path is not None and torch.compiler.is_compiling():
-            # Without its path, so that a backend that runs the graph in eager mode does not carry it once more.
+            # Without its path: a backend may run the graph in eager mode, which must not carry it once more.
             result = function(args[0].detach(), *args[1:], **kwargs)
         else:
             result = function(*args, **kwargs)

@@ -78,8 +78,8 @@ class DispatchMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# If the compiler leaves a frame to eager mode, it would compile this one alone, as if all of it were compiled.
-# Where it traces the caller, it still traces this.
+# If the compiler leaves a frame to eager mode, it must not compile this one alone: code that asks there would
+# be told that all of it is compiled. Where the compiler traces the caller, it traces this too.
 _frames = torch._C._dynamo.eval_frame
 _skip = _frames._FrameAction.SKIP
 _frames.set_code_exec_strategy(

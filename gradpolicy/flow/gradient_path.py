@@ -63,7 +63,8 @@ class GradientPath:
     def __init__(
         self, tensor: Tensor | None, origins: tuple[Origin, ...], *, is_index: bool = False, lost_in: str = ""
     ) -> None:
-        self.tensor = tensor
+        # Typed loosely: what carries a path asks once for the whole call whether it is lost.
+        self.tensor: Any = tensor
         self.origins = origins
         self.is_index = is_index
         self.lost_in = lost_in
@@ -146,7 +147,7 @@ def start_path(
         result: What it returned.
         inputs: Its inputs.
         module: The module in whose forward it ran, for messages.
-        classes: If the result is an index into categories: how many there are. The rule then gets one-hot codes.
+        classes: If the result is an index into categories: how many there are. The rule gets one-hot codes.
 
     Returns:
         The result itself.
@@ -182,6 +183,8 @@ def path_of(value: Any) -> GradientPath | None:
         # A guard on every tensor would cost time at each call of the compiled code.
         return getattr(value, _NAME, None) or None if is_discrete(value) else None
     path: GradientPath | None = getattr(value, _NAME, None) or None
-    if path is not None and path.version != value._version:
-        return path.lost("a change in place")
+    if path is not None:
+        with torch._C.DisableTorchFunction():
+            if path.version != value._version:
+                return path.lost("a change in place")
     return path

@@ -21,7 +21,6 @@ from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.sampling import OF_LOGITS, Draw, draws_of_bits, scores_of_argmax, scores_of_draw
 from gradpolicy.rules.rectifiers import positive_part
 
-
 # Operations whose result is an index into categories: the scores that it was chosen by.
 _SCORES: dict[str, Callable[..., Tensor]] = {
     "argmax_one_hot": scores_of_argmax,
@@ -159,8 +158,8 @@ class OperationRule:
         if self.name == "categorical" and torch.compiler.is_compiling():
             # Nothing sees the x.T that torch.distributions draws with.
             raise PolicyError(
-                "operation 'categorical' runs in compiled code, where a rule cannot follow its samples: leave "
-                "the draw to eager mode (torch.compiler.disable), or compile without fullgraph"
+                "operation 'categorical' runs in compiled code, where a rule cannot follow its samples: "
+                "leave the draw to eager mode (torch.compiler.disable), or compile without fullgraph"
             )
         scores = _SCORES[self.name](index, *args, **kwargs)
         if self.name == "categorical" and self.state.rule.name in OF_LOGITS:

@@ -1,7 +1,7 @@
 """Draws that are written otherwise than as ``torch.bernoulli``, and the scores behind an index.
 
-Three ways to draw bits are one operation, ``bernoulli``: the function itself, the comparison of a uniform draw
-with probabilities, and ``torch.distributions.Bernoulli(p).sample()``, which switches gradients off.
+Three ways to draw bits are one operation, ``bernoulli``: the function itself, the comparison of a uniform
+draw with probabilities, and ``torch.distributions.Bernoulli(p).sample()``, which switches gradients off.
 """
 
 import sys
@@ -42,7 +42,7 @@ class UniformDraw:
     def __init__(self, state: RuleState) -> None:
         self.state = state
         self._written = _functions("uniform")
-        self.functions = (torch.rand, torch.rand_like, *self._written)
+        self.functions: tuple[Function, ...] = (torch.rand, torch.rand_like, *self._written)
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Whether the rule is active, and the draw is from 0 to 1."""
@@ -76,7 +76,7 @@ class ComparedDraw:
         self.state = state
         self.put_rule = put_rule
         self._below = {*_functions("lt"), *_functions("le")}
-        self.functions = (*self._below, *_functions("gt"), *_functions("ge"))
+        self.functions: tuple[Function, ...] = (*self._below, *_functions("gt"), *_functions("ge"))
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Whether the rule is active, and one side is a uniform draw, or may be one in compiled code."""
@@ -98,9 +98,10 @@ class ComparedDraw:
         """
         if _is_compiling():
             raise PolicyError(
-                "a comparison of two tensors in compiled code may be a draw of bits (torch.rand_like(p) < p), "
-                "on which a rule for 'bernoulli' cannot be put there: write torch.bernoulli(p), leave this to "
-                "eager mode (torch.compiler.disable), or compile without fullgraph"
+                "a comparison of two tensors in compiled code may be a draw of bits "
+                "(torch.rand_like(p) < p), on which a rule for 'bernoulli' cannot be put there: write "
+                "torch.bernoulli(p), leave this to eager mode (torch.compiler.disable), or compile without "
+                "fullgraph"
             )
         with torch._C.DisableTorchFunction():
             result = function(*args, **kwargs)
@@ -154,7 +155,7 @@ class CompiledLibraryDraw:
     def __init__(self, state: RuleState) -> None:
         self.state = state
         self._draws = _functions("bernoulli")
-        self.functions = (*self._draws, Tensor.expand)
+        self.functions: tuple[Function, ...] = (*self._draws, Tensor.expand)
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Whether the rule is active in compiled code that runs without gradients."""

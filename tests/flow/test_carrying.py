@@ -1,4 +1,4 @@
-"""Gradients through discrete results: they keep their dtype, and what becomes of them has the rule's gradient."""
+"""Discrete results keep their dtype, and what becomes of them has the rule's gradient."""
 
 import copy
 import io
@@ -94,7 +94,9 @@ def test_a_discrete_result_keeps_its_values_and_dtype_and_serves_as_an_index(ope
     x = X.clone().requires_grad_()
     with gp.gradient_override({operation: ten_times}):
         result = call(x)
-        assert result.dtype == call(X).dtype and torch.equal(result, call(X)) and type(result) is torch.Tensor
+        assert result.dtype == call(X).dtype
+        assert torch.equal(result, call(X))
+        assert type(result) is torch.Tensor
         assert torch.equal(W[result.long()[:1]], W[call(X).long()[:1]])
         (result * W).sum().backward()
     assert torch.equal(x.grad, 10 * W * (3 if operation == "int" else 1))
@@ -121,7 +123,8 @@ def test_the_rule_gets_the_sum_of_the_gradients_of_all_uses():
         m = x > 0
         (m.float() + m * W).sum().backward()
     ((grad, given, output),) = seen
-    assert torch.equal(grad, 1 + W) and torch.equal(given, X)
+    assert torch.equal(grad, 1 + W)
+    assert torch.equal(given, X)
     assert torch.equal(output, (X > 0).float()), "a rule that reads the output gets it"
 
 
@@ -184,10 +187,13 @@ LOST = {
 def test_what_cannot_carry_it_says_so(name):
     x = X.clone().requires_grad_()
     expected = LOST[name](X > 0)
-    with pytest.warns(UserWarning, match="result of operation 'gt' went through") as warned:
-        with gp.gradient_override({"gt": ten_times}):
-            result = LOST[name](x > 0)
-    assert torch.equal(result, expected) and not result.requires_grad
+    with (
+        pytest.warns(UserWarning, match="result of operation 'gt' went through") as warned,
+        gp.gradient_override({"gt": ten_times}),
+    ):
+        result = LOST[name](x > 0)
+    assert torch.equal(result, expected)
+    assert not result.requires_grad
     assert "never became floating-point" in str(warned[-1].message)
 
 
@@ -197,7 +203,8 @@ def test_it_is_said_once_and_names_the_policy():
             return x[x > 0] + x[x > 0]
 
     model = Masked()
-    with pytest.warns(UserWarning) as warned, gp.install(model, {"masks": gp.UseRule(ten_times, ops=["gt"])}):
+    policies = {"masks": gp.UseRule(ten_times, ops=["gt"])}
+    with pytest.warns(UserWarning, match="went through '__getitem__'") as warned, gp.install(model, policies):
         model(X.clone().requires_grad_())
     assert [str(one.message).partition(":")[0] for one in warned] == ["policy 'masks'", "policy 'masks'"]
 
@@ -211,16 +218,21 @@ def test_it_is_said_once_and_names_the_policy():
     ],
 )
 def test_what_needs_no_gradient_gives_no_warning_of_its_own(use):
-    with pytest.warns(UserWarning) as warned, gp.gradient_override({"gt": ten_times}):
+    with (
+        pytest.warns(UserWarning, match="the result of 'gt' never became floating-point") as warned,
+        gp.gradient_override({"gt": ten_times}),
+    ):
         use(X.clone().requires_grad_() > 0)
-    (message,) = warned
-    assert "the result of 'gt' never became floating-point" in str(message.message)
+    assert len(warned) == 1
 
 
 def test_a_strict_block_refuses_a_result_that_is_cast_after_it():
-    with pytest.raises(gp.PolicyError, match="'gt' never became floating-point there"):
-        with gp.gradient_override({"gt": ten_times}, strict=True):
-            assert (X.clone().requires_grad_() > 0).any()
+    x = X.clone().requires_grad_()
+    with (
+        pytest.raises(gp.PolicyError, match="'gt' never became floating-point there"),
+        gp.gradient_override({"gt": ten_times}, strict=True),
+    ):
+        assert (x > 0).any()
 
 
 def test_without_gradients_a_cast_is_plain():
@@ -247,8 +259,10 @@ def test_a_mask_can_be_copied_and_saved():
         torch.save(m, file)
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
-        assert not copied.float().requires_grad and not loaded.float().requires_grad
-        assert torch.equal(loaded, X > 0) and m.float().requires_grad
+        assert not copied.float().requires_grad
+        assert not loaded.float().requires_grad
+        assert torch.equal(loaded, X > 0)
+        assert m.float().requires_grad
 
 
 def test_vmap_and_grad_give_the_same_as_autograd(gradient):
@@ -283,9 +297,11 @@ def test_an_argmax_that_becomes_a_one_hot_code(name, one_hot, gradient):
 
 def test_an_index_is_no_quantity():
     x = X.clone().requires_grad_()
-    with pytest.warns(UserWarning, match="'argmax_one_hot' went through 'float'"):
-        with gp.gradient_override({"argmax": "identity"}):
-            assert not x.argmax().float().requires_grad
+    with (
+        pytest.warns(UserWarning, match="'argmax_one_hot' went through 'float'"),
+        gp.gradient_override({"argmax": "identity"}),
+    ):
+        assert not x.argmax().float().requires_grad
 
 
 COMPILED = ["float", "times floats", "where, tensors", "not", "and", "permuted", "indexed", "joined", "a sum"]

@@ -142,7 +142,6 @@ SPELLINGS = {
         lambda x: (x > 0).float(),
         lambda x: torch.gt(x, 0).float(),
         lambda x: x.gt(0).float(),
-        lambda x: (0 < x).float(),
         in_place("gt_", 0),
     ],
     "int": [
