@@ -152,10 +152,10 @@ class MaskedParameter:
         self._make_room()
         return self._of_all_blocks(self.ages, 1, -1)
 
-    def count_ages(self) -> None:
-        """Have the ages tell all updates."""
+    def packed_ages(self) -> Tensor:
+        """The ages of the blocks in the index, all of which are active."""
         self._make_room()
-        self.ages, self.uncounted = entry_ages.count(self.ages, self.uncounted), 0
+        return self.ages + self.uncounted
 
     def _make_room(self) -> None:
         """Have ages of as many bits as the oldest entry needs."""

@@ -109,7 +109,8 @@ def test_code_in_a_file_is_refused(tmp_path: Path, ran: Path) -> None:
 def test_code_in_a_file_of_torchs_former_format_is_refused(tmp_path: Path, ran: Path) -> None:
     content = {"state_dict": weights(), "callbacks": Code(ran)}
     torch.save(content, tmp_path / "evil.ckpt", _use_new_zipfile_serialization=False)
-    refused(tmp_path / "evil.ckpt", ran)
+    assert refused(tmp_path / "evil.ckpt", ran)
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -159,7 +160,8 @@ def test_code_among_the_shards_is_refused(tmp_path: Path, ran: Path, key: str) -
     content = {"state_dict": weights(), "optimizer_0": {}, "other": {}}
     content[key]["evil"] = Code(ran)  # type: ignore[assignment]
     save_whole(content, {"global_step": 3}, path)
-    refused(path, ran)
+    assert refused(path, ran)
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("place", ["../outside", "/etc/passwd", "link"])

@@ -83,35 +83,41 @@ void fill_frozen(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PA
 
 /* --- repack: values of the blocks of one index become those of another; new blocks get a number. */
 
+/* How many of the first blocks an index has; `count` is a multiple of 64. */
+static int64_t rank_of(const uint8_t *index, int64_t count) { return index ? count_bits(index, count) : count; }
+
 static inline uint64_t blocks_of_word(const uint8_t *index, int64_t word, int64_t last)
 {
     if (index) return word_of(index, word);
     return last - word * 64 >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << (last - word * 64)) - 1;
 }
 
+/* No branch asks for a bit: half of them would be predicted wrongly. */
 #define REPACK(type, block)                                                                     \
     do {                                                                                        \
-        const type *from = (const type *)j->values + (j->active ? count_bits(j->active, first) : first) * (block); \
-        type *to = (type *)j->packed + (j->target ? count_bits(j->target, first) : first) * (block); \
+        const type *from = (const type *)j->values + rank_of(j->active, first) * (block);       \
+        type *to = (type *)j->packed + rank_of(j->target, first) * (block);                     \
         type fill;                                                                              \
         memcpy(&fill, &j->fill, sizeof fill);                                                   \
         for (int64_t word = first / 64; word * 64 < last; word++) {                             \
             const uint64_t old = blocks_of_word(j->active, word, last);                         \
-            for (uint64_t left = blocks_of_word(j->target, word, last); left; left &= left - 1) { \
-                const uint64_t bit = left & -left;                                              \
-                const type *source = from + __builtin_popcountll(old & (bit - 1)) * (block);    \
-                if (old & bit) memcpy(to, source, (block) * sizeof(type));                      \
-                else for (int64_t i = 0; i < (block); i++) to[i] = fill;                        \
-                to += (block);                                                                  \
+            const uint64_t new = blocks_of_word(j->target, word, last);                         \
+            const int64_t written = __builtin_popcountll(new) * (block);                        \
+            for (int64_t i = 0; i < written; i++) to[i] = fill;                                 \
+            for (uint64_t both = old & new; both; both &= both - 1) {                           \
+                const uint64_t below = (both & -both) - 1;                                      \
+                memcpy(to + __builtin_popcountll(new & below) * (block),                        \
+                       from + __builtin_popcountll(old & below) * (block), (block) * sizeof(type)); \
             }                                                                                   \
             from += __builtin_popcountll(old) * (block);                                        \
+            to += written;                                                                      \
         }                                                                                       \
     } while (0)
 
-#define REPACK_ENTRIES_OR_ROWS(type) \
-    do {                             \
+#define REPACK_ENTRIES_OR_ROWS(type)        \
+    do {                                    \
         if (j->block == 1) REPACK(type, 1); \
-        else REPACK(type, j->block); \
+        else REPACK(type, j->block);        \
     } while (0)
 
 static void repack_part(const block_job *j, int64_t first, int64_t last)
