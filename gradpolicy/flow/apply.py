@@ -56,6 +56,7 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
     # The forward has no gradient of its own that a filter could act before.
     state = RuleState(name, replace(as_rule(rule), gradient_filter=None), is_reported=False)
     bound_rule = BoundRule(state, f"forward {name!r}")
+    state.count(name)
     inputs = tensors_in((args, kwargs))
     with torch.no_grad():
         plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))

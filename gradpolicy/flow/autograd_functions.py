@@ -81,7 +81,9 @@ class ReplaceGradientInForwardMode(ReplaceGradient):
         raise PolicyError(
             f"rule {ctx.bound_rule.rule.name!r} at {ctx.bound_rule.location} has no forward-mode derivative: "
             "it says what becomes of a gradient that flows back. Use reverse mode: torch.func.jacrev for "
-            "jacfwd, jacrev(jacrev(f)) for hessian(f), torch.autograd.grad for jvp; or switch the policy off"
+            "jacfwd, torch.autograd.grad for jvp. For hessian use gradpolicy.curvature, which differentiates "
+            "the gradient under the policy; jacrev(jacrev(f)) would apply the rule in both passes. Or switch "
+            "the policy off"
         )
 
 

@@ -70,6 +70,9 @@ class RuleState:
         written: The policy as a person writes it.
     """
 
+    # How often any rule has been used so far, but in compiled code.
+    uses = 0
+
     def __init__(
         self,
         name: str,
@@ -108,6 +111,7 @@ class RuleState:
             _count_while_tracing(self.key, location)
         else:
             self.matched[location] += 1
+            RuleState.uses += 1
 
     def note_without_gradient(self, operation: str) -> None:
         """Notes an operation that ran where no gradient is recorded, so that there was nothing to do."""
@@ -347,6 +351,11 @@ class BoundRule:
         if module is not None:
             where += f" in module {module!r}" if module else " in the model"
         return PolicyError(f"{policy}rule {self.rule.name!r} at {where}: {text}")
+
+
+def rule_uses() -> int:
+    """How often any rule has been used so far: two readings tell whether one was used between them."""
+    return RuleState.uses
 
 
 def runs_while_tracing(function: Callable) -> Callable:

@@ -21,6 +21,7 @@ from gradpolicy.flow.operation_tables import (
     SYNONYMS,
     Function,
 )
+from gradpolicy.imports import import_by_name
 from gradpolicy.rules.derivative import Derivative
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names
 
@@ -119,7 +120,7 @@ def resolve_operation(specification: str | Function) -> Operation:
         specification: A name such as ``"relu"``, ``"floor_divide"`` or ``"argmax-to-one-hot"``, or any
             spelling as an object: ``torch.relu``, ``torch.nn.functional.relu``, ``torch.Tensor.relu_``.
             A function that is not torch's own, but calls ``torch.overrides.handle_torch_function``, is an
-            operation by itself.
+            operation by itself; its dotted path names it too.
 
     Raises:
         PolicyError: If there is no such operation.
@@ -129,7 +130,10 @@ def resolve_operation(specification: str | Function) -> Operation:
         True
     """
     if isinstance(specification, str):
-        return _operation_named(_canonical(specification), specification)
+        name = _canonical(specification)
+        if "." in specification and not (specification.startswith("torch.") or _spellings(name)):
+            return resolve_operation(import_by_name(specification))
+        return _operation_named(name, specification)
     # A function of torch.library arrives at modes as its overload.
     specification = getattr(specification, "_opoverload", specification)
     name = _operation_name(specification) if callable(specification) else None

@@ -139,9 +139,7 @@ def training_loss(module: Any, batch: Any) -> Tensor:
         result = module.training_step(batch, 0)
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
-        raise PolicyError(
-            f"plan: {type(module).__name__}.training_step gave no loss, but {type(loss).__name__}"
-        )
+        raise PolicyError(f"{type(module).__name__}.training_step gave no loss, but {type(loss).__name__}")
     return loss
 
 

@@ -28,7 +28,11 @@ from gradpolicy.launch.run import make_run_plan
 from gradpolicy.policies import Policy
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "cookbook").glob("*.md")),
+]
 NAMES = [page.stem for page in PAGES]
 
 
