@@ -63,6 +63,8 @@ class RuleState:
         rule: The rule. A callable among its parameters is a schedule.
         detaches: Whether the graph is cut instead of asking the rule.
         when: When it is active.
+        calls: The numbers of the calls that it is for, of each operation within a module's forward; none
+            means all.
         is_reported: Whether it counts what it meets in compiled code. For a ``gradient_override`` it does
             not, so that the compiler cannot tell one from the next and need not compile anew for each.
         written: The policy as a person writes it.
@@ -75,6 +77,7 @@ class RuleState:
         *,
         detaches: bool = False,
         when: When | None = None,
+        calls: Sequence[int] = (),
         is_reported: bool = True,
         written: str = "",
     ) -> None:
@@ -82,6 +85,7 @@ class RuleState:
         self.written = written
         self.is_reported = is_reported
         self.when = when or When()
+        self.calls = tuple(calls)
         self.detaches = detaches
         self.active = True
         # Whether a forward pass with gradients ran while the rule was active, and while it was not.

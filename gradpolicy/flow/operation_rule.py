@@ -31,6 +31,9 @@ class OperationRule:
         self.operation = operation
         self.state = state
         self.name = operation.name
+        # The numbers of the calls that it is for; none means all. The key is that of the count.
+        self.calls = state.calls
+        self.key = f"{state.name}: {operation.name}"
         self.functions = operation.functions
         self.decides = operation.decides
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
@@ -161,6 +164,10 @@ class OpaqueCall:
         hidden: Names of the rule's operations that it may run.
         state: The rule.
     """
+
+    # It is for all calls.
+    calls: tuple[int, ...] = ()
+    key = ""
 
     def __init__(self, function: Function, hidden: frozenset[str], state: RuleState) -> None:
         self.name = function.__name__
