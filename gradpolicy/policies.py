@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
 from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
+from gradpolicy.flow.operations import find_rule
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.function import as_source
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
@@ -171,7 +172,7 @@ class FlowPolicy(Policy):
         written = [
             f"{key}={[getattr(item, '__name__', item) for item in chosen]}" for key, chosen in where if chosen
         ]
-        settings = (
+        settings: tuple[tuple[str, Any, Any], ...] = (
             ("at", self.at, PLACES[0]),
             ("argument", self.argument, None),
             ("output", list(self.output), []),
@@ -345,8 +346,9 @@ class UseRule(FlowPolicy):
     """Puts any rule in a place.
 
     Args:
-        rule: A registered name, a dotted path, a :class:`~gradpolicy.rules.Rule` or a function
-            ``(grad, inputs, output)``.
+        rule: A registered name, a dotted path, a :class:`~gradpolicy.rules.Rule`, a function
+            ``(grad, inputs, output)``, or another operation, whose derivative at the same inputs is used. A
+            bare name that is both means the rule: ``"torch.tanh"`` is the operation.
         parameters: Values for the rule's arguments.
         **where_and_when: See :class:`FlowPolicy`.
     """
@@ -408,7 +410,7 @@ class Freeze(Policy):
 def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None) -> Rule:
     """The rule that an argument names; an error says which argument."""
     try:
-        found = get_rule(rule)
+        found = find_rule(rule)
     except PolicyError as error:
         raise PolicyError(f"{key}: {error}") from error
     return found.with_parameters(**(parameters or {}))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, warn_user
+from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import Rule, keyword_names
 from gradpolicy.rules.routing import broadcasts, first_index
 from gradpolicy.when import When
@@ -197,6 +198,9 @@ class BoundRule:
         self.location = location
         self.sums_broadcast = sums_broadcast
         self.parameters = state.rule.parameters if parameters is None else parameters
+        self.takes_call = self.rule.gradient_filter is None and self.rule.takes_call
+        if self.takes_call and "call" not in self.parameters:
+            self.parameters = {**self.parameters, "call": Call(location)}
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -213,6 +217,15 @@ class BoundRule:
             self.location,
             sums_broadcast=self.sums_broadcast,
             parameters={**self.parameters, **now},
+        )
+
+    def for_call(self, call: Call) -> "BoundRule":
+        """The rule, which asks for it, with the call that its gradient is of."""
+        return BoundRule(
+            self.state,
+            self.location,
+            sums_broadcast=self.sums_broadcast,
+            parameters={**self.parameters, "call": call},
         )
 
     def gradients(

@@ -1,7 +1,7 @@
 """Puts flow policies on a model, and takes them off again."""
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -284,7 +284,7 @@ class Installed:
                     table=table,
                     entering=entering,
                     leaving=leaving,
-                    through=self._through(name, arguments),
+                    through=self._through(name, arguments, getattr(module, method)),
                     counted=self._counted(name, module, table),
                     parameter_rules=parameter_rules,
                 )
@@ -350,9 +350,11 @@ class Installed:
         states = [self._states[policy] for policy in policies]
         return Boundary(f"{side} of module {name!r}", states, [arguments[policy] for policy in policies])
 
-    def _through(self, name: str, arguments: Mapping[str, Argument | None]) -> Through | None:
+    def _through(
+        self, name: str, arguments: Mapping[str, Argument | None], forward: Callable[..., Any]
+    ) -> Through | None:
         rules = [
-            ThroughRule(self._states[key], name, self.policies[key], argument)
+            ThroughRule(self._states[key], name, self.policies[key], argument, forward)
             for key, argument in arguments.items()
             if self._locations[key].side == "through"
         ]

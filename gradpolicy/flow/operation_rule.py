@@ -13,9 +13,11 @@ from torch import Tensor
 
 from gradpolicy.flow.autograd_functions import in_transform, insert_rule, replace_gradient
 from gradpolicy.flow.bound_rule import BoundRule, GradientNorms, RuleState
+from gradpolicy.flow.call_arguments import arguments_of
 from gradpolicy.flow.containers import map_tensors
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
+from gradpolicy.rules.call import Call
 from gradpolicy.rules.rectifiers import positive_part
 
 
@@ -86,7 +88,7 @@ class OperationRule:
                 return function(*args, **kwargs)
             with torch.no_grad():
                 values = function(*args, **kwargs)
-            return self._replaced(values, inputs, module)
+            return self._replaced(values, inputs, module, self._bound_to(function, args, kwargs))
 
     def filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
         """The result of the native operation, with the rule's filter before its node."""
@@ -129,11 +131,21 @@ class OperationRule:
         with torch.no_grad():
             values = function(target.clone(), *args, **kwargs)
         if not self.state.detaches:
-            values = self._replaced(values, [before if t is target else t for t in inputs], module)
+            bound_rule = self._bound_to(function, (before.detach(), *args), kwargs)
+            inputs = [before if tensor is target else tensor for tensor in inputs]
+            values = self._replaced(values, inputs, module, bound_rule)
         return target.copy_(values)
 
-    def _replaced(self, values: Any, inputs: Sequence[Tensor], module: str | None) -> Any:
-        return replace_gradient(self.bound_rule, as_floating_point(values, inputs), inputs, module)
+    def _replaced(
+        self, values: Any, inputs: Sequence[Tensor], module: str | None, bound_rule: BoundRule
+    ) -> Any:
+        return replace_gradient(bound_rule, as_floating_point(values, inputs), inputs, module)
+
+    def _bound_to(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> BoundRule:
+        """The rule with the call that it is for, if it asks for that; the arguments are detached."""
+        if not self.bound_rule.takes_call:
+            return self.bound_rule
+        return self.bound_rule.for_call(Call(self.name, arguments_of(function, self.name, args, kwargs)))
 
     def _argmax_one_hot(
         self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None

@@ -1,5 +1,6 @@
 """Rules across a module: its forward runs as it is, and a rule makes the gradient from output to input."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.boundary import adopt_writes
 from gradpolicy.flow.containers import map_tensors, replace_at, tensors_in
 from gradpolicy.flow.locations import FlowPolicy
+from gradpolicy.rules.call import Call
 from gradpolicy.rules.passing import identity
 
 Forward = Callable[[tuple, dict], Any]
@@ -27,11 +29,20 @@ class ThroughRule:
         module: The module's name.
         policy: Says which outputs the rule is for, and what the parameters within get from them.
         argument: The argument that gets the gradient; None means all tensors that enter.
+        forward: The module's forward, for the names of its parameters.
     """
 
-    def __init__(self, state: RuleState, module: str, policy: FlowPolicy, argument: Argument | None) -> None:
+    def __init__(
+        self,
+        state: RuleState,
+        module: str,
+        policy: FlowPolicy,
+        argument: Argument | None,
+        forward: Callable[..., Any],
+    ) -> None:
         self.state = state
         self.module = module
+        self.parameter_names = tuple(inspect.signature(forward).parameters)
         self.output = tuple(policy.output)
         self.keeps_own = policy.inside == "own"
         self.argument = argument
@@ -62,12 +73,15 @@ class ThroughRule:
             one.shape == other.shape for one, other in zip(chosen, matching, strict=True)
         )
         self.state.count(self.location)
+        bound_rule = self.bound_rule
+        if bound_rule.takes_call:
+            bound_rule = bound_rule.for_call(Call(self.module, self._arguments_by_name(args, kwargs)))
         replaced: list[Tensor] = []
 
         def replace(tensor: Tensor) -> Tensor:
             # As many outputs as inputs, of the same shapes: each belongs to its own.
             own_inputs = [matching[len(replaced)]] if pairs else inputs
-            replaced.append(self._replaced(tensor, own_inputs))
+            replaced.append(self._replaced(tensor, own_inputs, bound_rule))
             return replaced[-1]
 
         if not self.output:
@@ -75,6 +89,11 @@ class ThroughRule:
         for place in self.output:
             result = replace_at(result, place, lambda part: map_tensors(replace, part, is_differentiable))
         return result, replaced
+
+    def _arguments_by_name(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """What the module got, detached, by the names of its forward's parameters."""
+        args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
+        return {**dict(zip(self.parameter_names, args, strict=False)), **kwargs}
 
     def _parts(self, result: Any) -> list:
         """The outputs that the policy names.
@@ -95,12 +114,12 @@ class ThroughRule:
                 raise self._error(f"gives {kind} without an output {place!r}{hint}") from None
         return parts
 
-    def _replaced(self, tensor: Tensor, inputs: list[Tensor]) -> Tensor:
+    def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:
         if self.state.detaches:
             return tensor if self.keeps_own else tensor.detach()
         if self.passes_on:
             self._check_shape(tensor, inputs)
-        ruled = replace_gradient(self.bound_rule, tensor.detach(), inputs)
+        ruled = replace_gradient(bound_rule, tensor.detach(), inputs)
         if self.keeps_own and tensor.requires_grad:
             return BothGradients.apply(tensor, ruled)
         return ruled
