@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, warn_user
+from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import Rule, keyword_names
 from gradpolicy.rules.routing import broadcasts, first_index
 from gradpolicy.when import When
@@ -65,6 +66,8 @@ class RuleState:
         rule: The rule. A callable among its parameters is a schedule.
         detaches: Whether the graph is cut instead of asking the rule.
         when: When it is active.
+        calls: The numbers of the calls that it is for, of each operation within a module's forward; none
+            means all.
         is_reported: Whether it counts what it meets in compiled code. For a ``gradient_override`` it does
             not, so that the compiler cannot tell one from the next and need not compile anew for each.
         written: The policy as a person writes it.
@@ -80,6 +83,7 @@ class RuleState:
         *,
         detaches: bool = False,
         when: When | None = None,
+        calls: Sequence[int] = (),
         is_reported: bool = True,
         written: str = "",
     ) -> None:
@@ -87,6 +91,7 @@ class RuleState:
         self.written = written
         self.is_reported = is_reported
         self.when = when or When()
+        self.calls = tuple(calls)
         self.detaches = detaches
         self.active = True
         # Whether a forward pass with gradients ran while the rule was active, and while it was not.
@@ -222,6 +227,9 @@ class BoundRule:
         self.location = location
         self.sums_broadcast = sums_broadcast
         self.parameters = state.rule.parameters if parameters is None else parameters
+        self.takes_call = self.rule.gradient_filter is None and self.rule.takes_call
+        if self.takes_call and "call" not in self.parameters:
+            self.parameters = {**self.parameters, "call": Call(location)}
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -238,6 +246,15 @@ class BoundRule:
             self.location,
             sums_broadcast=self.sums_broadcast,
             parameters={**self.parameters, **now},
+        )
+
+    def for_call(self, call: Call) -> "BoundRule":
+        """The rule, which asks for it, with the call that its gradient is of."""
+        return BoundRule(
+            self.state,
+            self.location,
+            sums_broadcast=self.sums_broadcast,
+            parameters={**self.parameters, "call": call},
         )
 
     def gradients(

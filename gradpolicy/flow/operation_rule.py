@@ -14,11 +14,13 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.autograd_functions import in_transform, insert_rule, replace_gradient
 from gradpolicy.flow.bound_rule import BoundRule, GradientNorms, RuleState
+from gradpolicy.flow.call_arguments import arguments_of
 from gradpolicy.flow.containers import map_tensors
 from gradpolicy.flow.gradient_path import is_discrete, start_path
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.sampling import OF_LOGITS, Draw, draws_of_bits, scores_of_argmax, scores_of_draw
+from gradpolicy.rules.call import Call
 from gradpolicy.rules.rectifiers import positive_part
 
 # Operations whose result is an index into categories: the scores that it was chosen by.
@@ -40,6 +42,9 @@ class OperationRule:
         self.operation = operation
         self.state = state
         self.name = operation.name
+        # The numbers of the calls that it is for; none means all. The key is that of the count.
+        self.calls = state.calls
+        self.key = f"{state.name}: {operation.name}"
         self.functions = operation.functions
         self.decides = operation.decides
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
@@ -92,7 +97,7 @@ class OperationRule:
                 return function(*args, **kwargs)
             with torch.no_grad():
                 values = function(*args, **kwargs)
-            return self.replaced(values, inputs, module)
+            return self.replaced(values, inputs, module, self._bound_to(function, args, kwargs))
 
     def filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
         """The result of the native operation, with the rule's filter before its node."""
@@ -134,21 +139,30 @@ class OperationRule:
         args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
         with torch.no_grad():
             values = function(target.clone(), *args, **kwargs)
-        inputs = [before if tensor is target else tensor for tensor in inputs]
         if self.state.detaches:
             self.state.count(self.name)
-        elif is_discrete(target):
-            return self.replaced(target.copy_(values), inputs, module)
-        else:
-            values = self.replaced(values, inputs, module)
-        return target.copy_(values)
+            return target.copy_(values)
+        bound_rule = self._bound_to(function, (before.detach(), *args), kwargs)
+        inputs = [before if tensor is target else tensor for tensor in inputs]
+        if is_discrete(target):
+            return self.replaced(target.copy_(values), inputs, module, bound_rule)
+        return target.copy_(self.replaced(values, inputs, module, bound_rule))
 
-    def replaced(self, values: Any, inputs: Sequence[Tensor], module: str | None) -> Any:
+    def replaced(
+        self, values: Any, inputs: Sequence[Tensor], module: str | None, bound_rule: BoundRule | None = None
+    ) -> Any:
         """Values with the rule's gradient. A discrete tensor stays what it is, and gets a gradient path."""
+        bound_rule = bound_rule or self.bound_rule
         if is_discrete(values):
-            return start_path(self.bound_rule, self.name, values, inputs, module)
+            return start_path(bound_rule, self.name, values, inputs, module)
         self.state.count(self.name)
-        return replace_gradient(self.bound_rule, values, inputs, module)
+        return replace_gradient(bound_rule, values, inputs, module)
+
+    def _bound_to(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> BoundRule:
+        """The rule with the call that it is for, if it asks for that; the arguments are detached."""
+        if not self.bound_rule.takes_call:
+            return self.bound_rule
+        return self.bound_rule.for_call(Call(self.name, arguments_of(function, self.name, args, kwargs)))
 
     def _index(self, index: Tensor, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Tensor:
         """An index into categories; its rule compares one-hot codes with the scores chosen by."""
@@ -175,6 +189,10 @@ class OpaqueCall:
         hidden: Names of the rule's operations that it may run.
         state: The rule.
     """
+
+    # It is for all calls.
+    calls: tuple[int, ...] = ()
+    key = ""
 
     def __init__(self, function: Function, hidden: frozenset[str], state: RuleState) -> None:
         self.name = function.__name__

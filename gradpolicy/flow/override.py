@@ -162,10 +162,10 @@ class Block(DispatchMode):
         is_generator = inspect.isgeneratorfunction(function)
         return cast(AnyFunction, overridden_generator if is_generator else overridden)
 
-    def check_recomputation(self, operation: str) -> None:
+    def check_recomputation(self, rule: TableRule) -> None:
         """Refuses an operation that a checkpoint would run again outside of this block."""
         if self.has_graph and checkpoints_above() > (self.checkpoints or 0):
-            raise refusal(operation)
+            raise refusal(rule.name)
 
 
 class TracedBlock:

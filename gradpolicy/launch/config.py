@@ -1,6 +1,7 @@
 """The composed config of a job: its keys, what each may hold, and the one check of all of it."""
 
 from functools import partial
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -8,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gradpolicy.checks import LARGEST_SEED
 from gradpolicy.errors import PolicyError, brief, nearest, shown
+from gradpolicy.imports import import_by_name
 
 # What imports torch is imported where it is used: a wrong name is refused before that takes its seconds.
 
@@ -89,6 +91,7 @@ class Settings(Strict):
     optimized_metric: str | None = None
     optimized_mode: Literal["min", "max"] = "max"
     allowed_targets: Names = Field(default_factory=list)
+    extensions: Names = Field(default_factory=list)
     user: Node = Field(default_factory=dict)
     extras: Extras = Field(default_factory=Extras)
 
@@ -107,12 +110,28 @@ def check_config(config: DictConfig) -> None:
     if not (settings.train or settings.test or settings.plan_only):
         raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
     _check_trainer(settings.trainer)
+    load_extensions(settings.extensions)
     from gradpolicy.launch.arguments import check_arguments
 
     # The optimizer before the model, which refers to it: a message should name the key that a person set.
     for key in sorted(container, key=lambda key: key == "model"):
         if isinstance(container[key], dict):
             check_arguments(container[key], key)
+
+
+def load_extensions(names: list[str]) -> None:
+    """Imports the modules that register rules, masks or update rules of a person's own.
+
+    Raises:
+        PolicyError: If one lies in a package that the person has not allowed, or cannot be imported.
+    """
+    for name in names:
+        try:
+            found = import_by_name(name)
+        except PolicyError as error:
+            raise PolicyError(f"extensions: {error}") from error
+        if not isinstance(found, ModuleType):
+            raise PolicyError(f"extensions: {shown(name)} is no module; name the one that it lies in")
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
