@@ -12,8 +12,9 @@ from gradpolicy.imports import allowed_packages, import_by_name, is_limited, lie
 ModulePattern = str | type[nn.Module]
 Named = TypeVar("Named", bound=Tensor)
 
-# The sides of a module, and the operations that step: what policies mean unless they are told otherwise.
+# The sides of a module, where a policy may act at it, and the operations that step.
 BOUNDARIES = ("input", "output")
+PLACES = (*BOUNDARIES, "through")
 STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
 
 # Names that wrappers put into a module's own; a pattern is written without them.

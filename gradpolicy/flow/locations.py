@@ -39,7 +39,23 @@ class FlowPolicy(Protocol):
 
     @property
     def at(self) -> str:
-        """``"input"`` or ``"output"``: the side of a module."""
+        """``"input"`` or ``"output"``: the side of a module; or ``"through"`` it."""
+
+    @property
+    def argument(self) -> int | str | None:
+        """The one argument of the forward on which it acts; None means all of them."""
+
+    @property
+    def output(self) -> tuple:
+        """Indices, keys or attributes of the outputs that it goes through from; none means every one."""
+
+    @property
+    def inside(self) -> str:
+        """``"none"`` or ``"own"``: what parameters within get where it goes through a module."""
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """The numbers of the calls of each operation on which it acts; none means all."""
 
     @property
     def when(self) -> When:
@@ -54,8 +70,8 @@ class Locations:
         modules: The modules that its patterns match, by name.
         operations: The operations that it names.
         inside: If it names operations: the modules in whose forward it acts, names by id.
-        side: ``"input"`` or ``"output"`` if it acts at module boundaries, otherwise empty.
-        boundaries: If it acts at module boundaries: ids of the modules.
+        side: ``"input"``, ``"output"`` or ``"through"`` if it acts at modules as a whole, otherwise empty.
+        boundaries: If it acts at modules as a whole: their ids.
         parameters: The parameters whose gradients it changes, by name.
     """
 
@@ -103,7 +119,17 @@ def describe_location(policy: FlowPolicy) -> str:
     if policy.params:
         return f"params {written(policy.params)}"
     modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
-    return f"ops {written(policy.ops)} in {modules}" if policy.ops else f"{policy.at} of {modules}"
+    if policy.ops:
+        calls = f" (calls {written(policy.calls)})" if policy.calls else ""
+        return f"ops {written(policy.ops)}{calls} in {modules}"
+    if policy.at == "through":
+        output = f"output {written(policy.output)}" if policy.output else "output"
+        return f"{modules}, from {output} to {_input_of(policy)}"
+    return f"{_input_of(policy) if policy.at == 'input' else 'output'} of {modules}"
+
+
+def _input_of(policy: FlowPolicy) -> str:
+    return "input" if policy.argument is None else f"argument {policy.argument!r}"
 
 
 def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int, str]:

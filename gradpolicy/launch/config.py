@@ -1,5 +1,6 @@
 """The composed config of a job: its keys, what each may hold, and the one check of all of it."""
 
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -7,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from gradpolicy.checks import LARGEST_SEED
 from gradpolicy.errors import PolicyError, brief, nearest, shown
+from gradpolicy.imports import import_by_name
 from gradpolicy.launch.messages import type_error
 
 # Modules that import torch are imported where they are used, so that a wrong key is refused at once.
@@ -77,6 +79,7 @@ class Settings(Strict):
     optimized_metric: str | None = None
     optimized_mode: Literal["min", "max"] = "max"
     allowed_targets: Names = Field(default_factory=list)
+    extensions: Names = Field(default_factory=list)
     user: Node = Field(default_factory=dict)
     extras: Extras = Field(default_factory=Extras)
 
@@ -101,6 +104,7 @@ def check_config(config: DictConfig) -> Settings:
     if not (settings.train or settings.test or settings.plan_only):
         raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
     _check_trainer(settings.trainer)
+    load_extensions(settings.extensions)
     from gradpolicy.launch.arguments import check_arguments
 
     # The optimizer before the model, which refers to it: a message should name the key that a person set.
@@ -108,6 +112,21 @@ def check_config(config: DictConfig) -> Settings:
         if isinstance(container[key], dict):
             check_arguments(container[key], key)
     return settings
+
+
+def load_extensions(names: list[str]) -> None:
+    """Imports the modules that register rules, masks or update rules of a person's own.
+
+    Raises:
+        PolicyError: If one lies in a package that the person has not allowed, or cannot be imported.
+    """
+    for name in names:
+        try:
+            found = import_by_name(name)
+        except PolicyError as error:
+            raise PolicyError(f"extensions: {error}") from error
+        if not isinstance(found, ModuleType):
+            raise PolicyError(f"extensions: {shown(name)} is no module; name the one that it lies in")
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

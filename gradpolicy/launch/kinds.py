@@ -54,6 +54,7 @@ ARGUMENT_KINDS: tuple[str, ...] = (
 # The functions, each with the arguments that a config may not give it.
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "gradpolicy.get_rule": (),
+    "gradpolicy.gradient_of": (),
     "timm.create_model": ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"),
     **{
         f"torch.nn.functional.{loss}": ()

@@ -26,7 +26,7 @@ from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked, deepspeed_refused
-from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, once_each, pick_each
 
@@ -425,7 +425,9 @@ class GradientPolicies(Callback):
 
 
 def _cuts(policy: Policy) -> bool:
-    return isinstance(policy, Stop) and policy.mode == "detach" and "fit" in policy.when.phases
+    if not isinstance(policy, FlowPolicy) or "fit" not in policy.when.phases:
+        return False
+    return policy.detaches or (policy.at == "through" and policy.inside == "none")
 
 
 def _in_window(when: When, step: int, epoch: int) -> bool:
