@@ -16,6 +16,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import resolve_operation
+from gradpolicy.flow.table_rule import TableRule
 
 _is_compiling = torch.compiler.is_compiling
 _UNIFORM = "_gradpolicy_uniform"
@@ -30,7 +31,7 @@ OF_LOGITS = ("gumbel", "reinmax")
 PutRule = Callable[[Tensor, Sequence[Tensor], str | None], Tensor]
 
 
-class UniformDraw:
+class UniformDraw(TableRule):
     """Marks uniform draws, so that a comparison with one is known.
 
     Args:
@@ -62,7 +63,7 @@ class UniformDraw:
         return result
 
 
-class ComparedDraw:
+class ComparedDraw(TableRule):
     """Draws of bits by comparison: ``u < p``.
 
     Args:
@@ -75,6 +76,9 @@ class ComparedDraw:
     def __init__(self, state: RuleState, put_rule: PutRule) -> None:
         self.state = state
         self.put_rule = put_rule
+        # Counted with the calls of ``torch.bernoulli``, which it stands for.
+        self.calls = state.calls
+        self.key = f"{state.name}: {self.name}"
         self._below = {*_functions("lt"), *_functions("le")}
         self.functions: tuple[Function, ...] = (*self._below, *_functions("gt"), *_functions("ge"))
 
@@ -118,7 +122,7 @@ class ComparedDraw:
             return self.put_rule(result, [probabilities], module)
 
 
-class LibraryDraw:
+class LibraryDraw(TableRule):
     """Leaves gradients on while ``torch.distributions`` draws bits under ``torch.no_grad``.
 
     Args:
@@ -143,7 +147,7 @@ class LibraryDraw:
         """Does nothing, so that gradients stay on."""
 
 
-class CompiledLibraryDraw:
+class CompiledLibraryDraw(TableRule):
     """Refuses such draws in compiled code, where nobody sees who switched gradients off.
 
     Args:
@@ -185,10 +189,7 @@ class CompiledLibraryDraw:
         return result
 
 
-Draw = UniformDraw | ComparedDraw | LibraryDraw | CompiledLibraryDraw
-
-
-def draws_of_bits(state: RuleState, put_rule: PutRule) -> list[Draw]:
+def draws_of_bits(state: RuleState, put_rule: PutRule) -> list[TableRule]:
     """The entries of a dispatch table for the draws of bits that are not written as ``bernoulli``."""
     return [UniformDraw(state), ComparedDraw(state, put_rule), LibraryDraw(state), CompiledLibraryDraw(state)]
 

@@ -20,9 +20,10 @@ from gradpolicy.flow.dispatch import (
     mode_count,
     note_taken,
 )
-from gradpolicy.flow.operation_rule import OperationRule, TableRule
+from gradpolicy.flow.operation_rule import OperationRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.session import InstallSession
+from gradpolicy.flow.table_rule import TableRule
 from gradpolicy.flow.through import Through
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
