@@ -19,6 +19,7 @@ from gradpolicy.when import When
 if TYPE_CHECKING:
     from gradpolicy import masks, schedules
     from gradpolicy.flow.apply import apply
+    from gradpolicy.flow.gradcheck import gradcheck_rule
     from gradpolicy.flow.install import install
     from gradpolicy.flow.override import gradient_override
     from gradpolicy.freezing import Freezer
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
         UseRule,
     )
     from gradpolicy.rules import Rule, get_rule, rule, rule_names
-    from gradpolicy.rules.gradcheck import gradcheck_rule
+    from gradpolicy.rules.call import Call
+    from gradpolicy.rules.derivative import gradient_of
 
 __version__ = "0.1.0"
 
@@ -50,7 +52,9 @@ _HOMES = {
     "install": "gradpolicy.flow",
     "Freezer": "gradpolicy.freezing",
     **dict.fromkeys(("MaskedOptimizer", "UpdateRule", "update_rule"), "gradpolicy.optim"),
-    "gradcheck_rule": "gradpolicy.rules.gradcheck",
+    "gradcheck_rule": "gradpolicy.flow",
+    "Call": "gradpolicy.rules.call",
+    "gradient_of": "gradpolicy.rules.derivative",
     **dict.fromkeys(("Rule", "get_rule", "rule", "rule_names"), "gradpolicy.rules"),
     **dict.fromkeys(
         ("Clip", "Deconv", "Freeze", "Guided", "Reverse", "Scale", "Stop", "StraightThrough", "UseRule"),
@@ -63,6 +67,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Call",
     "Clip",
     "Deconv",
     "Freeze",
@@ -83,6 +88,7 @@ __all__ = [
     "curvature",
     "get_rule",
     "gradcheck_rule",
+    "gradient_of",
     "gradient_override",
     "install",
     "masks",

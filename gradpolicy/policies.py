@@ -11,17 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
-from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
+from gradpolicy.errors import PolicyError, knows_its_arguments, shown, under, unknown
+from gradpolicy.flow.operations import find_rule
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.function import as_source
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
 from gradpolicy.when import When
-from gradpolicy.where import BOUNDARIES, STEP_OPERATIONS, ModulePattern, as_patterns
+from gradpolicy.where import PLACES, STEP_OPERATIONS, ModulePattern, as_patterns
 
 ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
 Operations = str | Callable | Iterable[str | Callable] | None
 NamePatterns = str | Iterable[str] | None
 RuleLike = str | Rule | RuleFunction
+# Which outputs of a module: indices, keys or attributes.
+Outputs = int | str | Iterable[int | str] | None
 # A number, or what gives the number for a step (or epoch) count.
 Scheduled = float | Callable[[int], float]
 
@@ -64,7 +67,7 @@ class FlowPolicy(Policy):
     Where it acts follows from what is named:
 
     - ``ops``: at these operations, in the whole model or below ``modules`` only;
-    - ``modules`` alone: at the boundary of these modules, ``at`` their input or output;
+    - ``modules`` alone: ``at`` the input or output of these modules, or ``"through"`` them;
     - ``params``: at the gradients of these parameters.
 
     Args:
@@ -73,12 +76,23 @@ class FlowPolicy(Policy):
         ops: Names of operations, or torch functions.
         params: Globs on parameter names.
         at: ``"input"``: what the module passes back to those before it; its own parameters train as ever.
-            ``"output"``: what the module receives; its own parameters see it too.
+            ``"output"``: what the module receives; its own parameters see it too. ``"through"``: the rule
+            takes the place of the gradient from the module's output to its input.
+        argument: With ``modules`` alone: the one argument of their forward on which it acts, by name or
+            position (0 is the first); all of them unless given.
+        output: With ``at="through"``: the outputs whose gradient the rule makes, by index, key or attribute;
+            every floating-point one unless given. Other outputs keep their own gradients.
+        calls: With ``ops``: which calls of each operation, counted from 0 within the forward of each matched
+            module (of the model, if none is named); all of them unless given.
+        inside: With ``at="through"``: what the parameters within get from these outputs, ``"none"``: nothing,
+            or ``"own"``: their own gradient.
         when: When the policy holds.
 
     Raises:
         PolicyError: If no place is named, or the places exclude each other.
     """
+
+    INSIDE = ("none", "own")
 
     # Whether the graph is cut instead of asking the rule.
     detaches = False
@@ -91,6 +105,10 @@ class FlowPolicy(Policy):
         ops: Operations = None,
         params: NamePatterns = None,
         at: str = "input",
+        argument: int | str | None = None,
+        output: Outputs = None,
+        inside: str = "none",
+        calls: int | Iterable[int] | None = None,
         when: When | None = None,
     ) -> None:
         super().__init__(when)
@@ -99,9 +117,16 @@ class FlowPolicy(Policy):
         self.ops = as_patterns(ops)
         self.params = as_patterns(params)
         self.at = at
+        self.argument = argument
+        self.output = as_patterns(output)
+        self.inside = inside
+        self.calls = as_patterns(calls)
         kind = type(self).__name__
-        if at not in BOUNDARIES:
-            raise unknown("boundary", str(at), BOUNDARIES, key=f"{kind}.at")
+        if at not in PLACES:
+            raise unknown("boundary", str(at), PLACES, key=f"{kind}.at")
+        if inside not in self.INSIDE:
+            raise unknown("choice", str(inside), self.INSIDE, key=f"{kind}.inside")
+        self._check_module_settings(kind)
         for operation in self.ops:
             if not (isinstance(operation, str) or callable(operation)):
                 raise PolicyError(
@@ -111,9 +136,34 @@ class FlowPolicy(Policy):
             raise PolicyError(f"{kind}: say where it acts: modules=, ops= or params=")
         if self.params and (self.ops or self.modules):
             raise PolicyError(f"{kind}: params= stands alone; it cannot go with modules= or ops=")
+        self._check_calls(kind)
         missing = rule.missing_parameters()
         if missing:
             raise PolicyError(f"{kind}: rule {shown(rule.name)} needs a value for {', '.join(missing)}")
+
+    def _check_calls(self, kind: str) -> None:
+        for call in self.calls:
+            if isinstance(call, bool) or not isinstance(call, int) or call < 0:
+                raise PolicyError(f"{kind}.calls: must be whole numbers from 0 on, got {shown(call)}")
+        if self.calls and not self.ops:
+            raise PolicyError(f"{kind}.calls: goes with ops=, the operations whose calls are meant")
+
+    def _check_module_settings(self, kind: str) -> None:
+        """Refuses settings of a module's boundary, or of the way through it, where they mean nothing."""
+        for key, value in (("argument", self.argument), *(("output", item) for item in self.output)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
+                raise PolicyError(f"{kind}.{key}: must be a name or a number, got {shown(value)}")
+        if isinstance(self.argument, int) and self.argument < 0:
+            raise PolicyError(f"{kind}.argument: positions count from 0, got {self.argument}")
+        if self.at == "output" and self.argument is not None:
+            raise PolicyError(f"{kind}.argument: is of the input, and at='output' means the other side")
+        if self.at != "through" and self.output:
+            raise PolicyError(f"{kind}.output: goes with at='through'")
+        if self.at != "through" and self.inside != self.INSIDE[0]:
+            raise PolicyError(f"{kind}.inside: goes with at='through'")
+        if (self.ops or self.params) and (self.at == "through" or self.argument is not None):
+            key = "at='through'" if self.at == "through" else "argument="
+            raise PolicyError(f"{kind}: {key} goes with modules= alone, not with ops= or params=")
 
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""
@@ -122,8 +172,15 @@ class FlowPolicy(Policy):
         written = [
             f"{key}={[getattr(item, '__name__', item) for item in chosen]}" for key, chosen in where if chosen
         ]
-        at = [f"at={self.at!r}"] if self.at != BOUNDARIES[0] else []
-        return [f"rule={self.rule.name!r}", *parameters, *written, *at]
+        settings: tuple[tuple[str, Any, Any], ...] = (
+            ("at", self.at, PLACES[0]),
+            ("argument", self.argument, None),
+            ("output", list(self.output), []),
+            ("inside", self.inside, self.INSIDE[0]),
+            ("calls", list(self.calls), []),
+        )
+        told = [f"{key}={value!r}" for key, value, usual in settings if value != usual]
+        return [f"rule={self.rule.name!r}", *parameters, *written, *told]
 
 
 class Stop(FlowPolicy):
@@ -159,14 +216,19 @@ class Stop(FlowPolicy):
 
 
 class StraightThrough(FlowPolicy):
-    """Gives step-like operations the gradient of a smooth stand-in; the forward value stays exact.
+    """Gives step-like operations, or whole modules, the gradient of a stand-in; forward values stay exact.
+
+    ``StraightThrough(modules="quantizer")`` acts across the module: the gradient passes from its output to
+    its input, and the parameters within get none from there (see ``inside`` of :class:`FlowPolicy`).
 
     Args:
         surrogate: The rule: ``identity``, ``hardtanh``, ``tanh``, ``sigmoid``, ``fast_sigmoid``, ``arctan``,
             ``triangular``, ``approx_sign``, ``swish_sign`` or any other.
         parameters: Values for the rule's arguments.
-        ops: The operations; unless told otherwise every ``round``, ``floor``, ``ceil``, ``trunc``, ``sign``
-            and ``heaviside``.
+        modules: Modules: with ``ops``, those in which these operations run; without, those to go through.
+        ops: The operations; if neither they nor modules are named every ``round``, ``floor``, ``ceil``,
+            ``trunc``, ``sign`` and ``heaviside`` of the model.
+        at: As for :class:`FlowPolicy`; ``"through"`` where modules alone are named.
         **where_and_when: See :class:`FlowPolicy`.
 
     Source: Bengio, Léonard, Courville 2013, arXiv:1308.3432.
@@ -177,11 +239,17 @@ class StraightThrough(FlowPolicy):
         surrogate: RuleLike = "identity",
         *,
         parameters: Mapping[str, Any] | None = None,
-        ops: Operations = STEP_OPERATIONS,
+        modules: ModulePatterns = None,
+        ops: Operations = None,
+        at: str | None = None,
         **where_and_when: Any,
     ) -> None:
         rule = _chosen_rule("StraightThrough.surrogate", surrogate, parameters)
-        super().__init__(rule, ops=ops, **where_and_when)
+        if at is None:
+            at = "through" if modules is not None and ops is None else "input"
+        if modules is None and ops is None and where_and_when.get("params") is None:
+            ops = STEP_OPERATIONS
+        super().__init__(rule, modules=modules, ops=ops, at=at, **where_and_when)
 
 
 class Guided(FlowPolicy):
@@ -278,8 +346,9 @@ class UseRule(FlowPolicy):
     """Puts any rule in a place.
 
     Args:
-        rule: A registered name, a dotted path, a :class:`~gradpolicy.rules.Rule` or a function
-            ``(grad, inputs, output)``.
+        rule: A registered name, a dotted path, a :class:`~gradpolicy.rules.Rule`, a function
+            ``(grad, inputs, output)``, or another operation, whose derivative at the same inputs is used. A
+            bare name that is both means the rule: ``"torch.tanh"`` is the operation.
         parameters: Values for the rule's arguments.
         **where_and_when: See :class:`FlowPolicy`.
     """
@@ -340,10 +409,8 @@ class Freeze(Policy):
 
 def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None) -> Rule:
     """The rule that an argument names; an error says which argument."""
-    try:
-        found = get_rule(rule)
-    except PolicyError as error:
-        raise PolicyError(f"{key}: {error}") from error
+    with under(key):
+        found = find_rule(rule)
     return found.with_parameters(**(parameters or {}))
 
 

@@ -1,31 +1,39 @@
 """A rule for any forward: NumPy code, a library's function, a physical simulation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Number
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.flow.autograd_functions import replace_gradient
+from gradpolicy.flow.autograd_functions import in_transform, replace_gradient
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.call_arguments import arguments_of
 from gradpolicy.flow.containers import map_tensors, tensors_in
 from gradpolicy.flow.operation_rule import as_floating_point
-from gradpolicy.flow.operations import as_rule
+from gradpolicy.flow.operations import as_rule, is_operation, name_of
+from gradpolicy.flow.tensor_or_array import as_arrays, as_either, as_plain
+from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 
-def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs any forward, with a rule as its backward.
+def apply(
+    rule: str | Rule | RuleFunction,
+    forward: Callable[..., Any],
+    *args: Any,
+    numpy: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Runs any forward once, with a rule as its backward.
 
     The forward gets its tensors detached and runs without a graph, so it may call ``.numpy()`` on them.
-    NumPy's own functions get arrays; so does a forward that fails with tensors for lack of a method. Arrays
-    and numbers that it returns become tensors. A single integer or boolean result is converted to the dtype
-    of the first floating-point input, since otherwise it could have no gradient. In a tuple such results stay
-    as they are.
+    Arrays and numbers that it returns become tensors. A single integer or boolean result is converted to the
+    dtype of the first floating-point input, since otherwise it could have no gradient. In a tuple such
+    results stay as they are.
 
     Args:
         rule: What replaces the gradient: a rule's name, a rule, a function ``(grad, inputs, output)``,
@@ -34,6 +42,10 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
             results, ``grad`` and ``output`` are tuples.
         forward: The function.
         *args: Its arguments, tensors or not.
+        numpy: Whether the forward gets arrays (``True``) or tensors (``False``). Unless told, NumPy's own
+            functions get arrays, and any other gets tensors that NumPy takes for arrays: its functions and
+            what only arrays have (``x.astype``, ``x.copy``) work on them. Code that uses what both have in
+            different ways (``x.std()``, ``x.size``) needs ``True``.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -50,39 +62,48 @@ def apply(rule: str | Rule | RuleFunction, forward: Callable[..., Any], *args: A
         >>> y.detach(), x.grad
         (tensor([0., 1.]), tensor([1., 1.]))
     """
-    name = getattr(forward, "__name__", type(forward).__name__)
     if not callable(forward):
         raise PolicyError(f"apply: the forward must be a function, got {shown(forward)}")
     # The forward has no gradient of its own that a filter could act before.
-    state = RuleState(name, replace(as_rule(rule), gradient_filter=None), is_reported=False)
-    bound_rule = BoundRule(state, f"forward {name!r}")
-    state.count(name)
+    state = RuleState(forward_name(forward), replace(as_rule(rule), gradient_filter=None), is_reported=False)
+    bound_rule = BoundRule(state, f"forward {state.name!r}")
+    state.count(state.name)
     inputs = tensors_in((args, kwargs))
     with torch.no_grad():
         plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
-        values = _as_tensors(_run(forward, plain_args, plain_kwargs), name, inputs)
+        values = run_forward(forward, plain_args, plain_kwargs, numpy)
+        if bound_rule.takes_call:
+            bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
     return replace_gradient(bound_rule, as_floating_point(values, inputs), inputs)
 
 
-def _run(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    if not _is_numpy(forward):
-        try:
-            return forward(*args, **kwargs)
-        except (AttributeError, TypeError) as error:
-            # Code written for arrays (x.astype, x.copy) fails so with tensors.
-            failure = error
-        try:
-            return _run_on_arrays(forward, args, kwargs)
-        except (AttributeError, TypeError):
-            raise failure from None
-    return _run_on_arrays(forward, args, kwargs)
+def run_forward(
+    forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], numpy: bool | None
+) -> Any:
+    """Runs a forward once, with tensors, arrays, or what is either; see :func:`apply`.
+
+    Raises:
+        PolicyError: If it returns what cannot be a tensor.
+    """
+    device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
+    if numpy is None and _is_numpy(forward):
+        numpy = True
+    if numpy:
+        args, kwargs = as_arrays((args, kwargs))
+    elif numpy is None and not in_transform():
+        args, kwargs = as_either((args, kwargs))
+    return _as_tensors(forward(*args, **kwargs), forward_name(forward), device)
 
 
-def _run_on_arrays(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    array_args, array_kwargs = map_tensors(lambda tensor: cast(Any, tensor.numpy(force=True)), (args, kwargs))
-    return forward(*array_args, **array_kwargs)
+def call_of(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Call:
+    """The call of a forward, for rules that ask for it."""
+    name = name_of(forward) if is_operation(forward) else forward_name(forward)
+    return Call(name, arguments_of(forward, name, args, kwargs))
+
+
+def forward_name(forward: Callable[..., Any]) -> str:
+    """What messages call a forward."""
+    return getattr(forward, "__name__", type(forward).__name__)
 
 
 def _is_numpy(forward: Callable[..., Any]) -> bool:
@@ -90,14 +111,13 @@ def _is_numpy(forward: Callable[..., Any]) -> bool:
     return isinstance(forward, np.ufunc) or module.partition(".")[0] == "numpy"
 
 
-def _as_tensors(values: Any, name: str, inputs: list[Tensor]) -> Any:
-    device = inputs[0].device if inputs else None
+def _as_tensors(values: Any, name: str, device: torch.device | None) -> Any:
     if isinstance(values, Tensor):
-        return values
+        return as_plain(values)
     if isinstance(values, np.ndarray | np.generic | Number):
         return torch.as_tensor(values, device=device)
     if isinstance(values, tuple | list):
-        return type(values)(_as_tensors(value, name, inputs) for value in values)
+        return type(values)(_as_tensors(value, name, device) for value in values)
     raise PolicyError(
         f"forward {shown(name)} returned {type(values).__name__}; it must return tensors or arrays"
     )

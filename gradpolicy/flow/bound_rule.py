@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, warn_user
+from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import Rule, keyword_names
 from gradpolicy.rules.routing import broadcasts, first_index
 from gradpolicy.when import When
@@ -26,6 +27,8 @@ _NUMBERS = itertools.count()
 
 # The keys of the rules that compiled code has met. Nobody sees what that code meets when it runs again.
 _MET_IN_COMPILED_CODE: set[str] = set()
+# Those of which it has met an operation with a discrete result.
+_DISCRETE_IN_COMPILED_CODE: set[str] = set()
 
 
 class GradientNorms:
@@ -63,6 +66,8 @@ class RuleState:
         rule: The rule. A callable among its parameters is a schedule.
         detaches: Whether the graph is cut instead of asking the rule.
         when: When it is active.
+        calls: The numbers of the calls that it is for, of each operation within a module's forward; none
+            means all.
         is_reported: Whether it counts what it meets in compiled code. For a ``gradient_override`` it does
             not, so that the compiler cannot tell one from the next and need not compile anew for each.
         written: The policy as a person writes it.
@@ -78,6 +83,7 @@ class RuleState:
         *,
         detaches: bool = False,
         when: When | None = None,
+        calls: Sequence[int] = (),
         is_reported: bool = True,
         written: str = "",
     ) -> None:
@@ -85,6 +91,7 @@ class RuleState:
         self.written = written
         self.is_reported = is_reported
         self.when = when or When()
+        self.calls = tuple(calls)
         self.detaches = detaches
         self.active = True
         # Whether a forward pass with gradients ran while the rule was active, and while it was not.
@@ -96,6 +103,9 @@ class RuleState:
         self.norms = GradientNorms()
         self.matched: Counter[str] = Counter()
         self.without_gradient: set[str] = set()
+        # Operations with discrete results, and the functions in which the gradient of these was lost.
+        self.discrete: set[str] = set()
+        self.lost_in: set[tuple[str, str]] = set()
         self.compiled = False
         self.opaque: dict[str, str] = {}
         self._take_key()
@@ -112,6 +122,26 @@ class RuleState:
         """Notes an operation that ran where no gradient is recorded, so that there was nothing to do."""
         if not torch.compiler.is_compiling():
             self.without_gradient.add(operation)
+
+    def note_discrete(self, operation: str) -> None:
+        """Notes an operation whose result is discrete. It counts once that has become floating-point."""
+        if torch.compiler.is_compiling():
+            _note_discrete_while_tracing(self.key, operation)
+        else:
+            self.discrete.add(operation)
+
+    def may_have_met_discrete(self) -> bool:
+        """Whether compiled code has met an operation with a discrete result."""
+        return self.key in _DISCRETE_IN_COMPILED_CODE
+
+    def note_lost(self, operation: str, function: str) -> None:
+        """Says once that the result of an operation went into a function that cannot carry a gradient."""
+        policy = f"policy {self.name!r}: " if self.is_reported else ""
+        if torch.compiler.is_compiling():
+            _warn_of_lost_path(policy, operation, function)
+        elif (operation, function) not in self.lost_in:
+            self.lost_in.add((operation, function))
+            _warn_of_lost_path(policy, operation, function)
 
     def note_forward(self) -> None:
         """Notes that a forward pass with gradients runs."""
@@ -197,6 +227,9 @@ class BoundRule:
         self.location = location
         self.sums_broadcast = sums_broadcast
         self.parameters = state.rule.parameters if parameters is None else parameters
+        self.takes_call = self.rule.gradient_filter is None and self.rule.takes_call
+        if self.takes_call and "call" not in self.parameters:
+            self.parameters = {**self.parameters, "call": Call(location)}
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -213,6 +246,15 @@ class BoundRule:
             self.location,
             sums_broadcast=self.sums_broadcast,
             parameters={**self.parameters, **now},
+        )
+
+    def for_call(self, call: Call) -> "BoundRule":
+        """The rule, which asks for it, with the call that its gradient is of."""
+        return BoundRule(
+            self.state,
+            self.location,
+            sums_broadcast=self.sums_broadcast,
+            parameters={**self.parameters, "call": call},
         )
 
     def gradients(
@@ -352,6 +394,22 @@ def _count_while_tracing(key: str, location: str) -> None:
 
 
 @runs_while_tracing
+def _note_discrete_while_tracing(key: str, operation: str) -> None:
+    _DISCRETE_IN_COMPILED_CODE.add(key)
+    state = _STATES.get(key)
+    if state is not None:
+        state.discrete.add(operation)
+
+
+@runs_while_tracing
+def warn_of_uncarried(subject: str, message: str, keys: tuple[str, ...]) -> None:
+    """Says at the end of a block in compiled code which results never became floating-point there."""
+    for key in keys:
+        if key in _DISCRETE_IN_COMPILED_CODE and key not in _MET_IN_COMPILED_CODE:
+            warn_user(f"{subject}: the result of {key.partition(': ')[0]!r} {message}")
+
+
+@runs_while_tracing
 def _note_forward_while_tracing(key: str) -> None:
     state = _STATES.get(key)
     if state is not None:
@@ -365,6 +423,14 @@ def _note_opaque_while_tracing(key: str, name: str, call: str, reason: str) -> N
         state._note_opaque(call, reason)
     else:
         _warn_of_opaque(name, call, reason)
+
+
+@runs_while_tracing
+def _warn_of_lost_path(policy: str, operation: str, function: str) -> None:
+    warn_user(
+        f"{policy}the result of operation {operation!r} went through {function}, which cannot carry the "
+        "rule's gradient; cast it to floating point before (.float()), or detach it if no gradient is meant"
+    )
 
 
 def _warn_of_opaque(name: str, call: str, reason: str) -> None:

@@ -49,6 +49,35 @@ def classes_that_hide_tensors(values: Any) -> set[str]:
     return set()
 
 
+def replace_at(values: Any, place: int | str, function: Callable[[Any], Any]) -> Any:
+    """Gives a copy of a container or object with the value at one place replaced.
+
+    Args:
+        values: A tuple, list, dict, dataclass or any other object with attributes.
+        place: A key or attribute, or an index.
+        function: Gives the value's replacement.
+
+    Raises:
+        LookupError: If there is no such place; its argument lists those there are.
+    """
+    is_container = _is_dataclass(values) or isinstance(values, Mapping | tuple | list)
+    if not is_container and not isinstance(values, Tensor) and isinstance(place, str):
+        if not hasattr(values, place):
+            raise LookupError(list(getattr(values, "__dict__", {})))
+        changed = copy.copy(values)
+        setattr(changed, place, function(getattr(values, place)))
+        return changed
+    children, names = _children(values), _places(values)
+    if place in names:
+        index = names.index(place)
+    elif isinstance(place, int) and -len(children) <= place < len(children):
+        index = place % len(children)
+    else:
+        raise LookupError(names)
+    children[index] = function(children[index])
+    return _rebuilt(values, children)
+
+
 def rebuilt_sequence(like: Any, items: list) -> Any:
     """A tuple or list of the same class as another one, which may be a named tuple or one of torch's."""
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
@@ -66,6 +95,17 @@ def _children(values: Any) -> list:
     if isinstance(values, Mapping):
         return list(values.values())
     return list(values) if isinstance(values, tuple | list) else []
+
+
+def _places(values: Any) -> list:
+    """The keys, attributes or indices of what :func:`_children` lists."""
+    if _is_dataclass(values):
+        return _fields(values)
+    if isinstance(values, Mapping):
+        return list(values)
+    if not isinstance(values, tuple | list):
+        return []
+    return list(getattr(values, "_fields", range(len(values))))
 
 
 def _rebuilt(values: Any, children: list) -> Any:

@@ -1,12 +1,14 @@
 """The dispatch table of the rules on operations, and the mode that looks up each torch function in it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gradpolicy.flow.carrying import carry, paths_in
 from gradpolicy.flow.checkpointing import may_be_recomputed
+from gradpolicy.flow.gradient_path import has_paths
 from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
 from gradpolicy.flow.operation_tables import Function
 
@@ -29,6 +31,7 @@ class DispatchTable:
         for rule in self.rules:
             for function in rule.functions:
                 self.by_function[function] = (*self.by_function.get(function, ()), rule)
+        self.counts_calls = any(rule.calls for rule in self.rules)
         # The functions that ran without a rule, for reports.
         self.seen: set[Function] = set()
 
@@ -51,24 +54,60 @@ class DispatchMode(TorchFunctionMode):
         self.module: str | None = None
         # Names of operations that an inner mode took.
         self.taken: set[str] = set()
+        # How often operations ran so far in the forward that runs, for rules on some of their calls.
+        self.counts: dict[str, int] = {}
 
-    def check_recomputation(self, operation: str) -> None:
+    def check_recomputation(self, rule: TableRule) -> None:
         """Refuses an operation that a checkpoint would run again outside of this mode."""
 
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Makes the call by the first rule that covers it."""
+        """Makes the call by the first rule that covers it; paths of discrete arguments follow."""
         kwargs = kwargs or {}
+        if has_paths() and (paths := paths_in(args, kwargs)):
+            return carry(self._call, func, args, kwargs, paths)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         table = self.table
-        for rule in table.by_function.get(func, ()):
+        rules: Sequence[TableRule] = table.by_function.get(func, ())
+        if rules and table.counts_calls:
+            rules = self._due(rules, func, args, kwargs)
+        for rule in rules:
             if rule.covers(func, args, kwargs):
                 if not rule.allows_plain_recomputation() and may_be_recomputed():
-                    self.check_recomputation(rule.name)
+                    self.check_recomputation(rule)
                 return rule.call(func, args, kwargs, self.module)
         if not _is_traced():
             table.seen.add(func)
         return func(*args, **kwargs)
+
+    def _due(
+        self, rules: Sequence[TableRule], func: Function, args: tuple, kwargs: dict
+    ) -> Sequence[TableRule]:
+        """Counts a call, and gives the rules without those for other calls of the operation."""
+        due = []
+        for rule in rules:
+            if rule.calls:
+                # Outside of the modules that the policy names nothing is counted.
+                if rule.key not in self.counts or not rule.covers(func, args, kwargs):
+                    continue
+                count = self.counts[rule.key]
+                self.counts[rule.key] = count + 1
+                if count not in rule.calls:
+                    continue
+            due.append(rule)
+        return due
+
+
+# If the compiler leaves a frame to eager mode, it must not compile this one alone: code that asks there would
+# be told that all of it is compiled. Where the compiler traces the caller, it traces this too.
+_frames = torch._C._dynamo.eval_frame
+_skip = _frames._FrameAction.SKIP
+_frames.set_code_exec_strategy(
+    DispatchMode.__torch_function__.__code__, _frames._FrameExecStrategy(_skip, _skip)
+)
 
 
 def active_modes() -> list[DispatchMode]:

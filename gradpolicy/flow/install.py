@@ -1,7 +1,7 @@
 """Puts flow policies on a model, and takes them off again."""
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shown, unknown
+from gradpolicy.flow.arguments import Argument, find_argument
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Boundary
+from gradpolicy.flow.counted_calls import CountedCalls
 from gradpolicy.flow.dispatch import DispatchTable
 from gradpolicy.flow.locations import FlowPolicy, describe_location, find_locations
 from gradpolicy.flow.operation_rule import OperationRule, rules_for
@@ -21,6 +23,7 @@ from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
 from gradpolicy.flow.report import Met, Report, ReportRow, tell_unmet
 from gradpolicy.flow.session import InstallSession
+from gradpolicy.flow.through import Through, ThroughRule
 from gradpolicy.flow.wrapped_forward import WrappedForward, WrappedReLU
 from gradpolicy.where import BOUNDARIES, STEP_OPERATIONS, plain_name
 
@@ -88,11 +91,19 @@ class Installed:
         self.policies = dict(policies)
         self._states = {
             name: RuleState(
-                name, policy.rule, detaches=policy.detaches, when=policy.when, written=repr(policy)
+                name,
+                # Across a module there is no gradient of its own that a filter could act before.
+                replace(policy.rule, gradient_filter=None) if policy.at == "through" else policy.rule,
+                detaches=policy.detaches,
+                when=policy.when,
+                calls=policy.calls,
+                written=repr(policy),
             )
             for name, policy in self.policies.items()
         }
-        self._locations = {name: find_locations(model, policy) for name, policy in self.policies.items()}
+        self._locations = {
+            name: find_locations(model, name, policy) for name, policy in self.policies.items()
+        }
         check_policies(self.policies, self._locations)
         self._session = InstallSession(self._states.values())
         self._has_operations = any(locations.operations for locations in self._locations.values())
@@ -211,8 +222,9 @@ class Installed:
             met=Met(
                 operations=operations,
                 matched=frozenset(state.matched),
-                ran=frozenset({*ran, *state.matched, *state.without_gradient}),
+                ran=frozenset({*ran, *state.matched, *state.without_gradient, *state.discrete}),
                 without_gradient=frozenset(state.without_gradient),
+                discrete=frozenset(state.discrete),
                 taken=frozenset(self._session.taken),
                 opaque=tuple(state.opaque),
                 excused=frozenset(ran if state.ran_inactive else ()),
@@ -254,15 +266,17 @@ class Installed:
 
     def _put_on_module(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
         table = self._table(module)
-        entering, leaving = (self._boundary(name, module, side) for side in BOUNDARIES)
+        policies = self._policies_at(module)
         parameter_rules = self._rules_on_parameters(module)
         # The model itself is always wrapped: it notes what happens to its parts.
-        if name and table is None and entering is None and leaving is None and not parameter_rules:
+        if name and table is None and not policies and not parameter_rules:
             return
         self._parameter_rules += parameter_rules
         for method in entry_points.get(name, ("forward",)):
+            arguments = {policy: self._argument(policy, name, module, method) for policy in policies}
+            entering, leaving = (self._boundary(name, side, arguments) for side in BOUNDARIES)
             relu_rule = _relu_rule(module, table)
-            if table is not None and relu_rule is not None and entering is None and leaving is None:
+            if table is not None and relu_rule is not None and not policies:
                 wrap: WrappedForward = WrappedReLU(module, self._session, table, relu_rule, name=name)
             else:
                 wrap = WrappedForward(
@@ -273,6 +287,8 @@ class Installed:
                     table=table,
                     entering=entering,
                     leaving=leaving,
+                    through=self._through(name, arguments, getattr(module, method)),
+                    counted=self._counted(name, module, table),
                     parameter_rules=parameter_rules,
                 )
             wrap.put_on()
@@ -287,11 +303,26 @@ class Installed:
             rules = [rules_for(self._locations[name].operations, self._states[name]) for name in names]
             self._tables[names] = DispatchTable(list(itertools.chain(*rules)))
         table = self._tables[names]
+        if self._counted("", module, table) is not None:
+            return table
         calls = None if "forward" in module.__dict__ else MODULE_CALLS.get(type(module))
         if calls is None or any(call in table.by_function for call in calls):
             return table
         table.seen.update(calls)
         return None
+
+    def _counted(self, name: str, module: nn.Module, table: DispatchTable | None) -> CountedCalls | None:
+        """Counts calls in a module's forward, if a policy names the module and some of the calls in it."""
+        if table is None or not table.counts_calls:
+            return None
+        rules = [
+            rule
+            for rule in table.rules
+            if isinstance(rule, OperationRule)
+            and rule.calls
+            and any(module is matched for matched in self._locations[rule.state.name].modules.values())
+        ]
+        return CountedCalls(name, rules) if rules else None
 
     def _rules_on_parameters(self, module: nn.Module) -> list[ParameterRules]:
         """The rules on the parameters that a module holds; those on a shared one with its first module."""
@@ -305,13 +336,32 @@ class Installed:
                 found.append(ParameterRules(full_name, module, attribute, states))
         return found
 
-    def _boundary(self, name: str, module: nn.Module, side: str) -> Boundary | None:
-        states = [
-            self._states[policy]
-            for policy, locations in self._locations.items()
-            if locations.side == side and id(module) in locations.boundaries
+    def _policies_at(self, module: nn.Module) -> list[str]:
+        """The policies that act at a module as a whole: at its boundary, or through it."""
+        return [name for name, found in self._locations.items() if id(module) in found.boundaries]
+
+    def _argument(self, policy: str, name: str, module: nn.Module, method: str) -> Argument | None:
+        wanted = self.policies[policy].argument
+        if wanted is None:
+            return None
+        return find_argument(getattr(module, method), wanted, f"policy {policy!r} at module {name!r}")
+
+    def _boundary(self, name: str, side: str, arguments: Mapping[str, Argument | None]) -> Boundary | None:
+        policies = [policy for policy in arguments if self._locations[policy].side == side]
+        if not policies:
+            return None
+        states = [self._states[policy] for policy in policies]
+        return Boundary(f"{side} of module {name!r}", states, [arguments[policy] for policy in policies])
+
+    def _through(
+        self, name: str, arguments: Mapping[str, Argument | None], forward: Callable[..., Any]
+    ) -> Through | None:
+        rules = [
+            ThroughRule(self._states[key], name, self.policies[key], argument, forward)
+            for key, argument in arguments.items()
+            if self._locations[key].side == "through"
         ]
-        return Boundary(f"{side} of module {name!r}", states) if states else None
+        return Through(rules) if rules else None
 
 
 def deactivate(model: nn.Module, policies: Collection[FlowPolicy]) -> None:
@@ -359,7 +409,7 @@ def _relu_rule(module: nn.Module, table: DispatchTable | None) -> OperationRule 
         return None
     rules = table.by_function.get(F.relu, ())
     only = rules[0] if len(rules) == 1 else None
-    return only if isinstance(only, OperationRule) and only.filters else None
+    return only if isinstance(only, OperationRule) and only.filters and not only.calls else None
 
 
 def _named(policies: Iterable[FlowPolicy] | Mapping[str, FlowPolicy]) -> dict[str, FlowPolicy]:

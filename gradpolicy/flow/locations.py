@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from gradpolicy.errors import under
 from gradpolicy.flow.operations import Operation, resolve_operation
 from gradpolicy.rules.registry import Rule
 from gradpolicy.when import When
@@ -38,7 +39,23 @@ class FlowPolicy(Protocol):
 
     @property
     def at(self) -> str:
-        """``"input"`` or ``"output"``: the side of a module."""
+        """``"input"`` or ``"output"``: the side of a module; or ``"through"`` it."""
+
+    @property
+    def argument(self) -> int | str | None:
+        """The one argument of the forward on which it acts; None means all of them."""
+
+    @property
+    def output(self) -> tuple:
+        """Indices, keys or attributes of the outputs that it goes through from; none means every one."""
+
+    @property
+    def inside(self) -> str:
+        """``"none"`` or ``"own"``: what parameters within get where it goes through a module."""
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """The numbers of the calls of each operation on which it acts; none means all."""
 
     @property
     def when(self) -> When:
@@ -53,8 +70,8 @@ class Locations:
         modules: The modules that its patterns match, by name.
         operations: The operations that it names.
         inside: If it names operations: the modules in whose forward it acts, names by id.
-        side: ``"input"`` or ``"output"`` if it acts at module boundaries, otherwise empty.
-        boundaries: If it acts at module boundaries: ids of the modules.
+        side: ``"input"``, ``"output"`` or ``"through"`` if it acts at modules as a whole, otherwise empty.
+        boundaries: If it acts at modules as a whole: their ids.
         parameters: The parameters whose gradients it changes, by name.
     """
 
@@ -66,21 +83,28 @@ class Locations:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
-def find_locations(model: nn.Module, policy: FlowPolicy) -> Locations:
+def find_locations(model: nn.Module, name: str, policy: FlowPolicy) -> Locations:
     """Finds where a policy acts in a model.
+
+    Args:
+        model: The model.
+        name: The policy's name, for messages.
+        policy: The policy.
 
     Raises:
         PolicyError: If a pattern matches nothing, or an operation does not exist.
     """
     if policy.params:
-        return Locations(parameters=match_parameters(model, policy.params))
-    if not policy.ops:
-        modules = match_modules(model, policy.modules)
-        return Locations(modules, side=policy.at, boundaries=frozenset(map(id, modules.values())))
-    operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
+        with under(f"policy.{name}.params"):
+            return Locations(parameters=match_parameters(model, policy.params))
+    with under(f"policy.{name}.ops"):
+        operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
     if not policy.modules:
         return Locations({"": model}, operations, _inside(model, {""}, set()))
-    modules = match_modules(model, policy.modules)
+    with under(f"policy.{name}.modules"):
+        modules = match_modules(model, policy.modules)
+    if not policy.ops:
+        return Locations(modules, side=policy.at, boundaries=frozenset(map(id, modules.values())))
     patterns = [p[1:] for p in policy.modules if isinstance(p, str) and p.startswith("!")]
     excluded = {name for pattern in patterns for name in match_modules(model, pattern)}
     return Locations(modules, operations, _inside(model, set(modules), excluded))
@@ -95,7 +119,17 @@ def describe_location(policy: FlowPolicy) -> str:
     if policy.params:
         return f"params {written(policy.params)}"
     modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
-    return f"ops {written(policy.ops)} in {modules}" if policy.ops else f"{policy.at} of {modules}"
+    if policy.ops:
+        calls = f" (calls {written(policy.calls)})" if policy.calls else ""
+        return f"ops {written(policy.ops)}{calls} in {modules}"
+    if policy.at == "through":
+        output = f"output {written(policy.output)}" if policy.output else "output"
+        return f"{modules}, from {output} to {_input_of(policy)}"
+    return f"{_input_of(policy) if policy.at == 'input' else 'output'} of {modules}"
+
+
+def _input_of(policy: FlowPolicy) -> str:
+    return "input" if policy.argument is None else f"argument {policy.argument!r}"
 
 
 def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int, str]:

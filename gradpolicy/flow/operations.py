@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import get_ignored_functions
 
 from gradpolicy.errors import PolicyError, nearest, shown, unknown
 from gradpolicy.flow.operation_tables import (
@@ -23,7 +24,7 @@ from gradpolicy.flow.operation_tables import (
 )
 from gradpolicy.imports import import_by_name
 from gradpolicy.rules.derivative import Derivative
-from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names
+from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names, unknown_rule
 
 # Tells from its arguments whether a call is the operation.
 Decision = Callable[[Function, tuple, Mapping[str, Any]], bool]
@@ -156,23 +157,12 @@ def name_of(function: Function) -> str:
 
 
 def as_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
-    """The rule that a name, a rule, a function, or another operation (whose derivative is used) means.
-
-    A name that is both a rule and an operation means the rule.
+    """The rule that a name, a rule, a function, or another operation means, with all its numbers.
 
     Raises:
-        PolicyError: If it is none of them.
+        PolicyError: If it is none of them, or a number is missing.
     """
-    if isinstance(specification, Rule):
-        rule = specification
-    elif isinstance(specification, str) and specification not in rule_names() and "." not in specification:
-        if not is_operation(specification):
-            raise unknown("rule or operation", specification, {*rule_names(), *operation_names()})
-        rule = derivative_of(resolve_operation(specification))
-    elif callable(specification) and is_operation(specification):
-        rule = derivative_of(resolve_operation(specification))
-    else:
-        rule = get_rule(specification)
+    rule = find_rule(specification)
     missing = rule.missing_parameters()
     if missing:
         raise PolicyError(
@@ -180,6 +170,43 @@ def as_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
             f"get_rule({rule.name!r}, {missing[0]}=…)"
         )
     return rule
+
+
+def find_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
+    """The rule that a name, a rule, a function, or another operation (whose derivative is used) means.
+
+    A bare name that is both a rule and an operation means the rule; ``"torch.tanh"`` means the operation.
+
+    Raises:
+        PolicyError: If it is none of them.
+    """
+    if isinstance(specification, str) and specification not in rule_names():
+        if specification.startswith("torch."):
+            return derivative_of(_differentiable(specification))
+        if "." not in specification:
+            if not is_operation(specification):
+                raise unknown_rule(specification, operation_names())
+            return derivative_of(resolve_operation(specification))
+    elif callable(specification) and not isinstance(specification, Rule) and is_operation(specification):
+        return derivative_of(resolve_operation(specification))
+    return get_rule(specification)
+
+
+def _differentiable(path: str) -> Operation:
+    """The operation that a path such as ``"torch.nn.functional.relu"`` means.
+
+    Raises:
+        PolicyError: If it is no function of tensors: a config is not to call ``torch.load``.
+    """
+    name = _canonical(path)
+    if is_operation(name):
+        operation = resolve_operation(name)
+        # What torch.overrides ignores loads, saves or sets something.
+        stem = SYNONYMS.get(name, (name,))[0]
+        of_tensors = hasattr(torch.ops.aten, stem) or hasattr(Tensor, stem)
+        if of_tensors and operation.functional not in get_ignored_functions():
+            return operation
+    raise unknown("operation", path, {f"torch.{known}" for known in operation_names()})
 
 
 @cache
@@ -259,7 +286,8 @@ def _function(namespace: Any, name: str) -> Function | None:
 def _aten_functions(name: str) -> list[Function]:
     """The forms of ``torch.ops.aten.name``, which exported graphs call."""
     packet = getattr(torch.ops.aten, name, None)
-    return [] if packet is None else _with_overloads(packet)
+    # Methods that every object has are no operations.
+    return _with_overloads(packet) if hasattr(packet, "overloads") else []
 
 
 def _with_overloads(packet: Any) -> list[Function]:
@@ -321,11 +349,42 @@ def _is_relu6(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> boo
     return (bounds.get("min_val", -1.0), bounds.get("max_val", 1.0)) == (0.0, 6.0)
 
 
+def _draws_independently(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    given = {**dict(zip(("input", "num_samples", "replacement"), args, strict=False)), **kwargs}
+    return bool(given.get("replacement")) or given.get("num_samples") == 1
+
+
+def _casts_to(*dtypes: torch.dtype) -> Decision:
+    """A call of a tensor's own method, or of ``to`` or ``type`` with such a dtype or tensor."""
+
+    def decide(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        if function in _CASTS:
+            given = [getattr(value, "dtype", value) for value in (*args[1:], *kwargs.values())]
+            return any(dtype in given or _type_name(dtype) in given for dtype in dtypes)
+        # int(x) gives a Python number.
+        return not getattr(function, "__name__", "").startswith("__")
+
+    return decide
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    names = {torch.bool: "Bool", torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short"}
+    return f"torch.{({**names, torch.int32: 'Int', torch.int64: 'Long'})[dtype]}Tensor"
+
+
+_CASTS = frozenset().union(*(_spellings(name) for name in ("to", "type", "type_as")))
 _ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
 _HARDTANH = _spellings("hardtanh")
 _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
+    "bool": _casts_to(torch.bool),
+    "byte": _casts_to(torch.uint8),
+    "categorical": _draws_independently,
+    "char": _casts_to(torch.int8),
     "div": _does_not_round,
     "floor_divide": _rounds_down,
     "hardtanh": lambda function, args, kwargs: not _is_relu6(function, args, kwargs),
+    "int": _casts_to(torch.int32),
+    "long": _casts_to(torch.int64),
     "relu6": _is_relu6,
+    "short": _casts_to(torch.int16),
 }

@@ -1,7 +1,7 @@
 """Refuses policies that contradict each other, make no sense where they act, or cut every gradient."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def remarks(policies: Mapping[str, FlowPolicy]) -> list[str]:
     """A line for each policy whose rule changes nothing where it acts, or may be meant for elsewhere."""
     lines = []
     for name, policy in policies.items():
-        if policy.ops:
+        if policy.ops or policy.at == "through":
             continue
         rule, where = policy.rule, describe_location(policy)
         factor = rule.parameters.get("factor")
@@ -57,12 +57,12 @@ def check_cuts(policies: Mapping[str, FlowPolicy]) -> None:
     """Says which policies cut the only path, if no gradient reached anything that trains.
 
     Raises:
-        PolicyError: If one of the policies detaches.
+        PolicyError: If one of the policies detaches, or leaves what lies within a module without gradient.
     """
     stops = [
         f"policy {name!r} ({type(policy).__name__} at {describe_location(policy)})"
         for name, policy in policies.items()
-        if policy.detaches
+        if policy.detaches or (policy.at == "through" and policy.inside == "none")
     ]
     if stops:
         raise PolicyError(
@@ -74,12 +74,12 @@ def check_cuts(policies: Mapping[str, FlowPolicy]) -> None:
 def _check_rule(name: str, policy: FlowPolicy) -> None:
     """Refuses a rule of an operation at a boundary or on parameters, where one tensor passes."""
     rule = policy.rule.name
-    if policy.ops or rule not in ("identity", *_OF_AN_OPERATION):
+    if policy.ops or policy.at == "through" or rule not in ("identity", *_OF_AN_OPERATION):
         return
     where = describe_location(policy)
     instead = (
-        "name the operation that it is for (ops=[…]), or give it the forward as well: "
-        f"gradpolicy.apply({rule!r}, forward, …)"
+        "name the operation that it is for (ops=[…]), go through the module (at='through'), or give it the "
+        f"forward as well: gradpolicy.apply({rule!r}, forward, …)"
     )
     if rule == "identity":
         raise PolicyError(
@@ -98,14 +98,24 @@ def _check_pair(
     one, other = locations[first], locations[second]
     operations = [op.name for op in one.operations if op in other.operations]
     shared = [name for module, name in one.inside.items() if module in other.inside]
-    if operations and shared:
+    if operations and shared and _overlap(policies[first].calls, policies[second].calls):
         raise PolicyError(
             f"policies {first!r} and {second!r} both have a rule for operation {operations[0]!r} "
             f"in {f'module {shared[0]!r}' if shared[0] else 'the model'}"
         )
     modules = [name for name, module in one.modules.items() if id(module) in other.boundaries]
     parameters = [name for name in one.parameters if name in other.parameters]
+    if one.side == other.side == "through" and modules:
+        if _overlap(policies[first].output, policies[second].output):
+            raise PolicyError(
+                f"policies {first!r} and {second!r} both make the gradient through module {modules[0]!r}; "
+                "give each its own outputs (output=…)"
+            )
+        return
     if one.side and one.side == other.side and modules:
+        arguments = [policies[name].argument for name in (first, second)]
+        if None not in arguments and arguments[0] != arguments[1]:
+            return
         where = f"the {one.side} of module {modules[0]!r}"
     elif parameters:
         where = f"parameter {parameters[0]!r}"
@@ -129,3 +139,8 @@ def _are_ever_active_together(one: When, other: When) -> bool:
     if shared != {"fit"} or one.unit != other.unit:
         return True
     return (one.stop is None or other.start < one.stop) and (other.stop is None or one.start < other.stop)
+
+
+def _overlap(one: Collection, other: Collection) -> bool:
+    """Whether two choices have one in common; an empty choice means all."""
+    return not one or not other or bool(set(one) & set(other))

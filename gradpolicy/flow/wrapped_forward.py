@@ -11,6 +11,7 @@ from gradpolicy.flow.autograd_functions import in_transform
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Boundary, adopt_writes
 from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, may_be_recomputed, refusal
+from gradpolicy.flow.counted_calls import CountedCalls
 from gradpolicy.flow.dispatch import (
     DispatchMode,
     DispatchTable,
@@ -19,9 +20,10 @@ from gradpolicy.flow.dispatch import (
     mode_count,
     note_taken,
 )
-from gradpolicy.flow.operation_rule import OperationRule
+from gradpolicy.flow.operation_rule import OperationRule, TableRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.session import InstallSession
+from gradpolicy.flow.through import Through
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _relu = torch.relu
@@ -37,10 +39,14 @@ class InstallMode(DispatchMode):
         self.taken = session.taken
         self.has_graph = has_graph()
 
-    def check_recomputation(self, operation: str) -> None:
-        """Refuses an operation that a checkpoint would run again outside of the wrapped forward."""
-        if self.has_graph and checkpoints_above(entered_by=WrappedForward._forward.__code__):
-            raise refusal(operation)
+    def check_recomputation(self, rule: TableRule) -> None:
+        """Refuses an operation that a checkpoint would run again outside of the wrapped forward.
+
+        A rule for some calls depends on the whole forward in which they are counted.
+        """
+        entered = CountedCalls.run if rule.calls else WrappedForward._forward
+        if self.has_graph and checkpoints_above(entered_by=entered.__code__):
+            raise refusal(rule.name)
 
 
 class WrappedForward:
@@ -57,6 +63,8 @@ class WrappedForward:
         table: The rules on operations inside the module.
         entering: The rules at the module's input.
         leaving: The rules at its output.
+        through: The rules across the module.
+        counted: Counts calls of operations inside, for rules on some of them.
         parameter_rules: The rules on its parameters; for the whole model, those on all parameters.
     """
 
@@ -70,6 +78,8 @@ class WrappedForward:
         table: DispatchTable | None = None,
         entering: Boundary | None = None,
         leaving: Boundary | None = None,
+        through: Through | None = None,
+        counted: CountedCalls | None = None,
         parameter_rules: Sequence[ParameterRules] = (),
     ) -> None:
         self.module = module
@@ -79,6 +89,8 @@ class WrappedForward:
         self.table = table
         self.entering = entering
         self.leaving = leaving
+        self.through = through
+        self.counted = counted
         self.parameter_rules = tuple(parameter_rules)
         # What stood in the module's own __dict__ before: another tool's wrapper, or nothing.
         self.inner: Callable | None = module.__dict__.get(method)
@@ -115,7 +127,7 @@ class WrappedForward:
                 return
             outer = outer.inner
         # Another tool wrapped this wrapper and keeps it. It can only stop having an effect.
-        self.table = self.entering = self.leaving = None
+        self.table = self.entering = self.leaving = self.through = None
         warn_user(
             f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
             "they are off, but what replaced it still runs through them"
@@ -145,17 +157,21 @@ class WrappedForward:
 
     def _run_within_boundaries(self, args: tuple, kwargs: dict) -> Any:
         if self.entering is None:
-            result = self._run_under_table(args, kwargs)
+            result = self._run_through(args, kwargs)
         elif in_transform():
-            args, kwargs = self.entering.cross((args, kwargs))
-            result = self._run_under_table(args, kwargs)
+            result = self._run_through(*self.entering.enter(args, kwargs))
         else:
             crossed: list = []
-            args, kwargs = self.entering.cross((args, kwargs), crossed)
+            args, kwargs = self.entering.enter(args, kwargs, crossed)
             versions = [tensor._version for tensor, _ in crossed]
-            result = self._run_under_table(args, kwargs)
+            result = self._run_through(args, kwargs)
             adopt_writes(crossed, versions)
         return result if self.leaving is None else self.leaving.cross(result)
+
+    def _run_through(self, args: tuple, kwargs: dict) -> Any:
+        if self.through is None:
+            return self._run_under_table(args, kwargs)
+        return self.through.run(self._run_under_table, args, kwargs)
 
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
         table, session = self.table, self.session
@@ -165,7 +181,7 @@ class WrappedForward:
         if mode is None:
             with InstallMode(session, table) as mode:
                 self._name_module(mode, self.name)
-                result = self._forward(args, kwargs)
+                result = self._run_counted(mode, args, kwargs)
             if not in_transform():
                 note_taken(session.matched_operations())
             return result
@@ -173,10 +189,15 @@ class WrappedForward:
         mode.table = table
         self._name_module(mode, self.name)
         try:
-            return self._forward(args, kwargs)
+            return self._run_counted(mode, args, kwargs)
         finally:
             mode.table = outer_table
             self._name_module(mode, outer_module)
+
+    def _run_counted(self, mode: InstallMode, args: tuple, kwargs: dict) -> Any:
+        if self.counted is None:
+            return self._forward(args, kwargs)
+        return self.counted.run(mode, self._forward, args, kwargs)
 
     def _name_module(self, mode: DispatchMode, name: str | None) -> None:
         # Compiled code is not to depend on the name, so that it serves all modules of a class.

@@ -1,12 +1,15 @@
 """The derivative of another function at the same inputs, as a rule."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
+from gradpolicy.imports import import_by_name, is_allowed, is_limited, not_allowed
+from gradpolicy.rules.registry import Rule
 
 
 class Derivative:
@@ -23,31 +26,90 @@ class Derivative:
         self.function = function
         self.name = name
 
-    def __call__(self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> tuple:
-        """The gradients of the inputs.
+    def __call__(
+        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, **parameters: Any
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs; the parameters are f's keyword arguments.
 
         Raises:
             PolicyError: If f takes none of the inputs, or its value has another shape than ``grad``.
         """
-        count = self._accepted(inputs)
-        pulled: Any = torch.func.vjp(self.function, *inputs[:count])
+        function = functools.partial(self.function, **parameters) if parameters else self.function
+        given = inputs[: self._accepted(function, inputs)]
+        places = [place for place, tensor in enumerate(given) if _is_differentiable(tensor)]
+
+        def of_these(*tensors: Tensor) -> Tensor:
+            values = list(given)
+            for place, tensor in zip(places, tensors, strict=True):
+                values[place] = tensor
+            return function(*values)
+
+        pulled: Any = torch.func.vjp(of_these, *(given[place] for place in places))
         value, pull_back = pulled
         if value.shape != grad.shape:
             raise PolicyError(
                 f"{self.name} gives shape {tuple(value.shape)} at the inputs of an operation that gives "
                 f"{tuple(grad.shape)}: its gradient cannot be used there"
             )
-        return (*pull_back(grad.to(value.dtype)), *[None] * (len(inputs) - count))
+        found = dict(zip(places, pull_back(grad.to(value.dtype)), strict=True))
+        return tuple(found.get(place) for place in range(len(inputs)))
 
-    def _accepted(self, inputs: tuple[Tensor, ...]) -> int:
+    def _accepted(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> int:
         """How many of the inputs the function takes."""
         if len(inputs) == 1:
             return 1
         meta = [torch.empty_like(tensor, device="meta") for tensor in inputs]
         for count in range(len(inputs), 0, -1):
             try:
-                self.function(*meta[:count])
+                function(*meta[:count])
             except (TypeError, RuntimeError):
                 continue
             return count
         raise PolicyError(f"{self.name} takes none of the inputs {[tuple(t.shape) for t in inputs]}")
+
+
+def gradient_of(function: Callable[..., Tensor] | str, **parameters: Any) -> Rule:
+    """A rule that is the exact derivative of another function at the same inputs.
+
+    ====================== =====================================================
+    forward                backward
+    ====================== =====================================================
+    ``y = operation(x)``   ``grad_x = f'(x) · grad_y``
+    ====================== =====================================================
+
+    Args:
+        function: f, tensors to one tensor of the output's shape, made of differentiable torch operations; or
+            the dotted path to it. If it takes fewer tensors than the operation has inputs, it gets the first.
+        **parameters: Its keyword arguments; each may be a schedule.
+
+    Raises:
+        PolicyError: If there is no such function.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> smooth = gp.gradient_of(lambda x: x - torch.sin(2 * torch.pi * x) / (2 * torch.pi))
+        >>> x = torch.tensor([0.0, 0.5], requires_grad=True)
+        >>> with gp.gradient_override({"floor": smooth}):
+        ...     torch.floor(x).sum().backward()
+        >>> x.grad
+        tensor([0., 2.])
+    """
+    if isinstance(function, str):
+        function = _imported(function)
+    if not callable(function):
+        raise PolicyError(f"gradient_of: must be a function of tensors or its path, got {shown(function)}")
+    name = getattr(function, "__name__", type(function).__name__)
+    return Rule(
+        f"gradient of {name}", Derivative(function, f"function {name!r}"), parameters, reads=("inputs",)
+    )
+
+
+def _imported(path: str) -> Any:
+    found = import_by_name(path)
+    if is_limited() and not is_allowed(found):
+        raise not_allowed(path)
+    return found
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -5,17 +5,20 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
+from gradpolicy.rules.call import Call
+from gradpolicy.rules.registry import Rule
 
 Outcomes = Callable[..., Iterable[tuple[Tensor, Tensor]]]
 
-# The step that balances rounding against truncation for central differences in double precision.
-_STEP = torch.finfo(torch.float64).eps ** (1 / 3)
+# The largest deviation that counts as exact, by the precision in which the forward computes.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
+COARSE = 1e-1
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class RuleCheck(Departure):
         rule: The rule's name.
         tolerance: The largest deviation that counts as exact, relative to the largest true gradient (at
             least 1).
+        dtype: The precision in which the forward computes: the lowest of its inputs and results.
         exact: Whether the rule is the true gradient within the tolerance.
         left_out: Entries of the inputs at which the forward has a kink or a jump, so that there is no
             true gradient to compare with.
@@ -82,12 +86,14 @@ class RuleCheck(Departure):
 
     rule: str
     tolerance: float
+    dtype: torch.dtype
     exact: bool
     left_out: int
     by_input: tuple[Departure, ...]
 
     def __str__(self) -> str:
         left_out = f"; left out at a kink or jump: {self.left_out}" if self.left_out else ""
+        left_out += f"; tolerance {self.tolerance:g} ({str(self.dtype).removeprefix('torch.')})"
         if self.exact:
             return f"rule {self.rule!r} is exact: largest deviation {self.deviation:.1e}{left_out}"
         lines = [f"rule {self.rule!r} departs from the true gradient: {self.describe()}{left_out}"]
@@ -96,80 +102,60 @@ class RuleCheck(Departure):
         return "\n".join(lines)
 
 
-def gradcheck_rule(
-    rule: str | Rule | RuleFunction,
-    forward: Callable[..., Tensor],
-    inputs: Tensor | tuple[Tensor, ...],
+@dataclass(frozen=True)
+class Subject:
+    """What a rule is compared on.
+
+    Args:
+        rule: The rule.
+        forward: Tensors to a tensor, or to a tuple of them.
+        inputs: The tensors; differences are taken for the floating-point ones.
+        call: The call of the forward, for a rule that asks for it.
+    """
+
+    rule: Rule
+    forward: Callable[..., Tensor | tuple[Tensor, ...]]
+    inputs: tuple[Tensor, ...]
+    call: Call | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """Which inputs are floating-point."""
+        return [number for number, tensor in enumerate(self.inputs) if tensor.is_floating_point()]
+
+
+def check_rule(
+    subject: Subject,
     *,
     outcomes: Outcomes | None = None,
     loss: Callable[[Tensor], Tensor] | None = None,
     cotangents: int = 4,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     seed: int = 0,
 ) -> RuleCheck:
-    """Compares a rule with central finite differences in double precision.
-
-    Both gradients are taken for random incoming gradients, ``vᵀ ∂forward/∂input``. A rule that departs on
-    purpose does not fail: the result says how far, and in which direction.
-
-    For a *step function* (round, sign, floor …) the true gradient is 0 wherever it exists. Every
-    straight-through rule then "passes gradient where the true one is 0", which is what it is for. To check
-    its formula, give the smooth stand-in as the forward: ``gradcheck_rule("tanh", torch.tanh, x)`` is exact.
-
-    For a *random* forward give ``outcomes``. The rule's expected gradient, over all outcomes, is then
-    compared with the gradient of the expected loss.
-
-    Args:
-        rule: A registered name, a dotted path, a :class:`Rule` or a function.
-        forward: The operation, tensors to a tensor; evaluated about four times an input entry.
-        inputs: One tensor or several; floating-point ones are taken to float64, others given as they are.
-        outcomes: ``outcomes(*inputs)`` gives every possible output with its probability, differentiable
-            in the mathematical sense: pairs ``(probability, output)``. :func:`enumerate_bits` and
-            :func:`enumerate_categories` are ready ones.
-        loss: With outcomes: a scalar function of the output. Unless given, random linear functions.
-        cotangents: How many random incoming gradients to try.
-        tolerance: See :class:`RuleCheck`.
-        seed: Seed of the incoming gradients.
-
-    Returns:
-        The figures; ``print`` it for a sentence.
-
-    Raises:
-        PolicyError: If the forward gives something else each time and no outcomes are given, or the rule
-            returns gradients of the wrong number or shape.
-
-    Example:
-        >>> x = torch.tensor([-1.5, 0.5, 2.0])
-        >>> gradcheck_rule("tanh", torch.tanh, x).exact
-        True
-        >>> double = lambda grad, inputs, output: 2 * grad
-        >>> print(gradcheck_rule(double, torch.clone, x[:1], cotangents=1))  # doctest: +ELLIPSIS
-        rule '<lambda>' departs from the true gradient: 2 x longer; cosine 1.00; largest at input 0 [0]: ...
-    """
-    found = get_rule(rule)
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    exact_inputs = tuple(
-        tensor.detach().double() if tensor.is_floating_point() else tensor for tensor in given
-    )
-    numbers = [number for number, tensor in enumerate(exact_inputs) if tensor.is_floating_point()]
+    """Compares a rule with central differences; see :func:`gradpolicy.gradcheck_rule`."""
+    name, inputs, numbers = subject.rule.name, subject.inputs, subject.numbers
     if not numbers:
-        raise PolicyError(f"rule {found.name!r}: there is no floating-point input to check")
+        raise PolicyError(f"rule {name!r}: there is no floating-point input to check")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         if outcomes is None:
-            pairs, kinks = _compare(found, forward, exact_inputs, numbers, cotangents, generator)
+            pairs, kinks, dtype = _compare(subject, cotangents, generator)
         else:
-            losses = [loss] if loss else _linear_losses(outcomes, exact_inputs, cotangents, generator)
-            pairs, kinks = _compare_expected(found, outcomes, losses, exact_inputs, numbers)
-    return _summary(found.name, pairs, kinks, numbers, exact_inputs, tolerance)
+            losses = [loss] if loss else _linear_losses(outcomes, inputs, cotangents, generator)
+            pairs, kinks = _compare_expected(subject, outcomes, losses)
+            dtype = torch.float64
+    chosen = TOLERANCES.get(dtype, COARSE) if tolerance is None else tolerance
+    return _summary(name, pairs, kinks, numbers, inputs, chosen, dtype)
 
 
 def enumerate_bits(probabilities: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Every outcome of independent random bits with its probability: ``2ⁿ`` of them.
 
     Example:
+        >>> import gradpolicy as gp
         >>> p = torch.tensor([0.5], dtype=torch.float64)
-        >>> check = gradcheck_rule("bernoulli", torch.bernoulli, p, outcomes=enumerate_bits)
+        >>> check = gp.gradcheck_rule("bernoulli", torch.bernoulli, p, outcomes=enumerate_bits)
         >>> check.exact
         True
     """
@@ -188,34 +174,51 @@ def enumerate_categories(logits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _compare(
-    rule: Rule,
-    forward: Callable[..., Tensor],
-    inputs: tuple[Tensor, ...],
-    numbers: list[int],
-    cotangents: int,
-    generator: torch.Generator,
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Pairs (by rule, true) of all inputs' gradients end to end, and which entries lie at a kink."""
-    output = forward(*inputs)
-    if not torch.allclose(output, forward(*inputs), rtol=0, atol=0, equal_nan=True):
-        raise PolicyError(f"rule {rule.name!r}: the forward is random; give outcomes= with all its outputs")
-    jacobian, kinks = _differences(lambda *moved: forward(*moved).double(), inputs, numbers)
+    subject: Subject, cotangents: int, generator: torch.Generator
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor, torch.dtype]:
+    """Pairs (by rule, true) of all inputs' gradients end to end; the entries at a kink; the precision."""
+    inputs = subject.inputs
+    outputs, again = _outputs(subject.forward(*inputs)), _outputs(subject.forward(*inputs))
+    if not all(
+        torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+        for one, two in zip(outputs, again, strict=True)
+    ):
+        raise PolicyError(
+            f"rule {subject.rule.name!r}: the forward is random; give outcomes= with all its outputs"
+        )
+    floating = [tensor.dtype for tensor in (*inputs, *outputs) if tensor.is_floating_point()]
+    dtype = max(floating, key=lambda each: torch.finfo(each).eps)
+
+    def flat(*moved: Tensor) -> Tensor:
+        return torch.cat([output.double().flatten() for output in _outputs(subject.forward(*moved))])
+
+    jacobian, kinks = _differences(flat, inputs, subject.numbers, torch.finfo(dtype).eps)
+    working = inputs[subject.numbers[0]].dtype
+    output = tuple(tensor.to(working) for tensor in outputs)
     pairs = []
     for _ in range(cotangents):
-        grad = torch.randn(output.shape, dtype=torch.float64, generator=generator)
-        by_rule = _by_rule(rule, grad, inputs, output.double(), numbers)
-        pairs.append((by_rule, jacobian @ grad.flatten()))
-    return pairs, kinks
+        grads = tuple(
+            torch.randn(tensor.shape, dtype=torch.float64, generator=generator).to(working)
+            for tensor in outputs
+        )
+        one = len(outputs) == 1
+        by_rule = _by_rule(subject, grads[0] if one else grads, output[0] if one else output)
+        pairs.append((by_rule, jacobian @ torch.cat([grad.double().flatten() for grad in grads])))
+    return pairs, kinks, dtype
+
+
+def _outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The results that a rule sees: a single one, or the floating-point ones of several."""
+    if isinstance(result, Tensor):
+        return (result,)
+    return tuple(tensor for tensor in result if tensor.is_floating_point())
 
 
 def _compare_expected(
-    rule: Rule,
-    outcomes: Outcomes,
-    losses: list[Callable[[Tensor], Tensor]],
-    inputs: tuple[Tensor, ...],
-    numbers: list[int],
+    subject: Subject, outcomes: Outcomes, losses: list[Callable[[Tensor], Tensor]]
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """As :func:`_compare`, for the expected gradient and the gradient of the expected loss."""
+    inputs, numbers = subject.inputs, subject.numbers
     pairs = []
     kinks = torch.zeros(sum(inputs[number].numel() for number in numbers), dtype=torch.bool)
     for loss in losses:
@@ -225,11 +228,11 @@ def _compare_expected(
 
         by_rule = torch.stack(
             [
-                chance * _by_rule(rule, _gradient(loss, output), inputs, output, numbers)
+                chance * _by_rule(subject, _gradient(loss, output), output)
                 for chance, output in outcomes(*inputs)
             ]
         ).sum(0)
-        jacobian, at_kink = _differences(expected, inputs, numbers)
+        jacobian, at_kink = _differences(expected, inputs, numbers, torch.finfo(torch.float64).eps)
         pairs.append((by_rule, jacobian.flatten()))
         kinks |= at_kink
     return pairs, kinks
@@ -253,16 +256,15 @@ def _gradient(loss: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
         return torch.autograd.grad(loss(point), point)[0]
 
 
-def _by_rule(
-    rule: Rule, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, numbers: list[int]
-) -> Tensor:
-    """The rule's gradients for the inputs with these numbers, end to end; None counts as zeros."""
-    returned = rule(grad, inputs, output)
+def _by_rule(subject: Subject, grad: Any, output: Any) -> Tensor:
+    """The rule's gradients for the floating-point inputs, end to end; None counts as zeros."""
+    rule, inputs = subject.rule, subject.inputs
+    returned = rule(grad, inputs, output, subject.call)
     gradients = returned if isinstance(returned, tuple | list) else (returned,)
     if len(gradients) != len(inputs):
         raise PolicyError(f"rule {rule.name!r} returned {len(gradients)} gradients for {len(inputs)} inputs")
     flat = []
-    for number in numbers:
+    for number in subject.numbers:
         gradient, tensor = gradients[number], inputs[number]
         if gradient is None:
             gradient = torch.zeros_like(tensor)
@@ -278,17 +280,18 @@ def _by_rule(
 
 
 def _differences(
-    forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], numbers: list[int]
+    forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], numbers: list[int], eps: float
 ) -> tuple[Tensor, Tensor]:
     """The transposed Jacobian by central differences, and which entries lie at a kink or jump.
 
+    The step is the cube root of eps, the relative size of rounding, which balances that against truncation.
     Where the forward is smooth, what the differences to either side disagree by shrinks with the step.
     """
     centre = forward(*inputs).flatten()
-    rows, kinks = [], []
+    rows, kinks, unit = [], [], eps ** (1 / 3)
     for number in numbers:
         for entry in range(inputs[number].numel()):
-            step = _STEP * max(1.0, abs(inputs[number].flatten()[entry].item()))
+            step = unit * max(1.0, abs(inputs[number].flatten()[entry].item()))
             gaps = []
             for length in (step / 4, step):
                 above = forward(*_moved(inputs, number, entry, length)).flatten()
@@ -296,7 +299,7 @@ def _differences(
                 central = (above - below) / (2 * length)
                 gaps.append((above - 2 * centre + below).abs() / length)
             rows.append(central)
-            large = gaps[1] > 1e-4 * central.abs().clamp(min=1.0)
+            large = gaps[1] > 16 * unit * central.abs().clamp(min=1.0)
             shrinks = (4 * gaps[0] - gaps[1]).abs() < gaps[1] / 2
             kinks.append(bool((large & ~shrinks).any()))
     return torch.stack(rows), torch.tensor(kinks)
@@ -315,6 +318,7 @@ def _summary(
     numbers: list[int],
     inputs: tuple[Tensor, ...],
     tolerance: float,
+    dtype: torch.dtype,
 ) -> RuleCheck:
     smooth = ~kinks
     if not smooth.any():
@@ -339,6 +343,7 @@ def _summary(
         **vars(overall),
         rule=name,
         tolerance=tolerance,
+        dtype=dtype,
         exact=overall.deviation <= bound,
         left_out=int(kinks.sum()),
         by_input=tuple(by_input),

@@ -2,14 +2,15 @@
 
 import dis
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, unknown
-from gradpolicy.imports import import_by_name, is_allowed, is_limited, not_allowed
+from gradpolicy.imports import import_by_name, is_allowed, is_limited, lies_in, not_allowed
+from gradpolicy.rules.call import Call
 
 RuleFunction = Callable[..., Any]
 GradientFilter = Callable[..., Tensor]
@@ -26,7 +27,8 @@ class Rule:
     Args:
         name: The registered name, or the function's own where it is not registered.
         function: ``function(grad, inputs, output, **parameters)``; grad and output are tensors,
-            inputs a tuple of tensors.
+            inputs a tuple of tensors. A keyword ``call`` is no parameter: it gets the
+            :class:`~gradpolicy.Call` that the gradient is of.
         parameters: Values of the function's keyword arguments.
         gradient_filter: ``gradient_filter(grad, **parameters) -> grad``, where the rule is the operation's
             own gradient of a filtered incoming gradient. It then works for any operation, and needs
@@ -41,8 +43,11 @@ class Rule:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     gradient_filter: GradientFilter | None = None
     reads: tuple[str, ...] | None = None
+    # Whether the function has a keyword ``call``. Compiled code cannot ask for its signature.
+    takes_call: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "takes_call", "call" in inspect.signature(self.function).parameters)
         if self.reads is None:
             object.__setattr__(self, "reads", _names_read(self.function))
 
@@ -53,9 +58,12 @@ class Rule:
             return (_registered, (self.name, dict(self.parameters)))
         return (Rule, (self.name, self.function, dict(self.parameters), self.gradient_filter, self.reads))
 
-    def __call__(self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
-        """Applies the rule."""
-        return self.function(grad, inputs, output, **self.parameters)
+    def __call__(
+        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, call: Call | None = None
+    ) -> Any:
+        """Applies the rule; the call is for rules that ask for it."""
+        asked = {"call": call} if call is not None and self.takes_call else {}
+        return self.function(grad, inputs, output, **self.parameters, **asked)
 
     def with_parameters(self, **parameters: Any) -> "Rule":
         """Gives this rule with keyword arguments set.
@@ -78,7 +86,7 @@ class Rule:
             for argument in signature
             if argument.kind is inspect.Parameter.KEYWORD_ONLY
             and argument.default is inspect.Parameter.empty
-            and argument.name not in self.parameters
+            and argument.name not in (*self.parameters, "call")
         ]
 
 
@@ -145,13 +153,33 @@ def rule_names() -> list[str]:
     return sorted(_RULES)
 
 
+def unknown_rule(name: str, others: Iterable[str] = ()) -> PolicyError:
+    """Builds the error for a rule that does not exist: names the nearest, and those that came from outside.
+
+    Args:
+        name: What the user wrote.
+        others: Names of what else could have been meant.
+    """
+    own = sorted(
+        known.name
+        for known in _RULES.values()
+        if not lies_in(_origin(known.function)[0], ("gradpolicy.rules",))
+    )
+    hint = f"; registered besides the built-in ones: {', '.join(map(repr, own))}" if own else ""
+    if is_limited():
+        hint += "; a module of yours that registers rules is named by extensions=[my_rules]"
+    return PolicyError(f"{unknown('rule', name, {*_RULES, *others})}{hint}")
+
+
 def keyword_names(function: RuleFunction) -> list[str] | None:
-    """Names the keyword arguments of a rule's function; None where it takes any."""
+    """Names the keyword arguments of a rule's function that are its parameters; None where it takes any."""
     arguments = list(inspect.signature(function).parameters.values())
     if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments):
         return None
     return [
-        argument.name for argument in arguments[3:] if argument.kind is not inspect.Parameter.VAR_POSITIONAL
+        argument.name
+        for argument in arguments[3:]
+        if argument.kind is not inspect.Parameter.VAR_POSITIONAL and argument.name != "call"
     ]
 
 
@@ -171,7 +199,7 @@ def _find(specification: "str | Rule | RuleFunction") -> Rule:
         return _RULES[specification]
     if "." in specification:
         return _find(_import(specification))
-    raise unknown("rule", specification, _RULES)
+    raise unknown_rule(specification)
 
 
 def _import(path: str) -> RuleFunction:

@@ -9,12 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, first_input, on_device_of, to_first
+from gradpolicy.rules.routing import Number, on_device_of, to_first
+from gradpolicy.rules.steps import from_nearest_step
 
 
 @rule("fast_sigmoid")
-def fast_sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Number = 25.0) -> Any:
+def fast_sigmoid(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    output: Tensor,
+    *,
+    slope: Number = 25.0,
+    call: Call | None = None,
+) -> Any:
     """The gradient of the fast sigmoid ``x / (1 + slope · |x|)``: heavy tails, no exponential.
 
     ====================== =====================================================
@@ -28,6 +37,7 @@ def fast_sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, sl
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         slope: How fast the gradient falls off.
+        call: The call: if the operation rounds, x is counted from its nearest step.
 
     Source: Zenke, Ganguli 2018 (SuperSpike), arXiv:1705.11146.
 
@@ -39,11 +49,15 @@ def fast_sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, sl
         >>> x.grad
         tensor([1.0000, 0.2500])
     """
-    return to_first(grad / (on_device_of(slope, grad) * first_input(inputs).abs() + 1).square(), inputs)
+    return to_first(
+        grad / (on_device_of(slope, grad) * from_nearest_step(inputs, call).abs() + 1).square(), inputs
+    )
 
 
 @rule("arctan")
-def arctan(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, alpha: Number = 2.0) -> Any:
+def arctan(
+    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, alpha: Number = 2.0, call: Call | None = None
+) -> Any:
     """The gradient of ``arctan(π/2 · alpha · x) / π + 1/2``.
 
     ====================== =====================================================
@@ -57,6 +71,7 @@ def arctan(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, alpha: N
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         alpha: Steepness; the stand-in's derivative at 0 is half of it.
+        call: The call: if the operation rounds, x is counted from its nearest step.
 
     Source: Fang et al. 2021, arXiv:2007.05785.
 
@@ -69,12 +84,20 @@ def arctan(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, alpha: N
         tensor([1.0000, 0.5000])
     """
     alpha = on_device_of(alpha, grad)
-    return to_first(grad * (alpha / 2 / (1 + (math.pi / 2 * alpha * first_input(inputs)).square())), inputs)
+    return to_first(
+        grad * (alpha / 2 / (1 + (math.pi / 2 * alpha * from_nearest_step(inputs, call)).square())), inputs
+    )
 
 
 @rule("triangular")
 def triangular(
-    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, height: Number = 1.0, width: Number = 1.0
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    output: Tensor,
+    *,
+    height: Number = 1.0,
+    width: Number = 1.0,
+    call: Call | None = None,
 ) -> Any:
     """A triangle round the threshold.
 
@@ -90,6 +113,7 @@ def triangular(
         output: The operation's output.
         height: The gradient at the threshold; the paper dampens it to 0.3.
         width: Half the base; the paper divides the potential by the threshold, which is a width of that size.
+        call: The call: if the operation rounds, x is counted from its nearest step.
 
     Source: Bellec, Salaj, Subramoney, Legenstein, Maass 2018, arXiv:1803.09574.
 
@@ -101,7 +125,7 @@ def triangular(
         >>> x.grad
         tensor([0.0000, 1.0000, 0.5000])
     """
-    rise = 1 - first_input(inputs).abs() / on_device_of(width, grad)
+    rise = 1 - from_nearest_step(inputs, call).abs() / on_device_of(width, grad)
     return to_first(
         torch.where(rise > 0, grad * (on_device_of(height, grad) * rise), torch.zeros_like(grad)), inputs
     )

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import rule
 from gradpolicy.rules.routing import Number, first_input, on_device_of, to_first
+from gradpolicy.rules.steps import from_nearest_step
 
 
 @rule("hardtanh")
@@ -48,7 +50,9 @@ def hardtanh(
 
 
 @rule("tanh")
-def tanh(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Number = 1.0) -> Any:
+def tanh(
+    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Number = 1.0, call: Call | None = None
+) -> Any:
     """The gradient of ``tanh(slope · x)``.
 
     ====================== =====================================================
@@ -62,6 +66,7 @@ def tanh(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Num
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         slope: Steepness of the stand-in at 0.
+        call: The call: if the operation rounds, x is counted from its nearest step.
 
     Source: Gong et al. 2019 (differentiable soft quantization), arXiv:1908.05033.
 
@@ -74,11 +79,15 @@ def tanh(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Num
         tensor([2.0000, 0.1413])
     """
     slope = on_device_of(slope, grad)
-    return to_first(grad * (slope * (1 - torch.tanh(slope * first_input(inputs)).square())), inputs)
+    return to_first(
+        grad * (slope * (1 - torch.tanh(slope * from_nearest_step(inputs, call)).square())), inputs
+    )
 
 
 @rule("sigmoid")
-def sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Number = 1.0) -> Any:
+def sigmoid(
+    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Number = 1.0, call: Call | None = None
+) -> Any:
     """The gradient of the logistic function ``σ(slope · x)``.
 
     ====================== ==============================================================
@@ -92,6 +101,7 @@ def sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: 
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         slope: Steepness; the stand-in's derivative at 0 is a quarter of it.
+        call: The call: if the operation rounds, x is counted from its nearest step.
 
     Source: Neftci, Mostafa, Zenke 2019 (surrogate gradients), arXiv:1901.09948.
 
@@ -104,5 +114,5 @@ def sigmoid(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: 
         tensor([0.2500, 0.1966])
     """
     slope = on_device_of(slope, grad)
-    scaled = slope * first_input(inputs)
+    scaled = slope * from_nearest_step(inputs, call)
     return to_first(grad * (slope * torch.sigmoid(scaled) * torch.sigmoid(-scaled)), inputs)

@@ -15,7 +15,7 @@ import gradpolicy as gp
 
 EVERY_KIND = {
     "guide": gp.Guided(modules="first"),
-    "rounding": gp.StraightThrough("tanh", modules=["*", "!first"]),
+    "rounding": gp.StraightThrough("tanh", ops="round", modules=["*", "!first"]),
     "slow": gp.Scale(0.5, modules="second"),
     "bound": gp.Clip(norm=1.0, modules="second", at="output"),
     "turn": gp.Reverse(params="head.bias"),
@@ -61,7 +61,7 @@ def test_nested_installations_come_off_in_any_order(
     before, plain = snapshot(net), parameter_gradients(net, batch)
     net.zero_grad(set_to_none=True)
     installations = [
-        gp.install(net, [gp.StraightThrough(modules="second")]),
+        gp.install(net, [gp.StraightThrough(ops="round", modules="second")]),
         gp.install(net, [gp.Scale(2.0, modules="second")]),
     ]
     both = parameter_gradients(net, batch)
@@ -112,7 +112,7 @@ def test_the_state_dict_is_the_same_while_installed(net):
 
 
 def test_policies_hold_below_the_matched_modules_only(net, batch, parameter_gradients):
-    with gp.install(net, [gp.StraightThrough(modules="second")]):
+    with gp.install(net, [gp.StraightThrough(ops="round", modules="second")]):
         found = parameter_gradients(net, batch)
     assert found["second.linear.weight"].any()
     assert not found["first.linear.weight"].any()
@@ -159,7 +159,7 @@ def test_a_module_goes_on_under_its_own_policies_after_it_caught_an_error_of_a_p
                 self.part(x)
             return torch.round(x)
 
-    policies = {"own": gp.StraightThrough(modules=["*", "!part"])}
+    policies = {"own": gp.StraightThrough(ops="round", modules=["*", "!part"])}
     policies["parts"] = gp.UseRule("stop", ops=["round"], modules="part")
     with gp.install(model := Parent(), policies) as installed:
         found, _ = gradient(model, torch.randn(3))

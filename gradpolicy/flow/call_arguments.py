@@ -1,0 +1,171 @@
+"""The arguments of a call by the names of their parameters, whatever the spelling of the call."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.flow.bound_rule import runs_while_tracing
+
+# Where an argument comes from: its position, its keyword, or the default of its parameter.
+Source = tuple[str, int | str | None, Any]
+
+# What stands for a tensor while the names are found: the compiler passes constants only.
+_TENSOR = "a tensor"
+# The names that torch's documentation uses for parameters that schemas or NumPy call otherwise.
+_ALSO_CALLED = {"axis": "dim", "keepdims": "keepdim", "self": "input", "A": "input"}
+# What values a type of a schema takes; those of any other type are not looked at.
+_FITTING: dict[str, tuple[type, ...]] = {
+    "NumberType": (bool, int, float, complex),
+    "IntType": (int, torch.dtype, torch.layout, torch.device),
+    "SymIntType": (int,),
+    "FloatType": (int, float),
+    "BoolType": (bool,),
+    "StringType": (str,),
+}
+
+
+def arguments_of(function: Callable[..., Any], name: str, args: tuple, kwargs: Mapping) -> dict[str, Any]:
+    """Gives the arguments of a call by name, with the defaults of those that it does not give.
+
+    Args:
+        function: The function called.
+        name: The operation's name. What the operation takes and this spelling of it does not
+            (``clamp_min`` has no ``max``) comes with its default.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+    """
+    sources = _sources(
+        function,
+        name,
+        tuple([_described(value) for value in args]),
+        tuple([(key, _described(value)) for key, value in kwargs.items()]),
+    )
+    found: dict[str, Any] = {}
+    for parameter, place, default in sources:
+        if place is None:
+            found[parameter] = default
+        else:
+            found[parameter] = args[place] if isinstance(place, int) else kwargs[place]
+    return found
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _TENSOR
+    return tuple([_described(item) for item in value]) if isinstance(value, list | tuple) else value
+
+
+@runs_while_tracing
+def _sources(*call: Any) -> tuple[Source, ...]:
+    """Where the argument for each parameter comes from; the same for all calls of one form."""
+    try:
+        return _sources_of_form(*call)
+    except TypeError:
+        # An argument has no hash.
+        return _sources_of_form.__wrapped__(*call)
+
+
+@lru_cache(maxsize=1024)
+def _sources_of_form(
+    function: Callable[..., Any], name: str, args: tuple, kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[Source, ...]:
+    keys = {_ALSO_CALLED.get(key, key): key for key, _ in kwargs}
+    values = {_ALSO_CALLED.get(key, key): value for key, value in kwargs}
+    own_name = getattr(function, "__name__", name).partition(".")[0]
+    # 2 - x calls x.__rsub__(2).
+    turned = own_name.startswith("__r") and len(args) == 2
+    args = args[::-1] if turned else args
+    parameters = _parameters_in_python(function)
+    if parameters is None:
+        stem = name if own_name.startswith("__") else own_name.strip("_")
+        parameters = _parameters_in_schemas(stem, args, values)
+    if parameters is None:
+        named = ["input", "other"] if len(args) == 2 else ["input", *map(str, range(1, len(args)))]
+        parameters = dict.fromkeys([*named[: len(args)], *values])
+    sources: list[Source] = []
+    for position, (parameter, default) in enumerate(parameters.items()):
+        if parameter in keys:
+            sources.append((parameter, keys[parameter], None))
+        else:
+            place = (1 - position if turned else position) if position < len(args) else None
+            sources.append((parameter, place, default))
+    for names, _, defaults, _ in _schemas(name)[:1]:
+        if parameters.keys() <= set(names):
+            sources += [(key, None, defaults[key]) for key in defaults if key not in parameters]
+    return tuple(sources)
+
+
+def _parameters_in_python(function: Callable[..., Any]) -> dict[str, Any] | None:
+    """The parameters of a function written in Python, with their defaults; None for any other function."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    listed = signature.parameters.values()
+    passes_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if not hasattr(inspect.unwrap(function), "__code__") or any(one.kind in passes_on for one in listed):
+        return None
+    return {
+        _ALSO_CALLED.get(one.name, one.name): None if one.default is one.empty else one.default
+        for one in listed
+        if not one.name.startswith("_") and one.name != "out"
+    }
+
+
+def _parameters_in_schemas(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
+    """The parameters of the first overload that takes these arguments, with their defaults."""
+    for names, kinds, defaults, positional in _schemas(name):
+        given = {**dict(zip(names[:positional], args, strict=False)), **kwargs}
+        fits = (
+            len(args) <= positional
+            and len(given) == len(args) + len(kwargs)
+            and given.keys() <= set(names)
+            and all(parameter in given or parameter in defaults for parameter in names)
+        )
+        if fits and all(_fits(given[key], kinds[key]) for key in given):
+            return {parameter: defaults.get(parameter) for parameter in names}
+    return None
+
+
+@cache
+def _schemas(name: str) -> list[tuple[list[str], dict[str, Any], dict[str, Any], int]]:
+    """For each overload for tensors without an ``out``: names, types, defaults, how many are positional."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return []
+    found = []
+    for form in packet.overloads():
+        arguments = getattr(packet, form)._schema.arguments
+        on_tensors = any("Tensor" in str(argument.type) for argument in arguments)
+        if not on_tensors or any(argument.is_out for argument in arguments):
+            continue
+        names = [_ALSO_CALLED.get(argument.name, argument.name) for argument in arguments]
+        kinds = {key: argument.type for key, argument in zip(names, arguments, strict=True)}
+        defaults = {
+            key: tuple(argument.default_value)
+            if isinstance(argument.default_value, list)
+            else argument.default_value
+            for key, argument in zip(names, arguments, strict=True)
+            if argument.has_default_value()
+        }
+        found.append((names, kinds, defaults, sum(not argument.kwarg_only for argument in arguments)))
+    return found
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    name = kind.kind()
+    if name == "OptionalType":
+        return value is None or _fits(value, kind.getElementType())
+    if name == "ListType":
+        # torch takes one number for a list of them.
+        items = value if isinstance(value, tuple) else (value,)
+        return all(_fits(item, kind.getElementType()) for item in items)
+    if isinstance(value, str) and value == _TENSOR:
+        return name in ("TensorType", "NumberType")
+    if name == "TensorType":
+        return False
+    return name not in _FITTING or isinstance(value, _FITTING[name])

@@ -1,0 +1,275 @@
+"""Rules across a module: its forward runs as it is, and a rule makes the gradient from output to input."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.flow.arguments import Argument
+from gradpolicy.flow.autograd_functions import in_transform, is_differentiable, replace_gradient
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.boundary import adopt_writes
+from gradpolicy.flow.containers import map_tensors, replace_at, tensors_in
+from gradpolicy.flow.locations import FlowPolicy
+from gradpolicy.rules.call import Call
+from gradpolicy.rules.passing import identity
+
+Forward = Callable[[tuple, dict], Any]
+
+
+class ThroughRule:
+    """The rule of one policy across one module.
+
+    Args:
+        state: The rule, and whether it is active.
+        module: The module's name.
+        policy: Says which outputs the rule is for, and what the parameters within get from them.
+        argument: The argument that gets the gradient; None means all tensors that enter.
+        forward: The module's forward, for the names of its parameters.
+    """
+
+    def __init__(
+        self,
+        state: RuleState,
+        module: str,
+        policy: FlowPolicy,
+        argument: Argument | None,
+        forward: Callable[..., Any],
+    ) -> None:
+        self.state = state
+        self.module = module
+        self.parameter_names = tuple(inspect.signature(forward).parameters)
+        self.output = tuple(policy.output)
+        self.keeps_own = policy.inside == "own"
+        self.argument = argument
+        self.location = f"module {module!r}, from output to input"
+        self.bound_rule = BoundRule(state, self.location)
+        # Rules that give an input the gradient of the output as it is, or a multiple of it.
+        self.passes_on = policy.rule.gradient_filter is not None or policy.rule.function is identity
+
+    def put_on(self, result: Any, args: tuple, kwargs: dict) -> tuple[Any, list[Tensor]]:
+        """Gives the chosen outputs the rule's gradient to the inputs.
+
+        Args:
+            result: What the forward gave.
+            args: The arguments that the module got, not those that its forward was fed.
+            kwargs: The same by name.
+
+        Returns:
+            The result with its chosen outputs replaced, and these.
+        """
+        given = (args, kwargs) if self.argument is None else self.argument.value(args, kwargs)
+        inputs = tensors_in(given)
+        chosen = [tensor for part in self._parts(result) for tensor in tensors_in(part)]
+        chosen = [tensor for tensor in chosen if is_differentiable(tensor)]
+        if not chosen:
+            raise self._error("gives no floating-point output that could have a gradient")
+        matching = [tensor for tensor in inputs if is_differentiable(tensor)]
+        pairs = len(chosen) == len(matching) > 1 and all(
+            one.shape == other.shape for one, other in zip(chosen, matching, strict=True)
+        )
+        self.state.count(self.location)
+        bound_rule = self.bound_rule
+        if bound_rule.takes_call:
+            bound_rule = bound_rule.for_call(Call(self.module, self._arguments_by_name(args, kwargs)))
+        replaced: list[Tensor] = []
+
+        def replace(tensor: Tensor) -> Tensor:
+            # As many outputs as inputs, of the same shapes: each belongs to its own.
+            own_inputs = [matching[len(replaced)]] if pairs else inputs
+            replaced.append(self._replaced(tensor, own_inputs, bound_rule))
+            return replaced[-1]
+
+        if not self.output:
+            return map_tensors(replace, result, is_differentiable), replaced
+        for place in self.output:
+            result = replace_at(result, place, lambda part: map_tensors(replace, part, is_differentiable))
+        return result, replaced
+
+    def _arguments_by_name(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """What the module got, detached, by the names of its forward's parameters."""
+        args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
+        return {**dict(zip(self.parameter_names, args, strict=False)), **kwargs}
+
+    def _parts(self, result: Any) -> list:
+        """The outputs that the policy names.
+
+        Raises:
+            PolicyError: If the module does not give one of them.
+        """
+        if not self.output:
+            return [result]
+        parts: list = []
+        for place in self.output:
+            try:
+                replace_at(result, place, lambda part: parts.append(part) or part)  # type: ignore[func-returns-value]
+            except LookupError as error:
+                names = list(map(str, error.args[0]))
+                kind = "one tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+                hint = f"; {nearest(str(place), names)}" if names else ""
+                raise self._error(f"gives {kind} without an output {place!r}{hint}") from None
+        return parts
+
+    def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:
+        if self.state.detaches:
+            return tensor if self.keeps_own else tensor.detach()
+        if self.passes_on:
+            self._check_shape(tensor, inputs)
+        ruled = replace_gradient(bound_rule, tensor.detach(), inputs)
+        if self.keeps_own and tensor.requires_grad:
+            return BothGradients.apply(tensor, ruled)
+        return ruled
+
+    def _check_shape(self, tensor: Tensor, inputs: list[Tensor]) -> None:
+        """Refuses to pass a gradient on to an input of another shape."""
+        first = next((one for one in inputs if is_differentiable(one)), None)
+        if first is not None and first.requires_grad and first.shape != tensor.shape:
+            raise self._error(
+                f"rule {self.state.rule.name!r} passes a gradient of shape {tuple(tensor.shape)} on to an "
+                f"input of shape {tuple(first.shape)}; name the outputs that it is for (output=…), the input "
+                "(argument=…), or another rule"
+            )
+
+    def _error(self, text: str) -> PolicyError:
+        return PolicyError(f"policy {self.state.name!r}: module {self.module!r}: {text}")
+
+
+class Through:
+    """The rules across one module.
+
+    Args:
+        rules: The rules, each for outputs of its own.
+    """
+
+    def __init__(self, rules: Sequence[ThroughRule]) -> None:
+        self.rules = tuple(rules)
+
+    def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Runs the module's forward, with the rules' gradients from its output to its input."""
+        active = [rule for rule in self.rules if rule.state.active]
+        if not active or not torch.is_grad_enabled():
+            return forward(args, kwargs)
+        cuts = any(rule.keeps_own for rule in active)
+        fed: list[tuple[Tensor, Tensor]] = []
+
+        def feed(tensor: Tensor) -> Tensor:
+            fed.append((tensor, _fed(tensor, cuts)))
+            return fed[-1][1]
+
+        inner_args, inner_kwargs = map_tensors(feed, (args, kwargs), _can_have_gradient)
+        versions = [] if in_transform() else [tensor._version for tensor, _ in fed]
+        result = forward(inner_args, inner_kwargs)
+        ruled: list[Tensor] = []
+        for rule in active:
+            result, replaced = rule.put_on(result, args, kwargs)
+            ruled += replaced
+        if cuts:
+            result = self._with_own_gradients(result, ruled, fed, versions)
+        elif not in_transform():
+            adopt_writes(fed, versions)
+        return result
+
+    def _with_own_gradients(
+        self, result: Any, ruled: list[Tensor], fed: list[tuple[Tensor, Tensor]], versions: list[int]
+    ) -> Any:
+        """Gives the outputs without a rule their own gradients to inputs that were cut off.
+
+        Raises:
+            PolicyError: In compiled code, or if the module wrote to its inputs.
+        """
+        if not in_transform() and any(
+            tensor._version != version for (tensor, _), version in zip(fed, versions, strict=True)
+        ):
+            raise self.rules[0]._error("writes to its input in place, which inside='own' does not allow")
+
+        def has_own(tensor: Tensor) -> bool:
+            return tensor.requires_grad and not any(tensor is one for one in ruled)
+
+        def reattach(tensor: Tensor) -> Tensor:
+            if in_transform():
+                raise self.rules[0]._error(
+                    "has outputs without a rule, and with inside='own' their gradients cannot be compiled or "
+                    "transformed; leave the module to eager mode (torch.compiler.disable)"
+                )
+            inner = [alias for _, alias in fed]
+            return OwnGradient.apply(tensor, inner, *(outer for outer, _ in fed))
+
+        return map_tensors(reattach, result, has_own)
+
+
+class FeedInput(Function):
+    """An alias of an input. Its gradient goes on to the input, or stops."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cuts: bool) -> Tensor:
+        """Returns the alias."""
+        ctx.cuts = cuts
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        """Passes the gradient on, unless it is to stop."""
+        return None if ctx.cuts else grad, None
+
+
+class BothGradients(Function):
+    """One value with two histories: a module's own, and a rule's. The gradient flows to both."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(own: Tensor, ruled: Tensor) -> Tensor:
+        """Returns the value, which both have."""
+        return own.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Keeps nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Passes the gradient to both."""
+        return grad, grad
+
+
+class OwnGradient(Function):
+    """An output's own gradient to the inputs of a module that were cut off for its other outputs.
+
+    Autograd adds up what outputs pass back to one input. So the module is fed inputs that pass nothing back,
+    and the gradient of this output alone is taken by a backward pass of its own through the same graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, fed: list[Tensor], *inputs: Tensor) -> Tensor:
+        """Returns the output."""
+        ctx.output, ctx.fed = output, fed
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        """Passes the gradient to the module's parameters, and the output's share to its inputs."""
+        if torch.is_grad_enabled():
+            raise PolicyError(
+                "with inside='own' an output that keeps its own gradient has no second derivatives "
+                "(create_graph=True)"
+            )
+        own = torch.autograd.grad(ctx.output, ctx.fed, grad, retain_graph=True, allow_unused=True)
+        return (grad, None, *own)
+
+
+def _fed(tensor: Tensor, cuts: bool) -> Tensor:
+    """What the forward gets in place of an input, so that it may write to it, and its gradient may stop."""
+    if not in_transform():
+        return FeedInput.apply(tensor, cuts)
+    if cuts:
+        return tensor.detach()
+    # Under torch.compile a copy costs nothing, and an alias that is written to cannot be traced.
+    return tensor.clone() if torch.compiler.is_compiling() else tensor
+
+
+def _can_have_gradient(tensor: Tensor) -> bool:
+    return is_differentiable(tensor) and (tensor.requires_grad or in_transform())

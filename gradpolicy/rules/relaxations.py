@@ -1,0 +1,113 @@
+"""Relaxations of rounding: the gradients of smooth functions with a rise at every step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.rules.call import Call
+from gradpolicy.rules.registry import rule
+from gradpolicy.rules.routing import Number, on_device_of, to_first
+from gradpolicy.rules.steps import ROUNDING, from_nearest_step
+
+
+@rule("soft_round")
+def soft_round(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    output: Tensor,
+    *,
+    temperature: Number = 0.3,
+    call: Call | None = None,
+) -> Any:
+    """The gradient of soft rounding, a staircase of tanh curves that meets rounding as it cools.
+
+    ====================== ==================================================================
+    forward                backward
+    ====================== ==================================================================
+    ``y = round(x)``       ``grad_x = (1 − tanh²(d/T)) / (2 T tanh(1/(2T))) · grad_y``, where d
+    (floor, ceil, trunc)   is the distance of x to the nearest step and T the temperature
+    ====================== ==================================================================
+
+    A large temperature gives the identity, a small one a peak at each step. The mean over one step is 1. For
+    any other operation than ``floor``, ``ceil`` and ``trunc`` the steps are those of ``round``.
+
+    Args:
+        grad: Gradient at the output.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
+        output: The operation's output.
+        temperature: T, above 0; may be a schedule: ``gp.schedules.Exponential(1.0, 0.1, steps=1000)``.
+        call: The call, which says where the steps are.
+
+    Source: Agustsson, Theis 2020 (universally quantized neural compression), arXiv:2006.09952; its α is 1/T.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> x = torch.tensor([1.0, 1.5], requires_grad=True)
+        >>> with gp.gradient_override({"round": gp.get_rule("soft_round", temperature=0.25)}):
+        ...     torch.round(x).sum().backward()
+        >>> x.grad
+        tensor([0.1466, 2.0746])
+    """
+    warmth = _as_tensor(temperature, grad)
+    distance = from_nearest_step(inputs, _of_rounding(call))
+    height = 1 / (2 * warmth * torch.tanh(1 / (2 * warmth)))
+    return to_first(grad * (height * (1 - torch.tanh(distance / warmth).square())), inputs)
+
+
+@rule("sigmoid_sum")
+def sigmoid_sum(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    output: Tensor,
+    *,
+    temperature: Number = 0.1,
+    reach: int = 4,
+    call: Call | None = None,
+) -> Any:
+    """The gradient of a sum of logistic functions, one at each step of the rounding.
+
+    ====================== ==================================================================
+    forward                backward
+    ====================== ==================================================================
+    ``y = round(x)``       ``grad_x = Σₖ σ(dₖ/T) σ(−dₖ/T) / T · grad_y``, where dₖ is the distance
+    (floor, ceil, trunc)   of x to step k and T the temperature
+    ====================== ==================================================================
+
+    The sum is over the ``reach`` steps to either side of the nearest one; what lies beyond weighs less than
+    ``exp(−reach/T)/T``. For any other operation than ``floor``, ``ceil`` and ``trunc`` the steps are those of
+    ``round``; the step that ``trunc`` lacks at 0 is counted too.
+
+    Args:
+        grad: Gradient at the output.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
+        output: The operation's output.
+        temperature: T, above 0; may be a schedule.
+        reach: How many steps to either side are counted.
+        call: The call, which says where the steps are.
+
+    Source: Yang et al. 2019 (quantization networks), arXiv:1911.09464, with a step of 1.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> x = torch.tensor([1.0, 1.5], requires_grad=True)
+        >>> with gp.gradient_override({"round": gp.get_rule("sigmoid_sum", temperature=0.25)}):
+        ...     torch.round(x).sum().backward()
+        >>> x.grad
+        tensor([0.8601, 1.1440])
+    """
+    warmth = _as_tensor(temperature, grad)
+    distance = from_nearest_step(inputs, _of_rounding(call))
+    total = torch.zeros_like(distance)
+    for step in range(-reach, reach + 1):
+        scaled = (distance + step) / warmth
+        total = total + torch.sigmoid(scaled) * torch.sigmoid(-scaled)
+    return to_first(grad * (total / warmth), inputs)
+
+
+def _of_rounding(call: Call | None) -> Call:
+    return call if call is not None and call.operation in ROUNDING else Call("round")
+
+
+def _as_tensor(number: Number, like: Tensor) -> Tensor:
+    return on_device_of(torch.as_tensor(number, dtype=like.dtype), like)

@@ -1,0 +1,191 @@
+"""Rules that ask for the call: operations with settings, every setting in every spelling."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradpolicy as gp
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def softmax_grad(grad, inputs, output, *, call):
+    dim = call.arguments["dim"]
+    return (output * (grad - (grad * output).sum(dim, keepdim=True))).to(inputs[0].dtype)
+
+
+def cumsum_grad(grad, inputs, output, *, call):
+    dim = call.arguments["dim"]
+    return grad.flip(dim).cumsum(dim).flip(dim).to(inputs[0].dtype)
+
+
+def norm_grad(grad, inputs, output, *, call):
+    x, p, dim = inputs[0], call.arguments["p"], call.arguments["dim"]
+    p = 2.0 if p == "fro" else float(p)
+    if dim is not None and not call.arguments["keepdim"]:
+        grad, output = grad.unsqueeze(dim), output.unsqueeze(dim)
+    return grad * x.sign() * x.abs() ** (p - 1) / output ** (p - 1)
+
+
+def clamp_grad(grad, inputs, output, *, call):
+    low, high = call.arguments["min"], call.arguments["max"]
+    passes = torch.ones_like(inputs[0], dtype=torch.bool)
+    passes = passes if low is None else passes & (inputs[0] >= low)
+    passes = passes if high is None else passes & (inputs[0] <= high)
+    return (torch.where(passes, grad, 0.0), *[None] * (len(inputs) - 1))
+
+
+LOW, HIGH = torch.full((4,), -0.5, dtype=torch.float64), torch.full((3, 1), 0.6, dtype=torch.float64)
+CALLS = {
+    "softmax": [
+        lambda x: torch.softmax(x, 0),
+        lambda x: torch.softmax(x, dim=-1),
+        lambda x: x.softmax(1),
+        lambda x: F.softmax(x, dim=0),
+        lambda x: F.softmax(x, 1, dtype=torch.float64),
+        lambda x: torch.softmax(input=x, dim=0, dtype=torch.float64),
+        lambda x: torch.special.softmax(x, 1),
+        nn.Softmax(dim=0),
+    ],
+    "cumsum": [
+        lambda x: torch.cumsum(x, 0),
+        lambda x: x.cumsum(dim=1),
+        lambda x: torch.cumsum(x, axis=-1),
+        lambda x: x.cumsum(0, dtype=torch.float64),
+        lambda x: x.clone().cumsum_(1),
+    ],
+    "norm": [
+        torch.norm,
+        lambda x: x.norm(),
+        lambda x: x.norm(3),
+        lambda x: torch.norm(x, p=1, dim=0),
+        lambda x: torch.norm(x, 2, 1, True),
+        lambda x: x.norm(p=4, dim=-1, keepdim=True),
+    ],
+    "clamp": [
+        lambda x: torch.clamp(x, -0.5, 0.5),
+        lambda x: x.clamp(min=0.1),
+        lambda x: torch.clamp(x, max=0.2),
+        lambda x: x.clip(-0.3, 0.3),
+        lambda x: torch.clamp_min(x, 0.1),
+        lambda x: x.clamp_max(0.2),
+        lambda x: x.clone().clamp_(-0.5, 0.5),
+        lambda x: torch.clamp(x, LOW, HIGH),
+        lambda x: x.clamp(min=LOW),
+    ],
+}
+RULES = {"softmax": softmax_grad, "cumsum": cumsum_grad, "norm": norm_grad, "clamp": clamp_grad}
+
+
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        pytest.param(operation, call, id=f"{operation}-{number}")
+        for operation, calls in CALLS.items()
+        for number, call in enumerate(calls)
+    ],
+)
+def test_a_rule_with_the_arguments_is_torchs_own_gradient_for_every_setting(operation, call):
+    weights = torch.randn(call(X).shape, dtype=torch.float64)
+
+    def gradient():
+        x = X.clone().requires_grad_()
+        y = call(x)
+        (y * weights).sum().backward()
+        return x.grad, y.detach()
+
+    own, value = gradient()
+    seen = []
+
+    def rule(grad, inputs, output, *, call):
+        seen.append(call)
+        return RULES[operation](grad, inputs, output, call=call)
+
+    with gp.gradient_override({operation: rule}):
+        found, again = gradient()
+    assert seen[0].operation == operation
+    assert torch.equal(again, value)
+    torch.testing.assert_close(found, own)
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_compiled_too(operation):
+    call = CALLS[operation][1]
+    x = X.clone().requires_grad_()
+    own = torch.autograd.grad(call(x).square().sum(), x)[0]
+    with gp.gradient_override({operation: RULES[operation]}):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        found = torch.autograd.grad(compiled(x).square().sum(), x)[0]
+    torch.testing.assert_close(found, own)
+
+
+def seen_by(rule_place, run):
+    seen = []
+
+    def rule(grad, inputs, output, *, call):
+        seen.append(call)
+        return grad
+
+    run(rule_place(rule))
+    return seen[0]
+
+
+def test_defaults_come_with_the_arguments_and_tensors_are_detached():
+    def run(block):
+        with block:
+            torch.round(torch.ones(2, requires_grad=True), decimals=1).sum().backward()
+
+    call = seen_by(lambda rule: gp.gradient_override({"round": rule}), run)
+    assert call.operation == "round"
+    assert set(call.arguments) == {"input", "decimals"}
+    assert not call.arguments["input"].requires_grad
+
+
+def test_a_policy_apply_a_module_and_a_boundary_say_their_call():
+    x = torch.ones(2, requires_grad=True)
+
+    def installed(**where):
+        def place(rule):
+            return gp.install(model, [gp.UseRule(rule, **where)])
+
+        def run(installation):
+            with installation:
+                model(x, scale=2).sum().backward()
+
+        return seen_by(place, run)
+
+    class Part(nn.Module):
+        def forward(self, x, scale=1):
+            return torch.softmax(x * scale, -1)
+
+    model = Part()
+    assert installed(ops="softmax").arguments["dim"] == -1
+    across = installed(modules="*", at="through")
+    assert across.operation == ""
+    assert across.arguments["scale"] == 2
+    assert installed(modules="*").operation == "input of module ''"
+
+    def grid(x, levels, offset=0.5):
+        return torch.round(x * levels + offset)
+
+    applied = seen_by(lambda rule: gp.apply(rule, grid, x, levels=4), lambda y: y.sum().backward())
+    assert applied.operation == "grid"
+    assert {key: applied.arguments[key] for key in ("levels", "offset")} == {"levels": 4, "offset": 0.5}
+
+
+def test_call_is_no_parameter_of_the_rule():
+    @gp.rule("tests_softmax_grad")
+    def registered(grad, inputs, output, *, call):
+        return grad * call.arguments["dim"]
+
+    with pytest.raises(gp.PolicyError, match="no parameter 'call'; it has none"):
+        gp.get_rule("tests_softmax_grad", call=3)
+    assert gp.get_rule("tests_softmax_grad").missing_parameters() == []
+    ones = torch.ones(2)
+    given = gp.get_rule("tests_softmax_grad")(ones, (ones,), ones, gp.Call("softmax", {"dim": 3}))
+    assert torch.equal(given, 3 * ones)
+    assert gp.gradcheck_rule(softmax_grad, F.softmax, (X, -1)).exact
+    assert "call" in inspect.signature(registered).parameters

@@ -1,0 +1,85 @@
+"""Modules that register rules of a person's own, named once."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradpolicy as gp
+
+RULES = """
+import gradpolicy as gp
+import torch
+
+@gp.rule("ExtensionGrad")
+def extension_grad(grad, inputs, output, *, factor=1.0):
+    return factor * grad
+
+def smooth_round(x):
+    return x - torch.sin(2 * torch.pi * x) / (2 * torch.pi)
+"""
+BY_NAME = "+policy.mine={_target_: gradpolicy.UseRule, rule: ExtensionGrad, ops: [round]}"
+BY_FUNCTION = (
+    "+policy.mine={_target_: gradpolicy.UseRule, ops: [round], "
+    "rule: {_target_: gradpolicy.gradient_of, function: extension_rules.smooth_round}}"
+)
+NAMED, ALLOWED = "extensions=[extension_rules]", "allowed_targets=[extension_rules]"
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "extension_rules.py").write_text(RULES)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "extension_rules", raising=False)
+
+
+def test_a_rule_that_nobody_imported_is_unknown_and_the_message_says_what_to_do(train) -> None:
+    if "ExtensionGrad" not in gp.rule_names():
+        message = train("policy=none", BY_NAME).refusal
+        assert message.startswith("policy.mine.rule: unknown rule 'ExtensionGrad'")
+        assert "extensions=[my_rules]" in message
+
+
+def test_its_module_must_be_allowed_by_the_person_who_runs_it(train) -> None:
+    message = train("policy=none", BY_NAME, NAMED).refusal
+    assert message.startswith("extensions: 'extension_rules' is not allowed")
+    assert "allowed_targets=[extension_rules]" in message
+    assert "extension_rules" not in sys.modules
+
+
+def test_then_its_rules_go_by_their_names_and_errors_list_them(train) -> None:
+    ended = train("policy=none", BY_NAME, NAMED, ALLOWED)
+    assert ended.code == 0, ended.err
+    assert "ExtensionGrad" in gp.rule_names()
+    misspelt = BY_NAME.replace("ExtensionGrad", "ExtensionGrat")
+    message = train("policy=none", misspelt, NAMED, ALLOWED).refusal
+    assert "did you mean 'ExtensionGrad'" in message
+    assert "registered besides the built-in ones: " in message
+
+
+def test_a_relaxation_goes_by_the_path_of_its_function_if_that_is_allowed(train) -> None:
+    ended = train("policy=none", BY_FUNCTION, ALLOWED)
+    assert ended.code == 0, ended.err
+    assert "allowed_targets=[extension_rules]" in train("policy=none", BY_FUNCTION).refusal
+
+
+def test_another_operation_goes_by_its_path_and_what_is_none_does_not(train) -> None:
+    sine = "+policy.mine={_target_: gradpolicy.UseRule, rule: torch.sin, ops: [round]}"
+    assert train("policy=none", sine).code == 0
+    refused = train("policy=none", sine.replace("torch.sin", "torch.load")).refusal
+    assert refused.startswith("policy.mine.rule: unknown operation 'torch.load'")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[extension_rules.smooth_round]", "extensions: 'extension_rules.smooth_round' is no module"),
+        ("[extension_rulez]", "extensions: 'extension_rulez' is not allowed"),
+        ("[os]", "extensions: 'os' is not allowed"),
+        ("[3]", "extensions"),
+    ],
+)
+def test_what_is_no_module_of_ones_own_is_refused(train, value: str, message: str) -> None:
+    assert train(f"extensions={value}", ALLOWED).refusal.startswith(message)

@@ -1,0 +1,61 @@
+"""Surrogates for a step at 0, put on operations that step elsewhere."""
+
+import pytest
+import torch
+
+import gradpolicy as gp
+
+SURROGATES = {
+    "tanh": {"slope": 3.0},
+    "sigmoid": {"slope": 4.0},
+    "fast_sigmoid": {"slope": 5.0},
+    "arctan": {"alpha": 2.0},
+    "triangular": {"width": 0.3},
+    "approx_sign": {},
+    "swish_sign": {"beta": 3.0},
+}
+# Points at a known distance from the nearest step of each operation.
+STEPS = {
+    "round": (lambda d: torch.tensor([-2.5, -0.5, 0.5, 1.5, 7.5]) + d, torch.round),
+    "floor": (lambda d: torch.tensor([-3.0, -1.0, 0.0, 2.0]) + d, torch.floor),
+    "ceil": (lambda d: torch.tensor([-3.0, -1.0, 0.0, 2.0]) + d, torch.ceil),
+    "trunc": (lambda d: torch.tensor([-3.0, -1.0, 1.0, 2.0]) + d, torch.trunc),
+    "floor_divide": (lambda d: torch.tensor([-4.0, 0.0, 2.0]) + d, lambda x: torch.floor_divide(x, 2.0)),
+    "sign": (lambda d: torch.zeros(2) + d, torch.sign),
+}
+
+
+def gradient(operation, rule, x):
+    x = x.clone().requires_grad_()
+    with gp.gradient_override({operation: rule}):
+        y = STEPS[operation][1](x)
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+@pytest.mark.parametrize("distance", [-0.4, -0.1, 0.0, 0.2])
+@pytest.mark.parametrize("operation", STEPS)
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_surrogate_acts_at_the_nearest_step(name, operation, distance):
+    rule = gp.get_rule(name, **SURROGATES[name])
+    x = STEPS[operation][0](distance)
+    found = gradient(operation, rule, x)
+    expected = rule(torch.ones(1), (torch.tensor([distance]),), torch.zeros(1))
+    torch.testing.assert_close(found, expected.expand(len(x)), rtol=2e-4, atol=2e-5)
+
+
+def test_trunc_has_no_step_at_zero():
+    found = gradient("trunc", gp.get_rule("triangular", width=0.5), torch.tensor([-0.6, 0.0, 0.2, 0.8]))
+    torch.testing.assert_close(found, torch.tensor([0.2, 0.0, 0.0, 0.6]))
+
+
+def test_rounding_to_decimals_steps_as_often():
+    x = torch.tensor([0.05, 0.10], requires_grad=True)
+    with gp.gradient_override({"round": gp.get_rule("triangular", width=0.04)}):
+        torch.round(x, decimals=1).sum().backward()
+    torch.testing.assert_close(x.grad, torch.tensor([1.0, 0.0]))
+
+
+def test_a_forward_of_ones_own_is_told_by_its_name():
+    x = torch.tensor([1.5, 2.0], requires_grad=True)
+    gp.apply(gp.get_rule("triangular", width=0.5), torch.round, x).sum().backward()
+    assert x.grad.tolist() == [1.0, 0.0]
