@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradpolicy.flow.install import install
     from gradpolicy.flow.override import gradient_override
     from gradpolicy.freezing import Freezer
+    from gradpolicy.insight import curvature
     from gradpolicy.lightning.callback import GradientPolicies
     from gradpolicy.optim import MaskedOptimizer, UpdateRule, update_rule
     from gradpolicy.policies import (
@@ -60,6 +61,10 @@ _HOMES = {
         "gradpolicy.policies",
     ),
 }
+_MODULES = {
+    "curvature": "gradpolicy.insight.curvature",
+    **{name: f"gradpolicy.{name}" for name in ("masks", "rules", "schedules")},
+}
 
 __all__ = [
     "Call",
@@ -80,6 +85,7 @@ __all__ = [
     "UseRule",
     "When",
     "apply",
+    "curvature",
     "get_rule",
     "gradcheck_rule",
     "gradient_of",
@@ -94,8 +100,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("masks", "rules", "schedules"):
-        return importlib.import_module(f"gradpolicy.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gradpolicy' has no attribute {name!r}")

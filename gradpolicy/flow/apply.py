@@ -67,6 +67,7 @@ def apply(
     # The forward has no gradient of its own that a filter could act before.
     state = RuleState(forward_name(forward), replace(as_rule(rule), gradient_filter=None), is_reported=False)
     bound_rule = BoundRule(state, f"forward {state.name!r}")
+    state.count(state.name)
     inputs = tensors_in((args, kwargs))
     with torch.no_grad():
         plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))

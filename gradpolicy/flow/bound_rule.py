@@ -27,6 +27,8 @@ _NUMBERS = itertools.count()
 
 # The keys of the rules that compiled code has met. Nobody sees what that code meets when it runs again.
 _MET_IN_COMPILED_CODE: set[str] = set()
+# Those of which it has met an operation with a discrete result.
+_DISCRETE_IN_COMPILED_CODE: set[str] = set()
 
 
 class GradientNorms:
@@ -71,6 +73,9 @@ class RuleState:
         written: The policy as a person writes it.
     """
 
+    # How often any rule has been used so far, but in compiled code.
+    uses = 0
+
     def __init__(
         self,
         name: str,
@@ -98,6 +103,9 @@ class RuleState:
         self.norms = GradientNorms()
         self.matched: Counter[str] = Counter()
         self.without_gradient: set[str] = set()
+        # Operations with discrete results, and the functions in which the gradient of these was lost.
+        self.discrete: set[str] = set()
+        self.lost_in: set[tuple[str, str]] = set()
         self.compiled = False
         self.opaque: dict[str, str] = {}
         self._take_key()
@@ -108,11 +116,32 @@ class RuleState:
             _count_while_tracing(self.key, location)
         else:
             self.matched[location] += 1
+            RuleState.uses += 1
 
     def note_without_gradient(self, operation: str) -> None:
         """Notes an operation that ran where no gradient is recorded, so that there was nothing to do."""
         if not torch.compiler.is_compiling():
             self.without_gradient.add(operation)
+
+    def note_discrete(self, operation: str) -> None:
+        """Notes an operation whose result is discrete. It counts once that has become floating-point."""
+        if torch.compiler.is_compiling():
+            _note_discrete_while_tracing(self.key, operation)
+        else:
+            self.discrete.add(operation)
+
+    def may_have_met_discrete(self) -> bool:
+        """Whether compiled code has met an operation with a discrete result."""
+        return self.key in _DISCRETE_IN_COMPILED_CODE
+
+    def note_lost(self, operation: str, function: str) -> None:
+        """Says once that the result of an operation went into a function that cannot carry a gradient."""
+        policy = f"policy {self.name!r}: " if self.is_reported else ""
+        if torch.compiler.is_compiling():
+            _warn_of_lost_path(policy, operation, function)
+        elif (operation, function) not in self.lost_in:
+            self.lost_in.add((operation, function))
+            _warn_of_lost_path(policy, operation, function)
 
     def note_forward(self) -> None:
         """Notes that a forward pass with gradients runs."""
@@ -341,6 +370,11 @@ class BoundRule:
         return PolicyError(f"{policy}rule {self.rule.name!r} at {where}: {text}")
 
 
+def rule_uses() -> int:
+    """How often any rule has been used so far: two readings tell whether one was used between them."""
+    return RuleState.uses
+
+
 def runs_while_tracing(function: Callable) -> Callable:
     """Marks a function that ``torch.compile`` runs while it traces, with constants as arguments.
 
@@ -360,6 +394,22 @@ def _count_while_tracing(key: str, location: str) -> None:
 
 
 @runs_while_tracing
+def _note_discrete_while_tracing(key: str, operation: str) -> None:
+    _DISCRETE_IN_COMPILED_CODE.add(key)
+    state = _STATES.get(key)
+    if state is not None:
+        state.discrete.add(operation)
+
+
+@runs_while_tracing
+def warn_of_uncarried(subject: str, message: str, keys: tuple[str, ...]) -> None:
+    """Says at the end of a block in compiled code which results never became floating-point there."""
+    for key in keys:
+        if key in _DISCRETE_IN_COMPILED_CODE and key not in _MET_IN_COMPILED_CODE:
+            warn_user(f"{subject}: the result of {key.partition(': ')[0]!r} {message}")
+
+
+@runs_while_tracing
 def _note_forward_while_tracing(key: str) -> None:
     state = _STATES.get(key)
     if state is not None:
@@ -373,6 +423,14 @@ def _note_opaque_while_tracing(key: str, name: str, call: str, reason: str) -> N
         state._note_opaque(call, reason)
     else:
         _warn_of_opaque(name, call, reason)
+
+
+@runs_while_tracing
+def _warn_of_lost_path(policy: str, operation: str, function: str) -> None:
+    warn_user(
+        f"{policy}the result of operation {operation!r} went through {function}, which cannot carry the "
+        "rule's gradient; cast it to floating point before (.float()), or detach it if no gradient is meant"
+    )
 
 
 def _warn_of_opaque(name: str, call: str, reason: str) -> None:

@@ -1,12 +1,14 @@
 """The dispatch table of the rules on operations, and the mode that looks up each torch function in it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gradpolicy.flow.carrying import carry, paths_in
 from gradpolicy.flow.checkpointing import may_be_recomputed
+from gradpolicy.flow.gradient_path import has_paths
 from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
 from gradpolicy.flow.operation_tables import Function
 
@@ -61,8 +63,13 @@ class DispatchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Makes the call by the first rule that covers it."""
+        """Makes the call by the first rule that covers it; paths of discrete arguments follow."""
         kwargs = kwargs or {}
+        if has_paths() and (paths := paths_in(args, kwargs)):
+            return carry(self._call, func, args, kwargs, paths)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         table = self.table
         rules: Sequence[TableRule] = table.by_function.get(func, ())
         if rules and table.counts_calls:
@@ -92,6 +99,15 @@ class DispatchMode(TorchFunctionMode):
                     continue
             due.append(rule)
         return due
+
+
+# If the compiler leaves a frame to eager mode, it must not compile this one alone: code that asks there would
+# be told that all of it is compiled. Where the compiler traces the caller, it traces this too.
+_frames = torch._C._dynamo.eval_frame
+_skip = _frames._FrameAction.SKIP
+_frames.set_code_exec_strategy(
+    DispatchMode.__torch_function__.__code__, _frames._FrameExecStrategy(_skip, _skip)
+)
 
 
 def active_modes() -> list[DispatchMode]:

@@ -101,7 +101,9 @@ class Installed:
             )
             for name, policy in self.policies.items()
         }
-        self._locations = {name: find_locations(model, policy) for name, policy in self.policies.items()}
+        self._locations = {
+            name: find_locations(model, name, policy) for name, policy in self.policies.items()
+        }
         check_policies(self.policies, self._locations)
         self._session = InstallSession(self._states.values())
         self._has_operations = any(locations.operations for locations in self._locations.values())
@@ -220,8 +222,9 @@ class Installed:
             met=Met(
                 operations=operations,
                 matched=frozenset(state.matched),
-                ran=frozenset({*ran, *state.matched, *state.without_gradient}),
+                ran=frozenset({*ran, *state.matched, *state.without_gradient, *state.discrete}),
                 without_gradient=frozenset(state.without_gradient),
+                discrete=frozenset(state.discrete),
                 taken=frozenset(self._session.taken),
                 opaque=tuple(state.opaque),
                 excused=frozenset(ran if state.ran_inactive else ()),

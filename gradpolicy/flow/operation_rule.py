@@ -11,14 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy.errors import PolicyError
 from gradpolicy.flow.autograd_functions import in_transform, insert_rule, replace_gradient
 from gradpolicy.flow.bound_rule import BoundRule, GradientNorms, RuleState
 from gradpolicy.flow.call_arguments import arguments_of
 from gradpolicy.flow.containers import map_tensors
+from gradpolicy.flow.gradient_path import is_discrete, start_path
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
+from gradpolicy.flow.sampling import OF_LOGITS, Draw, draws_of_bits, scores_of_argmax, scores_of_draw
 from gradpolicy.rules.call import Call
 from gradpolicy.rules.rectifiers import positive_part
+
+# Operations whose result is an index into categories: the scores that it was chosen by.
+_SCORES: dict[str, Callable[..., Tensor]] = {
+    "argmax_one_hot": scores_of_argmax,
+    "categorical": scores_of_draw,
+}
 
 
 class OperationRule:
@@ -69,8 +78,6 @@ class OperationRule:
             kwargs: Its keyword arguments.
             module: The module in whose forward it runs, for messages.
         """
-        if self.name == "argmax_one_hot":
-            return self._argmax_one_hot(function, args, kwargs, module)
         spelling = self.operation.spellings[function]
         inputs = spelling.inputs(args, kwargs)
         if not _need_gradient(inputs):
@@ -80,15 +87,17 @@ class OperationRule:
         with torch._C.DisableTorchFunction():
             if spelling.is_in_place(kwargs):
                 return self._in_place(function, args, kwargs, inputs, module)
+            if self.name in _SCORES:
+                return self._index(function(*args, **kwargs), args, kwargs, module)
             if self.filters:
                 return self.filtered(function(*args, **kwargs), inputs)
-            self.state.count(self.name)
             args, kwargs = map_tensors(Tensor.detach, (args, dict(kwargs)))
             if self.state.detaches:
+                self.state.count(self.name)
                 return function(*args, **kwargs)
             with torch.no_grad():
                 values = function(*args, **kwargs)
-            return self._replaced(values, inputs, module, self._bound_to(function, args, kwargs))
+            return self.replaced(values, inputs, module, self._bound_to(function, args, kwargs))
 
     def filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
         """The result of the native operation, with the rule's filter before its node."""
@@ -123,23 +132,31 @@ class OperationRule:
             return self.filtered(function(target, *args, **kwargs))
         # The rule's gradient goes to the values before the call. Then copy_ makes the new values the
         # tensor's own, and autograd takes care of views and leaves.
-        self.state.count(self.name)
         before = target.clone()
         if self.filters:
+            self.state.count(self.name)
             return target.copy_(insert_rule(self.bound_rule, function(before, *args, **kwargs)))
         args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
         with torch.no_grad():
             values = function(target.clone(), *args, **kwargs)
-        if not self.state.detaches:
-            bound_rule = self._bound_to(function, (before.detach(), *args), kwargs)
-            inputs = [before if tensor is target else tensor for tensor in inputs]
-            values = self._replaced(values, inputs, module, bound_rule)
-        return target.copy_(values)
+        if self.state.detaches:
+            self.state.count(self.name)
+            return target.copy_(values)
+        bound_rule = self._bound_to(function, (before.detach(), *args), kwargs)
+        inputs = [before if tensor is target else tensor for tensor in inputs]
+        if is_discrete(target):
+            return self.replaced(target.copy_(values), inputs, module, bound_rule)
+        return target.copy_(self.replaced(values, inputs, module, bound_rule))
 
-    def _replaced(
-        self, values: Any, inputs: Sequence[Tensor], module: str | None, bound_rule: BoundRule
+    def replaced(
+        self, values: Any, inputs: Sequence[Tensor], module: str | None, bound_rule: BoundRule | None = None
     ) -> Any:
-        return replace_gradient(bound_rule, as_floating_point(values, inputs), inputs, module)
+        """Values with the rule's gradient. A discrete tensor stays what it is, and gets a gradient path."""
+        bound_rule = bound_rule or self.bound_rule
+        if is_discrete(values):
+            return start_path(bound_rule, self.name, values, inputs, module)
+        self.state.count(self.name)
+        return replace_gradient(bound_rule, values, inputs, module)
 
     def _bound_to(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> BoundRule:
         """The rule with the call that it is for, if it asks for that; the arguments are detached."""
@@ -147,25 +164,21 @@ class OperationRule:
             return self.bound_rule
         return self.bound_rule.for_call(Call(self.name, arguments_of(function, self.name, args, kwargs)))
 
-    def _argmax_one_hot(
-        self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None
-    ) -> Any:
-        """Remembers the input of an argmax, of which the one-hot code is then a function.
-
-        ``one_hot(argmax(x, dim), classes)`` is integer and has no gradient. Here it comes in x's dtype.
-        """
-        with torch._C.DisableTorchFunction():
-            result = function(*args, **kwargs)
-            if self.operation.spellings[function].name == "argmax":
-                return _remember_source(result, *args, **kwargs)
-            source = getattr(args[0] if args else kwargs.get("tensor"), "_argmax_of", None)
-            if source is None or not _need_gradient([source]):
-                self.state.note_without_gradient(self.name)
-                return result
+    def _index(self, index: Tensor, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Tensor:
+        """An index into categories; its rule compares one-hot codes with the scores chosen by."""
+        if self.state.detaches:
             self.state.count(self.name)
-            if self.state.detaches:
-                return result
-            return replace_gradient(self.bound_rule, result.to(source.dtype), [source], module)
+            return index
+        if self.name == "categorical" and torch.compiler.is_compiling():
+            # Nothing sees the x.T that torch.distributions draws with.
+            raise PolicyError(
+                "operation 'categorical' runs in compiled code, where a rule cannot follow its samples: "
+                "leave the draw to eager mode (torch.compiler.disable), or compile without fullgraph"
+            )
+        scores = _SCORES[self.name](index, *args, **kwargs)
+        if self.name == "categorical" and self.state.rule.name in OF_LOGITS:
+            scores = scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
+        return start_path(self.bound_rule, self.name, index, [scores], module, classes=scores.shape[-1])
 
 
 class OpaqueCall:
@@ -202,7 +215,7 @@ class OpaqueCall:
         return function(*args, **kwargs)
 
 
-TableRule = OperationRule | OpaqueCall
+TableRule = OperationRule | OpaqueCall | Draw
 
 
 def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRule]:
@@ -210,8 +223,10 @@ def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRu
     operations = list(operations)
     names = {operation.name for operation in operations}
     own = {function for operation in operations for function in operation.functions}
+    rules = [OperationRule(operation, state) for operation in operations]
     return [
-        *(OperationRule(operation, state) for operation in operations),
+        *(draw for rule in rules if rule.name == "bernoulli" for draw in draws_of_bits(state, rule.replaced)),
+        *rules,
         *(
             OpaqueCall(function, hidden & names, state)
             for function, hidden in OPAQUE_CALLS.items()
@@ -274,13 +289,3 @@ def _has_gradient(result: Any) -> bool:
     if isinstance(result, Tensor):
         return result.requires_grad or in_transform()
     return isinstance(result, tuple | list) and any(_has_gradient(item) for item in result)
-
-
-def _remember_source(indices: Tensor, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    if dim is None:
-        source = input.reshape(-1)
-    else:
-        source = input.movedim(dim, -1)
-        source = source.unsqueeze(dim if dim >= 0 else dim - 1) if keepdim else source
-    indices._argmax_of = source  # type: ignore[attr-defined]
-    return indices

@@ -17,9 +17,13 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "abs": ("abs", "absolute"),
     "acos": ("acos", "arccos"),
     "add": ("add",),
-    "argmax_one_hot": ("argmax", "one_hot"),
+    "argmax_one_hot": ("argmax",),
     "asin": ("asin", "arcsin"),
     "atan": ("atan", "arctan"),
+    "bool": ("bool", "to", "type", "type_as"),
+    "byte": ("byte", "to", "type", "type_as"),
+    "categorical": ("multinomial",),
+    "char": ("char", "to", "type", "type_as"),
     "clamp": ("clamp", "clip", "clamp_min", "clamp_max"),
     "div": ("div", "divide", "true_divide", "truediv"),
     "eq": ("eq",),
@@ -27,7 +31,9 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "ge": ("ge", "greater_equal"),
     "gt": ("gt", "greater"),
     "hardtanh": ("hardtanh",),
+    "int": ("int", "to", "type", "type_as"),
     "le": ("le", "less_equal"),
+    "long": ("long", "to", "type", "type_as"),
     "lt": ("lt", "less"),
     "matmul": ("matmul",),
     "max_pool": (
@@ -38,18 +44,19 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "ne": ("ne", "not_equal"),
     "neg": ("neg", "negative"),
     "relu6": ("relu6", "hardtanh"),
+    "short": ("short", "to", "type", "type_as"),
     "sigmoid": ("sigmoid", "expit"),
     "sub": ("sub", "subtract"),
     "trunc": ("trunc", "fix"),
 }
 
 # Operations that share a torch function with another operation, whose name that function then goes by.
-SHARING = ("floor_divide", "relu6")
+SHARING = ("bool", "byte", "char", "floor_divide", "int", "long", "relu6", "short")
 
 # Operations with one name of their own that the documentation lists. Any other torch function works too.
 LISTED = (
     *("bernoulli", "ceil", "floor", "gelu", "heaviside", "leaky_relu", "relu", "round", "sign", "silu"),
-    *("softmax", "tanh", "where"),
+    *("softmax", "tanh", "to", "type", "type_as", "where"),
 )
 
 ALSO_CALLED = {
@@ -96,7 +103,8 @@ _RECTIFIERS = ("leaky_relu", "prelu", "elu", "gelu", "silu", "softplus")
 SIMILAR: dict[str, tuple[str, ...]] = {
     "add": ("sub",),
     "argmax_one_hot": ("max", "topk", "scatter", "eq"),
-    "bernoulli": (*_COMPARISONS, "rand", "rand_like", "binomial", "multinomial", "dropout"),
+    "bernoulli": (*_COMPARISONS, "rand", "rand_like", "binomial", "categorical", "dropout"),
+    "categorical": ("argmax_one_hot", "bernoulli", "rand", "rand_like"),
     "ceil": ("round", "floor", "trunc", *_CASTS),
     "clamp": ("hardtanh", "relu6", "relu", "maximum", "minimum", "where"),
     "div": ("floor_divide", "mul", "reciprocal"),

@@ -22,6 +22,7 @@ from gradpolicy.flow.operation_tables import (
     SYNONYMS,
     Function,
 )
+from gradpolicy.imports import import_by_name
 from gradpolicy.rules.derivative import Derivative
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names, unknown_rule
 
@@ -120,7 +121,7 @@ def resolve_operation(specification: str | Function) -> Operation:
         specification: A name such as ``"relu"``, ``"floor_divide"`` or ``"argmax-to-one-hot"``, or any
             spelling as an object: ``torch.relu``, ``torch.nn.functional.relu``, ``torch.Tensor.relu_``.
             A function that is not torch's own, but calls ``torch.overrides.handle_torch_function``, is an
-            operation by itself.
+            operation by itself; its dotted path names it too.
 
     Raises:
         PolicyError: If there is no such operation.
@@ -130,7 +131,10 @@ def resolve_operation(specification: str | Function) -> Operation:
         True
     """
     if isinstance(specification, str):
-        return _operation_named(_canonical(specification), specification)
+        canonical = _canonical(specification)
+        if "." in specification and not (specification.startswith("torch.") or _spellings(canonical)):
+            return resolve_operation(import_by_name(specification))
+        return _operation_named(canonical, specification)
     # A function of torch.library arrives at modes as its overload.
     specification = getattr(specification, "_opoverload", specification)
     name = _operation_name(specification) if callable(specification) else None
@@ -282,7 +286,8 @@ def _function(namespace: Any, name: str) -> Function | None:
 def _aten_functions(name: str) -> list[Function]:
     """The forms of ``torch.ops.aten.name``, which exported graphs call."""
     packet = getattr(torch.ops.aten, name, None)
-    return [] if packet is None else _with_overloads(packet)
+    # Methods that every object has are no operations.
+    return _with_overloads(packet) if hasattr(packet, "overloads") else []
 
 
 def _with_overloads(packet: Any) -> list[Function]:
@@ -344,11 +349,42 @@ def _is_relu6(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> boo
     return (bounds.get("min_val", -1.0), bounds.get("max_val", 1.0)) == (0.0, 6.0)
 
 
+def _draws_independently(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    given = {**dict(zip(("input", "num_samples", "replacement"), args, strict=False)), **kwargs}
+    return bool(given.get("replacement")) or given.get("num_samples") == 1
+
+
+def _casts_to(*dtypes: torch.dtype) -> Decision:
+    """A call of a tensor's own method, or of ``to`` or ``type`` with such a dtype or tensor."""
+
+    def decide(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        if function in _CASTS:
+            given = [getattr(value, "dtype", value) for value in (*args[1:], *kwargs.values())]
+            return any(dtype in given or _type_name(dtype) in given for dtype in dtypes)
+        # int(x) gives a Python number.
+        return not getattr(function, "__name__", "").startswith("__")
+
+    return decide
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    names = {torch.bool: "Bool", torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short"}
+    return f"torch.{({**names, torch.int32: 'Int', torch.int64: 'Long'})[dtype]}Tensor"
+
+
+_CASTS = frozenset().union(*(_spellings(name) for name in ("to", "type", "type_as")))
 _ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
 _HARDTANH = _spellings("hardtanh")
 _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
+    "bool": _casts_to(torch.bool),
+    "byte": _casts_to(torch.uint8),
+    "categorical": _draws_independently,
+    "char": _casts_to(torch.int8),
     "div": _does_not_round,
     "floor_divide": _rounds_down,
     "hardtanh": lambda function, args, kwargs: not _is_relu6(function, args, kwargs),
+    "int": _casts_to(torch.int32),
+    "long": _casts_to(torch.int64),
     "relu6": _is_relu6,
+    "short": _casts_to(torch.int16),
 }

@@ -10,14 +10,14 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.bound_rule import RuleState
+from gradpolicy.flow.bound_rule import RuleState, warn_of_uncarried
 from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, refusal
 from gradpolicy.flow.compiled_override import MADE, constants_of, from_constants, make_once
 from gradpolicy.flow.dispatch import DispatchMode, DispatchTable, note_taken
 from gradpolicy.flow.operation_rule import TableRule, rules_for
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
-from gradpolicy.flow.report import Met, tell_unmet
+from gradpolicy.flow.report import NEVER_FLOATING, Met, tell_unmet
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -124,10 +124,14 @@ class Block(DispatchMode):
             matched={state.name for state in states if state.matched or state.may_have_met()},
             ran={name_of(function) for function in self.table.seen},
             without_gradient=set().union(*(state.without_gradient for state in states)),
+            discrete={
+                *(operation for state in states for operation in state.discrete),
+                *(state.name for state in states if state.may_have_met_discrete()),
+            },
             taken=self.taken,
             opaque=list(dict.fromkeys(call for state in states for call in state.opaque)),
         )
-        if met.ran or met.taken or met.without_gradient:
+        if met.ran or met.taken or met.without_gradient or met.discrete:
             self._has_told = bool(met.unmet) and not self.strict
             tell_unmet(self.subject, met, strict=self.strict)
 
@@ -169,6 +173,7 @@ class TracedBlock:
 
     def __init__(self, block: Block) -> None:
         self.block = block
+        self.keys = tuple(state.key for state in block.states.values())
 
     def __enter__(self) -> "TracedBlock":
         TorchFunctionMode.__enter__(self.block)
@@ -176,6 +181,7 @@ class TracedBlock:
 
     def __exit__(self, *exception: Any) -> None:
         TorchFunctionMode.__exit__(self.block, *exception)
+        warn_of_uncarried(Block.subject, NEVER_FLOATING, self.keys)
 
     def __call__(self, function: AnyFunction) -> AnyFunction:
         """Decorates a function that is defined in compiled code."""

@@ -11,6 +11,12 @@ from gradpolicy.flow.operations import operation_names
 NO_GRADIENT = "ran only where no gradient is recorded (under torch.no_grad, or on tensors that need none)"
 
 
+NEVER_FLOATING = (
+    "never became floating-point there, so no gradient passed: cast it where the rule acts (.float()), or "
+    "multiply it with floats"
+)
+
+
 @dataclass(frozen=True)
 class Met:
     """Which operations of a policy or ``gradient_override`` ran where it acts.
@@ -20,6 +26,7 @@ class Met:
         matched: Those that its rule was put on.
         ran: All operations that ran there.
         without_gradient: Those that ran where no gradient is recorded.
+        discrete: Those with bool or integer results, which must become floating-point to count as matched.
         taken: Those that an inner override or policy took.
         opaque: Calls that may run some of them inside torch.
         excused: Those that need not be met, since they ran while the policy was inactive.
@@ -30,6 +37,7 @@ class Met:
     matched: Collection[str] = ()
     ran: Collection[str] = ()
     without_gradient: Collection[str] = ()
+    discrete: Collection[str] = ()
     taken: Collection[str] = ()
     opaque: Collection[str] = ()
     excused: Collection[str] = ()
@@ -47,11 +55,16 @@ class Met:
         """What to say of the unmet operations; empty if there are none."""
         unmet = self.unmet
         taken = [name for name in unmet if name in self.taken]
-        without = [name for name in unmet if name in self.without_gradient and name not in taken]
-        never = [name for name in unmet if name not in taken and name not in without]
+        discrete = [name for name in unmet if name in self.discrete and name not in taken]
+        without = [
+            name for name in unmet if name in self.without_gradient and name not in (*taken, *discrete)
+        ]
+        never = [name for name in unmet if name not in (*taken, *discrete, *without)]
         parts = []
         if taken:
             parts.append(f"{_operations(taken)} taken by another override or policy inside")
+        if discrete:
+            parts.append(f"the result of {_quoted(discrete)} {NEVER_FLOATING}")
         if without:
             parts.append(
                 f"{'operation' if len(without) == 1 else 'operations'} {_quoted(without)} {NO_GRADIENT}"

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import warn_user
 from gradpolicy.flow.autograd_functions import in_transform
+from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Boundary, adopt_writes
 from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, may_be_recomputed, refusal
 from gradpolicy.flow.counted_calls import CountedCalls
@@ -256,5 +257,6 @@ class WrappedReLU(WrappedForward):
             rule.state.note_without_gradient("relu")
         else:
             rule.state.matched["relu"] += 1
+            RuleState.uses += 1
             rule.hook_on(node)
         return result

@@ -73,13 +73,10 @@ def set_flags(masked: MaskedParameter, flags: Tensor, block: int) -> None:
     masked.active_entries = active * block if partly else masked.layout.size * bool(active)
     if not is_sharded(masked.parameter):
         masked.frozen_everywhere = not active
-    if masked.index is not None and partly and block == masked.block:
-        source, fine = masked.index, block
-        _repack_ages(masked, flags)
-    else:
-        source, fine = _turn_ages(masked, flags, block)
-        if partly and masked.rule is not None and masked.frozen_state == "drop":
-            _pack_ages(masked, masked.ages > 0)
+    packed = masked.index is not None and partly and block == masked.block
+    source, fine = (_repack_ages if packed else _turn_ages)(masked, flags, block)
+    if not packed and partly and masked.rule is not None and masked.frozen_state == "drop":
+        _pack_ages(masked, masked.ages > 0)
     if active:
         _move_state(masked, names, source, fine)
     elif masked.forgets:
@@ -115,11 +112,16 @@ def _pack_ages(masked: MaskedParameter, flags: Tensor) -> None:
     masked.ages = _repacked(masked, masked.ages, None, masked.block, 1)
 
 
-def _repack_ages(masked: MaskedParameter, flags: Tensor) -> None:
-    """Keep the ages of blocks that are active now, from those of blocks that were; others are of age 0."""
+def _repack_ages(masked: MaskedParameter, flags: Tensor, block: int) -> tuple[Tensor | None, int]:
+    """Keep the ages of blocks that are active now, from those of blocks that were; others are of age 0.
+
+    Returns:
+        As `_turn_ages`.
+    """
     ages, source = masked.packed_ages(), masked.index
     masked.index = select(flags.device).pack_bits(flags)
-    masked.ages, masked.uncounted = _repacked(masked, ages, source, masked.block, 1, 1.0), 0
+    masked.ages, masked.uncounted = _repacked(masked, ages, source, block, 1, 1.0), 0
+    return source, block
 
 
 def _move_state(masked: MaskedParameter, names: Iterable[str], source: Tensor | None, block: int) -> None:
@@ -177,12 +179,13 @@ def _empty(masked: MaskedParameter) -> None:
     masked.oldest = 0
     if not masked.state:
         return
-    exact, drops = masked.rule is not None, masked.frozen_state == "drop"
+    rule, drops = masked.rule, masked.frozen_state == "drop"
+    exact = rule is not None
     # Without a rule the count is the whole tensor's, on every process alike.
     restarts = masked.bias_correction == "entry" and (exact or masked.frozen_everywhere)
     gone = restarts and (drops or not exact) and masked.forget_state()
-    if not gone and drops and exact:
-        for name in masked.rule.names:
+    if not gone and drops and rule is not None:
+        for name in rule.names:
             masked.state.pop(name, None)
     elif not gone:
         reset_state(masked.optimizer, masked.group, masked.parameter, masked.state)

@@ -51,7 +51,9 @@ def probe(optimizer: torch.optim.Optimizer, masked: Iterable[MaskedParameter]) -
             # Weight decay has gone into the momentum of SGD.
             reset_state(optimizer, group, parameter, state)
             _restart_count(state)
-    set_masks([(each, each.adopt_state(updates=0)) for each in masked])
+    # Ages stay where the optimizer keeps no state: they are not what the probe has made.
+    made = [each for each in masked if optimizer.state.get(each.parameter)]
+    set_masks([(each, each.adopt_state(updates=0)) for each in made])
     pairs = zip(optimizer.param_groups, settings, strict=True)
     return [
         {name: group[name] for name in group.keys() - before.keys() - {"params"}} for group, before in pairs

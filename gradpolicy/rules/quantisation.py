@@ -1,4 +1,4 @@
-"""Rules for quantisers that learn: the step of a uniform grid, and vectors of a codebook."""
+"""Rules for quantisers that learn: clip, step and offset of a uniform grid, and vectors of a codebook."""
 
 import math
 from typing import Any
@@ -57,19 +57,106 @@ def lsq(
         >>> v.grad, s.grad
         (tensor([1., 0.]), tensor(1.7907))
     """
-    if len(inputs) != 2:
-        raise PolicyError(f"rule 'lsq': expects the inputs (values, step), got {len(inputs)}")
-    lowest, highest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
-    if highest < 1:
-        raise PolicyError(f"rule 'lsq': bits={bits} leaves no positive point; signed grids need at least 2")
+    _check_inputs("lsq", inputs, "values", "step")
+    lowest, highest = _grid("lsq", bits, signed)
     values, step = inputs
-    scaled = values / step
-    inside = (scaled > lowest) & (scaled < highest)
+    inside, slope = _on_grid(values / step, lowest, highest)
+    grad_step = (grad * slope).sum_to_size(step.shape) / _scale(values, step, count, highest)
+    return torch.where(inside, grad, torch.zeros_like(grad)), grad_step
+
+
+@rule("lsq_plus")
+def lsq_plus(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    output: Tensor,
+    *,
+    bits: int = 8,
+    signed: bool = False,
+    count: int | None = None,
+) -> Any:
+    r"""Learned step and offset: as ``lsq``, with a gradient for where the grid lies.
+
+    ================================================= ==================================================
+    forward                                           backward
+    ================================================= ==================================================
+    ``y = round(clamp((v − β) / s, −Qₙ, Qₚ)) · s + β`` ``grad_v = 1[−Qₙ < (v − β)/s < Qₚ] · grad_y``
+    \                                                 ``grad_s = Σ d · grad_y / √(count · Qₚ)``, d as
+    \                                                 in ``lsq`` with ``(v − β)/s`` for ``v/s``
+    \                                                 ``grad_β = Σ_outside grad_y / √(count · Qₚ)``
+    ================================================= ==================================================
+
+    Args:
+        grad: Gradient at the quantised values.
+        inputs: ``(v, s, β)``, the values, the step and the offset (one for all, or any shapes that broadcast
+            to v).
+        output: The quantised values.
+        bits: b, the width of the grid.
+        signed: As in ``lsq``; unsigned: ``Qₙ = 0``, ``Qₚ = 2ᵇ − 1``.
+        count: As in ``lsq``.
+
+    Raises:
+        PolicyError: Unless there are three inputs, and at least one positive point on the grid.
+
+    Source: Bhalgat et al. 2020, arXiv:2004.09576. Both gradients are scaled as the step's is in LSQ.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> def quantise(v, s, b):
+        ...     return torch.round(torch.clamp((v - b) / s, 0, 15)) * s + b
+        >>> v = torch.tensor([-1.0, 0.3, 99.0], requires_grad=True)
+        >>> s, b = (torch.tensor(number, requires_grad=True) for number in (1.0, -0.5))
+        >>> gp.apply(gp.get_rule("lsq_plus", bits=4), quantise, v, s, b).sum().backward()
+        >>> v.grad, s.grad, b.grad
+        (tensor([0., 1., 0.]), tensor(2.2659), tensor(0.2981))
+    """
+    _check_inputs("lsq_plus", inputs, "values", "step", "offset")
+    lowest, highest = _grid("lsq_plus", bits, signed)
+    values, step, offset = inputs
+    inside, slope = _on_grid((values - offset) / step, lowest, highest)
     zeros = torch.zeros_like(grad)
-    slope = torch.where(inside, scaled.round() - scaled, scaled.clamp(lowest, highest))
-    shared = count if count is not None else max(1, values.numel() // max(1, step.numel()))
-    grad_step = (grad * slope).sum_to_size(step.shape) / math.sqrt(shared * highest)
-    return torch.where(inside, grad, zeros), grad_step
+    grad_step = (grad * slope).sum_to_size(step.shape) / _scale(values, step, count, highest)
+    outside = torch.where(inside, zeros, grad)
+    grad_offset = outside.sum_to_size(offset.shape) / _scale(values, offset, count, highest)
+    return torch.where(inside, grad, zeros), grad_step, grad_offset
+
+
+@rule("pact")
+def pact(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+    r"""Learned clipping: straight-through for the values, the clipped ones' gradient for the clip.
+
+    ================================================== ================================================
+    forward                                            backward
+    ================================================== ================================================
+    ``y = round(clamp(x, 0, α) · n / α) · α / n``,     ``grad_x = 1[0 ≤ x ≤ α] · grad_y``
+    ``n = 2ᵇ − 1``                                     ``grad_α = Σ 1[x ≥ α] · grad_y``
+    ================================================== ================================================
+
+    Args:
+        grad: Gradient at the quantised values.
+        inputs: ``(x, α)``, the values and the clip (above 0; one for all, or any shape that broadcasts to x).
+        output: The quantised values.
+
+    Raises:
+        PolicyError: Unless there are two inputs.
+
+    Source: Choi et al. 2018, arXiv:1805.06085. (Its α is regularised too: give it weight decay.)
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> def quantise(x, clip):
+        ...     return torch.round(torch.minimum(x.relu(), clip) * 15 / clip) * clip / 15
+        >>> x = torch.tensor([-1.0, 0.5, 2.0], requires_grad=True)
+        >>> clip = torch.tensor(1.0, requires_grad=True)
+        >>> gp.apply("pact", quantise, x, clip).sum().backward()
+        >>> x.grad, clip.grad
+        (tensor([0., 1., 0.]), tensor(1.))
+    """
+    _check_inputs("pact", inputs, "values", "clip")
+    values, clip = inputs
+    zeros = torch.zeros_like(grad)
+    grad_clip = torch.where(values >= clip, grad, zeros).sum_to_size(clip.shape)
+    return torch.where((values >= 0) & (values <= clip), grad, zeros), grad_clip
 
 
 @rule("rotation")
@@ -124,3 +211,31 @@ def rotation(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, dim: i
 def _divide(numerator: Tensor, length: Tensor) -> Tensor:
     """Division by a length, where 0 counts as 1."""
     return numerator / torch.where(length > 0, length, 1.0)
+
+
+def _check_inputs(name: str, inputs: tuple[Tensor, ...], *expected: str) -> None:
+    if len(inputs) != len(expected):
+        raise PolicyError(f"rule {name!r}: expects the inputs ({', '.join(expected)}), got {len(inputs)}")
+
+
+def _grid(name: str, bits: int, signed: bool) -> tuple[int, int]:
+    """The indices of a grid's first and last point."""
+    lowest, highest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    if highest < 1:
+        raise PolicyError(
+            f"rule {name!r}: bits={bits} leaves no positive point; signed grids need at least 2"
+        )
+    return lowest, highest
+
+
+def _on_grid(scaled: Tensor, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
+    """Which values lie inside the grid, and the derivative of all with respect to the step."""
+    inside = (scaled > lowest) & (scaled < highest)
+    return inside, torch.where(inside, scaled.round() - scaled, scaled.clamp(lowest, highest))
+
+
+def _scale(values: Tensor, shared: Tensor, count: int | None, highest: int) -> float:
+    """What the gradient of a shared number is divided by: ``√(count · Qₚ)``."""
+    if count is None:
+        count = max(1, values.numel() // max(1, shared.numel()))
+    return math.sqrt(count * highest)

@@ -120,19 +120,29 @@ class MultilayerPerceptron(nn.Module):
         inputs: Pixels of an image, over all channels.
         hidden: Units of each hidden layer.
         classes: Number of classes.
+        normalize: Whether each ReLU follows a normalisation over the batch.
 
     Raises:
         PolicyError: For an impossible size.
     """
 
-    def __init__(self, inputs: int = 784, hidden: Sequence[int] = (300, 100), classes: int = 10) -> None:
+    def __init__(
+        self,
+        inputs: int = 784,
+        hidden: Sequence[int] = (300, 100),
+        classes: int = 10,
+        normalize: bool = False,
+    ) -> None:
         super().__init__()
         check_sizes("MultilayerPerceptron", inputs=inputs, classes=classes)
         for units in hidden:
             check_sizes("MultilayerPerceptron", hidden=units)
         sizes = [inputs, *hidden]
         self.trunk = nn.Sequential(
-            *(nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)),
+            *(
+                nn.Sequential(nn.Linear(*pair), *[nn.BatchNorm1d(pair[1])] * normalize, nn.ReLU())
+                for pair in pairwise(sizes)
+            ),
         )
         self.head = nn.Linear(sizes[-1], classes)
 

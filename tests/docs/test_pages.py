@@ -28,7 +28,11 @@ from gradpolicy.launch.run import make_run_plan
 from gradpolicy.policies import Policy
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "cookbook").glob("*.md")),
+]
 NAMES = [page.stem for page in PAGES]
 
 
@@ -98,7 +102,7 @@ def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     with hydra_at(configs):
         job = compose_job(configs, fixed_overrides(words))
         check_job(job, words)
-        for overrides in jobs_of(job, words) or ():
+        for overrides in jobs_of(job, words):
             check_job(compose_job(configs, overrides), words)
     assert "policy" in job
 

@@ -132,8 +132,29 @@ SPELLINGS = {
         lambda x: torch.sigmoid(x).bernoulli(),
         lambda x: torch.empty(4).bernoulli_(torch.sigmoid(x)),
         lambda x: torch.empty(4).bernoulli_(p=torch.sigmoid(x)),
+        lambda x: torch.empty(4, dtype=torch.bool).bernoulli_(torch.sigmoid(x)).float(),
+        lambda x: (torch.rand_like(x) < torch.sigmoid(x)).float(),
+        lambda x: (torch.sigmoid(x) >= torch.rand(4)).float(),
+        lambda x: (torch.empty(4).uniform_() <= torch.sigmoid(x)).float(),
+        lambda x: torch.distributions.Bernoulli(logits=x).sample(),
     ],
-    "gt": [lambda x: x > 0, lambda x: torch.gt(x, 0), lambda x: x.gt(0)],
+    "gt": [
+        lambda x: (x > 0).float(),
+        lambda x: torch.gt(x, 0).float(),
+        lambda x: x.gt(0).float(),
+        in_place("gt_", 0),
+    ],
+    "int": [
+        lambda x: x.int().float(),
+        lambda x: x.to(torch.int32).float(),
+        lambda x: x.to("cpu", dtype=torch.int).float(),
+        lambda x: x.type(torch.int32).float(),
+        lambda x: x.type("torch.IntTensor").float(),
+        lambda x: x.type_as(torch.ones(1, dtype=torch.int32)).float(),
+        lambda x: x.to(torch.ones(1, dtype=torch.int32)).float(),
+    ],
+    "long": [lambda x: x.long().float(), lambda x: x.to(torch.int64).float()],
+    "bool": [lambda x: x.bool().float(), lambda x: x.to(torch.bool).float()],
 }
 
 
@@ -216,7 +237,7 @@ def test_an_operation_is_known_by_each_of_its_functions_and_can_be_pickled():
     assert resolve_operation(torch.special.expit) == resolve_operation("sigmoid")
 
 
-@pytest.mark.parametrize(("operator", "call"), [("//", lambda x: x // 2), (">", lambda x: x > 0)])
+@pytest.mark.parametrize(("operator", "call"), [("//", lambda x: x // 2), (">", lambda x: (x > 0) * 1.0)])
 def test_an_operator_s_sign_is_a_name_too(operator, call, gradient):
     with gp.gradient_override({operator: ten_times}):
         found, _ = gradient(call, X)

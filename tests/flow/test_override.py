@@ -270,15 +270,6 @@ def test_a_gradient_for_a_broadcast_input_is_summed_to_its_shape():
     assert torch.equal(x.grad, torch.full((3, 1), 4.0))
 
 
-def test_a_comparison_gets_a_gradient_and_the_dtype_that_can_have_one(gradient):
-    x = torch.randn(5)
-    with gp.gradient_override({"gt": "identity"}):
-        found, value = gradient(lambda x: x > 0, x)
-        assert (x > 0).dtype == torch.bool, "without a gradient to want it stays as it is"
-    assert value.dtype == x.dtype
-    assert torch.equal(found, torch.ones(5))
-
-
 def test_max_pooling_with_indices_keeps_its_indices_whole(gradient):
     x = torch.randn(1, 1, 4, 4)
 

@@ -210,6 +210,17 @@ def test_a_parameter_without_a_gradient_keeps_the_state_that_a_look_has_made():
     assert get_optimizer_state_dict(model, optimizer)["state"].keys() == {"weight", "bias"}
 
 
+def test_ages_stay_when_torch_asks_an_optimizer_that_keeps_no_state_for_it():
+    model = torch.nn.Linear(2, 2)
+    optimizer = MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.set_masks(dict.fromkeys(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.age(model.weight).eq(1).all()
+
+
 @pytest.mark.parametrize("when", [0, 5])
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 def test_distributed_checkpoint_functions_carry_masks_and_ages(when, frozen_state):

@@ -46,8 +46,10 @@ def example(name, dtype=torch.float64, shape=(3, 4)):
     grad, x = torch.randn(2, *shape, dtype=torch.float64, generator=generator)
     inputs = [x.sigmoid() if name == "bernoulli" else x]
     output = x.relu()
-    if name == "lsq":
+    if name in ("lsq", "lsq_plus", "pact"):
         inputs.append(torch.tensor(0.6, dtype=torch.float64))
+    if name == "lsq_plus":
+        inputs.append(torch.tensor(-0.25, dtype=torch.float64))
     if name == "gate":
         inputs.append(x > 0)
     if name in ("gumbel", "reinmax"):

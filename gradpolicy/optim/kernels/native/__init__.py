@@ -165,7 +165,7 @@ def _block_job(
     item_bytes = 0 if values is None else values.element_size()
     return _BLOCK_JOB.pack(
         *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
-        0 if values is None or fill == 0 else _bits_of(fill, values.dtype),
+        0 if values is None else _bits_of(float(fill), values.dtype),
         blocks,
         block,
         0 if ages is None else ages.element_size(),
@@ -175,6 +175,7 @@ def _block_job(
     )
 
 
+@functools.lru_cache
 def _bits_of(number: float, dtype: torch.dtype) -> int:
     """The bits of a number in a dtype, as a whole number."""
     return int(torch.tensor([number], dtype=dtype, device="cpu").view(_WHOLE[dtype.itemsize]))

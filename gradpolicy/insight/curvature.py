@@ -1,0 +1,465 @@
+r"""Curvature under policies: the derivative of the gradient that training follows.
+
+``g(θ)`` is the gradient that a backward pass gives with the parameters at θ, policies included. All functions
+here are about its derivative ``J = ∂g/∂θ``, by its products with vectors.
+
+- *No rule acts* while the loss and its gradient are computed: J is the Hessian, and autograd gives ``J v``
+  exactly.
+- *A rule acts*: J is that of the gradient with the rule, which need not be symmetric. Autograd through the
+  backward pass would not give it, since the rule would act in both passes. So it is taken by central
+  differences, ``J v ≈ (g(θ + h v) − g(θ − h v)) / 2h`` with ``h = u^(1/3) · max(1, ‖θ‖) / ‖v‖``. They
+  stand in too where autograd has no second derivative: in compiled code, under FSDP2, for some kernels.
+
+u is the rounding unit of the parameters' dtype (``torch.finfo(dtype).eps``; the coarsest if they differ). The
+power 1/3 balances the error of the formula, of order h², against that of rounding, of order u/h: Nocedal and
+Wright 2006, "Numerical Optimization", section 8.1. The length of the step follows that of θ. In float64 about
+ten digits are right, in float32 about four, if g is smooth over the step. Where g jumps within it, as at the
+kink of a ReLU, the differences count the jump and autograd does not. In float32 a network of ReLUs has many
+kinks in reach, and the products become noisy: use float64, where the step is a thousand times shorter, or
+smooth activations.
+
+What holds for every function here:
+
+- The loss is evaluated once or several times, each time with the same state of torch's random generators, so
+  that dropout leaves out the same units, and with the same buffers in each module that it calls. Afterwards
+  parameters, their ``.grad``, buffers and generators are as before, bit for bit, also if the loss raises.
+  Random numbers of Python and NumPy, and whatever else the loss changes, are its own affair.
+- Parameters may be sharded (DTensor, FSDP2); name all parameters of a sharded model then. Random vectors
+  come from the generator that is given, or from one seeded by torch's default generator: its state must be
+  the same on every process. Under DDP each process sees the gradient of its own loss.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from gradpolicy.checks import check_whole
+from gradpolicy.errors import PolicyError, shown, unknown
+from gradpolicy.flow.bound_rule import rule_uses
+from gradpolicy.tensors.sharding import full_tensor, is_sharded, shard_like
+
+Loss = Callable[[], Tensor]
+Named = Mapping[str, Tensor]
+Value = TypeVar("Value", float, dict[str, Tensor])
+
+# An eigenvalue is good enough when its residual is this share of it: its error is then of the square.
+_RESIDUAL = 1e-5
+
+
+@dataclass(frozen=True)
+class Estimate(Generic[Value]):
+    """A number, or a tensor for each parameter, and how far it may be off.
+
+    Attributes:
+        value: The estimate.
+        standard_error: Of the mean over the samples, in the form of the value. It knows nothing of the error
+            of the differences. For :func:`top_eigenvalue` it is the residual instead.
+        samples: How many products with J were taken.
+    """
+
+    value: Value
+    standard_error: Value
+    samples: int
+
+
+def gradient_at(loss: Loss, parameters: Named, delta: Named) -> dict[str, Tensor]:
+    """The gradient with the parameters moved: ``g(θ + δ)``, under the policies in force.
+
+    Args:
+        loss: Computes the loss, a scalar, from the parameters as they are when it is called.
+        parameters: The parameters by name.
+        delta: How far each is moved, by name; one that is not named stays.
+
+    Returns:
+        The gradient by name, in the parameters' shapes and dtypes; zeros where the loss depends on none.
+
+    Raises:
+        PolicyError: For a parameter that takes no gradient, a name or shape in ``delta`` that is no
+            parameter's, or a loss that is no scalar or depends on no parameter.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> gradient_at(lambda: (x**2).sum(), {"x": x}, {"x": torch.tensor([0.0, 1.0])})
+        {'x': tensor([2., 6.])}
+    """
+    field = _GradientField(loss, parameters)
+    with field.moved(field.like_parameters("delta", delta)):
+        return field.gradient()
+
+
+def hvp(loss: Loss, parameters: Named, vector: Named) -> dict[str, Tensor]:
+    """The product of a vector with the derivative of the gradient: ``J v``; without a policy, ``H v``.
+
+    Args:
+        loss: See :func:`gradient_at`.
+        parameters: The parameters by name.
+        vector: The vector by parameter name; zero for one that is not named.
+
+    Returns:
+        The product by name, in the parameters' shapes and dtypes.
+
+    Raises:
+        PolicyError: See :func:`gradient_at`; for differences of parameters less precise than float32.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+        >>> product = hvp(lambda: (x**3).sum(), {"x": x}, {"x": torch.ones(2, dtype=torch.float64)})
+        >>> product["x"].round(decimals=6)
+        tensor([ 6., 12.], dtype=torch.float64)
+    """
+    field = _GradientField(loss, parameters)
+    return field.derivative(field.like_parameters("vector", vector))
+
+
+def trace(
+    loss: Loss, parameters: Named, samples: int = 32, generator: torch.Generator | None = None
+) -> Estimate[float]:
+    """The trace of J: the mean of ``zᵀ J z`` over random signs z.
+
+    Args:
+        loss: See :func:`gradient_at`.
+        parameters: The parameters by name.
+        samples: How many vectors z are drawn; at least 2.
+        generator: Where they are drawn from; None: torch's default generator gives a seed.
+
+    Raises:
+        PolicyError: See :func:`hvp`; for fewer than 2 samples.
+
+    Source: Hutchinson 1990, Communications in Statistics 19(2).
+    """
+    return _mean(
+        [_dot(vector, product) for vector, product in _products(loss, parameters, samples, generator)]
+    )
+
+
+def frobenius_norm(
+    loss: Loss, parameters: Named, samples: int = 32, generator: torch.Generator | None = None
+) -> Estimate[float]:
+    """The Frobenius norm of J: the square root of the mean of ``‖J z‖²`` over random signs z.
+
+    Its standard error is that of the mean, over twice the norm.
+
+    Args:
+        loss: See :func:`gradient_at`.
+        parameters: The parameters by name.
+        samples: How many vectors z are drawn; at least 2.
+        generator: Where they are drawn from; None: torch's default generator gives a seed.
+
+    Raises:
+        PolicyError: See :func:`hvp`; for fewer than 2 samples.
+
+    Source: Hutchinson's estimator of the trace of ``JᵀJ``.
+    """
+    square = _mean([_dot(product, product) for _, product in _products(loss, parameters, samples, generator)])
+    norm = math.sqrt(square.value)
+    return Estimate(norm, square.standard_error / (2 * norm) if norm else 0.0, samples)
+
+
+def diagonal(
+    loss: Loss, parameters: Named, samples: int = 32, generator: torch.Generator | None = None
+) -> Estimate[dict[str, Tensor]]:
+    """The diagonal of J: the mean of ``z · J z``, entry by entry, over random signs z.
+
+    Args:
+        loss: See :func:`gradient_at`.
+        parameters: The parameters by name.
+        samples: How many vectors z are drawn; at least 2.
+        generator: Where they are drawn from; None: torch's default generator gives a seed.
+
+    Returns:
+        An estimate whose value and standard error are dicts by parameter name.
+
+    Raises:
+        PolicyError: See :func:`hvp`; for fewer than 2 samples.
+
+    Source: Bekas, Kokiopoulou, Saad 2007, Applied Numerical Mathematics 57(11).
+    """
+    means = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    squares = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    for count, (vector, product) in enumerate(_products(loss, parameters, samples, generator), start=1):
+        for name, mean in means.items():
+            # Welford's recurrence: mean and squared deviations so far.
+            found = vector[name] * product[name]
+            deviation = found - mean
+            means[name] = mean + deviation / count
+            squares[name] += deviation * (found - means[name])
+    errors = {name: (square / (samples * (samples - 1))).sqrt() for name, square in squares.items()}
+    return Estimate(means, errors, samples)
+
+
+def top_eigenvalue(
+    loss: Loss, parameters: Named, iterations: int = 32, generator: torch.Generator | None = None
+) -> Estimate[float]:
+    """The largest eigenvalue of J; if J is not symmetric, the largest real part of one.
+
+    Arnoldi's method from a random vector, which for symmetric J is Lanczos's. It keeps a vector of the size
+    of all parameters for each iteration, and ends early when the residual is small.
+
+    Args:
+        loss: See :func:`gradient_at`.
+        parameters: The parameters by name.
+        iterations: The most products with J that are taken; at least 1.
+        generator: Where the first vector is drawn from; None: torch's default generator gives a seed.
+
+    Returns:
+        An estimate whose ``standard_error`` is the residual ``‖J q − λ q‖`` of the approximate eigenvector
+        q, of length 1. If J is symmetric, an eigenvalue lies within that distance; the value's error is
+        mostly far smaller, of the order of its square.
+
+    Raises:
+        PolicyError: See :func:`hvp`; for less than one iteration.
+
+    Source: Saad 2011, "Numerical Methods for Large Eigenvalue Problems", chapter 6.
+    """
+    check_whole("curvature.top_eigenvalue: iterations", iterations, least=1)
+    generator = generator or _seeded()
+    field = _GradientField(loss, parameters)
+    size = min(iterations, sum(parameter.numel() for parameter in parameters.values()))
+    start = field.random(torch.randn, generator)
+    basis = [_scaled(start, 1 / _norm(start))]
+    projected = torch.zeros(size + 1, size, dtype=torch.float64)
+    for column in range(size):
+        rest = field.derivative(basis[-1])
+        # Twice, since rounding leaves something of the basis the first time.
+        for _ in range(2):
+            for row, vector in enumerate(basis):
+                share = _dot(vector, rest)
+                projected[row, column] += share
+                rest = {name: part - share * vector[name] for name, part in rest.items()}
+        length = projected[column + 1, column] = _norm(rest)
+        values, vectors = torch.linalg.eig(projected[: column + 1, : column + 1])
+        top = int(values.real.argmax())
+        value, residual = float(values.real[top]), float(length * vectors[-1, top].abs())
+        if residual <= _RESIDUAL * abs(value):
+            break
+        basis.append(_scaled(rest, 1 / float(length)))
+    return Estimate(value, residual, column + 1)
+
+
+def _products(
+    loss: Loss, parameters: Named, samples: int, generator: torch.Generator | None
+) -> Iterator[tuple[Named, Named]]:
+    """Vectors of random signs, each with its product with J."""
+    check_whole("curvature: samples", samples, least=2)
+    generator = generator or _seeded()
+    field = _GradientField(loss, parameters)
+    for _ in range(samples):
+        vector = field.random(_random_signs, generator)
+        yield vector, field.derivative(vector)
+
+
+class _GradientField:
+    """The gradient of a loss as a function of where its parameters are moved to.
+
+    Args:
+        loss: Computes the loss.
+        parameters: The parameters by name.
+    """
+
+    def __init__(self, loss: Loss, parameters: Named) -> None:
+        if not callable(loss):
+            raise PolicyError(f"curvature: loss must be a function without arguments, got {shown(loss)}")
+        _check_parameters(parameters)
+        self.loss = loss
+        self.parameters = dict(parameters)
+        self.values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+    def derivative(self, vector: Named) -> dict[str, Tensor]:
+        """``J v``: by autograd if no rule acts, otherwise by central differences."""
+        if self._graph is not None:
+            varying = {
+                name: part for name, part in self._graph.items() if part.requires_grad and name in vector
+            }
+            try:
+                products = torch.autograd.grad(
+                    list(varying.values()),
+                    list(self.parameters.values()),
+                    [vector[name] for name in varying],
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                return dict(zip(self.parameters, products, strict=True))
+            except RuntimeError:
+                # A kernel without a second derivative, or compiled code.
+                del self._graph
+                self._graph = None
+        return self._difference(vector)
+
+    @cached_property
+    def _graph(self) -> dict[str, Tensor] | None:
+        """The gradient with its graph; None if a rule acted, or the graph leads nowhere."""
+        if any(map(is_sharded, self.parameters.values())):
+            return None
+        before = rule_uses()
+        with self.moved({}):
+            gradient = self.gradient(create_graph=True)
+        return gradient if rule_uses() == before and not _ends_in_errors(gradient.values()) else None
+
+    def _difference(self, vector: Named) -> dict[str, Tensor]:
+        for name, parameter in self.parameters.items():
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise PolicyError(
+                    f"curvature: parameter {name!r} is {parameter.dtype}; differences of gradients need"
+                    " float32 or float64: use a copy of the model, .float()"
+                )
+        length = _norm(vector)
+        if length == 0:
+            return {name: torch.zeros_like(value) for name, value in self.values.items()}
+        unit = max(torch.finfo(parameter.dtype).eps for parameter in self.parameters.values())
+        step = unit ** (1 / 3) * max(1.0, _norm(self.values)) / length
+        with self.moved(_scaled(vector, step)):
+            ahead = self.gradient()
+        with self.moved(_scaled(vector, -step)):
+            behind = self.gradient()
+        return {name: (ahead[name] - behind[name]) / (2 * step) for name in self.parameters}
+
+    def like_parameters(self, key: str, given: Named) -> dict[str, Tensor]:
+        """Checks what is given by parameter name, and lays it out as the parameters are."""
+        for name, tensor in given.items():
+            if name not in self.parameters:
+                raise unknown("parameter", name, self.parameters, key=f"curvature: {key}")
+            if tensor.shape != self.parameters[name].shape:
+                raise PolicyError(
+                    f"curvature: {key}[{name!r}] has shape {tuple(tensor.shape)}, the parameter"
+                    f" {tuple(self.parameters[name].shape)}"
+                )
+        return {
+            name: tensor if is_sharded(tensor) else shard_like(tensor, self.parameters[name])
+            for name, tensor in given.items()
+        }
+
+    def random(self, draw: Callable[..., Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """Random tensors in the place of the parameters, the same however these are sharded."""
+        return {
+            name: shard_like(
+                draw(value.shape, generator=generator, device=generator.device, dtype=value.dtype), value
+            )
+            for name, value in self.values.items()
+        }
+
+    @contextmanager
+    def moved(self, delta: Named) -> Iterator[None]:
+        """Moves the parameters meanwhile; what an evaluation of the loss changes is then put back."""
+        devices = {p.device for p in self.parameters.values() if p.device.type != "cpu"}
+        device_type = next((device.type for device in devices), "cuda")
+        with torch.random.fork_rng(devices=devices, device_type=device_type), _buffers_restored():
+            # Through .data: autograd need not know, since the values are the same again when this ends.
+            try:
+                for name, part in delta.items():
+                    self.parameters[name].data.copy_(self.values[name] + part)
+                yield
+            finally:
+                for name in delta:
+                    self.parameters[name].data.copy_(self.values[name])
+
+    @torch.enable_grad()
+    def gradient(self, create_graph: bool = False) -> dict[str, Tensor]:
+        """The gradient with the parameters as they are."""
+        loss = self.loss()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise PolicyError(f"curvature: the loss must be a scalar tensor, got {shown(loss)}")
+        if not loss.requires_grad:
+            raise PolicyError("curvature: no gradient flows from the loss to any parameter")
+        if any(map(is_sharded, self.parameters.values())):
+            return _gradient_by_backward(loss, self.parameters)
+        gradients = torch.autograd.grad(
+            loss,
+            list(self.parameters.values()),
+            create_graph=create_graph,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return dict(zip(self.parameters, gradients, strict=True))
+
+
+def _gradient_by_backward(loss: Tensor, parameters: Named) -> dict[str, Tensor]:
+    """The gradient as FSDP2 gives it: its graph ends in whole parameters, and a hook fills ``.grad``."""
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    try:
+        for parameter in parameters.values():
+            parameter.grad = None
+        loss.backward()
+        return {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for name, parameter in parameters.items()
+        }
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
+
+
+def _ends_in_errors(gradients: Iterable[Tensor]) -> bool:
+    """Whether a function in the graph is marked ``once_differentiable``: autograd takes it as constant."""
+    nodes: list[Any] = [gradient.grad_fn for gradient in gradients]
+    seen = {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            if node.name().endswith("::Error"):
+                return True
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+@contextmanager
+def _buffers_restored() -> Iterator[None]:
+    """Restores the buffers of every module that is called meanwhile."""
+    before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def note(module: nn.Module, inputs: Any) -> None:
+        for buffer in module.buffers():
+            if id(buffer) not in before:
+                before[id(buffer)] = buffer, buffer.detach().clone()
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for buffer, value in before.values():
+            buffer.data.copy_(value)
+
+
+def _check_parameters(parameters: Named) -> None:
+    if not isinstance(parameters, Mapping) or not parameters:
+        raise PolicyError(f"curvature: parameters must be a dict of tensors by name, got {shown(parameters)}")
+    for name, parameter in parameters.items():
+        if not isinstance(parameter, Tensor) or not parameter.requires_grad or not parameter.is_leaf:
+            raise PolicyError(f"curvature: parameters[{name!r}] must be a leaf tensor that requires grad")
+
+
+def _seeded() -> torch.Generator:
+    """A generator of its own, so that torch's default one stays the same while the loss is evaluated."""
+    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+
+
+def _random_signs(shape: torch.Size, **how: Any) -> Tensor:
+    return torch.randint(0, 2, shape, **how) * 2 - 1
+
+
+def _dot(one: Named, other: Named) -> float:
+    """The inner product over all parameters, in float64."""
+    return sum(float(full_tensor((one[name].double() * other[name].double()).sum())) for name in one)
+
+
+def _norm(vector: Named) -> float:
+    return math.sqrt(_dot(vector, vector))
+
+
+def _scaled(vector: Named, factor: float) -> dict[str, Tensor]:
+    return {name: factor * part for name, part in vector.items()}
+
+
+def _mean(found: list[float]) -> Estimate[float]:
+    """The mean, with the standard error of the mean."""
+    values = torch.tensor(found, dtype=torch.float64)
+    return Estimate(float(values.mean()), float(values.std() / math.sqrt(len(found))), len(found))

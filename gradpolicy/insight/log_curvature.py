@@ -1,0 +1,116 @@
+"""Logs the curvature of the training loss, under the run's own policies, every so many steps."""
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import Metric
+
+from gradpolicy.checks import check_choice, check_whole
+from gradpolicy.errors import PolicyError
+from gradpolicy.insight import curvature
+from gradpolicy.insight.plan import training_loss
+
+QUANTITIES = {
+    "trace": curvature.trace,
+    "frobenius_norm": curvature.frobenius_norm,
+    "top_eigenvalue": curvature.top_eigenvalue,
+}
+
+
+class LogCurvature(Callback):
+    """Estimates the curvature of the loss of the batch just trained, and logs it.
+
+    Each quantity is logged as ``curvature/<quantity>``, its standard error (for ``top_eigenvalue`` the
+    residual) as ``curvature/<quantity>_error``. They are about the parameters that train at that step, and
+    about the gradient with the run's policies. The random vectors are the same at every step, so that a
+    change from one step to the next is not theirs.
+
+    The batch is trained on as ever; ``training_step`` is called again for the estimates, and what it logs
+    then, or adds to a torchmetrics metric, does not count. Reports of policies count these calls too. On
+    several processes the mean over their estimates is logged.
+
+    Args:
+        every: How many optimizer steps lie between two estimates.
+        quantities: Some of ``trace``, ``frobenius_norm`` and ``top_eigenvalue``.
+        samples: Products with random vectors an estimate; the most iterations for ``top_eigenvalue``.
+        seed: Seed of the random vectors.
+
+    Raises:
+        PolicyError: For an unknown quantity, or a number that is too small; when training starts, for a
+            module that takes its optimizer steps itself in ``training_step``.
+    """
+
+    def __init__(
+        self, every: int = 100, quantities: Iterable[str] = tuple(QUANTITIES), samples: int = 8, seed: int = 0
+    ) -> None:
+        key = "callbacks.curvature"
+        self.every = check_whole(f"{key}.every", every, least=1)
+        self.samples = check_whole(f"{key}.samples", samples, least=2)
+        self.seed = check_whole(f"{key}.seed", seed, least=0)
+        self.quantities = [check_choice(f"{key}.quantities", name, QUANTITIES) for name in quantities]
+        self._last_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks that calling ``training_step`` again does not train."""
+        if not pl_module.automatic_optimization:
+            raise PolicyError(
+                f"callbacks.curvature: {type(pl_module).__name__} optimizes by hand in training_step, which"
+                " cannot be called again for an estimate"
+            )
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs the estimates if a step was taken, and it is one to log."""
+        step = trainer.global_step
+        if step == self._last_step or step % self.every:
+            return
+        self._last_step = step
+        parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
+        found = {}
+        with _unobserved(pl_module), trainer.precision_plugin.train_step_context():
+            for name in self.quantities:
+                generator = torch.Generator().manual_seed(self.seed)
+                estimate = QUANTITIES[name](
+                    lambda: training_loss(pl_module, batch), parameters, self.samples, generator
+                )
+                found[f"curvature/{name}"] = estimate.value
+                found[f"curvature/{name}_error"] = estimate.standard_error
+        pl_module.log_dict(found, on_step=True, on_epoch=False, sync_dist=True)
+
+
+@contextmanager
+def _unobserved(module: LightningModule) -> Iterator[None]:
+    """Training steps meanwhile log nothing, and leave no trace in metrics."""
+    methods = ("log", "log_dict")
+    own = {name: vars(module)[name] for name in methods if name in vars(module)}
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    states = [
+        {name: _copied(getattr(part, name)) for name in (*part._defaults, "_update_count", "_computed")}
+        for part in metrics
+    ]
+    vars(module).update(dict.fromkeys(methods, _nothing))
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(module)[name]
+        vars(module).update(own)
+        for part, state in zip(metrics, states, strict=True):
+            for name, value in state.items():
+                setattr(part, name, value)
+
+
+def _copied(value: Any) -> Any:
+    """A metric's state as it is now: a tensor, or a list of tensors."""
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _nothing(*arguments: Any, **named: Any) -> None:
+    """Takes the place of what logs."""

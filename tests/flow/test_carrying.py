@@ -1,0 +1,373 @@
+"""Discrete results keep their dtype, and what becomes of them has the rule's gradient."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradpolicy as gp
+
+X = torch.tensor([-1.0, 0.5, 2.0])
+W = torch.tensor([1.0, 2.0, 4.0])
+
+
+def ten_times(grad, inputs, output):
+    return 10.0 * grad
+
+
+def compared(x):
+    return x > 0
+
+
+# What is computed from m = x > 0, and the same of its values s in floating point.
+CARRIED = {
+    "float": (lambda m: m.float(), lambda s: s),
+    "double": (lambda m: m.double(), lambda s: s.double()),
+    "to a dtype": (lambda m: m.to(torch.float64), lambda s: s.double()),
+    "to a tensor's": (lambda m: m.to(W), lambda s: s),
+    "type": (lambda m: m.type(torch.float64), lambda s: s.double()),
+    "type_as": (lambda m: m.type_as(W), lambda s: s),
+    "through integers": (lambda m: m.int().long().float(), lambda s: s),
+    "times floats": (lambda m: m * W, lambda s: s * W),
+    "floats times": (lambda m: W * m, lambda s: W * s),
+    "times a number": (lambda m: 0.5 * m, lambda s: 0.5 * s),
+    "into floats in place": (lambda m: (W * 1).mul_(m), lambda s: W * s),
+    "plus floats": (lambda m: m + W, lambda s: s + W),
+    "minus floats": (lambda m: W - m.int(), lambda s: W - s),
+    "divided": (lambda m: m / W, lambda s: s / W),
+    "divided by an integer": (lambda m: m / 2, lambda s: s / 2),
+    "twice": (lambda m: m.float() * m + m * W, lambda s: s * s + s * W),
+    "where, numbers": (lambda m: torch.where(m, 1.0, 0.0), lambda s: s),
+    "where, tensors": (lambda m: torch.where(m, W, -W), lambda s: W * s - W * (1 - s)),
+    "where, the method": (lambda m: W.where(m, torch.zeros(3)), lambda s: W * s),
+    "where, integers": (lambda m: torch.where(m, 3, 1).float(), lambda s: 1 + 2 * s),
+    "where, as a value": (lambda m: torch.where(W > 1, m, 0.5), lambda s: torch.where(W > 1, s, 0.5)),
+    "where, broadcast": (lambda m: torch.where(m[:, None], W, 0.0), lambda s: s[:, None] * W),
+    "where, integers, broadcast": (
+        lambda m: torch.where(m[:, None], torch.arange(3), 1).float(),
+        lambda s: 1 + s[:, None] * (torch.arange(3) - 1),
+    ),
+    "one_hot of a bit": (
+        lambda m: F.one_hot(m.long(), 2) * W[:2],
+        lambda s: torch.stack([1 - s, s], -1) * W[:2],
+    ),
+    "masked_fill": (lambda m: W.masked_fill(m, 0.0), lambda s: W * (1 - s)),
+    "not": (lambda m: (~m).float(), lambda s: 1 - s),
+    "logical_not": (lambda m: m.logical_not() * W, lambda s: (1 - s) * W),
+    "and": (lambda m: (m & (W > 1)).float(), lambda s: s * (W > 1)),
+    "and, broadcast": (lambda m: (m[:, None] & (W > 1)).float(), lambda s: s[:, None] * (W > 1)),
+    "and, of both": (lambda m: (m & m.flip(0)).float(), lambda s: s * s.flip(0)),
+    "or": (lambda m: ((W > 1) | m).float(), lambda s: 1 - (1 - s) * (W <= 1)),
+    "xor": (lambda m: (m ^ (W > 1)).float(), lambda s: s + (1 - 2 * s) * (W > 1)),
+    "signs": (lambda m: (m.long() * 2 - 1).float(), lambda s: 2 * s - 1),
+    "one minus": (lambda m: (1 - m.int()) * W, lambda s: (1 - s) * W),
+    "a sum": (lambda m: m.sum(0).float(), lambda s: s.sum(0)),
+    "a sum of floats": (lambda m: m.sum(dtype=torch.float32), lambda s: s.sum()),
+    "a mean": (lambda m: m.mean(0, dtype=torch.float32), lambda s: s.mean(0)),
+    "reshaped": (lambda m: m.reshape(3, 1).expand(3, 2).float(), lambda s: s.reshape(3, 1).expand(3, 2)),
+    "permuted": (lambda m: m[None].permute(1, 0).unsqueeze(0) * 1.0, lambda s: s[None].permute(1, 0)[None]),
+    "transposed": (lambda m: m[None].T.float(), lambda s: s[None].T),
+    "indexed": (lambda m: m[torch.tensor([2, 0, 2])].float(), lambda s: s[torch.tensor([2, 0, 2])]),
+    "split": (lambda m: m.split(2)[0].float(), lambda s: s[:2]),
+    "joined": (lambda m: torch.cat([m, W > 1, m]).float(), lambda s: torch.cat([s, (W > 1).float(), s])),
+    "stacked with floats": (lambda m: torch.cat([m, W]), lambda s: torch.cat([s, W])),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_is_computed_from_a_comparison_has_the_rule_s_gradient(name, gradient):
+    step, same_in_floats = CARRIED[name]
+    weights = torch.randn_like(step(compared(X)).double()).to(step(compared(X)).dtype)
+    with gp.gradient_override({"gt": ten_times}, strict=True):
+        found, value = gradient(lambda x: step(compared(x)), X, weights)
+    expected, _ = gradient(same_in_floats, compared(X).float(), weights)
+    assert torch.equal(value, step(compared(X))), "the forward value stays"
+    assert value.dtype == step(compared(X)).dtype
+    torch.testing.assert_close(found, 10 * expected)
+
+
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("gt", lambda x: x > 0),
+        ("lt", lambda x: x < 0),
+        ("eq", lambda x: x == 0.5),
+        ("int", lambda x: (3 * x).int()),
+        ("long", lambda x: x.to(torch.int64)),
+        ("bool", lambda x: x.bool()),
+    ],
+)
+def test_a_discrete_result_keeps_its_values_and_dtype_and_serves_as_an_index(operation, call):
+    x = X.clone().requires_grad_()
+    with gp.gradient_override({operation: ten_times}):
+        result = call(x)
+        assert result.dtype == call(X).dtype
+        assert torch.equal(result, call(X))
+        assert type(result) is torch.Tensor
+        assert torch.equal(W[result.long()[:1]], W[call(X).long()[:1]])
+        (result * W).sum().backward()
+    assert torch.equal(x.grad, 10 * W * (3 if operation == "int" else 1))
+
+
+@pytest.mark.parametrize("large", [2**24 + 1, 2**31 - 129])
+def test_large_integers_stay_exact(large, gradient):
+    x = torch.tensor([float(large)], dtype=torch.float64)
+    with gp.gradient_override({"long": ten_times}):
+        found, value = gradient(lambda x: (x.long() + 1).double(), x)
+    assert value.item() == large + 1
+    assert found.item() == 10
+
+
+def test_the_rule_gets_the_sum_of_the_gradients_of_all_uses():
+    seen = []
+
+    def note(grad, inputs, output):
+        seen.append((grad, inputs[0], output))
+        return grad
+
+    x = X.clone().requires_grad_()
+    with gp.gradient_override({"gt": note}):
+        m = x > 0
+        (m.float() + m * W).sum().backward()
+    ((grad, given, output),) = seen
+    assert torch.equal(grad, 1 + W)
+    assert torch.equal(given, X)
+    assert torch.equal(output, (X > 0).float()), "a rule that reads the output gets it"
+
+
+def test_an_infinity_that_is_filled_in_and_gets_no_gradient_gives_none(gradient):
+    def attention(x):
+        return F.softmax(W.masked_fill(x > 0, float("-inf")), 0)
+
+    with gp.gradient_override({"gt": ten_times}):
+        found, _ = gradient(attention, X, W)
+    assert not found.any()
+
+
+def test_inside_an_installed_policy_and_outside_of_its_modules():
+    class Gate(nn.Module):
+        def forward(self, x):
+            return x > 0
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = Gate()
+
+        def forward(self, x):
+            gate = self.gate(x)
+            return gate * W + gate.float() - gate.float()
+
+    model, x = Model(), X.clone().requires_grad_()
+    policy = gp.UseRule(ten_times, ops=["gt"], modules="gate")
+    with gp.install(model, {"gates": policy}, strict=True) as installed:
+        model(x).sum().backward()
+        assert installed.report().rows[0].matched == {"gt": 1}
+    assert torch.equal(x.grad, 10 * W)
+
+
+def test_a_product_may_have_a_rule_of_its_own(gradient):
+    def both(grad, inputs, output):
+        return tuple(torch.full_like(tensor, 3.0) for tensor in inputs)
+
+    with gp.gradient_override({"gt": ten_times, "mul": both}):
+        found, _ = gradient(lambda x: (x > 0) * W, X)
+    assert torch.equal(found, torch.full((3,), 30.0))
+
+
+def test_nested_blocks_carry_it_once(gradient):
+    with gp.gradient_override({"gt": ten_times}), gp.gradient_override({"round": "identity"}):
+        found, _ = gradient(lambda x: torch.where(x > 0, 1.0, 0.0) + (x > 0) + x.round(), X)
+    assert torch.equal(found, torch.full((3,), 21.0))
+
+
+LOST = {
+    "gather": lambda m: m.gather(0, m.long()).float(),
+    "bool": lambda m: m.int().bool().float(),
+    "__invert__": lambda m: (~m.int()).float(),
+    "add": lambda m: torch.add(m, W, alpha=2),
+    "add, of bits": lambda m: (m + m).float(),
+    "add_": lambda m: torch.zeros(3, dtype=torch.int64).add_(m).float(),
+    "mul, complex": lambda m: (m * 1j).real,
+    "logical_and": lambda m: m.int().logical_and(W.int()).float(),
+    "where": lambda m: torch.where(m, m, 0.5),
+    "where, bits": lambda m: torch.where(W > 1, m, True).float(),
+    "where, by keyword": lambda m: torch.where(condition=m, input=W, other=W),
+    "one_hot": lambda m: F.one_hot(m.long(), 3).float(),
+    "cumprod": lambda m: m.cumprod(0).float(),
+    "eq": lambda m: (m == False).float(),  # noqa: E712
+    "a change in place": lambda m: m.logical_or_(W > 1).float(),
+    "__getitem__": lambda m: W[m],
+    "masked_fill_": lambda m: (W * 1).masked_fill_(m, 0.0),
+    "setitem": lambda m: (m.__setitem__(0, True), m.float())[1],
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_cannot_carry_it_says_so(name):
+    x = X.clone().requires_grad_()
+    expected = LOST[name](X > 0)
+    with (
+        pytest.warns(UserWarning, match="result of operation 'gt' went through") as warned,
+        gp.gradient_override({"gt": ten_times}),
+    ):
+        result = LOST[name](x > 0)
+    assert torch.equal(result, expected)
+    assert not result.requires_grad
+    assert "never became floating-point" in str(warned[-1].message)
+
+
+def test_it_is_said_once_and_names_the_policy():
+    class Masked(nn.Module):
+        def forward(self, x):
+            return x[x > 0] + x[x > 0]
+
+    model = Masked()
+    policies = {"masks": gp.UseRule(ten_times, ops=["gt"])}
+    with pytest.warns(UserWarning, match="went through '__getitem__'") as warned, gp.install(model, policies):
+        model(X.clone().requires_grad_())
+    assert [str(one.message).partition(":")[0] for one in warned] == ["policy 'masks'", "policy 'masks'"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: m.detach().float(),
+        lambda m: torch.zeros_like(m, dtype=torch.float32),
+        lambda m: bool(m.any()) or m.shape or m.tolist(),
+    ],
+)
+def test_what_needs_no_gradient_gives_no_warning_of_its_own(use):
+    with (
+        pytest.warns(UserWarning, match="the result of 'gt' never became floating-point") as warned,
+        gp.gradient_override({"gt": ten_times}),
+    ):
+        use(X.clone().requires_grad_() > 0)
+    assert len(warned) == 1
+
+
+def test_a_strict_block_refuses_a_result_that_is_cast_after_it():
+    x = X.clone().requires_grad_()
+    with (
+        pytest.raises(gp.PolicyError, match="'gt' never became floating-point there"),
+        gp.gradient_override({"gt": ten_times}, strict=True),
+    ):
+        assert (x > 0).any()
+
+
+def test_without_gradients_a_cast_is_plain():
+    x = X.clone().requires_grad_()
+    with gp.gradient_override({"gt": ten_times}):
+        m = x > 0
+        with torch.no_grad():
+            assert not (m.float() + m * W).requires_grad
+        assert m.float().requires_grad
+
+
+def test_a_stop_at_a_comparison_is_plain():
+    with gp.gradient_override({"gt": "stop"}):
+        x = X.clone().requires_grad_()
+        (x + (x > 0) * W).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))
+
+
+def test_a_mask_can_be_copied_and_saved():
+    with gp.gradient_override({"gt": ten_times}):
+        m = X.clone().requires_grad_() > 0
+        copied = copy.deepcopy(m)
+        file = io.BytesIO()
+        torch.save(m, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert not copied.float().requires_grad
+        assert not loaded.float().requires_grad
+        assert torch.equal(loaded, X > 0)
+        assert m.float().requires_grad
+
+
+def test_vmap_and_grad_give_the_same_as_autograd(gradient):
+    rows = torch.randn(4, 3)
+
+    def step(row):
+        return (row > 0) * W + torch.where(row > 0, 1.0, 0.0)
+
+    with gp.gradient_override({"gt": "tanh"}):
+        expected, _ = gradient(step, rows)
+        found = torch.func.vmap(torch.func.grad(lambda row: step(row).sum()))(rows)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["identity", "gumbel"])
+@pytest.mark.parametrize(
+    "one_hot",
+    [
+        lambda x: F.one_hot(x.argmax(-1), 4).float(),
+        lambda x: F.one_hot(x.argmax(-1)[[1, 0]].view(2, 1)).float()[[1, 0], 0],
+        lambda x: F.one_hot(torch.argmax(x, 1, keepdim=True), 4).squeeze(1) * 1.0,
+        lambda x: F.one_hot(x.argmax(-1).int().long(), 6)[:, :4].to(x),
+    ],
+)
+def test_an_argmax_that_becomes_a_one_hot_code(name, one_hot, gradient):
+    scores, weights = torch.tensor([[0.0, 1.0, 3.0, 2.0], [0.0, 1.0, 2.0, 3.0]]), torch.randn(2, 4)
+    with gp.gradient_override({"argmax": name}, strict=True):
+        found, value = gradient(one_hot, scores, weights)
+    assert torch.equal(value, F.one_hot(scores.argmax(-1), 4).float())
+    torch.testing.assert_close(found, gp.get_rule(name)(weights, (scores,), value))
+
+
+def test_an_index_is_no_quantity():
+    x = X.clone().requires_grad_()
+    with (
+        pytest.warns(UserWarning, match="'argmax_one_hot' went through 'float'"),
+        gp.gradient_override({"argmax": "identity"}),
+    ):
+        assert not x.argmax().float().requires_grad
+
+
+COMPILED = ["float", "times floats", "where, tensors", "not", "and", "permuted", "indexed", "joined", "a sum"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_carries_it_too(name, gradient):
+    torch._dynamo.reset()
+    step, _ = CARRIED[name]
+
+    def inside(x):
+        with gp.gradient_override({"gt": ten_times}):
+            return step(x > 0)
+
+    expected, value = gradient(inside, X)
+    found, compiled_value = gradient(torch.compile(inside, backend="aot_eager", fullgraph=True), X)
+    torch.testing.assert_close((found, compiled_value), (expected, value))
+
+
+def test_a_mask_carries_it_into_compiled_code_and_out_of_it(gradient):
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: x > 0, backend="aot_eager", fullgraph=True)
+    cast = torch.compile(lambda m: m.float(), backend="aot_eager", fullgraph=True)
+    with gp.gradient_override({"gt": ten_times}):
+        assert torch.equal(gradient(lambda x: step(x) * W, X)[0], 10 * W)
+        assert torch.equal(gradient(lambda x: cast(x > 0), X)[0], torch.full((3,), 10.0))
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        lambda m: (1 - m.int()).float(),
+        lambda m: m.split(1)[0].float(),
+        lambda m: (m.__setitem__(0, True), m.float())[1],
+        lambda m: m.logical_or_(W > 1).float(),
+    ],
+)
+def test_compiled_code_says_what_it_cannot_carry(lost):
+    torch._dynamo.reset()
+
+    def inside(x):
+        with gp.gradient_override({"gt": ten_times}):
+            return lost(x > 0)
+
+    with pytest.warns(UserWarning, match="result of operation 'gt' went through"):
+        torch.compile(inside, backend="eager", fullgraph=True)(X.clone().requires_grad_())

@@ -1,0 +1,211 @@
+"""Draws of bits and categories: every spelling has the rule's gradient, with the right expectation."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributions as D
+from torch import nn
+
+import gradpolicy as gp
+
+P = torch.tensor([0.15, 0.5, 0.8], dtype=torch.float64)
+# A loss that is quadratic in the sample.
+A = torch.tensor([[1.0, 0.5, -1.0], [0.0, 2.0, 0.3], [0.7, 0.0, -1.5]], dtype=torch.float64)
+C = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+
+BITS = {
+    "function": torch.bernoulli,
+    "method": lambda p: p.bernoulli(),
+    "comparison": lambda p: (torch.rand_like(p) < p).to(p),
+    "comparison turned round": lambda p: (p >= torch.rand(p.shape, dtype=p.dtype)).type_as(p),
+    "complement": lambda p: 1 - (torch.rand_like(p) >= p).to(p),
+    "negation": lambda p: (~(torch.empty_like(p).uniform_() > p)).to(p),
+    "distribution": lambda p: D.Bernoulli(p).sample(),
+    "distribution of logits": lambda p: D.Bernoulli(logits=p.logit()).sample(),
+    "independent": lambda p: D.Independent(D.Bernoulli(p), 1).sample(),
+    "bits as bools": lambda p: torch.empty(p.shape, dtype=torch.bool).bernoulli_(p).to(p),
+}
+CATEGORIES = {
+    "distribution": lambda p: F.one_hot(D.Categorical(p).sample(), 3).to(p),
+    "of logits": lambda p: F.one_hot(D.Categorical(logits=p.log()).sample(), 3).to(p),
+    "one-hot distribution": lambda p: D.OneHotCategorical(p).sample(),
+    "multinomial": lambda p: F.one_hot(torch.multinomial(p, 1).squeeze(-1), 3).to(p),
+}
+
+
+def linear(y):
+    return (y * C).sum(-1)
+
+
+def quadratic(y):
+    return linear(y) + ((y @ A) * y).sum(-1)
+
+
+def expected_over_bits(loss, p):
+    """The exact gradient of E[loss(y)], by enumeration of all outcomes."""
+    p = p.detach().requires_grad_()
+    total = torch.zeros((), dtype=p.dtype)
+    for bits in itertools.product([0.0, 1.0], repeat=len(p)):
+        y = torch.tensor(bits, dtype=p.dtype)
+        total = total + torch.where(y > 0, p, 1 - p).prod() * loss(y)
+    return torch.autograd.grad(total, p)[0]
+
+
+def assert_mean_is(draws, expected):
+    """Within 4.5 standard errors of the mean; exactly, where all draws are the same."""
+    error = draws.std(0) / len(draws) ** 0.5
+    assert ((draws.mean(0) - expected).abs() <= 4.5 * error + 1e-9).all()
+
+
+def gradients(override, sample, loss, parameter, count):
+    """One row for each draw: the gradient with respect to its own copy of the parameter."""
+    rows = parameter.expand(count, -1).clone().requires_grad_()
+    with gp.gradient_override(override, strict=True):
+        y = sample(rows)
+        assert y.dtype == parameter.dtype
+    loss(y).sum().backward()
+    return rows.grad, y.detach()
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_bits_drawn_in_any_spelling_have_the_expected_gradient(name):
+    found, y = gradients({"bernoulli": "bernoulli"}, BITS[name], linear, P, 4000)
+    assert_mean_is(y, P)
+    torch.testing.assert_close(found.mean(0), expected_over_bits(linear, P))
+
+
+def test_a_rule_of_bits_gets_the_probabilities_that_the_bits_are_one():
+    def toward(grad, inputs, output):
+        return grad * inputs[0]
+
+    rows = {name: gradients({"bernoulli": toward}, BITS[name], linear, P, 2)[0] for name in BITS}
+    for name, found in rows.items():
+        sign = -1 if name in ("complement", "negation") else 1
+        share = 1 - P if sign < 0 else P
+        torch.testing.assert_close(found, (share * C).expand(2, 3), msg=name)
+
+
+def test_the_mean_of_a_biased_estimate_is_its_own_exact_expectation():
+    found, _ = gradients({"bernoulli": "bernoulli"}, BITS["distribution"], quadratic, P, 20000)
+    # E[∂loss/∂y] = c + (A + Aᵀ) p, where the true gradient leaves the diagonal as A_ii.
+    assert_mean_is(found, C + (A + A.T) @ P)
+    difference = found.mean(0) - expected_over_bits(quadratic, P)
+    torch.testing.assert_close(difference, A.diagonal() * (2 * P - 1), rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("name", CATEGORIES)
+def test_categories_drawn_in_any_spelling_have_the_expected_gradient(name):
+    logits = P.log().clone()
+
+    def sample(rows):
+        return CATEGORIES[name](torch.softmax(rows, -1))
+
+    # A linear loss: the plain straight-through estimate is exact.
+    found, y = gradients({"categorical": "identity"}, sample, linear, logits, 4000)
+    p = torch.softmax(logits, -1)
+    assert_mean_is(y, p)
+    expected = p * (C - (p * C).sum())
+    torch.testing.assert_close(found.mean(0), expected)
+    # ReinMax is exact in expectation for a quadratic loss. All outcomes: one of three categories.
+    x = logits.clone().requires_grad_()
+    total = (torch.softmax(x, -1) * quadratic(torch.eye(3, dtype=x.dtype))).sum()
+    found, _ = gradients({"categorical": "reinmax"}, sample, quadratic, logits, 20000)
+    assert_mean_is(found, torch.autograd.grad(total, x)[0])
+
+
+def test_weights_that_do_not_sum_to_one_are_normalised():
+    weights = (5 * P).clone().requires_grad_()
+    with gp.gradient_override({"categorical": "identity"}):
+        y = F.one_hot(torch.multinomial(weights, 4, replacement=True), 3).to(weights)
+    assert y.shape == (4, 3)
+    (found,) = torch.autograd.grad(linear(y).mean(), weights)
+    (expected,) = torch.autograd.grad(linear(weights / weights.sum()), weights)
+    torch.testing.assert_close(found, expected)
+
+
+def test_shapes_of_samples_and_batches():
+    probabilities = torch.softmax(torch.randn(2, 5, 3), -1).requires_grad_()
+    with gp.gradient_override({"categorical": "identity"}):
+        y = F.one_hot(D.Categorical(probabilities).sample((4,)), 3).float()
+        assert y.shape == (4, 2, 5, 3)
+        weights = torch.randn(4, 2, 5, 3)
+        (y * weights).sum().backward()
+    # The distribution normalises the probabilities, which sum to one already.
+    g = weights.sum(0)
+    expected = g - (probabilities.detach() * g).sum(-1, keepdim=True)
+    torch.testing.assert_close(probabilities.grad, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_without_replacement_are_another_operation():
+    p = P.clone().requires_grad_()
+    with (
+        pytest.warns(UserWarning, match="'categorical' was never met; it ran only with arguments"),
+        gp.gradient_override({"categorical": "identity"}),
+    ):
+        torch.multinomial(p, 2)
+
+
+def test_a_policy_on_a_model_that_samples_by_the_library():
+    class Gates(nn.Module):
+        def forward(self, x):
+            return D.Bernoulli(logits=x).sample() * x.detach()
+
+    model, x = Gates(), torch.randn(4, 3, requires_grad=True)
+    with gp.install(model, {"bits": gp.UseRule("bernoulli", ops=["bernoulli"])}, strict=True):
+        model(x).sum().backward()
+    share = torch.sigmoid(x.detach())
+    torch.testing.assert_close(x.grad, x.detach() * share * (1 - share))
+
+
+@pytest.mark.parametrize("name", ["function", "comparison", "distribution"])
+def test_where_the_user_switches_gradients_off_they_stay_off(name):
+    p = P.clone().requires_grad_()
+
+    def draw():
+        with gp.gradient_override({"bernoulli": "bernoulli"}), torch.no_grad():
+            return BITS[name](p), torch.is_grad_enabled()
+
+    with pytest.warns(UserWarning, match="'bernoulli' ran only where no gradient is recorded"):
+        bits, is_on = draw()
+    assert not bits.requires_grad
+    assert not is_on
+
+
+def test_other_distributions_and_comparisons_stay_as_they_are():
+    p = P.clone().requires_grad_()
+    with gp.gradient_override({"bernoulli": "bernoulli"}):
+        torch.bernoulli(p)
+        assert not D.Normal(p, 1.0).sample().requires_grad
+        assert torch.is_grad_enabled()
+        assert not (p > 0.5).double().requires_grad
+        draw = torch.rand_like(p)
+        draw.mul_(2)
+        assert not (draw < p).double().requires_grad, "no longer uniform from 0 to 1"
+        assert not (torch.empty(3).uniform_(0, 2) < p).double().requires_grad
+
+
+def test_compiled_code_draws_by_the_function_and_refuses_what_it_cannot_see():
+    torch._dynamo.reset()
+
+    def compiled(draw, **settings):
+        def inside(p):
+            with gp.gradient_override({"bernoulli": "bernoulli", "categorical": "identity"}):
+                return draw(p)
+
+        return torch.compile(inside, backend="aot_eager", **settings)
+
+    p = P.clone().requires_grad_()
+    (found,) = torch.autograd.grad(compiled(torch.bernoulli, fullgraph=True)(p).sum(), p)
+    assert torch.equal(found, torch.ones_like(p))
+    hidden = [
+        BITS["comparison"],
+        lambda p: D.Bernoulli(p, validate_args=False).sample(),
+        lambda p: F.one_hot(D.Categorical(p, validate_args=False).sample(), 3).to(p) * C,
+    ]
+    for draw in hidden:
+        with pytest.raises(Exception, match=r"compile(?s:.*)without fullgraph"):
+            compiled(draw, fullgraph=True)(p)
+        # Left to eager mode, it works.
+        assert compiled(draw)(p).requires_grad

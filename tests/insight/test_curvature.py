@@ -1,0 +1,376 @@
+"""Curvature is the derivative of the gradient that training follows: under policies that of their field."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import gradpolicy as gp
+
+CURVATURE = gp.curvature
+
+
+def network(activation=nn.Tanh, dtype=torch.float64):
+    return nn.Sequential(nn.Linear(4, 5), activation(), nn.Linear(5, 3)).to(dtype)
+
+
+def problem(model):
+    """The loss of a model on a fixed batch, and its parameters."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(20, 4, generator=generator, dtype=torch.float64).to(next(model.parameters()).dtype)
+    labels = torch.randint(0, 3, (20,), generator=generator)
+    return lambda: functional.cross_entropy(model(inputs), labels), dict(model.named_parameters())
+
+
+def flat(named):
+    return torch.cat([tensor.flatten() for tensor in named.values()])
+
+
+def hessian(loss, parameters):
+    """Row by row: autograd of each entry of the gradient."""
+    gradient = flat(
+        dict(enumerate(torch.autograd.grad(loss(), list(parameters.values()), create_graph=True)))
+    )
+    rows = [
+        torch.autograd.grad(entry, list(parameters.values()), retain_graph=True, materialize_grads=True)
+        for entry in gradient
+    ]
+    return torch.stack([flat(dict(enumerate(row))) for row in rows])
+
+
+def field_derivative(loss, parameters):
+    """Column by column, from gradients at moved parameters: the derivative of a field with rules in it."""
+    columns = []
+    for parameter in parameters.values():
+        for entry in range(parameter.numel()):
+            sides = []
+            for step in (1e-5, -1e-5):
+                before = parameter.detach().clone()
+                with torch.no_grad():
+                    parameter.view(-1)[entry] += step
+                sides.append(flat(dict(enumerate(torch.autograd.grad(loss(), list(parameters.values()))))))
+                with torch.no_grad():
+                    parameter.copy_(before)
+            columns.append((sides[0] - sides[1]) / 2e-5)
+    return torch.stack(columns, dim=1)
+
+
+def random_like(parameters, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in parameters.items()}
+
+
+def square_half(x):
+    return torch.square(x).square().sum() / 2
+
+
+def half_rule(grad, inputs, output):
+    return grad * inputs[0]
+
+
+# ---- gradients elsewhere
+
+
+def test_gradient_at_is_the_gradient_of_the_moved_parameters():
+    x, y = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2))
+    found = CURVATURE.gradient_at(
+        lambda: (x**3 * y).sum(), {"x": x, "y": y}, {"x": torch.tensor([1.0, -1.0])}
+    )
+    assert found["x"].tolist() == [12.0, 6.0]
+    assert found["y"].tolist() == [8.0, 1.0]
+    assert x.tolist() == [1.0, 2.0]
+
+
+def test_gradient_at_follows_the_policy():
+    x = torch.tensor([0.4, 1.6], requires_grad=True)
+    with gp.gradient_override({"round": "identity"}):
+        found = CURVATURE.gradient_at(lambda: x.round().square().sum(), {"x": x}, {"x": torch.ones(2)})
+    assert found["x"].tolist() == [2.0, 6.0]
+
+
+# ---- products
+
+
+def test_hvp_without_a_policy_is_the_hessians_also_at_kinks_and_in_float32():
+    for activation, dtype, tolerance in ((nn.Tanh, torch.float64, 1e-12), (nn.ReLU, torch.float32, 1e-5)):
+        loss, parameters = problem(network(activation, dtype))
+        vector = random_like(parameters)
+        expected = hessian(loss, parameters) @ flat(vector)
+        found = flat(CURVATURE.hvp(loss, parameters, vector))
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_hvp_under_a_policy_is_the_derivative_of_the_policys_gradient(dtype):
+    """``y = x²`` with the rule ``x · grad``: the gradient of ``y²/2`` is x³, and nesting would give 2x²."""
+    x = torch.tensor([0.6, -1.1], dtype=dtype, requires_grad=True)
+    with gp.gradient_override({"square": half_rule}), torch.no_grad():
+        one = CURVATURE.hvp(lambda: gp.apply(half_rule, torch.square, x).square().sum() / 2, {"x": x}, {})
+    assert one["x"].tolist() == [0.0, 0.0]
+
+    def loss():
+        return (gp.apply(half_rule, torch.square, x) ** 2).sum() / 2
+
+    found = CURVATURE.hvp(loss, {"x": x}, {"x": torch.ones_like(x)})["x"]
+    torch.testing.assert_close(
+        found, 3 * x.detach() ** 2, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=0
+    )
+
+
+@pytest.mark.parametrize("place", ["block", "operation", "relu", "boundary", "parameter"])
+def test_a_policy_in_force_is_noticed_wherever_it_acts(place):
+    model = network(nn.ReLU if place == "relu" else nn.Tanh)
+    loss, parameters = problem(model)
+    policies = {
+        "operation": gp.UseRule(half_rule, ops=["tanh"]),
+        "relu": gp.Guided(),
+        "boundary": gp.Clip(norm=0.05, modules="2"),
+        "parameter": gp.UseRule(lambda grad, inputs, output: grad * inputs[0], params="0.weight"),
+    }
+    block = (
+        gp.gradient_override({"tanh": half_rule})
+        if place == "block"
+        else gp.install(model, [policies[place]])
+    )
+    vector = random_like(parameters)
+    with block:
+        expected = field_derivative(loss, parameters) @ flat(vector)
+        found = flat(CURVATURE.hvp(loss, parameters, vector))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    plain = flat(CURVATURE.hvp(loss, parameters, vector))
+    assert (plain - expected).norm() > 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (torch.float32, 2e-4)])
+def test_differences_are_as_precise_as_said(dtype, bound):
+    """The rule is the operation's own derivative, so that the exact answer is known."""
+    loss, parameters = problem(network(dtype=dtype))
+    vector = random_like(parameters)
+    expected = flat(CURVATURE.hvp(loss, parameters, vector))
+    with gp.gradient_override({"tanh": torch.tanh}):
+        found = flat(CURVATURE.hvp(loss, parameters, vector))
+    assert 0 < (found - expected).norm() / expected.norm() < bound
+
+
+def test_differences_stand_in_where_autograd_has_no_second_derivative():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, grad):
+            return 3 * grad * ctx.saved_tensors[0] ** 2
+
+    x = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    found = CURVATURE.hvp(lambda: Cube.apply(x).square().sum(), {"x": x}, {"x": torch.ones(2).double()})["x"]
+    torch.testing.assert_close(found, 30 * x.detach() ** 4, rtol=1e-8, atol=0)
+
+
+def test_a_checkpointed_loss_and_parameters_without_curvature_are_fine():
+    model = network()
+    loss, parameters = problem(model)
+    x = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    vector = random_like({**parameters, "x": x})
+    plain = CURVATURE.hvp(lambda: loss() + 2 * x.sum(), {**parameters, "x": x}, vector)
+    assert plain["x"].tolist() == [0.0, 0.0]
+    inputs = torch.randn(3, 4, dtype=torch.float64)
+
+    def recomputed():
+        return checkpoint(model, inputs, use_reentrant=False).square().sum()
+
+    torch.testing.assert_close(
+        flat(CURVATURE.hvp(recomputed, parameters, random_like(parameters))),
+        flat(CURVATURE.hvp(lambda: model(inputs).square().sum(), parameters, random_like(parameters))),
+    )
+
+
+# ---- estimates
+
+
+@pytest.mark.parametrize("policy", [None, "tanh"])
+def test_estimates_lie_as_near_as_their_standard_errors_say(policy):
+    loss, parameters = problem(network())
+    block = gp.gradient_override({"tanh": half_rule}) if policy else torch.enable_grad()
+    with block:
+        exact = field_derivative(loss, parameters)
+        generator = torch.Generator().manual_seed(2)
+        trace = CURVATURE.trace(loss, parameters, samples=200, generator=generator)
+        norm = CURVATURE.frobenius_norm(loss, parameters, samples=200, generator=generator)
+        diagonal = CURVATURE.diagonal(loss, parameters, samples=200, generator=generator)
+    assert abs(trace.value - float(exact.trace())) < 3 * trace.standard_error
+    assert abs(norm.value - float(exact.norm())) < 3 * norm.standard_error
+    off = (flat(diagonal.value) - exact.diagonal()) / flat(diagonal.standard_error)
+    assert {name: tensor.shape for name, tensor in diagonal.value.items()} == {
+        name: parameter.shape for name, parameter in parameters.items()
+    }
+    assert 0.7 < float(off.std()) < 1.4
+    # The variance of Hutchinson's estimator with random signs is known.
+    symmetric = (exact + exact.T) / 2
+    variance = 2 * (symmetric.norm() ** 2 - symmetric.diagonal().norm() ** 2)
+    assert trace.standard_error == pytest.approx(math.sqrt(float(variance) / 200), rel=0.25)
+
+
+def test_the_standard_error_of_the_norm_is_its_spread():
+    loss, parameters = problem(network())
+    found = [
+        CURVATURE.frobenius_norm(loss, parameters, samples=16, generator=torch.Generator().manual_seed(seed))
+        for seed in range(40)
+    ]
+    spread = float(torch.tensor([estimate.value for estimate in found]).std())
+    mean = sum(estimate.standard_error for estimate in found) / len(found)
+    assert mean == pytest.approx(spread, rel=0.35)
+
+
+def quadratic(matrix):
+    x = torch.zeros(len(matrix), dtype=torch.float64, requires_grad=True)
+    return (lambda: x @ matrix @ x / 2), {"x": x}
+
+
+def test_estimates_are_exact_where_the_hessian_is_diagonal():
+    matrix = torch.diag(torch.tensor([3.0, -1.0, 0.5], dtype=torch.float64))
+    loss, parameters = quadratic(matrix)
+    trace = CURVATURE.trace(loss, parameters, samples=2)
+    assert (trace.value, trace.standard_error, trace.samples) == (2.5, 0.0, 2)
+    assert CURVATURE.diagonal(loss, parameters, samples=2).value["x"].tolist() == [3.0, -1.0, 0.5]
+    assert CURVATURE.frobenius_norm(loss, parameters, samples=2).value == pytest.approx(math.sqrt(10.25))
+    zero = CURVATURE.frobenius_norm(*quadratic(0 * matrix), samples=2)
+    assert (zero.value, zero.standard_error) == (0.0, 0.0)
+
+
+def test_top_eigenvalue_is_the_largest_not_the_longest():
+    basis = torch.linalg.qr(torch.randn(30, 30, dtype=torch.float64)).Q
+    values = torch.linspace(-9, 4, 30, dtype=torch.float64)
+    found = CURVATURE.top_eigenvalue(*quadratic(basis @ values.diag() @ basis.T))
+    assert found.value == pytest.approx(4.0, abs=1e-6)
+    assert found.standard_error < 1e-3
+
+
+def test_top_eigenvalue_says_how_far_it_is_off_when_it_ends_too_early():
+    basis = torch.linalg.qr(torch.randn(30, 30, dtype=torch.float64)).Q
+    values = torch.linspace(0, 4, 30, dtype=torch.float64)
+    found = CURVATURE.top_eigenvalue(*quadratic(basis @ values.diag() @ basis.T), iterations=4)
+    nearest = (values - found.value).abs().min()
+    assert float(nearest) <= found.standard_error
+    assert found.samples == 4
+    assert found.standard_error > 1e-3
+
+
+def test_top_eigenvalue_under_a_policy_is_that_of_the_policys_field():
+    loss, parameters = problem(network())
+    with gp.gradient_override({"tanh": half_rule}):
+        exact = torch.linalg.eigvals(field_derivative(loss, parameters)).real.max()
+        found = CURVATURE.top_eigenvalue(loss, parameters, iterations=43)
+    assert found.value == pytest.approx(float(exact), rel=1e-4)
+
+
+# ---- what is left as it was
+
+
+class Noisy(nn.Module):
+    """Dropout, and normalisation by running statistics that each call moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.layers = network()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        self.norm(x)
+        return self.dropout(self.layers((x - self.norm.running_mean) / self.norm.running_var.sqrt()))
+
+
+@pytest.mark.parametrize("policy", [None, "tanh"])
+def test_each_evaluation_sees_the_same_and_everything_is_put_back(policy):
+    model = Noisy().double().train()
+    loss, parameters = problem(model)
+    parameters = {name: parameter for name, parameter in parameters.items() if "layers" in name}
+    model.layers[0].weight.grad = torch.ones_like(model.layers[0].weight)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    vector = random_like(parameters)
+    random = torch.get_rng_state()
+    with gp.gradient_override({"tanh": torch.tanh}) if policy else torch.enable_grad():
+        first = flat(CURVATURE.hvp(loss, parameters, vector))
+        assert torch.equal(torch.get_rng_state(), random)
+        second = flat(CURVATURE.hvp(loss, parameters, vector))
+    assert torch.equal(first, second)
+    model.norm.momentum = 0.0
+    torch.set_rng_state(random)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert model.layers[0].weight.grad.eq(1).all()
+    assert float(first.norm()) < 100
+
+
+def test_a_given_generator_decides_all_and_the_default_one_moves_on():
+    loss, parameters = problem(network())
+    one, other = (
+        CURVATURE.trace(loss, parameters, generator=torch.Generator().manual_seed(seed)).value
+        for seed in (5, 5)
+    )
+    assert one == other
+    assert CURVATURE.trace(loss, parameters).value != CURVATURE.trace(loss, parameters).value
+
+
+def test_a_loss_that_fails_leaves_the_parameters_as_they_were():
+    x = torch.tensor([0.1, 0.7], requires_grad=True)
+    before, calls = x.detach().clone(), []
+
+    def loss():
+        calls.append(x.detach().clone())
+        if len(calls) > 2:
+            raise ValueError("no more")
+        return gp.apply("identity", torch.round, x).square().sum()
+
+    with pytest.raises(ValueError, match="no more"):
+        CURVATURE.hvp(loss, {"x": x}, {"x": torch.ones(2)})
+    assert not torch.equal(calls[1], before)
+    assert torch.equal(x, before)
+
+
+def test_a_graph_made_before_can_still_be_used():
+    x = torch.tensor([0.3], dtype=torch.float64, requires_grad=True)
+    earlier = (x**3).sum()
+    CURVATURE.gradient_at(lambda: (x**2).sum(), {"x": x}, {"x": torch.ones(1).double()})
+    earlier.backward()
+    assert x.grad.item() == pytest.approx(3 * 0.09)
+
+
+# ---- wrong input
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x: CURVATURE.hvp(lambda: x.sum(), {"w": x}, {"W": x}),
+            r"vector: unknown parameter 'W'; .*'w'",
+        ),
+        (lambda x: CURVATURE.gradient_at(lambda: x.sum(), {"w": x}, {"w": x[:1]}), r"delta\['w'\] has shape"),
+        (lambda x: CURVATURE.trace(lambda: x.sum(), {"w": x}, samples=1), "samples: must be .* at least 2"),
+        (lambda x: CURVATURE.trace(lambda: x, {"w": x}), "the loss must be a scalar tensor"),
+        (lambda x: CURVATURE.trace(lambda: x.detach().sum(), {"w": x}), "no gradient flows"),
+        (lambda x: CURVATURE.trace(lambda: x.sum(), {"w": x.detach()}), r"parameters\['w'\] must be a leaf"),
+        (lambda x: CURVATURE.trace(lambda: x.sum(), {}), "parameters must be a dict"),
+        (lambda x: CURVATURE.trace(x.sum(), {"w": x}), "loss must be a function"),
+        (lambda x: CURVATURE.top_eigenvalue(lambda: x.sum(), {"w": x}, iterations=0), "iterations: must be"),
+    ],
+)
+def test_wrong_input_is_named(call, message):
+    with pytest.raises(gp.PolicyError, match=message):
+        call(torch.ones(2, requires_grad=True))
+
+
+def test_half_precision_is_refused_where_differences_are_needed():
+    x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    assert CURVATURE.hvp(lambda: (x**2).sum(), {"x": x}, {"x": torch.ones_like(x)})["x"].tolist() == [2, 2]
+    with pytest.raises(
+        gp.PolicyError, match=r"'x' is torch.bfloat16; .* use a copy of the model, .float\(\)"
+    ):
+        CURVATURE.hvp(lambda: gp.apply("identity", torch.round, x).sum(), {"x": x}, {"x": torch.ones_like(x)})
