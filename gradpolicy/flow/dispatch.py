@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from gradpolicy.flow.carrying import carry, paths_in
 from gradpolicy.flow.checkpointing import may_be_recomputed
 from gradpolicy.flow.gradient_path import has_paths
-from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
+from gradpolicy.flow.operation_rule import OpaqueCall, OperationRule, TableRule
 from gradpolicy.flow.operation_tables import Function
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
@@ -31,7 +31,7 @@ class DispatchTable:
         for rule in self.rules:
             for function in rule.functions:
                 self.by_function[function] = (*self.by_function.get(function, ()), rule)
-        self.counts_calls = any(rule.calls for rule in self.rules)
+        self.counts_calls = any(isinstance(rule, OperationRule) and rule.calls for rule in self.rules)
         # The functions that ran without a rule, for reports.
         self.seen: set[Function] = set()
 
@@ -84,12 +84,12 @@ class DispatchMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _due(
-        self, rules: Sequence[TableRule], func: Function, args: tuple, kwargs: dict
+        self, rules: Sequence[TableRule], func: Function, args: tuple, kwargs: Mapping[str, Any]
     ) -> Sequence[TableRule]:
         """Counts a call, and gives the rules without those for other calls of the operation."""
         due = []
         for rule in rules:
-            if rule.calls:
+            if isinstance(rule, OperationRule) and rule.calls:
                 # Outside of the modules that the policy names nothing is counted.
                 if rule.key not in self.counts or not rule.covers(func, args, kwargs):
                     continue
