@@ -212,10 +212,24 @@ class OpaqueCall(TableRule):
         return function(*args, **kwargs)
 
 
+# A draw or an argmax, and its one-hot code.
+_OF_SEVERAL_CALLS = frozenset({"argmax_one_hot", "categorical"})
+
+
 def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRule]:
-    """The entries of a rule in a dispatch table: its operations, and the calls that may hide some."""
+    """The entries of a rule in a dispatch table: its operations, and the calls that may hide some.
+
+    Raises:
+        PolicyError: If the rule is for some calls of an operation that is made of several.
+    """
     operations = list(operations)
     names = {operation.name for operation in operations}
+    several = sorted(names & _OF_SEVERAL_CALLS) if state.calls else []
+    if several:
+        raise PolicyError(
+            f"policy {state.name!r}: calls= cannot count operation {several[0]!r}, which may be made of "
+            "several calls"
+        )
     own = {function for operation in operations for function in operation.functions}
     rules = [OperationRule(operation, state) for operation in operations]
     return [

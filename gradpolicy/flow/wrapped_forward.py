@@ -45,7 +45,8 @@ class InstallMode(DispatchMode):
 
         A rule for some calls depends on the whole forward in which they are counted.
         """
-        entered = CountedCalls.run if rule.calls else WrappedForward._forward
+        counts = isinstance(rule, OperationRule) and rule.calls
+        entered = CountedCalls.run if counts else WrappedForward._forward
         if self.has_graph and checkpoints_above(entered_by=entered.__code__):
             raise refusal(rule.name)
 
