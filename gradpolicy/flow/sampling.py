@@ -39,9 +39,6 @@ class UniformDraw(TableRule):
     """
 
     name = "bernoulli"
-    # It is for all calls.
-    calls: tuple[int, ...] = ()
-    key = ""
 
     def __init__(self, state: RuleState) -> None:
         self.state = state
@@ -86,9 +83,6 @@ class ComparedDraw(TableRule):
         self.calls = state.calls
         self.key = f"{state.name}: {self.name}"
         self.put_rule = put_rule
-        # Counted with the calls of ``torch.bernoulli``, which it stands for.
-        self.calls = state.calls
-        self.key = f"{state.name}: {self.name}"
         self._below = {*_functions("lt"), *_functions("le")}
         self.functions: tuple[Function, ...] = (*self._below, *_functions("gt"), *_functions("ge"))
 
@@ -144,9 +138,6 @@ class LibraryDraw(TableRule):
     """
 
     name = "bernoulli"
-    # It is for all calls.
-    calls: tuple[int, ...] = ()
-    key = ""
     functions: tuple[Function, ...] = (torch._C._set_grad_enabled,)
 
     def __init__(self, state: RuleState) -> None:
@@ -172,9 +163,6 @@ class CompiledLibraryDraw(TableRule):
     """
 
     name = "bernoulli"
-    # It is for all calls.
-    calls: tuple[int, ...] = ()
-    key = ""
 
     def __init__(self, state: RuleState) -> None:
         self.state = state
