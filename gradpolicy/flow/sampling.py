@@ -38,6 +38,9 @@ class UniformDraw:
     """
 
     name = "bernoulli"
+    # It is for all calls, and is none that counts.
+    calls: tuple[int, ...] = ()
+    key = ""
 
     def __init__(self, state: RuleState) -> None:
         self.state = state
@@ -75,6 +78,8 @@ class ComparedDraw:
     def __init__(self, state: RuleState, put_rule: PutRule) -> None:
         self.state = state
         self.put_rule = put_rule
+        self.calls = state.calls
+        self.key = f"{state.name}: {self.name}"
         self._below = {*_functions("lt"), *_functions("le")}
         self.functions: tuple[Function, ...] = (*self._below, *_functions("gt"), *_functions("ge"))
 
@@ -126,6 +131,9 @@ class LibraryDraw:
     """
 
     name = "bernoulli"
+    # It is for all calls, and is none that counts.
+    calls: tuple[int, ...] = ()
+    key = ""
     functions: tuple[Function, ...] = (torch._C._set_grad_enabled,)
 
     def __init__(self, state: RuleState) -> None:
@@ -151,6 +159,9 @@ class CompiledLibraryDraw:
     """
 
     name = "bernoulli"
+    # It is for all calls, and is none that counts.
+    calls: tuple[int, ...] = ()
+    key = ""
 
     def __init__(self, state: RuleState) -> None:
         self.state = state

@@ -1,0 +1,131 @@
+"""SimSiam on small images: two views of an image learn to agree, without negative pairs.
+
+The model is written without a word about gradients. What keeps it from collapsing, and the probe from shaping
+it, is said by policies, as in ``conf/policy/simsiam.yaml``.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradpolicy.checks import check_sizes
+from gradpolicy.tasks.task import Task
+
+
+class Views(NamedTuple):
+    """What SimSiam gives for two views.
+
+    Attributes:
+        loss: The mean of the two negative cosine similarities.
+        projections: Of the first view, shape (batch, size).
+        probe_logits: Of the first view, shape (batch, classes).
+    """
+
+    loss: Tensor
+    projections: Tensor
+    probe_logits: Tensor
+
+
+class NegativeCosine(nn.Module):
+    """The loss of a prediction p of the projection z: the mean of −cos(p, z)."""
+
+    def forward(self, p: Tensor, z: Tensor) -> Tensor:
+        """Compares predictions and projections of shape (batch, size)."""
+        return -functional.cosine_similarity(p, z, dim=-1).mean()
+
+
+class SimSiamNetwork(nn.Module):
+    """An encoder with a projector and a predictor, and a probe beside them.
+
+    Args:
+        inputs: Pixels of an image, over all channels.
+        hidden: Units of the hidden layers.
+        size: Entries of a projection.
+        classes: Classes that the probe tells apart.
+
+    Raises:
+        PolicyError: For an impossible size.
+
+    Source: Chen, He 2021 (exploring simple Siamese representation learning), arXiv:2011.10566.
+    """
+
+    def __init__(self, inputs: int = 64, hidden: int = 128, size: int = 32, classes: int = 10) -> None:
+        super().__init__()
+        check_sizes("SimSiamNetwork", inputs=inputs, hidden=hidden, size=size, classes=classes)
+        self.encoder = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(inputs, hidden, bias=False),
+            nn.BatchNorm1d(hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden, bias=False),
+            nn.BatchNorm1d(hidden),
+            nn.ReLU(),
+        )
+        # The paper's last normalisation is left out: it would spread out what has collapsed.
+        self.projector = nn.Linear(hidden, size)
+        self.predictor = nn.Sequential(
+            nn.Linear(size, size // 2, bias=False),
+            nn.BatchNorm1d(size // 2),
+            nn.ReLU(),
+            nn.Linear(size // 2, size),
+        )
+        self.criterion = NegativeCosine()
+        self.probe = nn.Linear(hidden, classes)
+
+    def forward(self, first: Tensor, second: Tensor) -> Views:
+        """Compares two views of the same images, each of shape (batch, channels, height, width)."""
+        features = self.encoder(first)
+        one, other = self.projector(features), self.projector(self.encoder(second))
+        loss = (self.criterion(self.predictor(one), other) + self.criterion(self.predictor(other), one)) / 2
+        return Views(loss, one, self.probe(features))
+
+
+class SimSiam(Task):
+    """Trains SimSiam on two noisy, shifted views of each image, and a probe of its features.
+
+    Arguments are those of :class:`~gradpolicy.tasks.task.Task`; the model gives :class:`Views`.
+
+    Logs ``{train,val,test}/loss``, ``…/probe_accuracy`` and ``…/spread``: the standard deviation of the
+    normalised projections times the root of their size. It is 1 where they fill all directions, and 0 where
+    they have collapsed to one.
+    """
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
+        """The loss of two views, and the probe's."""
+        images, labels = batch
+        views = self.model(_view(images), _view(images))
+        values = self._values(views, labels)
+        self.log_dict({f"train/{name}": value for name, value in values.items()}, prog_bar=True)
+        return views.loss + functional.cross_entropy(views.probe_logits, labels)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        """Logs the validation values."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        """Logs the test values."""
+        self._evaluate("test", batch)
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        values = self._values(self.model(images, images), labels)
+        logged = {f"{stage}/{name}": value for name, value in values.items()}
+        self.log_dict(logged, on_epoch=True, sync_dist=True, batch_size=len(images))
+
+    def _values(self, views: Views, labels: Tensor) -> dict[str, Tensor]:
+        directions = functional.normalize(views.projections.detach(), dim=-1)
+        return {
+            "loss": views.loss,
+            "probe_accuracy": (views.probe_logits.argmax(-1) == labels).float().mean(),
+            "spread": directions.std(0, correction=0).mean() * directions.shape[-1] ** 0.5,
+        }
+
+
+def _view(images: Tensor) -> Tensor:
+    """Images moved by up to a pixel in each direction, with noise and a random brightness."""
+    down, right = torch.randint(-1, 2, (2,)).tolist()
+    moved = torch.roll(images, (down, right), (-2, -1))
+    brightness = 0.8 + 0.4 * torch.rand(len(images), 1, 1, 1, device=images.device)
+    return moved * brightness + 0.1 * torch.randn_like(images)

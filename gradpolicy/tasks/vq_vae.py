@@ -1,0 +1,163 @@
+"""A vector-quantised autoencoder of small images, and its training.
+
+The model is written without a word about gradients. Which of them pass is said by policies, as in
+``conf/policy/vq_vae.yaml``: the quantiser passes its codes' gradient on to the encoder, and each of its two
+losses trains one side only.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradpolicy.checks import check_sizes, check_whole
+from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory, Task
+
+
+class Quantized(NamedTuple):
+    """What a quantiser gives.
+
+    Attributes:
+        codes: The nearest vectors of the codebook, in the shape of what was encoded.
+        codebook_loss: Their mean squared distance, which is to move the codebook.
+        commitment_loss: The same distance, which is to move the encoder.
+        indices: Which vectors they are, without the last dimension.
+    """
+
+    codes: Tensor
+    codebook_loss: Tensor
+    commitment_loss: Tensor
+    indices: Tensor
+
+
+class VectorQuantizer(nn.Module):
+    """Replaces each vector by the nearest one of a codebook.
+
+    Args:
+        vectors: How many the codebook holds.
+        size: Entries of a vector.
+    """
+
+    def __init__(self, vectors: int, size: int) -> None:
+        super().__init__()
+        # Narrower than what is encoded, so that no few of them take all of it.
+        self.codebook = nn.Parameter(0.3 * torch.randn(vectors, size))
+        self.codebook_loss = nn.MSELoss()
+        self.commitment_loss = nn.MSELoss()
+
+    def forward(self, encoded: Tensor) -> Quantized:
+        """Quantises vectors of shape (…, size)."""
+        indices = torch.cdist(encoded.flatten(0, -2), self.codebook).argmin(-1)
+        codes = self.codebook[indices].view_as(encoded)
+        return Quantized(
+            codes,
+            self.codebook_loss(codes, encoded),
+            self.commitment_loss(encoded, codes),
+            indices.view(encoded.shape[:-1]),
+        )
+
+
+class Reconstruction(NamedTuple):
+    """What the autoencoder gives.
+
+    Attributes:
+        images: The images that the decoder makes of the codes.
+        quantized: What the quantiser gave.
+    """
+
+    images: Tensor
+    quantized: Quantized
+
+
+class VectorQuantizedAutoencoder(nn.Module):
+    """A convolutional encoder, a quantiser, a decoder; images of half the size are what is quantised.
+
+    Args:
+        channels: Channels of the images.
+        width: Channels of the hidden layers.
+        vectors: Vectors of the codebook.
+        size: Entries of a vector.
+
+    Raises:
+        PolicyError: For an impossible size.
+
+    Source: van den Oord, Vinyals, Kavukcuoglu 2017 (neural discrete representation learning),
+    arXiv:1711.00937.
+    """
+
+    def __init__(self, channels: int = 1, width: int = 32, vectors: int = 32, size: int = 8) -> None:
+        super().__init__()
+        check_sizes("VectorQuantizedAutoencoder", channels=channels, width=width, size=size)
+        check_whole("VectorQuantizedAutoencoder.vectors", vectors, least=2)
+        self.encoder = nn.Sequential(
+            nn.Conv2d(channels, width, 4, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, size, 3, padding=1),
+            nn.GroupNorm(1, size),
+        )
+        self.quantizer = VectorQuantizer(vectors, size)
+        self.decoder = nn.Sequential(
+            nn.Conv2d(size, width, 3, padding=1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(width, channels, 4, stride=2, padding=1),
+        )
+
+    def forward(self, images: Tensor) -> Reconstruction:
+        """Encodes, quantises and decodes images of shape (batch, channels, height, width)."""
+        quantized = self.quantizer(self.encoder(images).movedim(1, -1))
+        return Reconstruction(self.decoder(quantized.codes.movedim(-1, 1)), quantized)
+
+
+class VQVAE(Task):
+    """Trains a vector-quantised autoencoder: reconstruction, codebook and commitment loss.
+
+    Args:
+        model: Gives a :class:`Reconstruction`.
+        optimizer: See :class:`~gradpolicy.tasks.task.Task`.
+        scheduler: See :class:`~gradpolicy.tasks.task.Task`.
+        scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
+        commitment: β, the weight of the commitment loss.
+
+    Logs ``{train,val,test}/loss``, ``…/reconstruction`` (the mean squared error of a pixel) and
+    ``…/perplexity`` (how many vectors of the codebook are in use).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        scheduler_interval: str = "epoch",
+        commitment: float = 0.25,
+    ) -> None:
+        super().__init__(model, optimizer, scheduler, scheduler_interval)
+        self.commitment = commitment
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
+        """The summed loss of a batch."""
+        values = self._assess(batch)
+        self.log_dict({f"train/{name}": value for name, value in values.items()}, prog_bar=True)
+        return values["loss"]
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        """Logs the validation values."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        """Logs the test values."""
+        self._evaluate("test", batch)
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        values = {f"{stage}/{name}": value for name, value in self._assess(batch).items()}
+        self.log_dict(values, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
+
+    def _assess(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        images = batch[0]
+        result = self(images)
+        quantized = result.quantized
+        reconstruction = functional.mse_loss(result.images, images)
+        loss = reconstruction + quantized.codebook_loss + self.commitment * quantized.commitment_loss
+        shares = quantized.indices.flatten().bincount().float() / quantized.indices.numel()
+        perplexity = torch.special.entr(shares).sum().exp()
+        return {"loss": loss, "reconstruction": reconstruction, "perplexity": perplexity}
