@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
 
 from gradpolicy.errors import PolicyError
@@ -121,6 +122,16 @@ def is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+def run_function(function: type[Function], *args: Any) -> Any:
+    """Runs an autograd Function, given all of its arguments.
+
+    ``Function.apply`` looks up the signature of ``forward`` for defaults, which takes most of its time.
+    """
+    if in_transform():
+        return function.apply(*args)
+    return super(Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+
+
 def replace_gradient(
     bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor], module: str | None = None
 ) -> Any:
@@ -145,13 +156,14 @@ def replace_gradient(
     elif in_forward_mode():
         function = ReplaceGradientInForwardMode
     if isinstance(values, Tensor):
-        return function.apply(bound_rule, module, 1, values, *inputs)
+        return run_function(function, bound_rule, module, 1, values, *inputs)
     if not isinstance(values, tuple | list):
         raise PolicyError(f"cannot put a rule on a result of type {type(values).__name__}")
     indices = [index for index, value in enumerate(values) if is_differentiable(value)]
     if not indices:
         return values
-    found = function.apply(bound_rule, module, len(indices), *(values[index] for index in indices), *inputs)
+    floating = [values[index] for index in indices]
+    found = run_function(function, bound_rule, module, len(indices), *floating, *inputs)
     results = list(values)
     for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
         results[index] = result

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradpolicy.flow.autograd_functions import run_function
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.gradient_path import GradientPath, JoinPath, is_discrete, path_of, set_path
 from gradpolicy.flow.operation_tables import Function
@@ -38,12 +39,13 @@ CASTS = (
     *("bool", "byte", "char", "short", "int", "long"),
 )
 NEGATIONS = ("logical_not", "bitwise_not", "invert")
+_ADDITION: tuple[Callable, ...] = (lambda a, b: 1, lambda a, b: 1)
 # With the derivatives in the first and in the second operand, which hold where the result is discrete.
 OPERATORS: dict[tuple[str, ...], tuple[Callable, ...]] = {
     ("mul", "logical_and", "bitwise_and", "and"): (lambda a, b: b, lambda a, b: a),
     ("logical_or", "bitwise_or", "or"): (lambda a, b: 1 - b, lambda a, b: 1 - a),
     ("logical_xor", "bitwise_xor", "xor"): (lambda a, b: 1 - 2 * b, lambda a, b: 1 - 2 * a),
-    ("add",): (lambda a, b: 1, lambda a, b: 1),
+    ("add",): _ADDITION,
     ("sub",): (lambda a, b: 1, lambda a, b: -1),
     # After sub, of which a reflected call is a spelling too.
     ("rsub",): (lambda a, b: -1, lambda a, b: 1),
@@ -57,18 +59,20 @@ CHOICES = ("where", "masked_fill")
 WITHOUT_VALUES = ("detach", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 
 
-def has_path(args: Sequence, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an argument of a call, or a tensor in a list, has a gradient path."""
+def paths_in(args: Sequence, kwargs: Mapping[str, Any]) -> list[GradientPath]:
+    """The gradient paths of a call's arguments, and of the tensors in its lists."""
+    found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            if path_of(value) is not None:
-                return True
-        elif isinstance(value, list | tuple) and any(path_of(item) is not None for item in value):
-            return True
-    return False
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            path = path_of(tensor)
+            if path is not None:
+                found.append(path)
+    return found
 
 
-def carry(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def carry(
+    call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any], paths: list[GradientPath]
+) -> Any:
     """Makes a call with a discrete argument that has a path, and lets the path follow.
 
     Args:
@@ -76,10 +80,10 @@ def carry(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
         function: The torch function.
         args: Its arguments.
         kwargs: Its keyword arguments.
+        paths: The paths of the arguments.
     """
     if not torch.is_grad_enabled():
         return call(function, args, kwargs)
-    paths = _paths_of(tensors_in((args, dict(kwargs))))
     carrier = (_TRACEABLE if torch.compiler.is_compiling() else _CARRIERS).get(function)
     if carrier is not None and all(path.tensor is not None for path in paths):
         writes_to_path = function in _WRITES and path_of(args[0]) is not None
@@ -92,10 +96,6 @@ def carry(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
             changed = args[:1] if function is Tensor.__setitem__ else ()
             _lose(paths, function, result, changed)
     return result
-
-
-def _paths_of(values: Sequence) -> list[GradientPath]:
-    return [path for path in map(path_of, values) if path is not None]
 
 
 def _lose(paths: list[GradientPath], function: Function, result: Any, changed: tuple = ()) -> None:
@@ -122,13 +122,13 @@ def _follow(result: Any, tensor: Any, paths: Iterable[GradientPath], slope: Tens
         return set_path(result, GradientPath(tensor, origins, is_index=is_index))
     for path in paths:
         path.note_carried()
-    return JoinPath.apply(result, tensor, slope)
+    return run_function(JoinPath, result, tensor, slope)
 
 
 def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     moved, *others = args or (None,)
     path = path_of(moved)
-    if path is None or has_path(others, kwargs):
+    if path is None or paths_in(others, kwargs):
         return NotImplemented
     with torch._C.DisableTorchFunction():
         result = function(*args, **kwargs)
@@ -149,7 +149,7 @@ def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
 
 def _sum(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     path = path_of(args[0]) if args else None
-    if path is None or path.is_index or has_path(args[1:], kwargs):
+    if path is None or path.is_index or paths_in(args[1:], kwargs):
         return NotImplemented
     with torch._C.DisableTorchFunction():
         result = function(*args, **kwargs)
@@ -205,8 +205,11 @@ def _operate(slopes: tuple[Callable, ...]) -> Carrier:
 
 def _follow_operands(result: Tensor, slopes: tuple[Callable, ...], operands: tuple, paths: list) -> Any:
     """Gives a discrete result of two operands its path, by the product rule."""
-    if result.dtype == torch.bool and any(getattr(o, "dtype", torch.bool) != torch.bool for o in operands):
-        return NotImplemented
+    if result.dtype == torch.bool:
+        # A sum of bits is their or, and whether an integer is not 0 is a step.
+        are_bits = all(getattr(operand, "dtype", torch.bool) == torch.bool for operand in operands)
+        if slopes is _ADDITION or not are_bits:
+            return NotImplemented
     given = [path for path in paths if path is not None]
     dtype = given[0].tensor.dtype
     values = [operand.to(dtype) if isinstance(operand, Tensor) else operand for operand in operands]
@@ -232,13 +235,13 @@ def _in_floating_point(operand: Any, dtype: torch.dtype) -> Any:
     if path is None:
         return operand
     path.note_carried()
-    return JoinPath.apply(operand.detach().to(dtype), path.tensor, None)
+    return run_function(JoinPath, operand.detach().to(dtype), path.tensor, None)
 
 
 def _join(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     if not args or not isinstance(args[0], list | tuple):
         return NotImplemented
-    paths = _paths_of(args[0])
+    paths = paths_in(args[0], {})
     if any(path.is_index for path in paths):
         return NotImplemented
     dtype = paths[0].tensor.dtype
@@ -259,7 +262,7 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
     order = (1, 2, 0) if function in _FILLS else (1, 0, 2) if function is Tensor.where else (0, 1, 2)
     condition, chosen, otherwise = (args[place] for place in order)
     path = path_of(condition)
-    if has_path((chosen, otherwise), {}):
+    if paths_in((chosen, otherwise), {}):
         if path is not None:
             return NotImplemented
         with torch._C.DisableTorchFunction():
@@ -288,13 +291,20 @@ def _detached(value: Any, like: Tensor) -> Tensor:
 
 def _one_hot(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     path = path_of(args[0]) if args else None
-    if path is None or not path.is_index:
+    if path is None:
         return NotImplemented
     with torch._C.DisableTorchFunction():
         result = function(*args, **kwargs)
-        missing = result.shape[-1] - path.tensor.shape[-1]
-        whole = GradientPath(None, path.origins)
-        return _follow(result, F.pad(path.tensor, (0, missing)), [whole])
+        classes = result.shape[-1]
+        if path.is_index:
+            tensor = F.pad(path.tensor, (0, classes - path.tensor.shape[-1]))
+        elif classes == 2:
+            # Of a bit: (1 − bit, bit).
+            tensor = torch.stack([-path.tensor, path.tensor], -1)
+        else:
+            _lose([path], function, result)
+            return result
+        return _follow(result, tensor, [GradientPath(None, path.origins)])
 
 
 def _functions(names: Iterable[str]) -> list[Function]:

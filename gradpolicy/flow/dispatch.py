@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradpolicy.flow.carrying import carry, has_path
+from gradpolicy.flow.carrying import carry, paths_in
 from gradpolicy.flow.checkpointing import may_be_recomputed
 from gradpolicy.flow.gradient_path import has_paths
 from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
@@ -65,8 +65,8 @@ class DispatchMode(TorchFunctionMode):
     ) -> Any:
         """Makes the call by the first rule that covers it; paths of discrete arguments follow."""
         kwargs = kwargs or {}
-        if has_paths() and has_path(args, kwargs):
-            return carry(self._call, func, args, kwargs)
+        if has_paths() and (paths := paths_in(args, kwargs)):
+            return carry(self._call, func, args, kwargs, paths)
         return self._call(func, args, kwargs)
 
     def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:

@@ -17,7 +17,8 @@ from torch.autograd import Function
 from gradpolicy.flow.autograd_functions import in_transform, replace_gradient
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 
-_is_compiling = torch.compiler.is_compiling
+# The quicker of two questions, asked at every call.
+_is_traced = torch.compiler.is_dynamo_compiling
 _NAME = "_gradpolicy_path"
 
 # Whether any result has a path yet. Until then no call needs to look for one.
@@ -106,7 +107,7 @@ class JoinPath(Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         """Keeps the slope."""
         _, path, slope = inputs
-        ctx.shape, ctx.dtype, ctx.has_slope = path.shape, path.dtype, slope is not None
+        ctx.dtype, ctx.has_slope = path.dtype, slope is not None
         if slope is not None:
             ctx.save_for_backward(slope)
 
@@ -117,7 +118,7 @@ class JoinPath(Function):
         if ctx.has_slope:
             (slope,) = ctx.saved_tensors
             gradient = torch.where(grad == 0, torch.zeros_like(grad), grad * slope)
-        return grad, gradient.sum_to_size(ctx.shape).to(ctx.dtype), None
+        return grad, gradient.to(ctx.dtype), None
 
 
 def is_discrete(value: Any) -> bool:
@@ -127,7 +128,7 @@ def is_discrete(value: Any) -> bool:
 
 def has_paths() -> bool:
     """Whether a call may have an argument with a path; always in compiled code, where that costs nothing."""
-    return _is_compiling() or _any_path[0]
+    return _is_traced() or _any_path[0]
 
 
 def start_path(
@@ -168,7 +169,7 @@ def start_path(
 
 def set_path(tensor: Tensor, path: GradientPath) -> Tensor:
     """Keeps a path with a discrete tensor, and returns the tensor."""
-    if not _is_compiling():
+    if not _is_traced():
         _any_path[0] = True
         path.version = tensor._version
     setattr(tensor, _NAME, path)
@@ -179,7 +180,7 @@ def path_of(value: Any) -> GradientPath | None:
     """The path of a discrete tensor; lost if the tensor was changed in place. None for anything else."""
     if not isinstance(value, Tensor):
         return None
-    if _is_compiling():
+    if _is_traced():
         # A guard on every tensor would cost time at each call of the compiled code.
         return getattr(value, _NAME, None) or None if is_discrete(value) else None
     path: GradientPath | None = getattr(value, _NAME, None) or None

@@ -61,6 +61,38 @@ class GuidedLayer(nn.Module):
         return GuidedFunction.apply(x)
 
 
+class StepFunction(torch.autograd.Function):
+    """A step with the gradient of the logistic function, as people write it by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The step."""
+        ctx.save_for_backward(x)
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The stand-in's derivative."""
+        (x,) = ctx.saved_tensors
+        return grad * (torch.sigmoid(x) * torch.sigmoid(-x))
+
+
+class MaskedByHand(nn.Module):
+    """Units that are on where they are positive, by that Function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiplies with the step."""
+        return x * StepFunction.apply(x)
+
+
+class MaskedByComparison(nn.Module):
+    """The same by a comparison, which has no gradient without a policy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiplies with the cast comparison."""
+        return x * (x > 0).to(x.dtype)
+
+
 def resnet() -> nn.Module:
     """A network of ResNet-18's shape: 17 ReLUs."""
     layers: list[nn.Module] = [
@@ -121,7 +153,13 @@ def flow_resnet_eager() -> list[Row]:
     with one_thread():
         return [
             _against(plain, guided, batch, "guided, eager", target=1.03, rounds=120),
-            _against(plain, _by_hand(plain), batch, "guided by a Python Function, eager", rounds=20),
+            _against(
+                plain,
+                _with_layers(plain, GuidedLayer),
+                batch,
+                "guided by a Python Function, eager",
+                rounds=20,
+            ),
         ]
 
 
@@ -132,6 +170,15 @@ def flow_resnet_compiled() -> list[Row]:
     guided = torch.compile(_installed(plain, [gp.Guided()]), fullgraph=True)
     with one_thread():
         return [_against(compiled, guided, batch, "guided, torch.compile", target=1.02, rounds=80)]
+
+
+def flow_casts() -> list[Row]:
+    """A rule on the comparison behind each of 17 masks, against the same gradient by a Python Function."""
+    plain, batch = _resnet_and_batch()
+    by_hand = _with_layers(plain, MaskedByHand)
+    by_policy = _installed(_with_layers(plain, MaskedByComparison), [gp.UseRule("sigmoid", ops=["gt"])])
+    with one_thread():
+        return [_against(by_hand, by_policy, batch, "17 masks by a comparison", target=1.01, rounds=40)]
 
 
 def flow_resnet_peers() -> list[Row]:
@@ -148,7 +195,7 @@ def flow_tiny() -> list[Row]:
     loop, by_function = Loop(), ByFunction()
     cases = (
         (plain, _installed(plain, [gp.Guided()]), "guided", 1.35),
-        (plain, _by_hand(plain), "a Python Function", None),
+        (plain, _with_layers(plain, GuidedLayer), "a Python Function", None),
         (loop, _installed(loop, [gp.Guided()]), "guided, in a forward of its own", None),
         (by_function, _installed(by_function, [gp.Guided()]), "guided, F.relu in a forward of its own", None),
     )
@@ -239,12 +286,13 @@ def _installed(model: nn.Module, policies: list[Any]) -> nn.Module:
     return duplicate
 
 
-def _by_hand(model: nn.Module) -> nn.Module:
+def _with_layers(model: nn.Module, layer: type[nn.Module]) -> nn.Module:
+    """A copy of a model with another layer for each ReLU."""
     duplicate = copy.deepcopy(model)
     for module in list(duplicate.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.ReLU):
-                setattr(module, name, GuidedLayer())
+                setattr(module, name, layer())
     return duplicate
 
 
@@ -325,6 +373,7 @@ def _stub_torchvision() -> None:
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "flow_resnet": flow_resnet,
     "flow_resnet_eager": flow_resnet_eager,
+    "flow_casts": flow_casts,
     "flow_resnet_peers": flow_resnet_peers,
     "flow_resnet_compiled": flow_resnet_compiled,
     "flow_tiny": flow_tiny,

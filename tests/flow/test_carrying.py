@@ -45,10 +45,20 @@ CARRIED = {
     "where, the method": (lambda m: W.where(m, torch.zeros(3)), lambda s: W * s),
     "where, integers": (lambda m: torch.where(m, 3, 1).float(), lambda s: 1 + 2 * s),
     "where, as a value": (lambda m: torch.where(W > 1, m, 0.5), lambda s: torch.where(W > 1, s, 0.5)),
+    "where, broadcast": (lambda m: torch.where(m[:, None], W, 0.0), lambda s: s[:, None] * W),
+    "where, integers, broadcast": (
+        lambda m: torch.where(m[:, None], torch.arange(3), 1).float(),
+        lambda s: 1 + s[:, None] * (torch.arange(3) - 1),
+    ),
+    "one_hot of a bit": (
+        lambda m: F.one_hot(m.long(), 2) * W[:2],
+        lambda s: torch.stack([1 - s, s], -1) * W[:2],
+    ),
     "masked_fill": (lambda m: W.masked_fill(m, 0.0), lambda s: W * (1 - s)),
     "not": (lambda m: (~m).float(), lambda s: 1 - s),
     "logical_not": (lambda m: m.logical_not() * W, lambda s: (1 - s) * W),
     "and": (lambda m: (m & (W > 1)).float(), lambda s: s * (W > 1)),
+    "and, broadcast": (lambda m: (m[:, None] & (W > 1)).float(), lambda s: s[:, None] * (W > 1)),
     "and, of both": (lambda m: (m & m.flip(0)).float(), lambda s: s * s.flip(0)),
     "or": (lambda m: ((W > 1) | m).float(), lambda s: 1 - (1 - s) * (W <= 1)),
     "xor": (lambda m: (m ^ (W > 1)).float(), lambda s: s + (1 - 2 * s) * (W > 1)),
@@ -148,7 +158,8 @@ def test_inside_an_installed_policy_and_outside_of_its_modules():
             self.gate = Gate()
 
         def forward(self, x):
-            return self.gate(x) * W
+            gate = self.gate(x)
+            return gate * W + gate.float() - gate.float()
 
     model, x = Model(), X.clone().requires_grad_()
     policy = gp.UseRule(ten_times, ops=["gt"], modules="gate")
@@ -174,6 +185,18 @@ def test_nested_blocks_carry_it_once(gradient):
 
 
 LOST = {
+    "gather": lambda m: m.gather(0, m.long()).float(),
+    "bool": lambda m: m.int().bool().float(),
+    "__invert__": lambda m: (~m.int()).float(),
+    "add": lambda m: torch.add(m, W, alpha=2),
+    "add, of bits": lambda m: (m + m).float(),
+    "add_": lambda m: torch.zeros(3, dtype=torch.int64).add_(m).float(),
+    "mul, complex": lambda m: (m * 1j).real,
+    "logical_and": lambda m: m.int().logical_and(W.int()).float(),
+    "where": lambda m: torch.where(m, m, 0.5),
+    "where, bits": lambda m: torch.where(W > 1, m, True).float(),
+    "where, by keyword": lambda m: torch.where(condition=m, input=W, other=W),
+    "one_hot": lambda m: F.one_hot(m.long(), 3).float(),
     "cumprod": lambda m: m.cumprod(0).float(),
     "eq": lambda m: (m == False).float(),  # noqa: E712
     "a change in place": lambda m: m.logical_or_(W > 1).float(),
@@ -330,7 +353,15 @@ def test_a_mask_carries_it_into_compiled_code_and_out_of_it(gradient):
         assert torch.equal(gradient(lambda x: cast(x > 0), X)[0], torch.full((3,), 10.0))
 
 
-@pytest.mark.parametrize("lost", [lambda m: (1 - m.int()).float(), lambda m: m.split(1)[0].float()])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        lambda m: (1 - m.int()).float(),
+        lambda m: m.split(1)[0].float(),
+        lambda m: (m.__setitem__(0, True), m.float())[1],
+        lambda m: m.logical_or_(W > 1).float(),
+    ],
+)
 def test_compiled_code_says_what_it_cannot_carry(lost):
     torch._dynamo.reset()
 
