@@ -33,7 +33,7 @@ from gradpolicy.tasks.quantizers import (
 )
 
 BITS, SEEDS = 4, (0, 1, 2)
-WEIGHTS, ACTIVATIONS = {"modules": "*.parametrizations.*"}, {"modules": ["*", "!*.parametrizations.*"]}
+WEIGHTS, ACTIVATIONS = "*.parametrizations.*", ["*", "!*.parametrizations.*"]
 Made = tuple[nn.Module, list]
 # The last layer keeps its precision, as in the papers.
 quantized = partial(Quantized, keep=["head"])
@@ -57,25 +57,28 @@ def dorefa(model: nn.Module) -> Made:
 
 def pact(model: nn.Module) -> Made:
     """DoReFa's weights, and activations with a learned clip."""
-    policies = [gp.StraightThrough(ops=["round"], **WEIGHTS), gp.UseRule("pact", ops=[clip_and_quantize])]
+    policies = [
+        gp.StraightThrough(ops=["round"], modules=WEIGHTS),
+        gp.UseRule("pact", ops=[clip_and_quantize]),
+    ]
     return quantized(model, partial(DoReFaWeight, BITS), partial(PACT, BITS)), policies
 
 
 def on_weights() -> gp.UseRule:
     """LSQ's rule on the weights."""
-    return gp.UseRule("lsq", parameters={"bits": BITS}, ops=[quantize], **WEIGHTS)
+    return gp.UseRule("lsq", parameters={"bits": BITS}, ops=[quantize], modules=WEIGHTS)
 
 
 def lsq(model: nn.Module) -> Made:
     """Learned steps."""
     unsigned = {"bits": BITS, "signed": False}
-    on_activations = gp.UseRule("lsq", parameters=unsigned, ops=[quantize], **ACTIVATIONS)
+    on_activations = gp.UseRule("lsq", parameters=unsigned, ops=[quantize], modules=ACTIVATIONS)
     return no_policy(model)[0], [on_weights(), on_activations]
 
 
 def lsq_plus(model: nn.Module) -> Made:
     """Learned steps, and offsets of the activations."""
-    on_activations = gp.UseRule("lsq_plus", parameters={"bits": BITS}, ops=[quantize], **ACTIVATIONS)
+    on_activations = gp.UseRule("lsq_plus", parameters={"bits": BITS}, ops=[quantize], modules=ACTIVATIONS)
     return quantized(model, partial(LSQ, BITS), partial(LSQPlus, BITS)), [on_weights(), on_activations]
 
 
@@ -84,8 +87,9 @@ def torchao(model: nn.Module) -> Made:
     from torchao.quantization import quantize_
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
-    weights = IntxFakeQuantizeConfig(torch.int4, "per_channel", is_symmetric=True)
-    inputs = IntxFakeQuantizeConfig(torch.int4, "per_token", is_symmetric=False)
+    bits = getattr(torch, f"int{BITS}")
+    weights = IntxFakeQuantizeConfig(bits, "per_channel", is_symmetric=True)
+    inputs = IntxFakeQuantizeConfig(bits, "per_token", is_symmetric=False)
     config = QATConfig(activation_config=inputs, weight_config=weights, step="prepare")
     quantize_(model, config, lambda module, name: isinstance(module, nn.Linear) and name != "head")
     return model, []

@@ -131,10 +131,10 @@ def resolve_operation(specification: str | Function) -> Operation:
         True
     """
     if isinstance(specification, str):
-        name = _canonical(specification)
-        if "." in specification and not (specification.startswith("torch.") or _spellings(name)):
+        canonical = _canonical(specification)
+        if "." in specification and not (specification.startswith("torch.") or _spellings(canonical)):
             return resolve_operation(import_by_name(specification))
-        return _operation_named(name, specification)
+        return _operation_named(canonical, specification)
     # A function of torch.library arrives at modes as its overload.
     specification = getattr(specification, "_opoverload", specification)
     name = _operation_name(specification) if callable(specification) else None

@@ -7,7 +7,7 @@ What rounds here is an operation, so that a policy can name it: ``round`` in :cl
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def quantize(values: Tensor, step: Tensor, lowest: int, highest: int, offset: Te
     tensors = (values, step) if offset is None else (values, step, offset)
     if has_torch_function(tensors):
         arguments = (values, step, lowest, highest, *tensors[2:])
-        return cast(Tensor, handle_torch_function(quantize, tensors, *arguments))
+        return handle_torch_function(quantize, tensors, *arguments)
     shift = 0.0 if offset is None else offset
     return torch.round(torch.clamp((values - shift) / step, lowest, highest)) * step + shift
 
@@ -57,7 +57,7 @@ def clip_and_quantize(values: Tensor, clip: Tensor, levels: int) -> Tensor:
         tensor([0., 0., 3.])
     """
     if has_torch_function((values, clip)):
-        return cast(Tensor, handle_torch_function(clip_and_quantize, (values, clip), values, clip, levels))
+        return handle_torch_function(clip_and_quantize, (values, clip), values, clip, levels)
     bounded = torch.minimum(values.clamp(min=0.0), clip)
     return torch.round(bounded * (levels / clip)) * (clip / levels)
 
@@ -123,8 +123,9 @@ class LSQ(nn.Module):
 
     def __init__(self, bits: int = 4, signed: bool = True, magnitude: float = 1.0) -> None:
         super().__init__()
-        check_whole("LSQ.bits", bits, least=2 if signed else 1, most=16)
-        self.lowest, self.highest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+        points = 2 ** check_whole("LSQ.bits", bits, least=2 if signed else 1, most=16)
+        self.lowest = -points // 2 if signed else 0
+        self.highest = self.lowest + points - 1
         self.step = nn.Parameter(torch.tensor(2 * magnitude / math.sqrt(self.highest)))
 
     def forward(self, values: Tensor) -> Tensor:
