@@ -75,7 +75,19 @@ def _tuned(method: str) -> Variant:
     return Variant(method, (f"experiment=shakespeare_{method}", INITIAL_WEIGHTS))
 
 
+ACCURACY = Column("test accuracy, %", "test/accuracy", factor=100.0)
+
 FAMILIES = {
+    "attention": Family(
+        title="Visual attention on Fashion-MNIST: masks that pass their gradient, that pass none, and soft ones",
+        variants=(
+            Variant("hard_policy", ("experiment=visual_attention",)),
+            Variant("hard_plain", ("experiment=visual_attention", "~policy.mask")),
+            Variant("soft", ("experiment=visual_attention", "model.model.sampled=false", "~policy.mask")),
+        ),
+        columns=(ACCURACY, Column("test loss, nats", "test/loss", digits=3)),
+        curve=("val/accuracy", "validation accuracy"),
+    ),
     "fashion": Family(
         title="Fashion-MNIST: dense, RigL, SET, and a random topology that stays, at 90 % and 98 % sparsity",
         variants=(
