@@ -5,7 +5,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,6 +20,22 @@ _PACKAGE = str(Path(__file__).parent)
 
 class PolicyError(ValueError):
     """Wrong input: says which key or name, what is wrong with it, and the nearest valid names."""
+
+
+@contextmanager
+def under(key: str) -> Iterator[None]:
+    """Puts a key before the message of wrong input that is found in the block.
+
+    Example:
+        >>> with under("policy.trunk.params"):
+        ...     raise PolicyError("matches nothing")
+        Traceback (most recent call last):
+        gradpolicy.errors.PolicyError: policy.trunk.params: matches nothing
+    """
+    try:
+        yield
+    except PolicyError as error:
+        raise PolicyError(f"{key}: {error}") from error
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
-from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
+from gradpolicy.errors import PolicyError, knows_its_arguments, shown, under, unknown
 from gradpolicy.flow.operations import find_rule
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.function import as_source
@@ -409,10 +409,8 @@ class Freeze(Policy):
 
 def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None) -> Rule:
     """The rule that an argument names; an error says which argument."""
-    try:
+    with under(key):
         found = find_rule(rule)
-    except PolicyError as error:
-        raise PolicyError(f"{key}: {error}") from error
     return found.with_parameters(**(parameters or {}))
 
 

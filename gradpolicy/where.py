@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, nearest, shown
+from gradpolicy.errors import PolicyError, nearest, shown, under
 from gradpolicy.imports import allowed_packages, import_by_name, is_limited, lies_in
 
 ModulePattern = str | type[nn.Module]
@@ -162,6 +162,25 @@ def pick(named: Mapping[str, Named], patterns: str | Iterable[str]) -> dict[str,
     if not chosen:
         raise _nothing_left(written, "parameter")
     return {name: tensor for name, tensor in once_each(named).items() if id(tensor) in chosen}
+
+
+def pick_each(
+    named: Mapping[str, Named], params: Mapping[str, str | Iterable[str]]
+) -> dict[str, dict[str, Named]]:
+    """Selects what each policy on parameters matches, as :func:`pick` does.
+
+    Args:
+        named: The tensors by name.
+        params: The globs of each policy, by the policy's name.
+
+    Raises:
+        PolicyError: If a pattern matches nothing, under the key of its policy.
+    """
+    found = {}
+    for name, patterns in params.items():
+        with under(f"policy.{name}.params"):
+            found[name] = pick(named, patterns)
+    return found
 
 
 def match_any(patterns: str | Iterable[str] | None, names: Iterable[str], kind: str) -> set[str]:

@@ -1,30 +1,18 @@
-"""Shows which pixels speak for a class: ``python scripts/attribute.py ckpt_path=… method=… images=DIR|test``.
+"""Shows which pixels speak for a class.
 
-Writes an overlay for each image and a grid of all of them. Settings are given as ``name=value``:
+    python scripts/attribute.py --ckpt_path last --method guided --images test
+    python scripts/attribute.py --model timm:resnet18 --images photographs/
 
-  ckpt_path   a checkpoint of train.py, its run directory, or `last`
-  model       instead: timm:NAME or torchvision:NAME (needs the extra `vision`)
-  weights     with model: a file with weights; unless given the package's own; none for random ones
-  method      gradient, guided, deconv, smoothgrad or guided_gradcam (default: guided)
-  images      a directory, a file, or `test` for the test images of the run (default: test)
-  count       how many images at most (default: 16)
-  target      the class to explain, by number; the predicted one unless given
-  output      where the pictures go (default: attributions/METHOD in the run directory)
-  columns     images in a row of the grid (default: 4)
-  batch_size  images at once (default: 8)
-  device      cpu, cuda, … (default: auto)
-  samples     smoothgrad: noisy copies of each image (default: 25)
-  noise       smoothgrad: their noise, as a share of the image's range (default: 0.15)
-  layer       guided_gradcam: the convolution, by name; the last one unless given
-  allowed_targets  packages of yours that the run's config may name, as for train.py
-  debug       true: show where in the code an error came from
+Writes an overlay for each image and a grid of all of them. Options may also be written without dashes, as
+train.py takes its own: ckpt_path=last method=guided.
 """
 
+import argparse
 import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,19 +23,19 @@ if __name__ == "__main__":
 
 import torch
 import yaml
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.errors import PolicyError
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import Attribution, find_convolution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
 from gradpolicy.launch.allowed_targets import KEY, trusted_packages
+from gradpolicy.launch.app import parse_command_line
 from gradpolicy.launch.build import Subject, build_subject
-from gradpolicy.launch.errors import WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.report import replace_unencodable
+from gradpolicy.launch.messages import WRONG_INPUT, report_error, wrong_input_errors
+from gradpolicy.launch.results import replace_unencodable
 from gradpolicy.launch.run import quieter
 from gradpolicy.launch.targets import check_targets
 from gradpolicy.lightning.checkpoint_checks import check_fits
@@ -61,28 +49,6 @@ PARTS = ("data", "model", "policy")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@dataclass
-class Options:
-    """What the command line sets; see the top of this file."""
-
-    ckpt_path: str | None = None
-    model: str | None = None
-    weights: str | None = None
-    method: str = "guided"
-    images: str = "test"
-    count: int = 16
-    target: int | None = None
-    output: str | None = None
-    columns: int = 4
-    batch_size: int = 8
-    device: str = "auto"
-    samples: int = 25
-    noise: float = 0.15
-    layer: str | None = None
-    allowed_targets: list[str] = field(default_factory=list)
-    debug: bool = False
-
-
 @dataclass(frozen=True)
 class Explained:
     """A model ready to be explained.
@@ -91,9 +57,9 @@ class Explained:
         name: What the pictures call it.
         model: Takes images.
         network: Where layers are looked for by name.
-        shape: Of the images.
-        directory: Where its pictures go unless told otherwise.
-        classes: Names of the classes, where they are known.
+        shape: The shape of the images.
+        directory: Where its pictures go by default.
+        classes: The names of the classes, if they are known.
         policies: Flow policies that belong to the model, such as straight-through for a quantised one.
         data: The data module of the run it comes from.
     """
@@ -110,7 +76,7 @@ class Explained:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image with its name and, where it is known, its class."""
+    """An image with its name and, if it is known, its class."""
 
     name: str
     image: Tensor
@@ -120,40 +86,86 @@ class Picture:
 def main(arguments: Sequence[str]) -> int:
     """Runs the program and gives its exit code: 0, or 2 for wrong input."""
     replace_unencodable()
-    if not arguments or {"-h", "--help"} & set(arguments):
-        Console().print(__doc__, highlight=False, markup=False)
-        return 0 if arguments else WRONG_INPUT
+    parser = make_parser()
+    if not arguments:
+        parser.print_help()
+        return WRONG_INPUT
+    show_traceback = False
     try:
-        options = read_options(arguments)
-        with quieter(), limited_to(trusted_packages(_allowing(arguments), ROOT)):
+        options = read_options(parser, arguments)
+        show_traceback = options.debug == "true"
+        allowing = [f"{KEY}={options.allowed_targets}"] if options.allowed_targets else []
+        with quieter(), limited_to(trusted_packages(allowing, ROOT)):
             directory = attribute(options)
     except wrong_input_errors() as error:
-        report_error(error, show_traceback="debug=true" in arguments)
+        report_error(error, show_traceback)
         return WRONG_INPUT
     Console().print(f"Saved in {directory}", markup=False, soft_wrap=True)
     return 0
 
 
-def _allowing(arguments: Sequence[str]) -> list[str]:
-    return [argument for argument in arguments if argument.startswith(f"{KEY}=")]
+def make_parser() -> argparse.ArgumentParser:
+    """The command line of the program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--ckpt_path", help="a checkpoint of train.py, its run directory, or `last`")
+    add("--model", help="instead: timm:NAME or torchvision:NAME (needs the extra `vision`)")
+    add(
+        "--weights",
+        help="with --model: a file of weights (default: the package's own), or `none` for random ones",
+    )
+    add(
+        "--method",
+        default="guided",
+        help="gradient, guided, deconv, smoothgrad or guided_gradcam (default: %(default)s)",
+    )
+    add(
+        "--images",
+        default="test",
+        help="a directory, a file, or `test` for the test images of the run (default: %(default)s)",
+    )
+    add("--count", type=int, default=16, help="how many images at most (default: %(default)s)")
+    add("--target", type=int, help="the number of the class to explain (default: the predicted class)")
+    add("--output", help="where the pictures go (default: attributions/METHOD in the run directory)")
+    add("--columns", type=int, default=4, help="images in a row of the grid (default: %(default)s)")
+    add("--batch_size", type=int, default=8, help="images at once (default: %(default)s)")
+    add("--device", default="auto", help="cpu, cuda, … (default: %(default)s)")
+    add(
+        "--samples",
+        type=int,
+        default=25,
+        help="smoothgrad: noisy copies of an image (default: %(default)s)",
+    )
+    add(
+        "--noise",
+        type=float,
+        default=0.15,
+        help="smoothgrad: their noise, as a share of the image's range (default: %(default)s)",
+    )
+    add("--layer", help="guided_gradcam: the name of the convolution (default: the last one)")
+    add("--allowed_targets", help="packages of yours that the run's config may name, as for train.py")
+    add(
+        "--debug",
+        nargs="?",
+        const="true",
+        default="false",
+        choices=("true", "false"),
+        help="show where in the code an error came from",
+    )
+    return parser
 
 
-def read_options(arguments: Sequence[str]) -> Options:
-    """Reads ``name=value`` settings.
+def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line, in which ``name=value`` means ``--name=value``.
 
     Raises:
-        PolicyError: For another form, an unknown name, or values that exclude each other.
-        omegaconf.errors.OmegaConfBaseException: For a value of another type.
+        PolicyError: For an unknown option, a value of another type, or values that exclude each other.
     """
-    names = [field.name for field in fields(Options)]
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        if not equals:
-            raise PolicyError(f"{argument}: name=value needed, such as method=guided")
-        if name not in names:
-            raise unknown("setting", name, names)
-    given = OmegaConf.from_dotlist(list(arguments))
-    options: Options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), given))  # type: ignore[assignment]
+    names = vars(parser.parse_args([]))
+    words = [f"--{word}" if word.partition("=")[0] in names else word for word in arguments]
+    options = parse_command_line(parser, words)
     if (options.ckpt_path is None) == (options.model is None):
         raise PolicyError("ckpt_path: give either ckpt_path=… or model=…")
     if options.model is not None and options.images == "test":
@@ -164,7 +176,7 @@ def read_options(arguments: Sequence[str]) -> Options:
     return options
 
 
-def attribute(options: Options) -> Path:
+def attribute(options: argparse.Namespace) -> Path:
     """Attributes the images, and gives the directory that the pictures were written to."""
     method = get_method(options.method)
     device = _device(options.device)
@@ -187,7 +199,7 @@ def attribute(options: Options) -> Path:
     return directory
 
 
-def load_run(options: Options) -> Explained:
+def load_run(options: argparse.Namespace) -> Explained:
     """Makes model, data and policies from the config of a run, and loads its weights."""
     checkpoint = find_checkpoint(options.ckpt_path, [Path("outputs")])
     assert checkpoint is not None
@@ -210,7 +222,7 @@ def load_run(options: Options) -> Explained:
     )
 
 
-def load_named(options: Options) -> Explained:
+def load_named(options: argparse.Namespace) -> Explained:
     """Loads a model of timm or torchvision."""
     name = str(options.model)
     found = load_named_model(name, options.weights)
@@ -242,7 +254,7 @@ def model_policies(policies: Iterable[Policy]) -> tuple[FlowPolicy, ...]:
     )
 
 
-def _with_settings(method: Attribution, explained: Explained, options: Options) -> Attribution:
+def _with_settings(method: Attribution, explained: Explained, options: argparse.Namespace) -> Attribution:
     """Binds a method's own settings and the model's policies."""
     own: dict[str, Any] = {}
     if options.method == "smoothgrad":
@@ -252,7 +264,7 @@ def _with_settings(method: Attribution, explained: Explained, options: Options) 
     return partial(method, policies=explained.policies, **own)
 
 
-def _pictures(explained: Explained, options: Options) -> list[Picture]:
+def _pictures(explained: Explained, options: argparse.Namespace) -> list[Picture]:
     if options.images != "test":
         paths = find_images(Path(options.images))[: options.count]
         return [Picture(path.stem, read_image(path, explained.shape)) for path in paths]
@@ -272,7 +284,7 @@ def explain(
     target: int | None,
     device: torch.device,
 ) -> list[Sample]:
-    """Attributes a batch of pictures; where a class is asked for, right and wrong mean nothing."""
+    """Attributes a batch of pictures. If a class is asked for, the true class is left out."""
     images = torch.stack([picture.image for picture in pictures]).to(device)
     attributions = method(explained.model, images, target)
     classes, probabilities = predict(explained.model, images, target)

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same masks, ages and weights? A checksum of each tensor, two numbers on the wire."""
+"""Checks that all ranks hold the same masks, ages and weights, by exchanging two numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError
 from gradpolicy.tensors.hashing import derive
 
-# Words summed into one column; a prime, so that swapped rows of a matrix fall into other columns.
+# The number of columns; a prime, so that swapped rows of a matrix fall into different columns.
 _COLUMNS = 509
 _WORD_BYTES = 8
 
@@ -36,23 +36,23 @@ def checksum(tensor: Tensor) -> Tensor:
     left = words[rows * _COLUMNS :]
     sums[: left.numel()] += left
     sums[-rest.numel() - 1 : -1] += rest
-    return (sums * _weights(tensor.device)).sum()
+    return (sums * _column_weights(tensor.device)).sum()
 
 
 def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: str = "") -> None:
-    """Stops every rank if any of them holds something else than the others.
+    """Raises on every rank if one of them holds something else than the others.
 
-    In agreement, 16 bytes a rank are reduced. Every rank of the group must call this.
+    If they agree, an all-reduce of 16 bytes is all that is sent. Every rank of the group must call this.
 
     Args:
         tensors: What must be the same everywhere, by a name a person understands: tensors, or anything
             with a ``repr`` that tells it from others (a seeded mask, a number). The first difference in this
             order is named.
         group: The process group; None for all ranks.
-        moment: When this is, for the message, such as ``"before update 300"``.
+        moment: When this happens, for the message, such as ``"before update 300"``.
 
     Raises:
-        PolicyError: On every rank, naming the first difference and the ranks that differ from most.
+        PolicyError: On every rank, naming the first difference and the ranks that differ from the majority.
 
     Example:
         >>> check_agreement({"weight": torch.ones(3)})  # one process always agrees with itself
@@ -64,7 +64,7 @@ def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: st
     device = on_device[0].device if on_device else torch.device("cpu")
     total = torch.zeros((), dtype=torch.int64, device=device)
     for name, value in sums.items():
-        total = total * _weights_word(name) + value
+        total = total * _name_weight(name) + value
     # Equal everywhere exactly when the largest is also the smallest: max(x) = −max(−x).
     bounds = torch.stack([total, ~total]).to(_wire_device(group))
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
@@ -81,19 +81,19 @@ def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
     differing = [name for name in names if len({other.get(name) for other in everyone}) > 1]
     when = f" {moment}" if moment else ""
     if not differing:
-        raise PolicyError(f"the ranks part ways{when}: they hold the same things in another order")
+        raise PolicyError(f"the ranks disagree{when}: they name the same tensors in different orders")
     seen = [other.get(differing[0]) for other in everyone]
     usual = max(seen, key=seen.count)
     members = dist.get_process_group_ranks(group)
-    ranks = [str(members[place]) for place, value in enumerate(seen) if value != usual]
+    ranks = [str(members[index]) for index, value in enumerate(seen) if value != usual]
     raise PolicyError(
-        f"the ranks part ways{when}: {differing[0]} differs on rank {', '.join(ranks)} from the others "
+        f"the ranks disagree{when}: {differing[0]} differs on rank {', '.join(ranks)} from the others "
         f"({len(differing)} of {len(names)} checked differ)"
     )
 
 
 def _as_number(value: Any) -> Tensor | int:
-    """A checksum, on the device for tensors, so that nothing waits for it."""
+    """A checksum. That of a tensor stays on its device, so that the host does not wait for it."""
     if isinstance(value, Tensor):
         return checksum(value.detach())
     return _signed(derive(repr(value)))
@@ -115,8 +115,8 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.permute(by_stride).contiguous().view(-1)
 
 
-def _weights(device: torch.device) -> Tensor:
-    """Odd factors, one a column."""
+def _column_weights(device: torch.device) -> Tensor:
+    """Odd factors, one for each column."""
     if device not in _WEIGHTS:
         factors = [_signed(derive("column", column) | 1) for column in range(_COLUMNS)]
         _WEIGHTS[device] = torch.tensor(factors, dtype=torch.int64, device=device)
@@ -126,7 +126,7 @@ def _weights(device: torch.device) -> Tensor:
 _WEIGHTS: dict[torch.device, Tensor] = {}
 
 
-def _weights_word(name: str) -> int:
+def _name_weight(name: str) -> int:
     return _signed(derive(name) | 1)
 
 
@@ -135,6 +135,6 @@ def _signed(word: int) -> int:
 
 
 def _wire_device(group: Any) -> torch.device:
-    """Where tensors must lie for the group's collectives."""
+    """The device on which the group's collectives take tensors."""
     on_gpu = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

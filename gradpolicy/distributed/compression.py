@@ -19,7 +19,7 @@ WIRE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": 
 
 @dataclass
 class Traffic:
-    """What one rank has handed to the all-reduce.
+    """What one rank has given to the all-reduce.
 
     Attributes:
         bytes_sent: Bytes of packed gradients.
@@ -40,7 +40,7 @@ class Traffic:
 class ActiveEntries:
     """Averages gradients over the ranks, sending active entries only; frozen ones come back as zero.
 
-    Every rank must hold the same masks (:func:`~gradpolicy.distributed.agreement.check_agreement` tells).
+    Every rank must hold the same masks; :func:`~gradpolicy.distributed.agreement.check_agreement` checks it.
     Per bucket the hook computes ``packed = buffer[active] / ranks``, casts it, sums it over the ranks and
     writes it back. The positions of the active entries are kept until the masks change: 8 bytes an entry.
 
@@ -72,14 +72,14 @@ class ActiveEntries:
         self._positions: dict[tuple[int, ...], Tensor | None] = {}
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Puts the hook on a wrapped model; once.
+        """Registers the hook on a wrapped model. Call it once.
 
         Raises:
-            PolicyError: If what is given is not wrapped.
+            PolicyError: If the model is not wrapped.
         """
         if not isinstance(model, DistributedDataParallel):
             raise PolicyError(
-                f"ActiveEntries: goes with DistributedDataParallel, got {type(model).__name__}; "
+                f"ActiveEntries: needs DistributedDataParallel, got {type(model).__name__}; "
                 "under other strategies leave it out"
             )
         model.register_comm_hook(self, send_active)
@@ -88,8 +88,8 @@ class ActiveEntries:
         """Takes the masks for the next backward pass.
 
         Args:
-            masks: For each parameter that is not to be sent whole True or False, a bool mask that broadcasts
-                to it, or a seeded mask.
+            masks: The masks by parameter: True or False, a bool mask that broadcasts to it, or a seeded mask.
+                A parameter that is not named is sent whole.
         """
         fresh: dict[int, Mask] = {
             id(parameter): mask for parameter, mask in masks.items() if mask is not True
@@ -105,7 +105,7 @@ class ActiveEntries:
         """The active entries of a bucket that holds these parameters one after another.
 
         Returns:
-            Their positions, int64; None where all are sent.
+            Their positions, int64; None if all are sent.
         """
         key = tuple(id(parameter) for parameter in parameters)
         if key not in self._positions:
@@ -132,7 +132,7 @@ def send_active(state: ActiveEntries, bucket: GradBucket) -> Future[Tensor]:
     """The communication hook: averages a bucket's active entries over the ranks.
 
     Args:
-        state: Knows the masks and counts.
+        state: Has the masks, and counts what is sent.
         bucket: Gradients of several parameters, one after another.
 
     Returns:

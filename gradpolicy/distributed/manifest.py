@@ -1,6 +1,6 @@
-"""What a directory of shards consists of: each file with its size and checksum, as JSON.
+"""The manifest of a directory of shards: each file with its size and checksum, as JSON.
 
-It tells damage, not who wrote the directory: whoever can write shards can write their checksums.
+It shows damage, not who wrote the directory: whoever can write shards can write their checksums.
 """
 
 import json
@@ -18,7 +18,7 @@ def sums(paths: Iterable[Path]) -> Sums:
 
 
 def as_text(files: Mapping[str, list[int]]) -> str:
-    """The manifest of files; there is only one way to write it, so that no bit of it can change unseen."""
+    """The manifest of files. There is only one way to write it, so that any changed bit is noticed."""
     return json.dumps({"files": {name: files[name] for name in sorted(files)}}, indent=1) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What freeze policies ask of many processes, step by step, for any training loop."""
+"""What freeze policies need of many processes at each step, in any training loop."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gradpolicy.distributed.agreement import check_agreement
 from gradpolicy.distributed.compression import ActiveEntries
-from gradpolicy.distributed.reducer import ReducerKeeper
+from gradpolicy.distributed.reducer import ReducerUpdater
 from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
@@ -20,22 +20,22 @@ from gradpolicy.tensors.sharding import local_shard
 
 
 class Ranks:
-    """Keeps the ranks together under policies that freeze, thaw and cut.
+    """Keeps the ranks in agreement under policies that freeze, thaw and cut.
 
-    Before each effective step, after its masks are set, :meth:`begin_step` makes sure that the reducer knows
-    what trains, tells the communication hook what to send, and from time to time checks that all ranks hold
-    the same.
+    Before each effective step, after its masks are set, :meth:`begin_step` rebuilds the reducer if other
+    parameters train, gives the communication hook the masks, and at some steps checks that all ranks hold the
+    same masks, ages and weights.
 
     Args:
         model: The model, wrapped in DistributedDataParallel where that is used.
         named: Its parameters by name.
-        freezer: Runs the freeze policies; None where there are none.
+        freezer: Runs the freeze policies; None if there are none.
         optimizers: The masked optimizers.
         communication: Sends active entries only; None sends all.
-        agreement_every: Checks at every this many effective steps; None never does.
+        agreement_every: Effective steps from one check to the next; None never checks.
 
     Raises:
-        PolicyError: If a communication hook is wanted where there is no DistributedDataParallel.
+        PolicyError: If a communication hook is given for a model without DistributedDataParallel.
 
     Example:
         ::
@@ -66,10 +66,10 @@ class Ranks:
         self.optimizers = list(optimizers)
         self.communication = communication
         self.agreement_every = agreement_every
-        self.reducer: ReducerKeeper | None = None
+        self.reducer: ReducerUpdater | None = None
         self._searches_always = False
         if isinstance(model, DistributedDataParallel):
-            self.reducer = ReducerKeeper(model)
+            self.reducer = ReducerUpdater(model)
             self._searches_always = model.find_unused_parameters
         if communication is not None:
             communication.register(model)  # type: ignore[arg-type]
@@ -79,11 +79,11 @@ class Ranks:
 
         Args:
             step: Effective optimizer steps taken so far.
-            cut: Whether something cuts the graph now, so that parameters may be left without a gradient.
-            wanted: The parameters whose whole gradient somebody wants to see, frozen entries too.
+            cut: Whether a policy cuts the graph in this step, so that parameters may get no gradient.
+            wanted: The parameters whose whole gradient a mask source needs, frozen entries too.
 
         Raises:
-            PolicyError: If the ranks do not hold the same.
+            PolicyError: If the ranks disagree.
         """
         if self.reducer is not None:
             self.reducer.refresh(find_unused_parameters=cut or self._searches_always)
@@ -93,15 +93,15 @@ class Ranks:
             self._check_agreement(f"before update {step + 1}")
 
     def _check_agreement(self, moment: str) -> None:
-        check_agreement(self.holdings(), moment=moment)
-        for group, compared in self.replicas().items():
+        check_agreement(self.replicated(), moment=moment)
+        for group, compared in self.replicated_shards().items():
             check_agreement(compared, group=group, moment=moment)
 
-    def holdings(self) -> dict[str, Any]:
+    def replicated(self) -> dict[str, Any]:
         """What must be the same on every rank, by name.
 
-        Masks, ages, the count of updates, learning rates, what mask sources remember, then weights. Of
-        sharded parameters the masks of the whole only: no two ranks hold the same part.
+        That is masks, ages, the count of updates, learning rates, the state of mask sources, then weights. Of
+        a sharded parameter only its source's mask is among it: no two ranks hold the same shard.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return {}
@@ -122,10 +122,10 @@ class Ranks:
         }
         return {**masks, **ages, **self._schedules(), **weights}
 
-    def replicas(self) -> dict[Any, dict[str, Any]]:
-        """What ranks that hold the same part of sharded parameters have in common, by their process group.
+    def replicated_shards(self) -> dict[Any, dict[str, Any]]:
+        """What must be the same on the ranks that hold the same shard, by their process group.
 
-        There is none under plain FSDP2; under hybrid sharding each part lies on several ranks.
+        It is empty under plain FSDP2. Under hybrid sharding several ranks hold each shard.
         """
         common: dict[Any, dict[str, Any]] = {}
         for name, masked in self._masked():
@@ -154,7 +154,7 @@ class Ranks:
             "the count of updates": [optimizer.effective_steps for optimizer in self.optimizers],
             "the learning rates": rates,
         }
-        # Of sharded parameters this would have to be gathered; the masks that come of it are checked.
+        # If parameters are sharded, so is this state. The masks that follow from it are checked instead.
         sharded = any(isinstance(parameter, DTensor) for parameter in self.named.values())
         if self.freezer is None or sharded:
             return schedules
@@ -175,7 +175,7 @@ class Ranks:
 
 
 def _replica_groups(parameter: Tensor) -> list[Any]:
-    """The groups of ranks that hold the same part of a sharded parameter."""
+    """The process groups of ranks that hold the same shard of a parameter."""
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh

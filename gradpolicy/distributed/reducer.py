@@ -1,9 +1,9 @@
-"""Keeps DistributedDataParallel's reducer in step with what trains.
+"""Rebuilds DistributedDataParallel's reducer whenever other parameters train.
 
-The reducer learns once, when the model is wrapped, which parameters it reduces. A parameter frozen later
-makes it wait for a gradient that never comes; one thawed later is never reduced, silently. So whenever the
-set of parameters that ask for a gradient has changed, the reducer is built anew: autograd then leaves out the
-frozen part as it does on one process, nothing is searched for, and nothing frozen is sent.
+The reducer is told once, when the model is wrapped, which parameters it reduces. If a parameter is frozen
+later, the reducer waits for a gradient that never comes. If one is thawed later, its gradient is never
+reduced, and nothing says so. With a rebuilt reducer, autograd leaves out the frozen part as it does on one
+process, DDP need not search for unused parameters, and nothing frozen is sent.
 """
 
 from collections.abc import Iterable
@@ -15,31 +15,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy.errors import PolicyError
 
-# What makes a reducer in torch 2.11 to 2.13.
+# The methods that make a reducer in torch 2.11 to 2.13.
 PRIVATE_METHODS = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
 
 
 def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
-    """The identities of the parameters that ask for a gradient."""
+    """The ids of the parameters that require a gradient."""
     return frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
 
 
-class ReducerKeeper:
-    """Rebuilds the reducer of a DistributedDataParallel model when it has to know something new.
+class ReducerUpdater:
+    """Rebuilds the reducer of a DistributedDataParallel model when other parameters require a gradient.
 
     Args:
-        model: The wrapped model, just wrapped: nothing has been frozen or thawed since.
+        model: The wrapped model. Nothing may have been frozen or thawed since it was wrapped.
 
     Attributes:
-        rebuilds: How often the reducer was built anew.
+        rebuilds: How often the reducer was rebuilt.
 
     Example:
         Before each forward pass that begins an optimizer step::
 
-            keeper = ReducerKeeper(model)
+            updater = ReducerUpdater(model)
             ...
             model.module.trunk.requires_grad_(False)
-            keeper.refresh()
+            updater.refresh()
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -48,13 +48,13 @@ class ReducerKeeper:
         self._known = trained_parameters(model.module.parameters())
 
     def refresh(self, *, find_unused_parameters: bool | None = None) -> bool:
-        """Rebuilds the reducer if need be. No gradients may be waiting to be accumulated.
+        """Rebuilds the reducer if that is needed. Call it between accumulation windows.
 
         Every rank must call this at the same point with the same parameters frozen.
 
         Args:
             find_unused_parameters: Whether each backward pass has to look for parameters that get no
-                gradient; None leaves that as it is.
+                gradient; None keeps the setting.
 
         Returns:
             Whether the reducer was rebuilt.
@@ -73,14 +73,15 @@ class ReducerKeeper:
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:
-    """Gives a wrapped model a new reducer for the parameters that ask for a gradient now.
+    """Gives a wrapped model a new reducer for the parameters that require a gradient now.
 
-    The object stays the same, with its communication hooks. Where this torch lacks the private methods that
-    make a reducer, the model takes the way of unpickling, which knows the default process group only.
+    The wrapped model stays the same object and keeps its communication hooks. If this torch lacks the private
+    methods that make a reducer, the reducer is rebuilt as unpickling does it, which works with the default
+    process group only.
 
     Raises:
-        PolicyError: If the reducer cannot be rebuilt in either way.
-        RuntimeError: If no parameter asks for a gradient.
+        PolicyError: If the reducer cannot be rebuilt either way.
+        RuntimeError: If no parameter requires a gradient.
     """
     if not trained_parameters(model.module.parameters()):
         raise RuntimeError("no parameter of the model trains: there is nothing to reduce")
@@ -106,7 +107,7 @@ def _rebuild_by_parts(model: DistributedDataParallel) -> None:
 
 
 def _rebuild_as_unpickled(model: DistributedDataParallel) -> None:
-    """Uses what every torch must have: the protocol by which a wrapped model is pickled."""
+    """Rebuilds the reducer through the methods by which a wrapped model is pickled."""
     hooks, model._comm_hooks = list(getattr(model, "_comm_hooks", ())), []
     try:
         state = model.__getstate__()
@@ -125,6 +126,6 @@ def _rebuild_as_unpickled(model: DistributedDataParallel) -> None:
 
 
 def _drop_reducer(model: DistributedDataParallel) -> None:
-    """The old reducer takes its hooks off the parameters when it dies: that must come first."""
+    """Deletes the old reducer, which removes its hooks from the parameters. That must come first."""
     model.__dict__.pop("reducer", None)
     model.__dict__.pop("logger", None)

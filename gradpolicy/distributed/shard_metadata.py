@@ -1,7 +1,7 @@
-"""Reads what a directory of shards says of itself, which torch has pickled, without running any of it.
+"""Reads the metadata of a directory of shards, which torch has pickled, without running any of it.
 
-Plain unpickling runs whatever the file names. Here no name in it is looked up: each becomes a record that
-can do nothing. The records that are known are then written anew as torch's own; all others are refused.
+Plain unpickling runs whatever the file names. Here no name is looked up: each becomes a record that can do
+nothing. Known records are then converted to torch's own classes; all others are refused.
 """
 
 import pickle
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from gradpolicy.checkpoint_file import UnreadableError, refusal
 
-# All that torch writes is of these; the path that it was written to is among it.
+# The packages of all objects that torch writes; a path is among them.
 _MODULES = ("torch", "pathlib")
 
 
@@ -38,7 +38,7 @@ def read_metadata(path: Path) -> Metadata:
     except (UnreadableError, OSError):
         raise
     except Exception as error:
-        # Bytes that are no pickle make its reader stumble in any way there is.
+        # Bytes that are no pickle can raise any error.
         raise UnreadableError(f"is damaged, or made by hand: {path.name} is not what torch writes") from error
     for place in metadata.storage_data.values():
         _check_place(path.parent, place.relative_path)
@@ -46,7 +46,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _Record:
-    """Stands for an object of a class that was named; it holds what it was given, and does nothing."""
+    """Takes the place of an object: holds its state and does nothing."""
 
     kind = ""
     state: Any = None
@@ -69,7 +69,7 @@ class _Reader(pickle.Unpickler):
         known = vars(torch).get(name)
         if module == "torch" and isinstance(known, torch.dtype):
             return known
-        # A class of its own each time, since a pickle can write to the classes that it names.
+        # A new class each time, since a pickle can write to the classes that it names.
         return type(_Record.__name__, (_Record,), {"kind": f"{module}.{name}"})
 
 
@@ -119,13 +119,13 @@ def _place(record: Any) -> _StorageInfo:
 
 
 def _check_place(folder: Path, relative: str) -> None:
-    """Links are followed, too."""
+    """Refuses a path that leads outside of a folder, through links too."""
     if not (folder / relative).resolve().is_relative_to(folder.resolve()):
         raise UnreadableError(f"names a file outside of it: {relative[:80]!r}")
 
 
 def _state(record: Any, kind: str) -> Any:
-    """What an object of one of torch's classes was made of."""
+    """The state of an object of one of torch's classes."""
     known = f"torch.distributed.checkpoint.{kind}"
     if isinstance(record, _Record) and record.kind != known:
         raise UnreadableError(refusal(record.kind))

@@ -49,7 +49,7 @@ def entries(path: Path, prefix: str) -> Iterator[tuple[str, Any]]:
         if plain or index.fqn.startswith(prefix):
             with (path / place.relative_path).open("rb") as file:
                 part = reader._slice_file(file, place)
-                # torch's own reader undoes what else a writer may have done to it, such as compression.
+                # torch's own reader undoes the writer's transforms, such as compression.
                 whole = reader.transforms.transform_load_stream(None, place.transform_descriptors or (), part)  # type: ignore[arg-type]
                 yield index.fqn, load_file(io.BytesIO(whole.read(-1)))
 
@@ -61,7 +61,7 @@ class SafeReader(FileSystemReader):
         """Reads what the directory holds, and where.
 
         Raises:
-            UnreadableError: If it says anything that torch would not have written.
+            UnreadableError: If it holds anything that torch would not have written.
         """
         metadata = read_metadata(Path(self._get_metadata_path(kwargs.get("rank"))))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -69,7 +69,7 @@ class SafeReader(FileSystemReader):
 
 
 class _SafeBytes:
-    """Has torch's planner unpickle nothing but what was just pickled here."""
+    """Makes torch's planner unpickle only what was pickled here."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         anew = io.BytesIO()
@@ -88,7 +88,7 @@ class _SafePlannerOfAll(_SafeBytes, _EmptyStateDictLoadPlanner):
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raises what went wrong on a rank, in place of torch's account of it with a traceback a rank."""
+    """Raises the error of a rank in place of torch's, which has a traceback for each rank."""
     try:
         yield
     except CheckpointException as error:

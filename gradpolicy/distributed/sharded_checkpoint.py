@@ -1,9 +1,9 @@
-"""Checkpoints to which every rank gives its shards: directories that are there whole or not at all.
+"""Sharded checkpoints: directories into which every rank writes its shards, complete or absent.
 
-What ``torch.distributed.checkpoint.save`` writes goes into a folder beside its place. When all ranks are
-done, a manifest with the checksums of all files is put in, which marks the folder as whole, and the folder
-takes its place by a rename. A run killed at any moment leaves a whole
-checkpoint: the former one, or the new one, perhaps still under the name of the folder beside.
+``torch.distributed.checkpoint.save`` writes into a temporary folder beside the checkpoint. When all ranks are
+done, a manifest with the checksums of all files is written, which marks the folder as whole, and the folder
+is renamed. A run that is killed at any moment leaves a whole checkpoint: the former one, or the new one,
+perhaps still under its temporary name.
 """
 
 import errno
@@ -26,16 +26,18 @@ from gradpolicy.distributed.shard_metadata import read_metadata
 from gradpolicy.distributed.shard_reader import load_all
 from gradpolicy.tensors.sharding import shard_like
 
-# The manifest. It is written last; a directory without it was not finished.
+# The manifest. It is written last: a directory without it was not finished.
 MARKER = "whole"
-# What is not sharded, under the name by which Lightning knows it.
+# What is not sharded, in the file that Lightning reads it from.
 UNSHARDED = "meta.pt"
 _METADATA = ".metadata"
 _BEING_WRITTEN, _FORMER = "parts", "former"
 
 
 def save_whole(sharded: dict[str, Any], unsharded: Any, path: Path) -> None:
-    """Saves so that the path holds what it held before, or all of the new content. Every rank calls this.
+    """Saves a checkpoint; the path holds the former one until all of the new one is there.
+
+    Every rank calls this.
 
     Args:
         sharded: Tensors, DTensors and plain values, for ``torch.distributed.checkpoint``.
@@ -43,7 +45,7 @@ def save_whole(sharded: dict[str, Any], unsharded: Any, path: Path) -> None:
         path: The directory that is made, the same on every rank.
 
     Raises:
-        OSError: On every rank, if any could not write, with its number and the checkpoint that is left.
+        OSError: On every rank, if one could not write: with that rank, and the checkpoint that is left.
     """
     parts = _beside(path, _BEING_WRITTEN)
     _together(lambda: _make_room(parts), path, first_rank_only=True)
@@ -69,26 +71,26 @@ def is_sharded_checkpoint(path: Path) -> bool:
     return (path / _METADATA).is_file()
 
 
-def find_whole(place: Path, name: str) -> Iterator[Path]:
-    """Finds whole checkpoints below a place, also those that a kill kept from taking theirs.
+def find_whole(directory: Path, name: str) -> Iterator[Path]:
+    """Finds whole checkpoints below a directory, also those that were not renamed before the run was killed.
 
     Args:
-        place: A directory.
+        directory: Where to look.
         name: Glob on the name of the checkpoint.
     """
     for pattern in (name, *(_beside(Path(name), suffix).name for suffix in (_BEING_WRITTEN, _FORMER))):
-        yield from (path for path in place.rglob(pattern) if is_whole(path))
+        yield from (path for path in directory.rglob(pattern) if is_whole(path))
 
 
 def remove_whole(path: Path) -> None:
-    """Deletes a checkpoint; what a kill leaves of it is never taken for a whole one."""
+    """Deletes a checkpoint. If the run is killed meanwhile, what is left is not taken for a whole one."""
     if path.is_dir():
         (path / MARKER).unlink(missing_ok=True)
     _discard(path)
 
 
 def saved_shapes(path: Path, part: str = "state_dict") -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that a directory holds below a key, by the rest of their name."""
+    """The shapes of the tensors that a directory holds below a key, by their names without the key."""
     saved = read_metadata(path / _METADATA).state_dict_metadata
     return {
         name.removeprefix(f"{part}."): tuple(entry.size)
@@ -97,14 +99,14 @@ def saved_shapes(path: Path, part: str = "state_dict") -> dict[str, tuple[int, .
     }
 
 
-def holds(path: Path, key: str) -> bool:
+def has_key(path: Path, key: str) -> bool:
     """Whether a directory holds anything below a key, such as ``"optimizer_0.state"``."""
     saved = read_metadata(path / _METADATA).state_dict_metadata
     return any(name.startswith(f"{key}.") for name in saved)
 
 
 def read_unsharded(path: Path) -> dict[str, Any]:
-    """What the first rank saved beside the shards; nothing where torch alone wrote the directory."""
+    """What the first rank saved beside the shards; nothing if torch alone wrote the directory."""
     return load_file(path / UNSHARDED) if (path / UNSHARDED).is_file() else {}
 
 
@@ -112,7 +114,7 @@ def check_manifest(path: Path) -> bool:
     """Compares a directory with its manifest.
 
     Returns:
-        Whether there is one; others than :func:`save_whole` write none.
+        Whether there is one: only :func:`save_whole` writes it.
 
     Raises:
         UnreadableError: If a file is absent or damaged.
@@ -158,14 +160,14 @@ def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_as(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
-    """An unsharded optimizer's state_dict, by number, for parameters of which each rank holds a part.
+    """Shards an unsharded optimizer's state_dict as its parameters are sharded.
 
     Args:
-        state: The whole state, on every rank.
+        state: The whole state by parameter number, the same on every rank.
         parameters: The parameters in the order of the optimizer's groups; DTensors or plain.
 
     Returns:
-        The state with every tensor that has its parameter's shape cut as the parameter is.
+        The state in which every tensor of its parameter's shape is sharded as the parameter is.
     """
 
     def cut(value: Any, parameter: Tensor) -> Any:
@@ -190,14 +192,14 @@ def _finish(parts: Path, unsharded: Any, path: Path, shards: manifest.Sums) -> N
         text.flush()
         os.fsync(text.fileno())
     sync_folder(parts)
-    take_place(parts, path)
+    put_in_place(parts, path)
 
 
-def take_place(parts: Path, path: Path) -> None:
-    """Moves a finished folder to its place.
+def put_in_place(parts: Path, path: Path) -> None:
+    """Renames a finished folder, in place of the former checkpoint.
 
-    Directories cannot be swapped in one go on every file system: a kill between the two renames leaves both
-    checkpoints whole beside the place, where :func:`find_whole` finds them.
+    Not every file system can swap two directories at once. If the run is killed between the two renames, both
+    checkpoints are whole under their temporary names, where :func:`find_whole` finds them.
     """
     former = _beside(path, _FORMER)
     if path.exists():
@@ -225,7 +227,7 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder last through a power cut."""
+    """Writes a folder's list of names to the disk, so that it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -246,7 +248,7 @@ def _together(action: Callable[[], Any], path: Path, *, first_rank_only: bool = 
     if failed:
         rank, (number, text) = min(failed.items())
         left = (
-            f"{path.name} of before is whole: make room and resume from it (ckpt_path=last)"
+            f"the former {path.name} is whole: make room and resume from it (ckpt_path=last)"
             if is_whole(path)
             else f"there is no former {path.name}"
         )
@@ -262,7 +264,7 @@ def _of_every_rank(value: Any) -> list[Any]:
 
 
 def _reasons(error: BaseException) -> dict[int, tuple[int, str]]:
-    """What failed on which rank: the error number of the operating system, where there is one, and a text."""
+    """What failed on which rank: the error number of the operating system, if there is one, and a text."""
     if isinstance(error, CheckpointException):
         return {rank: _reason(failure) for rank, (failure, _) in error.failures.items()}
     return {dist.get_rank() if dist.is_initialized() else 0: _reason(error)}

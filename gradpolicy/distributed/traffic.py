@@ -1,4 +1,4 @@
-"""What many processes hold and send: by formula, and counted where the collectives are called."""
+"""The memory and traffic of many processes: by formula, and counted at the calls of collectives."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ class Cost:
         weights: Memory for weights, outside of the forward and backward pass.
         gradients: Memory for gradients after the backward pass.
         moments: Memory for the moments of Adam.
-        payload: Handed to collectives in a step, by collective: the size of the whole, unpacked tensor.
+        payload: Bytes given to collectives in a step, by collective: the size of the whole, unpacked tensor.
     """
 
     weights: float
@@ -45,7 +45,7 @@ class Cost:
         return self.weights + self.gradients + self.moments
 
     def wire(self, ranks: int) -> float:
-        """Sent by this rank in a step, with the ring algorithms."""
+        """Bytes that this rank sends in a step, with the ring algorithms."""
         return sum(ring(kind, size, ranks) for kind, size in self.payload.items())
 
 
@@ -100,7 +100,7 @@ def ring(collective: str, payload: float, ranks: int) -> float:
 
 
 class CountedTraffic(TorchDispatchMode):
-    """Counts the bytes that this process hands to collectives while the block lasts.
+    """Counts the bytes that this process gives to collectives while the block lasts.
 
     It sees what goes through ``torch.distributed`` in this thread: the reducer of DistributedDataParallel,
     FSDP2, ZeroRedundancyOptimizer and DTensor, on the CPU in the backward pass too.

@@ -84,7 +84,7 @@ class DispatchMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _due(
-        self, rules: Sequence[TableRule], func: Function, args: tuple, kwargs: dict
+        self, rules: Sequence[TableRule], func: Function, args: tuple, kwargs: Mapping[str, Any]
     ) -> Sequence[TableRule]:
         """Counts a call, and gives the rules without those for other calls of the operation."""
         due = []

@@ -101,7 +101,9 @@ class Installed:
             )
             for name, policy in self.policies.items()
         }
-        self._locations = {name: find_locations(model, policy) for name, policy in self.policies.items()}
+        self._locations = {
+            name: find_locations(model, name, policy) for name, policy in self.policies.items()
+        }
         check_policies(self.policies, self._locations)
         self._session = InstallSession(self._states.values())
         self._has_operations = any(locations.operations for locations in self._locations.values())

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from gradpolicy.errors import under
 from gradpolicy.flow.operations import Operation, resolve_operation
 from gradpolicy.rules.registry import Rule
 from gradpolicy.when import When
@@ -82,21 +83,28 @@ class Locations:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
-def find_locations(model: nn.Module, policy: FlowPolicy) -> Locations:
+def find_locations(model: nn.Module, name: str, policy: FlowPolicy) -> Locations:
     """Finds where a policy acts in a model.
+
+    Args:
+        model: The model.
+        name: The policy's name, for messages.
+        policy: The policy.
 
     Raises:
         PolicyError: If a pattern matches nothing, or an operation does not exist.
     """
     if policy.params:
-        return Locations(parameters=match_parameters(model, policy.params))
-    if not policy.ops:
-        modules = match_modules(model, policy.modules)
-        return Locations(modules, side=policy.at, boundaries=frozenset(map(id, modules.values())))
-    operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
+        with under(f"policy.{name}.params"):
+            return Locations(parameters=match_parameters(model, policy.params))
+    with under(f"policy.{name}.ops"):
+        operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
     if not policy.modules:
         return Locations({"": model}, operations, _inside(model, {""}, set()))
-    modules = match_modules(model, policy.modules)
+    with under(f"policy.{name}.modules"):
+        modules = match_modules(model, policy.modules)
+    if not policy.ops:
+        return Locations(modules, side=policy.at, boundaries=frozenset(map(id, modules.values())))
     patterns = [p[1:] for p in policy.modules if isinstance(p, str) and p.startswith("!")]
     excluded = {name for pattern in patterns for name in match_modules(model, pattern)}
     return Locations(modules, operations, _inside(model, set(modules), excluded))

@@ -38,7 +38,7 @@ class UniformDraw:
     """
 
     name = "bernoulli"
-    # It is for all calls, and is none that counts.
+    # It is for all calls.
     calls: tuple[int, ...] = ()
     key = ""
 
@@ -46,6 +46,10 @@ class UniformDraw:
         self.state = state
         self._written = _functions("uniform")
         self.functions: tuple[Function, ...] = (torch.rand, torch.rand_like, *self._written)
+
+    def __reduce__(self) -> tuple:
+        # Some torch functions cannot be pickled.
+        return (UniformDraw, (self.state,))
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Whether the rule is active, and the draw is from 0 to 1."""
@@ -77,11 +81,16 @@ class ComparedDraw:
 
     def __init__(self, state: RuleState, put_rule: PutRule) -> None:
         self.state = state
-        self.put_rule = put_rule
+        # Counted together with calls of the function.
         self.calls = state.calls
         self.key = f"{state.name}: {self.name}"
+        self.put_rule = put_rule
         self._below = {*_functions("lt"), *_functions("le")}
         self.functions: tuple[Function, ...] = (*self._below, *_functions("gt"), *_functions("ge"))
+
+    def __reduce__(self) -> tuple:
+        # Some torch functions cannot be pickled.
+        return (ComparedDraw, (self.state, self.put_rule))
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Whether the rule is active, and one side is a uniform draw, or may be one in compiled code."""
@@ -131,7 +140,7 @@ class LibraryDraw:
     """
 
     name = "bernoulli"
-    # It is for all calls, and is none that counts.
+    # It is for all calls.
     calls: tuple[int, ...] = ()
     key = ""
     functions: tuple[Function, ...] = (torch._C._set_grad_enabled,)
@@ -159,7 +168,7 @@ class CompiledLibraryDraw:
     """
 
     name = "bernoulli"
-    # It is for all calls, and is none that counts.
+    # It is for all calls.
     calls: tuple[int, ...] = ()
     key = ""
 
@@ -167,6 +176,10 @@ class CompiledLibraryDraw:
         self.state = state
         self._draws = _functions("bernoulli")
         self.functions: tuple[Function, ...] = (*self._draws, Tensor.expand)
+
+    def __reduce__(self) -> tuple:
+        # Some torch functions cannot be pickled.
+        return (CompiledLibraryDraw, (self.state,))
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Whether the rule is active in compiled code that runs without gradients."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, check_named, nearest, shortened, shown
+from gradpolicy.errors import PolicyError, check_named, nearest, shortened, shown, under
 from gradpolicy.freezing.combination import (
     MaskingOptimizer,
     Options,
@@ -122,8 +122,9 @@ class Freezer:
         """Finds a policy's parameters and sets its source up."""
         if not isinstance(getattr(policy, "mask", None), MaskSource):
             raise PolicyError(f"policy.{name}: must be a freeze policy, got {type(policy).__name__}")
-        try:
+        with under(f"policy.{name}.params"):
             matched = pick(self._named, policy.params)
+        with under(f"policy.{name}"):
             parameters = {key: p for key, p in matched.items() if id(p) in self._optimizers_of}
             if not parameters:
                 raise PolicyError(f"no optimizer holds what it matches: {', '.join(list(matched)[:5])}")
@@ -131,8 +132,6 @@ class Freezer:
             if policy.mask.learning_rate_scale(0, 0):
                 own = [each for p in parameters.values() for each in self._optimizers_of[id(p)]]
                 check_proportional(policy.mask, own)
-        except PolicyError as error:
-            raise PolicyError(f"policy.{name}: {error}") from error
         return PolicyMasks(name, policy, policy.mask, parameters)
 
     def _look_up(self) -> None:

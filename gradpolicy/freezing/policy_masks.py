@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest, shown
+from gradpolicy.errors import PolicyError, nearest, shown, under
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.function import Adapted
 from gradpolicy.tensors.hashing import derive
@@ -163,10 +163,8 @@ class PolicyMasks:
         self.period, self.in_effect = state["period"], True
 
     def _ask(self, source: MaskSource, step: int, epoch: int) -> dict[str, Mask]:
-        try:
+        with under(f"policy.{self.name}"):
             return self._checked(source.masks(step, epoch))
-        except PolicyError as error:
-            raise PolicyError(f"policy.{self.name}: {error}") from error
 
     def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
         for name in given:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, under
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate
@@ -32,7 +32,7 @@ from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import intersect
 from gradpolicy.when import When
-from gradpolicy.where import match_parameters, named_parameters, plain_name
+from gradpolicy.where import named_parameters, pick_each, plain_name
 
 if TYPE_CHECKING:
     from gradpolicy.flow.report import ReportRow
@@ -80,6 +80,9 @@ def make_plan(
     """
     flow = {name: policy for name, policy in policies.items() if isinstance(policy, FlowPolicy)}
     freeze = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
+    # Only the policies on parameters have patterns of them.
+    params = {name: getattr(policy, "params", ()) for name, policy in policies.items()}
+    matched = pick_each(named_parameters(model), {name: globs for name, globs in params.items() if globs})
     with torch.random.fork_rng(devices=_cuda_devices(model)):
         duplicate = _duplicate(model, flow)
         optimized = named_parameters(duplicate if optimizers is None else model)
@@ -88,14 +91,14 @@ def make_plan(
         rows, gradients, partly = _flow_rows(duplicate, flow, run)
         moved = moved_buffers(buffers, duplicate)
         sizes = {name: parameter.numel() for name, parameter in _trainable(duplicate).items()}
-    sources, masks = _freeze_masks(model, freeze, gradients, seed)
-    vain = trained_in_vain(policies, model, gradients)
+    sources, masks = _freeze_masks(freeze, matched, gradients, seed)
+    vain = trained_in_vain(policies, matched, gradients)
     # Those that hold later leave the first step alone.
     first = {name: masks[name] for name, policy in freeze.items() if policy.when.active()}
     _check_cuts(flow, rows, gradients, first)
     combined = _combine(duplicate, masks)
     freeze_rows = {
-        name: _freeze_row(name, freeze[name], model, sources[name], masks[name], vain[name])
+        name: _freeze_row(name, freeze[name], matched[name], sources[name], masks[name], vain[name])
         for name in freeze
     }
     return Plan(
@@ -118,7 +121,7 @@ def make_plan(
             if gradient is not None and not gets_gradient(gradient)
         ),
         warnings=(
-            *vain_warnings(policies, model, vain, gradients),
+            *vain_warnings(vain, matched, gradients),
             *partly,
             *flow_remarks(flow),
             *divided,
@@ -272,7 +275,10 @@ def _cuts(policies: Mapping[str, FlowPolicy], rows: Mapping[str, PlanRow]) -> tu
 
 
 def _freeze_masks(
-    model: nn.Module, policies: Mapping[str, Freeze], gradients: Mapping[str, Tensor | None], seed: int
+    policies: Mapping[str, Freeze],
+    matched: Mapping[str, Mapping[str, nn.Parameter]],
+    gradients: Mapping[str, Tensor | None],
+    seed: int,
 ) -> tuple[dict[str, MaskSource], dict[str, dict[str, Any]]]:
     """Each policy's mask source, set up, and its masks at its first step.
 
@@ -283,15 +289,12 @@ def _freeze_masks(
     masks: dict[str, dict[str, Any]] = {}
     policies_of: dict[str, dict[str, Freeze]] = {}
     for name, policy in policies.items():
-        parameters = match_parameters(model, policy.params)
-        for key in parameters:
+        for key in matched[name]:
             policies_of.setdefault(key, {})[name] = policy
-        try:
+        with under(f"policy.{name}"):
             sources[name] = copy.deepcopy(policy.source)
-            sources[name].setup(parameters, seed=seed)
+            sources[name].setup(matched[name], seed=seed)
             masks[name] = _first_masks(sources[name], policy.when, gradients)
-        except PolicyError as error:
-            raise PolicyError(f"policy.{name}: {error}") from error
     for key, holders in policies_of.items():
         check_same_options(key, holders)
     return sources, masks
@@ -308,12 +311,11 @@ def _first_masks(source: MaskSource, when: When, gradients: Mapping[str, Tensor 
 def _freeze_row(
     name: str,
     policy: Freeze,
-    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
     source: MaskSource,
     masks: Mapping[str, Any],
     vain: Collection[str],
 ) -> PlanRow:
-    parameters = match_parameters(model, policy.params)
     entries = sum(parameter.numel() for parameter in parameters.values())
     active = {
         key: parameter.numel() * mask_share(masks.get(key, True)) for key, parameter in parameters.items()

@@ -1,14 +1,14 @@
 """What a plan warns of: policies that will have no effect, or another one than they seem to have."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import shortened
-from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
-from gradpolicy.where import match_parameters, plain_name
+from gradpolicy.policies import Policy, Stop
+from gradpolicy.where import plain_name
 
 if TYPE_CHECKING:
     from gradpolicy.masks.base import MaskSource
@@ -17,16 +17,21 @@ Gradients = Mapping[str, Tensor | None]
 
 
 def trained_in_vain(
-    policies: Mapping[str, Policy], model: nn.Module, gradients: Gradients
+    policies: Mapping[str, Policy], matched: Mapping[str, Iterable[str]], gradients: Gradients
 ) -> dict[str, tuple[str, ...]]:
-    """For each policy on parameters, those that get no gradient or only zeros, whatever it lets train."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name, policy in policies.items():
+    """For each policy on parameters, those that get no gradient or only zeros, whatever it lets train.
+
+    Args:
+        policies: The policies by name.
+        matched: The names of the parameters that each matches, by the policy's name.
+        gradients: The gradients by the parameters' names.
+    """
+    return {
+        name: tuple(key for key in keys if not gets_gradient(gradients.get(key)))
+        for name, keys in matched.items()
         # A stop is what gives its parameters no gradient.
-        if isinstance(policy, Freeze) or (isinstance(policy, FlowPolicy) and not isinstance(policy, Stop)):
-            matched = match_parameters(model, policy.params) if policy.params else {}
-            found[name] = tuple(key for key in matched if not gets_gradient(gradients.get(key)))
-    return found
+        if not isinstance(policies[name], Stop)
+    }
 
 
 def gets_gradient(gradient: Tensor | None) -> bool:
@@ -35,19 +40,16 @@ def gets_gradient(gradient: Tensor | None) -> bool:
 
 
 def vain_warnings(
-    policies: Mapping[str, Policy],
-    model: nn.Module,
-    vain: Mapping[str, tuple[str, ...]],
-    gradients: Gradients,
+    vain: Mapping[str, tuple[str, ...]], matched: Mapping[str, Collection[str]], gradients: Gradients
 ) -> Iterator[str]:
     """A line for each policy on parameters that get no gradient."""
     for name, without in vain.items():
-        matched = match_parameters(model, policies[name].params) if without else {}  # type: ignore[attr-defined]
+        count = len(matched[name])
         # That somebody turned off the gradient of some of them is no news.
-        told = without if len(without) == len(matched) else [key for key in without if key in gradients]
+        told = without if len(without) == count else [key for key in without if key in gradients]
         if not told:
             continue
-        some = "none" if len(told) == len(matched) else f"{len(told)}"
+        some = "none" if len(told) == count else f"{len(told)}"
         verb = "gets a gradient" if some == "none" else f"{'gets' if len(told) == 1 else 'get'} no gradient"
         zeros = any(gradients.get(key) is not None for key in told)
         why = (
@@ -56,7 +58,7 @@ def vain_warnings(
             if zeros
             else "the loss does not depend on them, or a stop or detach lies in between"
         )
-        yield f"{name}: {some} of its {len(matched)} parameters {verb} ({shortened(list(told))}): {why}"
+        yield f"{name}: {some} of its {count} parameters {verb} ({shortened(list(told))}): {why}"
 
 
 def moved_buffers(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[str]]:

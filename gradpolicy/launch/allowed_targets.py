@@ -53,11 +53,11 @@ def _on_command_line(overrides: Sequence[str]) -> list[Any]:
 
 
 def check_not_from_config(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Makes sure that no config file has written its own list.
+    """Makes sure that no config file allows packages.
 
     Args:
         config: A composed job.
-        overrides: Those of the command line, not those that a config adds for a sweep.
+        overrides: Those of the command line, without those that a config adds for a sweep.
 
     Raises:
         PolicyError: If the job's list is not the command line's.

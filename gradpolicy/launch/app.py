@@ -1,4 +1,4 @@
-"""The program: reads the command line, checks the config of every job, then has Hydra run the jobs."""
+"""Runs the program: reads the command line, checks the config of every job, lets Hydra run the jobs."""
 
 import argparse
 import shutil
@@ -30,8 +30,8 @@ from gradpolicy.launch.compose import (
     hydra_at,
     jobs_of,
 )
-from gradpolicy.launch.config import check_config
-from gradpolicy.launch.errors import (
+from gradpolicy.launch.hydra_settings import check_given_search_path, check_hydra, check_launcher
+from gradpolicy.launch.messages import (
     FAILED,
     INTERRUPTED,
     LINE,
@@ -41,9 +41,16 @@ from gradpolicy.launch.errors import (
     report_error,
     wrong_input_errors,
 )
-from gradpolicy.launch.hydra_settings import check_given_search_path, check_hydra, check_launcher
 from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits
-from gradpolicy.launch.report import RESULT, RESULTS, SUMMARY, Result, collect, replace_unencodable, summarize
+from gradpolicy.launch.results import (
+    RESULT,
+    RESULTS,
+    SUMMARY,
+    Result,
+    collect,
+    replace_unencodable,
+    summarize,
+)
 from gradpolicy.launch.run_directory import RunDirectory, claimed_directory
 
 CONFIG_NAME = "train"
@@ -57,7 +64,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         arguments: The command line; that of this process unless given.
 
     Returns:
-        The exit code: 0, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, 143 when told to go.
+        The exit code: 0, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, 143 for SIGTERM.
     """
     replace_unencodable()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -103,12 +110,20 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
 
 
 def read_command_line(arguments: Sequence[str]) -> Namespace:
-    """Reads Hydra's own flags; what is none of them is an override.
+    """Reads Hydra's own flags; all other words are overrides.
+
+    Raises:
+        PolicyError: As :func:`parse_command_line`.
+    """
+    return parse_command_line(get_args_parser(), arguments)
+
+
+def parse_command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Namespace:
+    """Parses a command line, and raises one clear error in place of the parser's exit.
 
     Raises:
         PolicyError: For a flag that does not exist, or a value that one does not take.
     """
-    parser = get_args_parser()
     # Otherwise the program ends here, and says how it is used before it says what is wrong.
     parser.exit_on_error = False
     flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -117,7 +132,8 @@ def read_command_line(arguments: Sequence[str]) -> Namespace:
     except argparse.ArgumentError as error:
         raise PolicyError(f"{error.argument_name}: {brief(str(error.message), most=LINE)}") from error
     if unknown:
-        raise PolicyError(f"{brief(unknown[0])}: there is no such flag; {nearest(unknown[0], flags)}")
+        word = unknown[0].partition("=")[0]
+        raise PolicyError(f"{brief(word)}: there is no such flag; {nearest(word, flags)}")
     return options
 
 
@@ -128,7 +144,7 @@ def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfi
         prepared: Hydra, set up.
         source: Where configs come from.
         options: The command line.
-        config: What all jobs have in common, composed.
+        config: The composed config, without overrides that sweep.
 
     Raises:
         PolicyError: For wrong input.
@@ -143,22 +159,21 @@ def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfi
     check_hydra(config, overrides)
     check_not_from_config(config, overrides)
     check_launcher(config)
-    jobs = jobs_of(config, overrides)
-    for job in jobs or ():
+    for job in jobs_of(config, overrides):
         check_job(compose_job(source, job), overrides)
-    run_sweep(prepared, source, config, overrides, checked=jobs is not None)
+    run_sweep(prepared, source, config, overrides)
     return 0
 
 
 def run_job(prepared: Hydra, config: DictConfig) -> None:
-    """Has Hydra run one job: it makes the directory, sets the logging up, and calls the job."""
+    """Lets Hydra run one job: Hydra makes the directory, sets up logging, and calls the job."""
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.mode = RunMode.RUN
         if not is_first_rank():
             config.hydra.output_subdir = None
     callbacks = Callbacks(config)
     callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
-    job = Job(in_sweep=False, checked=True)
+    job = Job(in_sweep=False)
     if not config.hydra.run.dir:
         raise PolicyError("hydra.run.dir: names no directory")
     with claimed_directory(config.hydra.run, "hydra.run.dir") as directory:
@@ -173,7 +188,7 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
                 job_subdir_key=None,
             )
         except Exception as error:
-            # The job catches its own errors. This one comes from what Hydra sets up for it.
+            # The job catches its own errors, so Hydra raised this one while it set the job up.
             RunDirectory(directory).clear_unless_begun()
             if isinstance(error, wrong_input_errors()):
                 raise
@@ -193,16 +208,14 @@ def _cannot_set_up(error: BaseException) -> PolicyError:
     )
 
 
-def run_sweep(
-    prepared: Hydra, source: Source, config: DictConfig, overrides: list[str], *, checked: bool
-) -> None:
-    """Has Hydra's sweeper and launcher run the jobs, and prints the summary, also when some failed."""
+def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
+    """Lets Hydra's sweeper and launcher run the jobs; prints the summary even if some failed."""
     with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
         is_new = not any(directory.iterdir())
         try:
             prepared.multirun(
                 config_name=source.name,
-                task_function=Job(in_sweep=True, checked=checked),
+                task_function=Job(in_sweep=True),
                 overrides=[*overrides, f"hydra.sweep.dir={quoted(str(directory))}"],
             )
         finally:
@@ -214,43 +227,39 @@ class Job:
     """The function that Hydra calls for each job.
 
     Args:
-        in_sweep: Whether it is one of several. Then it raises the error of a failed job to Hydra, which runs
-            the others.
-        checked: Whether the config of the job has been checked.
+        in_sweep: Whether it is one of several. Then the error of a failed job is raised to Hydra, which goes
+            on with the others.
     """
 
-    def __init__(self, *, in_sweep: bool, checked: bool) -> None:
+    def __init__(self, *, in_sweep: bool) -> None:
         self.in_sweep = in_sweep
-        self.checked = checked
-        # The worker of a launcher does not know the command line.
+        # A launcher may run the job in a process that does not have this command line.
         self.trusted = allowed_packages()
         self.error: Exception | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
-        """Runs a job and saves its result where the summary finds it."""
+        """Runs a job and saves its result for the summary."""
         from gradpolicy.launch.run import run
 
         hydra_config = HydraConfig.get()
         overrides = list(hydra_config.overrides.task)
         directory = Path(hydra_config.runtime.output_dir)
-        place = directory / RESULT
+        path = directory / RESULT
         if self.in_sweep:
-            place = Path(hydra_config.sweep.dir) / RESULTS / f"{hydra_config.job.num}.json"
+            path = Path(hydra_config.sweep.dir) / RESULTS / f"{hydra_config.job.num}.json"
         try:
             with limited_to(self.trusted):
-                if not self.checked:
-                    check_config(config)
                 result = run(config, overrides)
         except Exception as error:
             if self.in_sweep:
-                Result(overrides, status="failed", error=explain(error), directory=str(directory)).save(place)
+                Result(overrides, status="failed", error=explain(error), directory=str(directory)).save(path)
                 raise
             self.error = error
             return None
         except (KeyboardInterrupt, SystemExit):
             if self.in_sweep and is_first_rank():
                 stopped = "stopped before its end"
-                Result(overrides, status="stopped", error=stopped, directory=str(directory)).save(place)
+                Result(overrides, status="stopped", error=stopped, directory=str(directory)).save(path)
             raise
         finally:
             # A job that never began has left its directory empty.
@@ -258,7 +267,7 @@ class Job:
                 with suppress(OSError):
                     directory.rmdir()
         if is_first_rank() and (self.in_sweep or result.status == "completed"):
-            result.save(place)
+            result.save(path)
         return result.optimized
 
 
@@ -281,7 +290,7 @@ def _asks_for_information(options: Namespace) -> bool:
 
 
 def _ask_hydra(config_dir: Path, arguments: list[str]) -> None:
-    """Has Hydra print what the command line asks for."""
+    """Lets Hydra print what the command line asks for."""
     former = sys.argv
     sys.argv = [former[0], *arguments]
     try:
@@ -293,7 +302,7 @@ def _ask_hydra(config_dir: Path, arguments: list[str]) -> None:
 
 
 def _nothing(config: DictConfig) -> None:
-    """Stands for the job where the command line asks for none."""
+    """Takes the place of the job if the command line asks for none."""
 
 
 def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:

@@ -1,24 +1,24 @@
-"""Checks what a config gives a class or function against its signature: names of arguments, and types.
+"""Checks the arguments in a config against the signature of the class or function that gets them.
 
-This refuses `trainer.max_epoch` and `optimizer.lr=abc` before anything runs, for any `_target_`, and needs no
-second list of its arguments.
+This refuses `trainer.max_epoch` and `optimizer.lr=abc` before anything runs, whatever the `_target_`, and
+needs no second list of arguments.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from gradpolicy.errors import NAMED, PolicyError, brief, constructors, nearest, shown
-from gradpolicy.launch.targets import TARGET, locate_target
+from gradpolicy.launch.messages import type_error
+from gradpolicy.launch.targets import TARGET, check_has_target, locate_target
 from gradpolicy.policies import Policy
 
-# The keys of a node that say how it is built, and what each may hold.
+# The keys of a node that say how it is built, and the type of each.
 KEY_TYPES: dict[str, Any] = {
     "_target_": str,
     "_partial_": bool,
@@ -27,7 +27,6 @@ KEY_TYPES: dict[str, Any] = {
     "_args_": list[Any],
 }
 PLAIN = (str, int, float, bool, type(None))
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
 def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
@@ -35,12 +34,14 @@ def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
 
     Args:
         config: The part.
-        key: Where it stands in the config.
-        complete: Whether it is built as it stands, so that every required argument must be there.
+        key: Its key in the config.
+        complete: Whether it is built without further arguments, so that none of the required ones may be
+            missing.
 
     Raises:
-        PolicyError: For a target that a config may not build, a required argument that is absent, one that
-            the target does not take, a value of another type, NaN, or an integer of more than 64 bits.
+        PolicyError: For a target that is missing or that a config may not build, a required argument that is
+            absent, one that the target does not take, a value of another type, NaN, or an integer of more
+            than 64 bits.
     """
     if isinstance(config, list):
         for index, value in enumerate(config):
@@ -48,10 +49,11 @@ def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
     if not isinstance(config, Mapping):
         _check_number(config, key)
         return
+    check_has_target(config, key)
     target = locate_target(key, config) if TARGET in config else None
-    # Below a node that is not recursive the target adds arguments of its own.
+    # The target of a node that is not recursive builds what is below, and adds arguments of its own.
     complete_below = complete and config.get("_recursive_") is not False
-    # What lies below first: a target that may not be built matters more than an argument that is unknown.
+    # What is below comes first: a target that may not be built matters more than an unknown argument.
     for name, value in config.items():
         check_arguments(value, f"{key}.{name}", complete=complete_below)
     if target is not None:
@@ -69,9 +71,9 @@ def _check_number(value: Any, key: str) -> None:
 
 
 def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Gives the arguments that a target takes by name, and whether it takes any other names too.
+    """Gives the arguments that a target takes by name, and whether it takes others, too.
 
-    A policy passes arguments on to its base classes; theirs are included.
+    A policy passes arguments on to its base classes, so theirs are included.
     """
     known: dict[str, inspect.Parameter] = {}
     for function in _signed(target):
@@ -120,14 +122,14 @@ def _with_type(parameter: inspect.Parameter, function: Callable[..., Any]) -> in
 def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str) -> None:
     parameters, takes_any = argument_names(target)
     for name, value in config.items():
-        place = brief(f"{key}.{name}")
+        full_key = brief(f"{key}.{name}")
         if name in KEY_TYPES:
-            _check_fits(place, KEY_TYPES[name], value)
+            check_value(full_key, KEY_TYPES[name], value)
         elif name in parameters:
-            _check_type(place, parameters[name], value)
+            _check_type(full_key, parameters[name], value)
         elif not takes_any:
             raise PolicyError(
-                f"{place}: {config['_target_']} takes no such argument; {nearest(str(name), parameters)}"
+                f"{full_key}: {config['_target_']} takes no such argument; {nearest(str(name), parameters)}"
             )
 
 
@@ -148,66 +150,45 @@ def _check_complete(target: Callable[..., Any], config: Mapping[str, Any], key: 
 def _check_type(key: str, parameter: inspect.Parameter, value: Any) -> None:
     if parameter.annotation is inspect.Parameter.empty or value == parameter.default or _has_target(value):
         return
-    _check_fits(key, parameter.annotation, value)
+    check_value(key, parameter.annotation, value)
 
 
-def _check_fits(key: str, annotation: Any, value: Any) -> None:
-    if not fits(value, annotation):
-        raise PolicyError(f"{key}: must be {brief(in_words(annotation), most=200)}, got {shown(value)}")
+def check_value(key: str, annotation: Any, value: Any) -> None:
+    """Checks a value from a config against an annotation.
 
-
-def in_words(annotation: Any) -> str:
-    """What an annotation allows, as a person says it.
-
-    Example:
-        >>> in_words(int | None), in_words(tuple[float, float]), in_words(Literal["min", "max"])
-        ('a whole number or null', 'a list of 2: a number, a number', "'min' or 'max'")
+    Raises:
+        PolicyError: If it does not fit, saying what would.
     """
-    *others, last = dict.fromkeys(_alternatives(annotation))
-    return f"{', '.join(others)} or {last}" if others else last
+    problems = misfits(value, annotation)
+    if problems:
+        raise type_error(key, problems, nullable=not misfits(None, annotation))
 
 
-def _alternatives(annotation: Any) -> list[str]:
-    parts = get_args(annotation)
-    if get_origin(annotation) in (Union, UnionType):
-        return [words for part in parts for words in _alternatives(part)]
-    if get_origin(annotation) is Literal:
-        return [repr(part) for part in parts]
-    return [WORDS.get(annotation) or _kind(annotation)]
+def misfits(value: Any, annotation: Any) -> list[Any]:
+    """What pydantic says is wrong with a value for an annotation; nothing if it fits.
 
-
-def _kind(annotation: Any) -> str:
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is tuple and parts and parts[-1] is not Ellipsis:
-        return f"a list of {len(parts)}: {', '.join(map(in_words, parts))}"
-    if origin is Callable:
-        return "a function"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "a mapping"
-    if isinstance(origin, type) and issubclass(origin, Iterable):
-        return f"a list of {in_words(parts[0])}" if parts else "a list"
-    return inspect.formatannotation(annotation)
-
-
-def fits(value: Any, annotation: Any) -> bool:
-    """Whether a value from a config suits an annotation. Text never stands for a number.
+    Text is never converted to a number.
 
     Example:
-        >>> fits(3, float), fits("abc", float), fits([0.9, 0.99], tuple[float, float])
-        (True, False, True)
+        >>> misfits(3, float), misfits([0.9, 0.99], tuple[float, float])
+        ([], [])
+        >>> [problem["type"] for problem in misfits("abc", float)]
+        ['float_type']
     """
     try:
         adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError):
-        return True
-    # A list may stand for a tuple, which YAML does not have; nothing else is converted.
+        return []
+    problems: list[Any] = []
+    # YAML has no tuples, so a list may be given for one. Nothing else is converted.
     for strict in (True, False) if not isinstance(value, PLAIN) else (True,):
         try:
             adapter.validate_python(value, strict=strict)
-        except ValidationError:
-            continue
-        return True
-    return False
+        except ValidationError as error:
+            problems = error.errors()
+        else:
+            return []
+    return problems
 
 
 def _has_target(value: Any) -> bool:

@@ -1,7 +1,6 @@
-"""Builds what a run consists of: data, model, policies and trainer."""
+"""Builds the parts of a run: data, model, policies and trainer."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,27 +10,24 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
-from gradpolicy.errors import PolicyError
-from gradpolicy.flow.operations import resolve_operation
 from gradpolicy.launch.config import Settings
 from gradpolicy.launch.run_directory import RunDirectory
 from gradpolicy.launch.targets import build, build_all
 from gradpolicy.lightning.batch_limits import BatchLimits
 from gradpolicy.lightning.best_checkpoints import BestCheckpoints
 from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.checked_resume import CheckedResume
 from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.exact_resume import ExactResume
 from gradpolicy.lightning.nonfinite import StopOnNonFinite
 from gradpolicy.lightning.preemption import SaveOnPreemption
 from gradpolicy.lightning.rank_watch import RankWatch
-from gradpolicy.lightning.resuming import CheckedResume
-from gradpolicy.policies import FlowPolicy, Freeze, Policy
-from gradpolicy.tasks.resume import ExactResume
-from gradpolicy.where import match_modules, match_parameters
+from gradpolicy.policies import Policy
 
 
 @dataclass
 class Subject:
-    """What policies act on: the data, the model, and the policies themselves."""
+    """The data, the model, and the policies that act on it."""
 
     data: LightningDataModule
     model: LightningModule
@@ -44,47 +40,15 @@ def build_subject(container: Mapping[str, Any]) -> Subject:
     Raises:
         PolicyError: If one cannot be built, or is of another kind.
     """
-    subject = Subject(
-        build(container["data"], "data"),
-        build(container["model"], "model"),
-        build_all(container.get("policy"), "policy"),
+    return Subject(
+        build(container["data"], "data", LightningDataModule),
+        build(container["model"], "model", LightningModule),
+        build_all(container.get("policy"), "policy", Policy),
     )
-    # A function of a package that is allowed may return anything.
-    _check_kind("data", subject.data, LightningDataModule)
-    _check_kind("model", subject.model, LightningModule)
-    for name, policy in subject.policies.items():
-        _check_kind(f"policy.{name}", policy, Policy)
-    return subject
-
-
-def check_patterns(subject: Subject) -> None:
-    """Matches everything that the policies name, so that an error names the config key.
-
-    Raises:
-        PolicyError: For a pattern that matches nothing, or an operation that does not exist.
-    """
-    for name, policy in subject.policies.items():
-        if isinstance(policy, Freeze | FlowPolicy) and policy.params:
-            with _under(f"policy.{name}.params"):
-                match_parameters(subject.model, policy.params)
-        if isinstance(policy, FlowPolicy) and policy.modules:
-            with _under(f"policy.{name}.modules"):
-                match_modules(subject.model, policy.modules)
-        for operation in policy.ops or () if isinstance(policy, FlowPolicy) else ():
-            with _under(f"policy.{name}.ops"):
-                resolve_operation(operation.removeprefix("!") if isinstance(operation, str) else operation)
-
-
-@contextmanager
-def _under(key: str) -> Iterator[None]:
-    try:
-        yield
-    except PolicyError as error:
-        raise PolicyError(f"{key}: {error}") from error
 
 
 class RunBegins(Callback):
-    """Tells the run directory that a step was taken or a model tested: from then on it is kept."""
+    """Tells the run directory that a step was taken or a model tested, so that it is kept."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -99,17 +63,17 @@ class RunBegins(Callback):
 
 
 def build_trainer(settings: Settings, subject: Subject, directory: RunDirectory) -> Trainer:
-    """Builds the trainer, with the callbacks and plugins that every run has whatever its config says."""
+    """Builds the trainer, with the callbacks and plugins that every run has."""
     node = dict(settings.trainer)
     saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
-    chosen = list(_build_group("callbacks", settings.callbacks, Callback))
+    chosen = list(build_all(settings.callbacks, "callbacks", Callback).values())
     # Lightning refuses callbacks that its own switches turn off.
     switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
     off = tuple(kind for switch, kind in switches.items() if node.get(switch) is False)
     chosen = [callback for callback in chosen if not isinstance(callback, off)]
-    # After the policies: a value that is not finite does no harm in a gradient that a policy removes.
+    # After the policies: in a gradient that a policy removes, a value that is not finite does no harm.
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
-    # After the best checkpoint: the one to resume from has to record it.
+    # After the best checkpoint, since the one to resume from records which that is.
     chosen.sort(key=lambda callback: isinstance(callback, ModelCheckpoint) and callback.monitor is None)
     callbacks = [
         CheckedResume(),
@@ -124,12 +88,12 @@ def build_trainer(settings: Settings, subject: Subject, directory: RunDirectory)
         *([SaveOnPreemption()] if saves else []),
     ]
     plugins = build_plugins(node.pop("plugins", None))
-    loggers = _build_group("logger", settings.logger, Logger)
-    return build(node, "trainer", callbacks=callbacks, logger=loggers or False, plugins=plugins)
+    loggers = list(build_all(settings.logger, "logger", Logger).values())
+    return build(node, "trainer", Trainer, callbacks=callbacks, logger=loggers or False, plugins=plugins)
 
 
 def build_plugins(nodes: Any) -> list[Any]:
-    """Builds the trainer's plugins; checkpoints are written whole unless the config chooses another way."""
+    """Builds the trainer's plugins, with WholeCheckpointIO unless the config names another CheckpointIO."""
     nodes = [] if nodes is None else nodes if isinstance(nodes, list) else [nodes]
     plugins = [
         build(node, f"trainer.plugins[{index}]") if isinstance(node, Mapping) else node
@@ -140,15 +104,3 @@ def build_plugins(nodes: Any) -> list[Any]:
         if isinstance(writer, _WrappingCheckpointIO) and writer.checkpoint_io is None:
             writer.checkpoint_io = WholeCheckpointIO()
     return plugins if writers else [*plugins, WholeCheckpointIO()]
-
-
-def _build_group(group: str, nodes: Mapping[str, Any] | None, kind: type) -> list[Any]:
-    built = build_all(nodes, group)
-    for name, one in built.items():
-        _check_kind(f"{group}.{name}", one, kind)
-    return list(built.values())
-
-
-def _check_kind(key: str, built: object, kind: type) -> None:
-    if not isinstance(built, kind):
-        raise PolicyError(f"{key}: must be a {kind.__name__}, got {type(built).__name__}")

@@ -1,4 +1,4 @@
-"""Composes the config of each job, and says clearly what Hydra cannot compose."""
+"""Composes the config of each job, with clear messages for what Hydra cannot compose."""
 
 import os
 import re
@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.launch.allowed_targets import check_not_from_config, parsed
 from gradpolicy.launch.config import check_config
-from gradpolicy.launch.errors import LINE
 from gradpolicy.launch.hydra_settings import check_given_search_path, check_hydra, check_search_path
+from gradpolicy.launch.messages import LINE
 
 VERSION_BASE = "1.3"
 # What Hydra says of a key that it cannot set, add or take away.
@@ -44,7 +44,7 @@ class Source:
     Args:
         directory: The directory of configs.
         name: The config at its top.
-        more: A second directory, as ``--config-dir`` names it. If both hold a config of one name, that in
+        more: A second directory, from ``--config-dir``. If both hold a config of the same name, that in
             `directory` counts.
     """
 
@@ -87,11 +87,11 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
 
 
 def check_job(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Checks a composed job, with what Hydra itself would instantiate for it; makes nothing.
+    """Checks a composed job, including what Hydra itself would build for it. Builds nothing.
 
     Args:
         config: The job, with Hydra's part.
-        overrides: The command line's, which may say what no config may.
+        overrides: Those of the command line, which may set more than a config may.
 
     Raises:
         PolicyError: For wrong input.
@@ -136,14 +136,14 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
         raise PolicyError(f"the command line cannot be composed: {brief(str(error), most=LINE)}") from error
     _check_choices(config, source, overrides)
     with read_write(config), open_dict(config):
-        # Hydra sets it when a job starts. Until then any directory does for the keys that refer to it.
+        # Hydra sets it when a job starts. Until then the keys that refer to it need some directory.
         config.hydra.runtime.output_dir = str(Path.cwd())
     HydraConfig.instance().set_config(config)
     return config
 
 
 def fixed_overrides(overrides: list[str]) -> list[str]:
-    """The overrides that do not sweep: what all jobs have in common."""
+    """The overrides that do not sweep, which all jobs have in common."""
     return [
         line
         for line, override in zip(overrides, parsed(overrides), strict=True)
@@ -151,11 +151,11 @@ def fixed_overrides(overrides: list[str]) -> list[str]:
     ]
 
 
-def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]] | None:
+def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]]:
     """Lists the overrides of each job of a sweep, as Hydra's own sweeper makes them.
 
     Returns:
-        None where they are not known beforehand: another sweeper draws values, from intervals for instance.
+        Nothing if they are not known beforehand: another sweeper draws values, from intervals for instance.
     """
     from_config = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     every = parsed([*from_config, *overrides])
@@ -163,7 +163,7 @@ def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]] | None:
     if not config.hydra.sweeper._target_.endswith("BasicSweeper") or not all(
         override.is_discrete_sweep() for override in sweeps
     ):
-        return None
+        return []
     return BasicSweeper.split_arguments(every, max_batch_size=None)[0]
 
 

@@ -1,19 +1,19 @@
 """The composed config of a job: its keys, what each may hold, and the one check of all of it."""
 
-from functools import partial
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from gradpolicy.checks import LARGEST_SEED
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.imports import import_by_name
+from gradpolicy.launch.messages import type_error
 
-# What imports torch is imported where it is used: a wrong name is refused before that takes its seconds.
+# Modules that import torch are imported where they are used, so that a wrong key is refused at once.
 
-# Lightning accepts less: it divides by the first two, and a negative norm reverses gradients.
+# Lightning accepts less, and then divides by zero, or reverses gradients by a negative norm.
 TRAINER_LEAST = {
     "accumulate_grad_batches": 1,
     "check_val_every_n_epoch": 1,
@@ -26,26 +26,14 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _with_target(example: str, node: dict[str, Any]) -> dict[str, Any]:
-    if "_target_" not in node:
-        raise ValueError(f"needs a _target_, such as {example}")
-    return node
-
-
 Node = dict[str, Any]
+# A config of the group that was taken away is null.
+Group = dict[str, Node | None]
 Names = Annotated[list[str], BeforeValidator(_as_list)]
-DataNode = Annotated[Node, AfterValidator(partial(_with_target, "gradpolicy.tasks.DigitsDataModule"))]
-ModelNode = Annotated[Node, AfterValidator(partial(_with_target, "gradpolicy.tasks.Classifier"))]
-TrainerNode = Annotated[Node, AfterValidator(partial(_with_target, "lightning.pytorch.Trainer"))]
-PolicyNode = Annotated[Node, AfterValidator(partial(_with_target, "gradpolicy.Freeze"))]
-CallbackNode = Annotated[
-    Node, AfterValidator(partial(_with_target, "lightning.pytorch.callbacks.ModelCheckpoint"))
-]
-LoggerNode = Annotated[Node, AfterValidator(partial(_with_target, "lightning.pytorch.loggers.CSVLogger"))]
 
 
 class Strict(BaseModel):
-    """Takes no other keys than its own, and no text in place of a number."""
+    """Has no keys but its own, and converts no text to a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -71,13 +59,13 @@ class Paths(Strict):
 class Settings(Strict):
     """The composed config, resolved."""
 
-    data: DataNode
-    model: ModelNode
+    data: Node
+    model: Node
     optimizer: Node | None = None
-    policy: dict[str, PolicyNode | None] | None = None
-    trainer: TrainerNode
-    callbacks: dict[str, CallbackNode | None] | None = None
-    logger: dict[str, LoggerNode | None] | None = None
+    policy: Group | None = None
+    trainer: Node
+    callbacks: Group | None = None
+    logger: Group | None = None
     paths: Paths
     sweep: Any = None
 
@@ -96,17 +84,23 @@ class Settings(Strict):
     extras: Extras = Field(default_factory=Extras)
 
 
-def check_config(config: DictConfig) -> None:
+def check_config(config: DictConfig) -> Settings:
     """Checks a job's config: references, keys, types, targets and their arguments. Builds nothing.
 
     Args:
         config: The config, without Hydra's own part.
 
+    Returns:
+        The config with every reference in it resolved.
+
     Raises:
         PolicyError: For wrong input.
     """
     container = resolved(config)
-    settings = read_settings(container)
+    try:
+        settings = Settings.model_validate(container)
+    except ValidationError as error:
+        raise _first_problem(error) from error
     if not (settings.train or settings.test or settings.plan_only):
         raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
     _check_trainer(settings.trainer)
@@ -117,6 +111,7 @@ def check_config(config: DictConfig) -> None:
     for key in sorted(container, key=lambda key: key == "model"):
         if isinstance(container[key], dict):
             check_arguments(container[key], key)
+    return settings
 
 
 def load_extensions(names: list[str]) -> None:
@@ -137,7 +132,7 @@ def load_extensions(names: list[str]) -> None:
 def resolved(config: DictConfig) -> dict[str, Any]:
     """Gives a config as plain containers, with every reference in it resolved.
 
-    A search space is left out: it is written for other programs. A policy's `when` needs no `_target_`.
+    `sweep`, the search space of scripts/sweep.py, is left out. A policy's `when` needs no `_target_`.
     """
     plain = OmegaConf.create({key: config._get_node(key) for key in config if key != "sweep"})
     container = OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)
@@ -147,18 +142,6 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         if isinstance(when, dict):
             when.setdefault("_target_", "gradpolicy.When")
     return {str(key): value for key, value in container.items()}
-
-
-def read_settings(container: Node) -> Settings:
-    """Reads a resolved config: the keys at its top, and their types.
-
-    Raises:
-        PolicyError: For an unknown key, a missing one, or a value of the wrong type.
-    """
-    try:
-        return Settings.model_validate(container)
-    except ValidationError as error:
-        raise _first_problem(error) from error
 
 
 def _check_trainer(trainer: Node) -> None:
@@ -176,7 +159,7 @@ def _check_trainer(trainer: Node) -> None:
 
 def _first_problem(error: ValidationError) -> PolicyError:
     problem = error.errors()[0]
-    path = [str(part) for part in problem["loc"] if not str(part).startswith("function-")]
+    path = [str(part) for part in problem["loc"]]
     key = brief(".".join(path))
     if problem["type"] == "extra_forbidden":
         owner = Extras if path[0] == "extras" else Settings
@@ -184,9 +167,4 @@ def _first_problem(error: ValidationError) -> PolicyError:
         return PolicyError(f"{key}: there is no such key; {hint} (values of your own go under `user`)")
     if problem["type"] == "missing":
         return PolicyError(f"{key}: is missing")
-    if problem["type"] == "value_error":
-        return PolicyError(f"{key}: {problem['ctx']['error']}")
-    if problem["type"] == "dict_type":
-        return PolicyError(f"{key}: must be a mapping of keys to values, got {shown(problem['input'])}")
-    message = (problem["msg"][:1].lower() + problem["msg"][1:]).replace("input should be", "must be")
-    return PolicyError(f"{key}: {message}, got {shown(problem['input'])}")
+    return type_error(key, [problem])

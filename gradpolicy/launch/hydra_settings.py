@@ -1,8 +1,8 @@
 """Checks Hydra's part of a config: it may not import, run or overwrite anything.
 
-Hydra builds callbacks, log handlers, launchers and sweepers before the job begins. What their nodes name is
-compared with fixed lists as it is written, before interpolation: a reference could lead elsewhere by the time
-Hydra resolves it.
+Hydra builds callbacks, log handlers, launchers and sweepers before the job begins. The names in their nodes
+are compared with fixed lists before interpolation: a reference could have another value by the time Hydra
+resolves it.
 """
 
 import importlib
@@ -29,7 +29,7 @@ LAUNCHERS = (
 SWEEPERS = ("hydra._internal.core_plugins.basic_sweeper.BasicSweeper",)
 HANDLERS = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler")
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
-# These reach a shell. The person who runs the sweep sets them on the command line; no file may.
+# A shell runs these. Only the command line may set them, no file.
 SHELL = ("setup", "python", "srun_args", "additional_parameters")
 SEARCH_PATHS = ("pkg://hydra", "pkg://hydra.conf")
 VARIABLES = (
@@ -48,14 +48,14 @@ REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
 def check_search_path(directories: Sequence[Path], name: str) -> None:
-    """Checks where a config file sends Hydra to look for more, before Hydra imports any of it.
+    """Checks the search path in the primary config file, before Hydra imports any of it.
 
     Args:
-        directories: Where the config at the top may lie.
+        directories: The directories that may hold the file.
         name: Its name.
 
     Raises:
-        PolicyError: If it names a package or directory of its own choice.
+        PolicyError: If it names a package or directory that is not listed.
     """
     for directory in directories:
         file = (directory / name).with_suffix(".yaml")
@@ -69,13 +69,13 @@ def check_search_path(directories: Sequence[Path], name: str) -> None:
 
 
 def check_given_search_path(overrides: Sequence[str]) -> None:
-    """Checks where the command line sends Hydra to look for more: directories, and packages that are allowed.
+    """Checks the search path on the command line, which may name directories and allowed packages.
 
     Args:
         overrides: The command line's.
 
     Raises:
-        PolicyError: If it names a package that is not allowed: to look into one is to import it.
+        PolicyError: If it names a package that is not allowed, since Hydra would import it.
     """
     for override in parsed(overrides):
         if override.key_or_group != "hydra.searchpath":
@@ -93,10 +93,10 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
 
     Args:
         config: The job, with the key ``hydra``.
-        overrides: The command line's, which may say more than a file.
+        overrides: Those of the command line, which may set more than a file may.
 
     Raises:
-        PolicyError: At the first thing that Hydra must not be told.
+        PolicyError: For the first setting that is not allowed.
     """
     node: Any = OmegaConf.to_container(config.hydra, resolve=False)
     given = {override.key_or_group for override in parsed(overrides)}
@@ -143,19 +143,19 @@ def check_launcher(config: DictConfig) -> None:
 
 
 def _check_built(key: str, node: Any, listed: Sequence[str]) -> None:
-    """Checks that a node names one of a list, and that nothing else is built on the way."""
+    """Checks that a node names one of a list, and that nothing below it is built."""
     target = _mapping(key, node).get("_target_")
     if not (isinstance(target, str) and lies_in(target, allowed_packages())):
         _check_listed(f"{key}._target_", target, listed, "others are not built")
     for path, value in _leaves(node):
-        place = ".".join((key, *path))
+        full_key = ".".join((key, *path))
         if path[-1] == "_target_" and len(path) > 1:
-            raise PolicyError(f"{place}: nothing else is built there, got {shown(value)}")
-        # A key leads to a value of the same config; a resolver could give anything, and differ each time.
+            raise PolicyError(f"{full_key}: nothing else is built there, got {shown(value)}")
+        # A reference to a key gives a value of this config. A resolver could give something else each time.
         if isinstance(value, str) and "${" in REFERENCE.sub("", value):
-            raise PolicyError(f"{place}: must be plain text, or refer to a key, got {shown(value)}")
+            raise PolicyError(f"{full_key}: must be plain text, or refer to a key, got {shown(value)}")
         if REFERENCE.fullmatch(str(value)) and key.startswith("hydra.callbacks"):
-            raise PolicyError(f"{place}: must not refer to anything, got {shown(value)}")
+            raise PolicyError(f"{full_key}: must not refer to anything, got {shown(value)}")
 
 
 def _check_shell(config: DictConfig, given: set[str]) -> None:
@@ -166,7 +166,7 @@ def _check_shell(config: DictConfig, given: set[str]) -> None:
         if launcher.get(name) and not any(each == key or each.startswith(f"{key}.") for each in given):
             raise PolicyError(f"{key}: reaches a shell, so no config may set it; give it on the command line")
     for path, value in _leaves(launcher):
-        # The lines of the script that say what a job needs are comments, which a line break would end.
+        # In the script, what a job needs is written in comments, which a line break would end.
         if path[0] not in SHELL and isinstance(value, str) and not value.isprintable():
             raise PolicyError(
                 f"hydra.launcher.{'.'.join(path)}: must be one line of text, got {shown(value)}"
@@ -174,7 +174,7 @@ def _check_shell(config: DictConfig, given: set[str]) -> None:
 
 
 def _check_sweep(sweeper: Mapping[str, Any]) -> None:
-    """Checks that a config's own sweep leaves alone what only the command line may say."""
+    """Checks that a config's own sweep sets nothing that only the command line may set."""
     for name in _mapping("hydra.sweeper.params", sweeper.get("params")):
         key = str(name).lstrip("+~")
         if key.startswith(("hydra.", "hydra/")) or key == "allowed_targets":
@@ -184,34 +184,32 @@ def _check_sweep(sweeper: Mapping[str, Any]) -> None:
 def _check_logging(key: str, node: Any) -> None:
     """Checks that logging goes to the terminal or into the run's directory, through Python's own handlers."""
     for path, value in _leaves(_mapping(key, node)):
-        place = ".".join((key, *path))
+        full_key = ".".join((key, *path))
         match path:
             case ("handlers", _, "class"):
-                _check_listed(place, value, HANDLERS, "others are not built")
+                _check_listed(full_key, value, HANDLERS, "others are not built")
             case ("handlers", _, "filename"):
-                _check_log_file(place, value)
+                _check_log_file(full_key, value)
             case ("handlers", _, "mode") if value != "a":
-                raise PolicyError(f"{place}: must be a: a log is added to, got {shown(value)}")
+                raise PolicyError(f"{full_key}: must be a: a log is added to, got {shown(value)}")
             case ("handlers", _, "stream"):
-                _check_listed(place, value, STREAMS, "others are not imported")
+                _check_listed(full_key, value, STREAMS, "others are not imported")
             case _:
-                _check_plain(place, path, value)
+                _check_plain(full_key, path, value)
 
 
-def _check_plain(place: str, path: tuple[str, ...], value: Any) -> None:
+def _check_plain(key: str, path: tuple[str, ...], value: Any) -> None:
     """Checks a setting of Python's logging that is neither imported nor made."""
     if {"()", ".", "class"} & set(path):
-        raise PolicyError(f"{place}: only handlers may be named, got {shown(value)}")
+        raise PolicyError(f"{key}: only handlers may be named, got {shown(value)}")
     if isinstance(value, str) and ("${" in value or "://" in value):
-        raise PolicyError(f"{place}: must be plain text, got {shown(value)}")
+        raise PolicyError(f"{key}: must be plain text, got {shown(value)}")
 
 
-def _check_log_file(place: str, value: Any) -> None:
+def _check_log_file(key: str, value: Any) -> None:
     rest = str(value).removeprefix(OUTPUT).replace("${hydra.job.name}", "")
     if not str(value).startswith(OUTPUT) or not re.fullmatch(r"[\w-]*\.log", rest):
-        raise PolicyError(
-            f"{place}: must be a .log file in the run's directory, {OUTPUT}…, got {shown(value)}"
-        )
+        raise PolicyError(f"{key}: must be a .log file in the run's directory, {OUTPUT}…, got {shown(value)}")
 
 
 def _check_listed(key: str, value: Any, listed: Sequence[str], otherwise: str) -> None:
@@ -229,7 +227,7 @@ def _mapping(key: str, node: Any) -> Mapping[str, Any]:
 
 
 def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value below a node that is no mapping or list, with the keys that lead to it."""
+    """Every value below a node that is not a mapping or list, with its keys."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             yield from _leaves(value, (*path, str(name)))

@@ -1,26 +1,33 @@
-"""What a config may build: the kinds of classes for each place, and the few functions.
+"""What a config may build: one kind of class under some keys, several as arguments, and a few functions.
 
 This is the whole list. A `_target_` is compared with it by identity, in :mod:`gradpolicy.launch.targets`; all
-names here are those of the objects themselves, and none is loaded before a config names something near it.
+names here are those of the objects themselves, and none is loaded before a config names something of its
+package.
 """
 
-# What stands at these places of a config, and nothing else. A star stands for one name.
-PLACES: dict[str, tuple[str, ...]] = {
-    "callbacks.*": ("lightning.pytorch.Callback",),
-    "data": ("lightning.pytorch.LightningDataModule",),
-    "logger.*": ("lightning.pytorch.loggers.Logger",),
-    "model": ("lightning.pytorch.LightningModule",),
-    "optimizer": ("torch.optim.Optimizer",),
-    "policy.*": ("gradpolicy.policies.Policy",),
-    "policy.*.mask": ("gradpolicy.masks.MaskSource",),
-    "policy.*.when": ("gradpolicy.When",),
-    "trainer": ("lightning.pytorch.Trainer",),
-    "trainer.profiler": ("lightning.pytorch.profilers.Profiler",),
-    "trainer.strategy": ("lightning.pytorch.strategies.Strategy",),
+# The one kind that a key takes, and an example of it. A star stands for one name.
+KIND_AT: dict[str, tuple[str, str]] = {
+    "callbacks.*": ("lightning.pytorch.Callback", "lightning.pytorch.callbacks.ModelCheckpoint"),
+    "data": ("lightning.pytorch.LightningDataModule", "gradpolicy.tasks.DigitsDataModule"),
+    "logger.*": ("lightning.pytorch.loggers.Logger", "lightning.pytorch.loggers.CSVLogger"),
+    "model": ("lightning.pytorch.LightningModule", "gradpolicy.tasks.Classifier"),
+    "optimizer": ("torch.optim.Optimizer", "torch.optim.AdamW"),
+    "policy.*": ("gradpolicy.policies.Policy", "gradpolicy.Freeze"),
+    "policy.*.mask": ("gradpolicy.masks.MaskSource", "gradpolicy.masks.Random"),
+    "policy.*.when": ("gradpolicy.When", "gradpolicy.When"),
+    "trainer": ("lightning.pytorch.Trainer", "lightning.pytorch.Trainer"),
+    "trainer.profiler": (
+        "lightning.pytorch.profilers.Profiler",
+        "lightning.pytorch.profilers.SimpleProfiler",
+    ),
+    "trainer.strategy": (
+        "lightning.pytorch.strategies.Strategy",
+        "lightning.pytorch.strategies.DDPStrategy",
+    ),
 }
 
-# What stands anywhere below, as an argument. Making one of these runs nothing and deletes nothing.
-PARTS: tuple[str, ...] = (
+# The kinds that any other key takes. Making one of these runs nothing and deletes nothing.
+ARGUMENT_KINDS: tuple[str, ...] = (
     "gradpolicy.When",
     "gradpolicy.distributed.compression.ActiveEntries",
     "gradpolicy.masks.MaskSource",

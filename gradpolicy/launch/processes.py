@@ -1,4 +1,4 @@
-"""The processes of a run: which one is first, what all of them agree on, and how each is told what to run."""
+"""The processes of a run: which one is first, values that all of them share, and the command line of each."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict, read_write
 
-from gradpolicy.launch.errors import TERMINATED
+from gradpolicy.launch.messages import TERMINATED
 
 # Arguments of a sweep that its jobs must not get: a job runs alone, in the directory of its first rank.
 SWEEP_ONLY = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.sweep|\.mode|\.run)\b")
@@ -50,7 +50,7 @@ def agreed(key: str, value: Callable[[], str]) -> str:
 
     Args:
         key: The name of the value in the store that torchrun's agent keeps.
-        value: Computes it. Called on the first rank, where the store has no such value yet.
+        value: Computes it. Called on the first rank, if the store has no such value yet.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""One run: build its parts, plan, fit, test, report."""
+"""Does one run: builds its parts, plans, fits, tests, reports."""
 
 import logging
 import os
@@ -22,8 +22,8 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.plan import make_plan, training_loss
-from gradpolicy.launch.build import Subject, build_subject, build_trainer, check_patterns
-from gradpolicy.launch.config import Settings, read_settings, resolved
+from gradpolicy.launch.build import Subject, build_subject, build_trainer
+from gradpolicy.launch.config import Settings, check_config
 from gradpolicy.launch.processes import (
     agreed,
     is_first_rank,
@@ -31,15 +31,15 @@ from gradpolicy.launch.processes import (
     termination_exits,
     under_torchrun,
 )
-from gradpolicy.launch.report import Result, print_config, print_results, saved_in
+from gradpolicy.launch.results import Result, print_config, print_results, saved_in
 from gradpolicy.launch.run_directory import RunDirectory, check_destinations, run_directory
 from gradpolicy.lightning.batch_limits import check_batches
+from gradpolicy.lightning.checked_resume import checked_restore
 from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
-from gradpolicy.lightning.resuming import checked_restore
 from gradpolicy.lightning.run_record import record_of
 
-# Warnings that hold for every small run and ask for no change.
+# Warnings that every small run gives and that need no change.
 QUIET = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
@@ -55,15 +55,15 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
     """Does what a composed config says.
 
     Args:
-        config: The config, without Hydra's own part; `check_config` has passed it.
+        config: The config, without Hydra's own part.
         overrides: What the command line set, for the record.
 
     Raises:
         PolicyError: For wrong input.
-        SystemExit: With code 143, if the run was told to go.
+        SystemExit: With code 143, if the run got SIGTERM.
     """
-    container = resolved(config)
-    settings = read_settings(container)
+    settings = check_config(config)
+    container = settings.model_dump(exclude_unset=True)
     console = Console(quiet=not is_first_rank(), width=None if sys.stdout.isatty() else 120)
     output = Path(settings.paths.output_dir)
     with termination_exits(), quieter(), run_directory(output, _made_by_hydra()) as directory:
@@ -84,7 +84,6 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
             rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
         if checkpoint is not None and settings.train:
             console.print(f"going on from {checkpoint}", markup=False, soft_wrap=True)
-        check_patterns(subject)
         if settings.plan_only:
             check_trainer(settings, subject, directory)
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
@@ -103,7 +102,7 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
 
 
 def chosen_checkpoint(settings: Settings, directory: RunDirectory) -> Path | None:
-    """The checkpoint to resume from or to test, the same on all ranks; None where none is asked for."""
+    """The checkpoint to resume from or to test, the same on all ranks; None if none is asked for."""
     directories = [directory.path, Path(settings.paths.log_dir)]
 
     def find() -> Path | None:
@@ -111,7 +110,7 @@ def chosen_checkpoint(settings: Settings, directory: RunDirectory) -> Path | Non
 
     if settings.ckpt_path != "last" or not under_torchrun():
         return find()
-    # A group that torchrun restarts resumes from what the former group has saved since.
+    # After a restart by torchrun, this is what the former group saved last.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     return Path(agreed(f"gradpolicy/last/{restart}/{directory.path}", lambda: str(find())))
 
@@ -125,7 +124,7 @@ def make_run_plan(subject: Subject, seed: int) -> Any:
 
 
 def check_trainer(settings: Settings, subject: Subject, directory: RunDirectory) -> None:
-    """Builds the trainer as a run would, so that a plan is refused where the run would be.
+    """Builds the trainer as a run would, so that a plan is refused if the run would be.
 
     Raises:
         PolicyError: For what the trainer, a callback or a logger refuses.
@@ -149,7 +148,7 @@ def train_and_test(
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             import wandb
 
-            # W&B reads how quiet it shall be here, before its first warning.
+            # W&B reads its settings here. Later would be after its first warning.
             wandb.setup()
         if settings.train:
             with monitor_errors_named(settings, trainer), checked_restore(checkpoint):
@@ -192,7 +191,7 @@ def best_scores(trainer: Trainer) -> dict[str, float]:
 
 
 def best_checkpoint(trainer: Trainer) -> Path | None:
-    """The best checkpoint of this run; None where none was kept, which means the weights as they are."""
+    """The best checkpoint of this run; None if none was kept, which means the weights as they are."""
     kept = [
         callback
         for callback in trainer.checkpoint_callbacks
@@ -204,7 +203,7 @@ def best_checkpoint(trainer: Trainer) -> Path | None:
 
 
 def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float | None:
-    """The value that a sweep compares; None, with a warning, where it was not logged.
+    """The value that a sweep compares; None, with a warning, if it was not logged.
 
     A run that keeps no checkpoints (``trainer.fast_dev_run``, most of ``debug=``) has no best value to log.
     """
@@ -247,10 +246,10 @@ def monitor_errors_named(settings: Settings, trainer: Trainer) -> Iterator[None]
 
 @contextmanager
 def finished_loggers() -> Iterator[None]:
-    """Ends the W&B run, so that the next one in this process is another.
+    """Ends the W&B run, so that the next job in this process begins its own.
 
     Raises:
-        PolicyError: If W&B refuses to begin one, for want of an account or of a network.
+        PolicyError: If W&B cannot begin one, without an account or a network.
     """
     try:
         yield
@@ -267,7 +266,7 @@ def finished_loggers() -> Iterator[None]:
 
 @contextmanager
 def quieter() -> Iterator[None]:
-    """Leaves out what Lightning says in every run, and the place in the code in warnings."""
+    """Hides messages that Lightning gives in every run, and prints each warning in one line."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

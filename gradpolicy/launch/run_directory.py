@@ -1,4 +1,4 @@
-"""The run directory: one for all processes of a run, and none for a run that never began."""
+"""The run directory: one for all processes of a run, removed if the run never began."""
 
 import os
 import shutil
@@ -12,13 +12,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gradpolicy.errors import PolicyError, brief
-from gradpolicy.launch.errors import wrong_input_errors
+from gradpolicy.launch.messages import wrong_input_errors
 from gradpolicy.launch.processes import agreed, is_first_rank, under_srun, under_torchrun
 
 # A directory whose name holds the time is meant for one run. Any other name is a person's choice, and that
 # directory may hold a run already.
 TIME_IN_NAME = ("${started:", "${now:")
-# The argument by which callbacks and loggers are told where to write.
+# The argument that says where callbacks and loggers write.
 WRITTEN_TO = {"callbacks": "dirpath", "logger": "save_dir"}
 
 
@@ -69,7 +69,7 @@ def _made_anew(wanted: Path) -> Path:
 
 
 class RunDirectory:
-    """A run's directory, and whether the run has put anything into it that someone would miss.
+    """A run's directory, and whether the run has begun: from then on its files are kept.
 
     Args:
         path: The directory that the config has the run write to.
@@ -79,23 +79,23 @@ class RunDirectory:
     def __init__(self, path: Path, made: Path | None = None) -> None:
         self.path = path
         self.begun = False
-        self._unused = [place for place in {path, made or path} if _is_unused(place)]
+        self._unused = [directory for directory in {path, made or path} if _is_unused(directory)]
 
     def begin(self) -> None:
-        """From here on nothing is removed, whatever happens."""
+        """Keeps the files of the run from now on."""
         self.begun = True
 
     def clear_unless_begun(self) -> None:
         """Removes what this run has written, unless it has begun or the directory held something before."""
         if self.begun or not is_first_rank():
             return
-        for place in filter(os.path.isdir, self._unused):
-            for entry in place.iterdir():
+        for directory in filter(os.path.isdir, self._unused):
+            for entry in directory.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _is_unused(path: Path) -> bool:
-    """Whether there is nothing in a directory but what Hydra writes before a job starts."""
+    """Whether a directory holds nothing except what Hydra writes before a job starts."""
     return not os.path.exists(path) or all(
         entry.name == ".hydra" or (entry.suffix == ".log" and not entry.stat().st_size)
         for entry in path.iterdir()
@@ -144,7 +144,7 @@ def check_destinations(config: Mapping[str, Any]) -> None:
 def check_writable(path: Path, key: str) -> None:
     """Makes sure that a run can write to a directory, before it has trained for hours.
 
-    Only the first rank looks. If all did, one would remove the directory in which another makes its file.
+    Only the first rank does this. Otherwise one rank would remove the directory in which another writes.
 
     Args:
         path: The directory, which need not exist yet.
@@ -163,8 +163,8 @@ def check_writable(path: Path, key: str) -> None:
                 pass
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            place = brief(str(path), most=120)
-            raise PolicyError(f"{key}: nothing can be written to {place}: {reason}") from error
+            shown_path = brief(str(path), most=120)
+            raise PolicyError(f"{key}: nothing can be written to {shown_path}: {reason}") from error
 
 
 @contextmanager

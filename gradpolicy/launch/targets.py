@@ -1,7 +1,7 @@
 """Finds and builds what a config names, and refuses what it may not name.
 
-Every `_target_` of the resolved config is followed to its object. The object must be a class of a kind that
-:mod:`gradpolicy.launch.kinds` lists for its place, a function listed there, or be defined in a package that
+Every `_target_` of the resolved config is followed to its object. The object must be a class of the kind that
+:mod:`gradpolicy.launch.kinds` lists for its key, a function listed there, or be defined in a package that
 the person who runs the program has allowed. It is compared by identity, not by its name.
 
 Nodes follow the rules of :func:`hydra.utils.instantiate`. That function looks the name up again when it
@@ -16,10 +16,10 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from gradpolicy.errors import PolicyError, brief, shown
+from gradpolicy.errors import PolicyError, brief, shown, under
 from gradpolicy.imports import KNOWN, allowed_packages, follow, home_of, import_by_name, is_allowed, lies_in
 from gradpolicy.launch import kinds
-from gradpolicy.launch.errors import LINE, root_cause
+from gradpolicy.launch.messages import LINE, root_cause
 
 TARGET = "_target_"
 HYDRA_KEYS = (TARGET, "_args_", "_convert_", "_partial_", "_recursive_")
@@ -30,13 +30,24 @@ def check_targets(config: Any, key: str = "") -> None:
 
     Args:
         config: The config, without Hydra's own part, or a part of it.
-        key: Where that part stands.
+        key: The key of that part.
 
     Raises:
         PolicyError: At the first that may not be built, or does not exist.
     """
-    for place, node in targets_of(config, key):
-        locate_target(place, node)
+    for own_key, node in targets_of(config, key):
+        locate_target(own_key, node)
+
+
+def check_has_target(node: Mapping[str, Any], key: str) -> None:
+    """Makes sure that a node names a target if its key takes one kind of class.
+
+    Raises:
+        PolicyError: If it does not, with an example.
+    """
+    expected = _kind_at(key)
+    if expected is not None and TARGET not in node:
+        raise PolicyError(f"{key}: needs a {TARGET}, such as {expected[1]}")
 
 
 def targets_of(config: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -55,26 +66,24 @@ def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
     """Finds what the `_target_` of a node names, and makes sure that it may be built there.
 
     Args:
-        key: Where the node stands in the config.
+        key: Its key in the config.
         node: The node.
 
     Raises:
         PolicyError: If it may not be named, or does not exist.
     """
-    path, place = node[TARGET], f"{key}.{TARGET}"
+    path, full_key = node[TARGET], f"{key}.{TARGET}"
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        raise PolicyError(f"{place}: must be a dotted path to a class or function, got {shown(path)}")
-    try:
+        raise PolicyError(f"{full_key}: must be a dotted path to a class or function, got {shown(path)}")
+    with under(full_key):
         found = import_by_name(path) if lies_in(path, (*KNOWN, *allowed_packages())) else None
-    except PolicyError as error:
-        raise PolicyError(f"{place}: {error}") from error
     if found is None:
-        raise PolicyError(f"{place}: {shown(path)} is not among what a config may build{_hint(path)}")
+        raise PolicyError(f"{full_key}: {shown(path)} is not among what a config may build{_hint(path)}")
     if not callable(found):
-        raise PolicyError(f"{place}: {shown(path)} is a {type(found).__name__}, not a class or function")
+        raise PolicyError(f"{full_key}: {shown(path)} is a {type(found).__name__}, not a class or function")
     if is_allowed(found):
         return found
-    _check_kind(place, path, found, _kinds_at(key))
+    _check_kind(key, path, found)
     _check_arguments(key, path, found, node)
     return found
 
@@ -89,17 +98,19 @@ def fixed_arguments(found: Callable[..., Any]) -> dict[str, Any]:
     return {"trust_remote_code": False}
 
 
-def build(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
+def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: Any) -> Any:
     """Builds what a node of the resolved config names.
 
     Args:
         node: The node, with its ``_target_``.
-        key: Where it stands in the config.
+        key: Its key in the config.
+        kind: The class that the result must be of. A function of a package that is allowed may return
+            anything.
         **arguments: Objects that the target gets besides what the node says.
 
     Raises:
-        PolicyError: If it names what a config may not build, or if building fails: with the key of the
-            innermost node that failed, and the cause.
+        PolicyError: If it names what a config may not build, if building fails, or if the result is of
+            another kind: with the key of the innermost node that failed, and the cause.
     """
     target = locate_target(key, node)
     values = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
@@ -112,17 +123,20 @@ def build(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
         values = {name: _built(value, f"{key}.{name}") for name, value in values.items()}
         positional = _built(positional, f"{key}._args_")
     call = partial(target, *positional, **{**values, **fixed_arguments(target), **arguments})
-    if node.get("_partial_"):
-        return call
     try:
-        return call()
+        built = call if node.get("_partial_") else call()
     except Exception as error:
         raise _under_key(error, key) from error
+    if not isinstance(built, kind):
+        raise PolicyError(f"{key}: must be a {kind.__name__}, got {type(built).__name__}")
+    return built
 
 
-def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str) -> dict[str, Any]:
+def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str, kind: type) -> dict[str, Any]:
     """Builds each node of a group; one that was taken away is null."""
-    return {name: build(node, f"{key}.{name}") for name, node in (nodes or {}).items() if node is not None}
+    return {
+        name: build(node, f"{key}.{name}", kind) for name, node in (nodes or {}).items() if node is not None
+    }
 
 
 def _built(value: Any, key: str) -> Any:
@@ -146,19 +160,19 @@ def _under_key(error: Exception, key: str) -> PolicyError:
     return PolicyError(": ".join([key, *kind, *([message] if message else [])]))
 
 
-def _message_at(place: str, message: str) -> str:
+def _message_at(key: str, message: str) -> str:
     """Puts a message under a key: ``Stop.mode: …`` at ``policy.cut`` becomes ``policy.cut.mode: …``.
 
     So does ``when.phases: …`` at ``policy.cut.when``.
     """
-    if message.startswith(f"{place.split('.')[0]}."):
+    if message.startswith(f"{key.split('.')[0]}."):
         return message
     owner, _, rest = message.partition(": ")
     class_name, _, argument = owner.partition(".")
-    own = class_name[:1].isupper() or class_name == place.split(".")[-1]
+    own = class_name[:1].isupper() or class_name == key.split(".")[-1]
     if own and argument.isidentifier():
-        return f"{place}.{argument}: {rest}"
-    return f"{place}: {message}"
+        return f"{key}.{argument}: {rest}"
+    return f"{key}: {message}"
 
 
 # ---- what may be named
@@ -171,25 +185,26 @@ def _hint(path: str) -> str:
     return f"; if you trust the package, allow it on the command line: allowed_targets=[{package}]"
 
 
-def _kinds_at(key: str) -> tuple[str, ...]:
-    """The kinds for a place in the config: its own ones, or those of parts."""
-    for place, own in kinds.PLACES.items():
+def _kind_at(key: str) -> tuple[str, str] | None:
+    """The one kind that a key takes, with an example; None if it takes several."""
+    for pattern, kind in kinds.KIND_AT.items():
         # A star is one name, not several.
-        if fnmatchcase(key, place) and key.count(".") == place.count("."):
-            return own
-    return kinds.PARTS
+        if fnmatchcase(key, pattern) and key.count(".") == pattern.count("."):
+            return kind
+    return None
 
 
-def _check_kind(place: str, path: str, found: Callable[..., Any], expected: tuple[str, ...]) -> None:
+def _check_kind(key: str, path: str, found: Callable[..., Any]) -> None:
+    own = _kind_at(key)
     if isinstance(found, type):
-        if issubclass(found, _classes(expected)) and lies_in(str(home_of(found)), KNOWN):
+        expected = _classes(kinds.ARGUMENT_KINDS if own is None else (own[0],))
+        if issubclass(found, expected) and lies_in(str(home_of(found)), KNOWN):
             return
-    elif expected == kinds.PARTS and (_is_listed(found) or _is_hugging_face_method(found)):
+    elif own is None and (_is_listed(found) or _is_hugging_face_method(found)):
         return
-    wanted = ", ".join(kind.rpartition(".")[2] for kind in expected)
-    wanted = f"no {wanted}" if expected != kinds.PARTS else "no kind of class or function that one may build"
+    wanted = own[0].rpartition(".")[2] if own else "kind of class or function that one may build"
     raise PolicyError(
-        f"{place}: {shown(path)} is not among what a config may build: it is {wanted}{_hint(path)}"
+        f"{key}.{TARGET}: {shown(path)} is not among what a config may build: it is no {wanted}{_hint(path)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks how many batches a trainer takes of the data, before Lightning stumbles over it."""
+"""Checks how many batches a trainer takes of the data, before Lightning fails on it."""
 
 from typing import Any
 
@@ -19,14 +19,14 @@ class BatchLimits(Callback):
 
 
 def check_batches(trainer: Trainer, data: LightningDataModule) -> None:
-    """Makes sure that the shares of batches come to one batch at least, and that validation comes at all.
+    """Makes sure that each limit leaves at least one batch, and that validation is reached.
 
     Args:
         trainer: The trainer.
         data: The data module, set up for training.
 
     Raises:
-        PolicyError: Where Lightning would refuse it, when it begins to train.
+        PolicyError: For limits that Lightning would refuse when it begins to train.
     """
     training = _batches(data, "train_dataloader", trainer.limit_train_batches, "limit_train_batches")
     validation = _batches(data, "val_dataloader", trainer.limit_val_batches, "limit_val_batches")
@@ -45,7 +45,7 @@ def check_batches(trainer: Trainer, data: LightningDataModule) -> None:
 
 
 def _batches(data: LightningDataModule, loader: str, limit: float, name: str) -> float | None:
-    """How many batches Lightning takes of a loader; None where it does not know before it has seen them."""
+    """How many batches Lightning takes of a loader; None if the loader has no length."""
     if not is_overridden(loader, data, LightningDataModule):
         return None
     made: Any = getattr(data, loader)()

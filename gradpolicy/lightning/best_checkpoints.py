@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from gradpolicy.distributed.sharded_checkpoint import MARKER, sync_folder, take_place
+from gradpolicy.distributed.sharded_checkpoint import MARKER, put_in_place, sync_folder
 from gradpolicy.errors import PolicyError
 from gradpolicy.lightning.checkpoint_reading import KEY, read_checkpoint
 
@@ -27,17 +27,17 @@ State = dict[str, Any]
 class BestCheckpoints(Callback):
     """Lets each ``ModelCheckpoint`` continue as if the run had not been interrupted.
 
-    Files are searched beside the checkpoint that is resumed from, then where they were written. A file that
-    is gone, damaged, or was overwritten after that checkpoint was saved does not count any more, and a
-    warning says so. (A run that repeats the steps after the checkpoint writes the last kind again.)
+    Files are looked for beside the checkpoint that is resumed from, then where they were written. A file that
+    is gone, damaged, or was overwritten after that checkpoint was saved no longer counts, and a warning says
+    so. (A resumed run that repeats the steps writes an overwritten one again.)
     """
 
-    KEY = "gradpolicy_waits_for_validation"
+    KEY = "gradpolicy_deferred_saves"
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Adds which callbacks wait for the next validation before they save."""
+        """Records which callbacks have deferred a save until the next validation."""
         checkpoint[self.KEY] = {
             key: callback._defer_save_until_validation for key, callback in _kept(trainer).items()
         }
@@ -53,9 +53,9 @@ class BestCheckpoints(Callback):
             for key in kept:
                 states.pop(key, None)
             return
-        for key, waits in checkpoint.get(self.KEY, {}).items():
+        for key, deferred in checkpoint.get(self.KEY, {}).items():
             if key in kept:
-                kept[key]._defer_save_until_validation = waits
+                kept[key]._defer_save_until_validation = deferred
         local = {
             key: callback
             for key, callback in kept.items()
@@ -114,7 +114,7 @@ class FormerRun:
                     f"{name} ({score}) of the run that is resumed {problem}: it does not count among the best"
                 )
             elif not problem or _is_same(found, target):
-                # A file that is in its place already stays, although it may have been overwritten since.
+                # A file that is already there stays, even if it has been overwritten since.
                 _refuse_to_overwrite(found, target, callback)
                 copy_whole(found, target)
                 here[path] = str(target)
@@ -129,7 +129,7 @@ class FormerRun:
         return next((state["dirpath"] for state in self.states.values() if "dirpath" in state), "")
 
     def _find(self, path: str, key: str, name: str) -> tuple[Path, str]:
-        """A file where it is now, and what is wrong with it."""
+        """Where a file is now, and what is wrong with it."""
         beside = Path(os.path.normpath(self.folder / os.path.relpath(path, self.former_folder)))
         problem = self._problem(beside, key, name)
         elsewhere = Path(path)
@@ -138,7 +138,7 @@ class FormerRun:
         return beside, problem
 
     def _problem(self, found: Path, key: str, name: str) -> str:
-        """Why a file is not the one that the state speaks of; empty where it is."""
+        """Why a file is not the one that the state names; empty if it is."""
         if name.split(os.sep)[0] == os.pardir:
             return "lies outside of its directory"
         if not (found.is_file() or found.is_dir()):
@@ -149,13 +149,13 @@ class FormerRun:
             return f"cannot be used ({error})"
         state, own = self.states[key], content.get("callbacks", {}).get(key)
         score = _scores(state).get(name)
-        # One of weights alone tells its step, but no score.
+        # A checkpoint of weights alone records its step, but no score.
         same = own is None or score is None or _scores(own).get(name) == score
         return "" if same and content["global_step"] <= self.step else "was overwritten later"
 
 
 def copy_whole(source: Path, target: Path) -> None:
-    """Copies a checkpoint, file or directory: a reader finds all of it, or what was there before."""
+    """Copies a checkpoint, file or directory; until the copy is complete the target stays as it was."""
     if _is_same(source, target):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def copy_whole(source: Path, target: Path) -> None:
         shutil.copytree(source, part, ignore=shutil.ignore_patterns(MARKER))
         if (source / MARKER).exists():
             shutil.copy(source / MARKER, part)
-        take_place(part, target)
+        put_in_place(part, target)
         return
     part = target.with_name(f".{target.name}.part")
     with source.open("rb") as original, part.open("wb") as copy:
@@ -177,7 +177,7 @@ def copy_whole(source: Path, target: Path) -> None:
 
 
 def _refuse_to_overwrite(source: Path, target: Path, callback: ModelCheckpoint) -> None:
-    """Keeps a name that a checkpoint gives from replacing a file that this run would not write itself."""
+    """Refuses a target, named by a checkpoint, that would replace a file of another run."""
     written = {
         f"{name}{callback.FILE_EXTENSION}" for name in (callback.filename, callback.CHECKPOINT_NAME_LAST)
     }
@@ -185,7 +185,7 @@ def _refuse_to_overwrite(source: Path, target: Path, callback: ModelCheckpoint) 
         return
     if source.is_dir() or target.is_dir() or not filecmp.cmp(source, target, shallow=False):
         raise PolicyError(
-            f"{KEY}: {target} is there already, of another run; choose another directory for this run"
+            f"{KEY}: {target} exists already and is of another run; choose another directory for this run"
         )
 
 

@@ -28,7 +28,7 @@ from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked, deepspeed_refused
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.when import When
-from gradpolicy.where import named_parameters, once_each, pick
+from gradpolicy.where import named_parameters, once_each, pick_each
 
 # Lightning calls these, and never the forward of the LightningModule itself: it replaces that for a while.
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -42,23 +42,23 @@ class GradientPolicies(Callback):
     - at the start of a stage: flow policies are installed on the model; for training, optimizers that hold
       parameters of a freeze policy are wrapped in :class:`~gradpolicy.MaskedOptimizer`;
     - before the first batch after an update: schedules are evaluated and new masks are set, so that the
-      backward pass already knows what is frozen; on many processes the reducer learns what trains, and from
-      time to time the ranks check that they agree;
+      backward pass can leave out what is frozen; on many processes DDP's reducer is rebuilt if other
+      parameters train, and at some steps the ranks check that they agree;
     - before gradient clipping, if there is any: gradients of frozen entries are removed, so that they do not
       count there, nor in what is logged;
     - as soon as an optimizer has stepped: its update is scaled where a mask source sets learning rates;
-    - once a tensor: a warning that a policy lets it train and it gets no gradient, see
+    - once for each tensor that a policy lets train and that gets no gradient: a warning, see
       :class:`~gradpolicy.Freezer`;
     - at the end of a stage: the model is left as it was found.
 
     Args:
-        policies: The policies by name. None, as YAML writes a policy taken away, is left out.
+        policies: The policies by name. Those that are None (``null`` in YAML) are left out.
         seed: Seeds the mask sources that have no seed of their own.
         log: Logs for each policy the share of active entries, gradient norms before and after, and counts of
             matched operations, at the trainer's ``log_every_n_steps``, as ``policy/<name>/…``; those of a
             test at its end, as ``test/policy/<name>/…``.
-        agreement_every: On many processes: every this many updates the ranks compare checksums of masks, ages
-            and weights; None never does.
+        agreement_every: On many processes: the number of updates after which the ranks compare checksums of
+            masks, ages and weights; None never compares.
         communication: Under DistributedDataParallel: sends the gradients of active entries only.
 
     Raises:
@@ -124,7 +124,7 @@ class GradientPolicies(Callback):
     # ---- installing and removing
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs everything; the model is on its device and wrapped, the optimizers exist."""
+        """Installs all policies: the model is on its device and wrapped, and the optimizers exist."""
         self._install_flow(pl_module)
         self._install_freeze(trainer, pl_module)
         self._check_installed()
@@ -168,7 +168,8 @@ class GradientPolicies(Callback):
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise deepspeed_refused(type(trainer.strategy).__name__)
         named = named_parameters(pl_module)
-        wanted = {id(p) for name, policy in policies.items() for p in _matched(named, name, policy)}
+        matched = pick_each(named, {name: policy.params for name, policy in policies.items()})
+        wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
         optimizers = [_masked_if_needed(optimizer, wanted) for optimizer in trainer.strategy.optimizers]
         self._masked = [optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)]
         _check_optimized(named, wanted, self._masked)
@@ -211,7 +212,7 @@ class GradientPolicies(Callback):
             self.freezer.restore()
         self.ranks = None
         self._updates_seen = -1
-        # Testing a checkpoint restores it too, which is not for a fit that begins anew.
+        # Testing a checkpoint restores its state too. A new fit must not start with it.
         self._restored = None
 
     # ---- training
@@ -256,9 +257,9 @@ class GradientPolicies(Callback):
             check_cuts({row.name: self.flow_policies[row.name] for row in rows if row.active and row.matched})
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Masks gradients under manual optimization, where one may clip before Lightning tells of the step.
+        """Masks gradients under manual optimization, where the module may clip before the step begins.
 
-        Not where a source wants whole gradients: call the optimizer's ``mask_gradients`` before you clip.
+        Not if a source needs whole gradients: then call the optimizer's ``mask_gradients`` before you clip.
         """
         if pl_module.automatic_optimization or self.freezer is None:
             return
@@ -310,7 +311,7 @@ class GradientPolicies(Callback):
             self.installed.update(phase=phase, step=self._updates(trainer), epoch=trainer.current_epoch)
 
     def _updates(self, trainer: Trainer) -> int:
-        """Updates really done; where nothing is masked the trainer's own count has to do."""
+        """Updates that took place; if no optimizer is masked, the trainer's count."""
         if self._masked:
             return max(optimizer.effective_steps for optimizer in self._masked)
         return trainer.global_step
@@ -323,17 +324,17 @@ class GradientPolicies(Callback):
                 optimizer.effective_steps = trainer.global_step // len(trainer.optimizers)
 
     def _cuts_now(self, step: int, epoch: int) -> bool:
-        """Whether a policy may leave parameters without a gradient about this time."""
+        """Whether a policy may leave parameters without a gradient at this time."""
         return any(
             _cuts(policy) and _in_window(policy.when, step, epoch) for policy in self.policies.values()
         )
 
     def _wanted_gradients(self) -> set[str]:
-        """The parameters whose whole gradients mask sources want to see."""
+        """The parameters whose whole gradients mask sources need."""
         return self.freezer.wanted_gradients() if self.freezer is not None else set()
 
     def _gradients_are_read(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Whether gradients are clipped before the update, or a hook of somebody else's may look at them."""
+        """Whether gradients are clipped before the update, or another hook may read them."""
         hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
         others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         return (
@@ -375,10 +376,10 @@ class GradientPolicies(Callback):
         return metrics
 
     def _log_test(self, trainer: Trainer) -> None:
-        """Logs what policies of this phase did, after other callbacks made use of them at its end."""
+        """Logs what policies did in the test, after other callbacks have used them at its end."""
         metrics = self._flow_metrics("test") if self.log_policies else {}
         if metrics:
-            # Under keys of their own, or they would stand in one chart with those of training.
+            # Under other keys than in training, or both would be in one chart.
             numbers = {f"test/{name}": float(value) for name, value in metrics.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
@@ -404,7 +405,7 @@ class GradientPolicies(Callback):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What the mask sources remember, and which policies the run had."""
+        """The state of the mask sources, and the policies of the run."""
         return {
             "policies": {name: repr(policy) for name, policy in self.policies.items()},
             "freezer": self.freezer.state_dict() if self.freezer is not None else {},
@@ -433,14 +434,6 @@ def _in_window(when: When, step: int, epoch: int) -> bool:
     """Whether a time lies between a policy's start and stop, whatever ``every`` says."""
     count = step if when.unit == "step" else epoch
     return when.start <= count and (when.stop is None or count < when.stop)
-
-
-def _matched(named: Mapping[str, Tensor], name: str, policy: Freeze) -> list[Tensor]:
-    """The parameters of a freeze policy; an error names the policy."""
-    try:
-        return list(pick(named, policy.params).values())
-    except PolicyError as error:
-        raise PolicyError(f"policy.{name}.params: {error}") from error
 
 
 def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:

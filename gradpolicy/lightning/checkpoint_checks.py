@@ -1,4 +1,4 @@
-"""Checks, before anything trains, that a checkpoint is of this model and that a run can go on from it."""
+"""Checks, before anything trains, that a checkpoint is of this model and that a run can resume from it."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
-from gradpolicy.distributed.sharded_checkpoint import holds, saved_shapes
+from gradpolicy.distributed.sharded_checkpoint import has_key, saved_shapes
 from gradpolicy.errors import PolicyError, shortened, shown
 from gradpolicy.lightning.checkpoint_reading import KEY, VERSION, WEIGHTS, check_checkpoint, read_checkpoint
 from gradpolicy.tasks.task import Task
@@ -53,17 +53,17 @@ def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
 
 
 def check_resumable(path: Path, key: str = KEY) -> None:
-    """Checks that a checkpoint holds what a run needs to go on, besides weights.
+    """Checks that a checkpoint holds what a run needs to resume, besides weights.
 
     Args:
         path: The checkpoint.
         key: The config key that names it, for the message.
 
     Raises:
-        PolicyError: If anything is lacking, or of another kind than Lightning writes.
+        PolicyError: If anything is missing, or is not what Lightning writes.
     """
     content = read_checkpoint(path, key)
-    if path.is_dir() and holds(path, "optimizer_0"):
+    if path.is_dir() and has_key(path, "optimizer_0"):
         # The states of optimizers are among its shards.
         content = {"optimizer_states": [], **content}
     lacking = [name for name in RESUMED if name not in content]
@@ -82,7 +82,7 @@ def _is_version(value: Any) -> bool:
 
 def _is_of_loops(value: Any) -> bool:
     fit = value.get("fit_loop") if isinstance(value, Mapping) else None
-    # Lightning would begin to count anew where one of these is absent.
+    # If one of these is absent, Lightning counts from zero again.
     parts = ("state_dict", "epoch_progress", "epoch_loop.batch_progress")
     return isinstance(fit, Mapping) and all(isinstance(fit.get(part), Mapping) for part in parts)
 
@@ -98,7 +98,7 @@ def _is_of_schedulers(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(state, Mapping) for state in value)
 
 
-# What Lightning writes beside the weights and needs to go on, and whether a value can be that.
+# What Lightning writes beside the weights and needs to resume, and a check of each value.
 RESUMED: dict[str, Callable[[Any], bool]] = {
     "loops": _is_of_loops,
     "optimizer_states": _is_of_optimizers,
@@ -108,12 +108,12 @@ RESUMED: dict[str, Callable[[Any], bool]] = {
 
 
 def check_optimizer(model: LightningModule, checkpoint: Path | None) -> None:
-    """Makes the optimizer once, and looks whether it could go on from a checkpoint.
+    """Makes the optimizer once, and checks that it can resume from a checkpoint.
 
     Args:
-        model: The model. Only that of a :class:`~gradpolicy.tasks.task.Task` is checked: others make theirs
-            in ways of their own.
-        checkpoint: What the run is resumed from, if anything.
+        model: The model. Only the optimizer of a :class:`~gradpolicy.tasks.task.Task` is checked: other
+            modules may make theirs in any way.
+        checkpoint: What the run is resumed from; None if it is not.
 
     Raises:
         PolicyError: For arguments that the optimizer refuses, or a checkpoint of another kind of optimizer.
@@ -129,7 +129,7 @@ def check_optimizer(model: LightningModule, checkpoint: Path | None) -> None:
 
 
 def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    # Those of a directory are among its shards.
+    # In a directory they are among its shards.
     states: Any = read_checkpoint(checkpoint).get("optimizer_states", [{}])
     if len(states) != 1:
         raise PolicyError(
@@ -137,7 +137,7 @@ def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
             f"{CANNOT_RESUME}"
         )
     groups = states[0].get("param_groups", [])
-    # What newer versions of torch have added is filled in here, as it is when a state is loaded.
+    # This fills in options that newer versions of torch have added, as loading a state does.
     optimizer.__setstate__({"state": {}, "param_groups": [{**group, "params": []} for group in groups]})
     lacking = [name for name in optimizer.defaults for group in optimizer.param_groups if name not in group]
     if lacking:
@@ -155,7 +155,7 @@ def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
 
 
 def _is_alike(value: Any, default: Any) -> bool:
-    """Whether a saved option may stand where the optimizer has another one."""
+    """Whether a saved option is of the same type as the optimizer's own."""
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, int | float):

@@ -1,4 +1,4 @@
-"""Checkpoints that are there whole or not at all, whenever the process or the machine dies."""
+"""Writes checkpoints so that they are complete or absent, whenever the process or the machine dies."""
 
 import os
 from contextlib import suppress
@@ -8,18 +8,18 @@ from typing import Any
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from gradpolicy.checkpoint_file import save_file
-from gradpolicy.distributed.sharded_checkpoint import sync_folder, take_place
+from gradpolicy.distributed.sharded_checkpoint import put_in_place, sync_folder
 from gradpolicy.lightning.checkpoint_reading import load_checkpoint
 
 _PART = ".part"
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes each checkpoint beside its place, makes sure of it on the disk, then moves it there in one go.
+    """Writes each checkpoint under a temporary name, flushes it to the disk, then renames it.
 
-    A run killed while it saves leaves the former checkpoint as it was. A disk that fills up while saving does
-    too, and the error says so. A checkpoint is compared with its checksum when it is read, and nothing in it
-    is run. A directory that a sharding strategy wrote loads as if one process had written it. Remote paths
+    If a run is killed while it saves, or the disk fills up, the former checkpoint stays as it was; in the
+    second case the error says so. When a checkpoint is read, it is compared with its checksum, and nothing in
+    it is run. A directory that a sharding strategy wrote loads as if one process had written it. Remote paths
     (``s3://…``) are left to Lightning, which compares no checksums.
 
     Example:
@@ -34,7 +34,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
         Args:
             checkpoint: What is saved, with ``torch.save``.
-            path: Its place.
+            path: Where it is saved.
             storage_options: Not for local files.
 
         Raises:
@@ -54,9 +54,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Reads a checkpoint; the directory of a sharded one as if one process had written it.
 
         Args:
-            path: Its place.
+            path: The checkpoint.
             map_location: As that of ``torch.load``.
-            weights_only: Has no say: only tensors and plain values are ever read.
+            weights_only: Ignored: only tensors and plain values are ever read.
 
         Raises:
             FileNotFoundError: If there is none.
@@ -70,7 +70,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def write_whole(content: Any, path: Path) -> None:
-    """Saves so that the path holds what it held before, or all of the new content with a checksum.
+    """Saves with a checksum; the path holds the former content until all of the new content is there.
 
     Raises:
         OSError: If it could not be written, naming the newest checkpoint that is left.
@@ -84,7 +84,7 @@ def write_whole(content: Any, path: Path) -> None:
             save_file(content, file)
             file.flush()
             os.fsync(file.fileno())
-        take_place(part, path) if path.is_dir() else os.replace(part, path)
+        put_in_place(part, path) if path.is_dir() else os.replace(part, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         # torch.save reports a failed write as a RuntimeError whose context is the OSError.
@@ -94,7 +94,7 @@ def write_whole(content: Any, path: Path) -> None:
         if cause is None:
             raise
         raise OSError(
-            cause.errno, f"could not save {path}: {os.strerror(cause.errno or 0)}; {_what_is_left(path)}"
+            cause.errno, f"could not save {path}: {os.strerror(cause.errno or 0)}; {_last_good(path)}"
         ) from error
 
 
@@ -104,9 +104,9 @@ def _os_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def _what_is_left(path: Path) -> str:
-    """Says from which checkpoint the run can go on."""
+def _last_good(path: Path) -> str:
+    """Says from which checkpoint the run can be resumed."""
     left = sorted(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
     if not left:
         return "there is no former checkpoint"
-    return f"{left[-1].name} of before is whole: make room and resume from it (ckpt_path=last)"
+    return f"the former {left[-1].name} is whole: make room and resume from it (ckpt_path=last)"

@@ -1,4 +1,4 @@
-"""The only reader of checkpoints: runs nothing that is in them, and refuses damaged ones."""
+"""Reads checkpoints: runs nothing that is in them, and refuses damaged ones. Nothing else reads them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
@@ -15,7 +15,7 @@ from gradpolicy.distributed.shard_reader import entries
 from gradpolicy.distributed.sharded_checkpoint import check_manifest, read_as_one, read_unsharded
 
 KEY = "ckpt_path"
-# Where the saved state of a ModelCheckpoint has paths.
+# The keys under which the saved state of a ModelCheckpoint has paths.
 PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 WEIGHTS = "state_dict"
 VERSION = "pytorch-lightning_version"
@@ -25,7 +25,7 @@ class Checked(NamedTuple):
     """What the check of a checkpoint has found.
 
     Attributes:
-        stamp: Sizes, times and inodes of its files. Another one means that it has been written again.
+        stamp: Sizes, times and inodes of its files. If it changes, the checkpoint was written again.
         infinite: The tensors that hold an infinite value, which a buffer may and a parameter may not.
     """
 
@@ -62,7 +62,7 @@ def check_checkpoint(path: Path, key: str = KEY) -> Checked:
 def read_checkpoint(path: Path, key: str = KEY) -> Mapping[str, Any]:
     """Reads a checkpoint; its tensors stay in the file until they are used. No code in it is run.
 
-    Of a directory of shards only what is not sharded is read.
+    Of a directory of shards, only what is not sharded is read.
 
     Args:
         path: The checkpoint.
@@ -93,9 +93,9 @@ def read_weights(path: Path, key: str = KEY) -> Mapping[str, Any]:
 
 
 def load_checkpoint(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[str, Any]:
-    """Reads all of a checkpoint, as one process would have written it.
+    """Reads all of a checkpoint, as if one process had written it.
 
-    Weights alone are made a checkpoint that Lightning takes for testing.
+    A file of weights alone gets what Lightning needs to test it.
 
     Args:
         path: A file, or a directory of shards.
@@ -134,7 +134,7 @@ def _check_file(path: Path) -> Iterable[tuple[str, Any]]:
 
 
 def _check_directory(path: Path) -> Iterator[tuple[str, Any]]:
-    """Shard by shard, since all of them need not fit into this process's memory."""
+    """Checks shard by shard, since all of them together may not fit into memory."""
     if not check_manifest(path):
         _warn_unchecked(path)
     _check_paths(read_unsharded(path))
@@ -172,7 +172,7 @@ def _extremes(tensor: Tensor) -> Tensor:
 
 
 def _check_paths(content: Any) -> None:
-    """Refuses what would have Lightning delete files elsewhere.
+    """Refuses a checkpoint by which Lightning would delete files elsewhere.
 
     Lightning's ModelCheckpoint deletes the checkpoints that its saved state names as outdated: those below
     its own directory, but without following ``..``, and any whose path has a protocol, such as ``local://``.

@@ -24,11 +24,11 @@ def find_checkpoint(
 
     Args:
         ckpt_path: None; a file; a run directory, which means the newest good one in it; or ``last``, which
-            means the newest good one of the newest run in the given directories. Jobs of sweeps and trials of
-            studies are no runs that `last` takes, unless one of them is such a job's own.
+            means the newest good one of the newest run in the given directories. `last` passes over jobs of
+            sweeps and trials of studies, unless one of the directories is such a job's own.
         directories: Where to look for ``last``: directories of single runs, then the one that holds all runs.
             The first one that holds any run decides.
-        task: The ``task_name`` of the runs that `last` takes; None: any.
+        task: The ``task_name`` of the runs that `last` considers; None: any.
 
     Raises:
         PolicyError: If there is none.
@@ -84,7 +84,7 @@ class FoundRun:
 
     Args:
         directory: Its directory.
-        record: What it says of itself; None where it left no record.
+        record: Its record; None if it left none.
         touched: The newest file time of its checkpoints.
     """
 
@@ -104,7 +104,7 @@ class FoundRun:
         return self.record.started, is_original, self.touched
 
     def passed_over(self, task: str | None) -> str:
-        """Why `last` does not take this run; empty where it does."""
+        """Why `last` passes over this run; empty if it does not."""
         if self.record is None:
             return ""
         if self.record.kind != RUN:

@@ -1,4 +1,4 @@
-"""FSDP2 for a LightningModule as it is."""
+"""FSDP2 for a LightningModule that does not shard itself."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,18 +33,18 @@ class FullyShardStrategy(ModelParallelStrategy):
     """Shards parameters, gradients and optimizer state over all ranks (FSDP2).
 
     Lightning's ModelParallelStrategy asks each module for a ``configure_model`` that shards it. Where a
-    module has none, this strategy does it: every module that ``modules`` matches is gathered and freed as
-    one, and what is left with the root.
+    module has none, this strategy shards it: the parameters of each module that ``modules`` matches are
+    gathered and freed together, and all others with the root.
 
-    Checkpoints are directories, written whole or not at all. Those of any number of ranks load, and files
-    that other strategies wrote; other strategies load these directories too, through
+    Checkpoints are directories, complete or absent. This strategy loads those of any number of ranks, and
+    files that other strategies wrote. Other strategies load the directories too, through
     :class:`~gradpolicy.lightning.checkpoint_io.WholeCheckpointIO`.
 
     Args:
         modules: Globs or classes of the modules to shard one by one, such as ``"model.layers.*"``; None: the
             members of every ``nn.ModuleList`` and ``nn.Sequential`` that hold parameters.
         reshard_after_forward: Frees the gathered parameters after the forward pass and gathers them again for
-            the backward pass: less memory, a half more traffic.
+            the backward pass: less memory, half as much traffic again.
         **settings: As ModelParallelStrategy's, such as ``save_distributed_checkpoint``.
 
     Raises:
@@ -82,8 +82,8 @@ class FullyShardStrategy(ModelParallelStrategy):
             self.modules,
             reshard_after_forward=self.reshard_after_forward,
         )
-        # Lightning asks whether the hook is there; it has been done already.
-        module.configure_model = _nothing_more  # type: ignore[method-assign]
+        # Lightning refuses a module without this hook. The module has been sharded already.
+        module.configure_model = _already_sharded  # type: ignore[method-assign]
         try:
             super().setup(trainer)
         finally:
@@ -92,10 +92,10 @@ class FullyShardStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Saves the shards of every rank into a directory that is there whole or not at all.
+        """Saves the shards of every rank into a directory, complete or absent.
 
         Raises:
-            OSError: On every rank, if any could not write.
+            OSError: On every rank, if one could not write.
         """
         if not self._save_distributed_checkpoint or "://" in str(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -113,8 +113,8 @@ class FullyShardStrategy(ModelParallelStrategy):
         """Loads a directory of any number of ranks, or the file of a strategy that does not shard.
 
         Args:
-            checkpoint_path: Its place, on the first rank.
-            weights_only: Has no say: only tensors and plain values are ever read.
+            checkpoint_path: The checkpoint; that of the first rank counts.
+            weights_only: Ignored: only tensors and plain values are ever read.
 
         Raises:
             PolicyError: If it is damaged, holds NaN weights, or holds anything that could run.
@@ -133,7 +133,7 @@ class FullyShardStrategy(ModelParallelStrategy):
         return checkpoint
 
     def _load_directory(self, path: Path, *, strict: bool) -> dict[str, Any]:
-        """Loads optimizers one by one: one that had not stepped yet left no state, and stays as it is."""
+        """Loads weights, then optimizers one by one: an optimizer that had not stepped has saved no state."""
         model = self.model
         assert model is not None
         rest = read_checkpoint(path)
@@ -141,7 +141,7 @@ class FullyShardStrategy(ModelParallelStrategy):
         load_into(weights, path)
         model.load_state_dict(weights["state_dict"], strict=strict)
         for number, optimizer in enumerate(self.optimizers):
-            if sharded_checkpoint.holds(path, f"optimizer_{number}.state"):
+            if sharded_checkpoint.has_key(path, f"optimizer_{number}.state"):
                 key, options = f"optimizer_{number}", StateDictOptions(cpu_offload=True)
                 state: dict[str, Any] = {key: get_optimizer_state_dict(model, optimizer)}
                 load_into(state, path)
@@ -149,7 +149,7 @@ class FullyShardStrategy(ModelParallelStrategy):
         return {VERSION: lightning.__version__, **rest}
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Deletes a checkpoint; what a kill leaves of it is never taken for a whole one."""
+        """Deletes a checkpoint. If the run is killed meanwhile, what is left is not taken for a whole one."""
         if self.is_global_zero:
             sharded_checkpoint.remove_whole(Path(filepath))
 
@@ -191,10 +191,10 @@ def _members(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _nothing_more() -> None:
-    """Stands for a ``configure_model`` that has been done."""
+def _already_sharded() -> None:
+    """Takes the place of ``configure_model`` in a module that is sharded."""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this process holds a part of the tensor only."""
+    """Whether this process holds only a shard of the tensor."""
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)

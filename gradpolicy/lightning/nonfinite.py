@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity first appeared: which module, and which policies act there."""
+"""Finds where a NaN or an infinity first appeared: in which module, and which policies act there."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +21,10 @@ from gradpolicy.where import plain_name
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place where a value was not finite.
+    """The first module in which a value was not finite.
 
     Attributes:
-        module: The module's qualified name; empty where it was in none.
+        module: The module's qualified name; empty if it was in none.
         what: What was not finite there, in words.
         policies: The names of the policies that act there.
     """
@@ -43,12 +43,12 @@ class Finding:
 class StopOnNonFinite(Callback):
     """Ends a run at the first loss (or gradient) that is not finite and says where that came from.
 
-    The batch is run once more with a look at the output of every module, in the order of the computation.
-    Looking at the loss waits for the device once per batch.
+    The batch is run once more, and the output of every module is checked in the order of the computation.
+    Checking the loss waits for the device once per batch.
 
     Args:
-        gradients: Looks at all gradients before each update too, and so finds a rule whose backward is not
-            finite before it spoils the weights. Not under fp16, where the loss scaler deals with infinities.
+        gradients: Checks all gradients before each update too, and so finds a rule whose gradient is not
+            finite before weights are updated with it. Not under fp16: the loss scaler handles infinities.
 
     Raises:
         PolicyError: In training, with the module, and the policies that act there.
@@ -65,15 +65,15 @@ class StopOnNonFinite(Callback):
         self._batch = (batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Looks at the loss."""
+        """Checks the loss."""
         if not torch.isfinite(loss.detach()).all():
             finding = first_nonfinite_value(pl_module, self._run, _policies(trainer))
-            raise PolicyError(f"{_place(trainer)}: the loss is {loss.item()}; {finding}")
+            raise PolicyError(f"{_moment(trainer)}: the loss is {loss.item()}; {finding}")
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Looks at the gradients."""
+        """Checks the gradients."""
         if not self.gradients or getattr(trainer.precision_plugin, "scaler", None) is not None:
             return
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
@@ -81,7 +81,7 @@ class StopOnNonFinite(Callback):
             finding = first_nonfinite_gradient(pl_module, self._run, _policies(trainer))
             if trainer.world_size > 1 and not any(isinstance(gradient, DTensor) for gradient in gradients):
                 finding = _first_of_all_ranks(finding)
-            raise PolicyError(f"{_place(trainer)}: a gradient is not finite; {finding}")
+            raise PolicyError(f"{_moment(trainer)}: a gradient is not finite; {finding}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -115,21 +115,21 @@ def first_nonfinite_value(
     """
     found: list[tuple[str, bool]] = []
 
-    def look(name: str, inputs: Any, output: Any) -> None:
+    def check(name: str, inputs: Any, output: Any) -> None:
         if not found and not _finite(output):
             found.append((name, _finite(inputs)))
 
-    with _hooks(model, look), torch.no_grad():
+    with _hooks(model, check), torch.no_grad():
         run(model)
     if not found:
         return Finding("", "in a second pass over the batch every module's output is finite")
-    name, fed_well = found[0]
+    name, had_finite_inputs = found[0]
     module = model.get_submodule(name)
-    spoilt = [key for key, value in module.named_parameters(recurse=False) if not _finite(value)]
+    nonfinite = [key for key, value in module.named_parameters(recurse=False) if not _finite(value)]
     described = f"first in the output of module {name!r} ({type(module).__name__})"
-    if spoilt:
-        described += f", whose {', '.join(spoilt)} an earlier update made non-finite"
-    elif not fed_well:
+    if nonfinite:
+        described += f", whose {', '.join(nonfinite)} an earlier update made non-finite"
+    elif not had_finite_inputs:
         described = f"the input of module {name!r} ({type(module).__name__}) is not finite already"
     return Finding(name, described, _acting(model, name, policies or {}))
 
@@ -170,11 +170,11 @@ def first_nonfinite_gradient(
 
 
 @contextmanager
-def _hooks(model: nn.Module, look: Callable[[str, Any, Any], None]) -> Iterator[None]:
-    """Shows every module's inputs and output, innermost modules first."""
+def _hooks(model: nn.Module, see: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """Calls a function with every module's inputs and output, innermost modules first."""
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda module, inputs, output: look(name, inputs, output)
+        return lambda module, inputs, output: see(name, inputs, output)
 
     handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
     try:
@@ -204,7 +204,7 @@ def _policies(trainer: Any) -> dict[str, Policy]:
 
 
 def _acting(model: nn.Module, name: str, policies: Mapping[str, Policy]) -> tuple[str, ...]:
-    """The policies whose place holds a module, lies in it, or covers its parameters."""
+    """The policies that act on a module, on one that contains it, or on its parameters."""
     parameters = [plain_name(f"{name}.{key}") for key, _ in model.get_submodule(name).named_parameters()]
     acting = []
     for policy_name, policy in policies.items():
@@ -251,12 +251,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _first_of_all_ranks(finding: Finding) -> Finding:
-    """What the first rank found that found something: ranks share gradients, not batches."""
+    """The finding of the first rank that has one: ranks share gradients, not batches."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, finding)
     return next((each for each in found if each.module), finding)
 
 
-def _place(trainer: Trainer) -> str:
+def _moment(trainer: Trainer) -> str:
     rank = f"rank {trainer.global_rank}, " if trainer.world_size > 1 else ""
     return f"{rank}epoch {trainer.current_epoch}, update {trainer.global_step + 1}"

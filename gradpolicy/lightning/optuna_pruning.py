@@ -1,4 +1,4 @@
-"""Tells an Optuna study how a trial goes, and ends a trial that will not be among the best."""
+"""Reports a trial's metric to an Optuna study, and ends a trial that is worse than the others."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ PRUNED = "pruned"
 
 
 def make_pruner() -> Any:
-    """Ends a trial below the median of the others, after five trials and not in its first two reports.
+    """A pruner that ends a trial below the median of the others, after five trials and two reports.
 
-    A study does not keep its pruner: what draws the trials and what runs them make the same one.
+    A study does not keep its pruner, so the program that draws the trials makes one too.
     """
     import optuna
 
@@ -37,7 +37,7 @@ class ReportToStudy(Callback):
         self._trial: Any = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reports, and stops training where the study says so."""
+        """Reports the metric, and stops training if the study says so."""
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         value = trainer.callback_metrics.get(self.monitor)

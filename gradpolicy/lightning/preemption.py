@@ -1,4 +1,4 @@
-"""SIGTERM and Slurm's warning signal: save at the end of the batch, requeue the job, exit."""
+"""Saves, requeues the job and exits at SIGTERM or Slurm's warning signal, at the end of the batch."""
 
 import os
 import shutil
@@ -23,11 +23,11 @@ from gradpolicy.errors import unknown
 class SaveOnPreemption(Checkpoint):
     """Saves a checkpoint and exits when a signal says that the machine will be taken away.
 
-    A signal to any rank sets a flag there; the ranks compare flags at the end of each batch (one number,
-    whose reduction is read a batch later, so that nothing waits for it). When one is set, all save together
-    to ``last.ckpt``, where ``ckpt_path=last`` finds it, a Slurm job is put back into the queue, and the run
-    exits with 128 + the signal's number. Saving in the signal handler itself, in the middle of a step, would
-    give a checkpoint from which no run goes on exactly.
+    A signal to any rank sets a flag there. At the end of each batch the ranks reduce their flags (one number,
+    read a batch later, so that no rank waits for it). If one is set, all ranks save together to
+    ``last.ckpt``, where ``ckpt_path=last`` finds it, a Slurm job is put back into the queue, and the run
+    exits with 128 + the signal's number. A checkpoint saved by the signal handler itself, in the middle of a
+    step, could not be resumed exactly.
 
     Args:
         signals: The signals that mean this. Slurm sends SIGUSR1 ahead of its time limit where the job asks
@@ -51,7 +51,7 @@ class SaveOnPreemption(Checkpoint):
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replaces the signal handlers of Lightning, which run collectives wherever they interrupt."""
+        """Replaces Lightning's signal handlers, which run collectives in the middle of a step."""
         self._received, self._pending = 0, None
         if trainer.world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=5))
@@ -69,17 +69,17 @@ class SaveOnPreemption(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves and exits if any rank received a signal. As a Checkpoint it runs after other callbacks."""
+        """Saves and exits if any rank received a signal. A Checkpoint runs after other callbacks."""
         received = self._received if trainer.world_size == 1 else self._of_any_rank()
         if not received:
             return
-        path = _place_of_last(trainer)
+        path = _path_of_last(trainer)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             print(f"{signal.Signals(received).name}: saved {path}", file=sys.stderr, flush=True)
         if self.requeue and trainer.is_global_zero:
             requeue_slurm_job()
-        # Lightning kills the job at once where a rank that it launched ends with an error.
+        # If a rank that Lightning launched ends with an error, Lightning kills the job at once.
         launched = trainer.strategy.launcher is not None and trainer.global_rank > 0
         raise SystemExit(0 if launched else 128 + received)
 
@@ -121,8 +121,8 @@ def requeue_slurm_job() -> None:
         rank_zero_info(f"Slurm job {job} is back in the queue")
 
 
-def _place_of_last(trainer: Trainer) -> Path:
-    """Where ``ckpt_path=last`` looks."""
+def _path_of_last(trainer: Trainer) -> Path:
+    """The path at which ``ckpt_path=last`` finds it."""
     kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     folder = next((callback.dirpath for callback in kept if callback.dirpath), None)
     name = kept[0].CHECKPOINT_NAME_LAST if kept else "last"

@@ -1,4 +1,4 @@
-"""Ends the whole job at once when a rank dies, and says which rank and why."""
+"""Ends the whole job when a rank dies, and says which rank and why."""
 
 import os
 import signal
@@ -14,16 +14,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from gradpolicy.errors import PolicyError, shown
 
 _KEY = "gradpolicy/died/{rank}"
-# Seconds that a rank which raised an error has to exit before the others end the job.
-_PATIENCE = 5.0
+# Seconds from the error of a rank until the others end the job.
+_GRACE = 5.0
 
 
 class RankWatch(Callback):
     """Watches the other ranks in a thread.
 
-    A rank that raises leaves its cause in the process group's store. A rank launched by Lightning that ends
-    with an error, or whose parent is gone, is noticed within a second; the message goes to stderr and the job
-    ends with code 1. Under torchrun and Slurm the launcher ends the other ranks; the message is the same.
+    A rank that raises writes the cause into the process group's store. If a rank that Lightning launched ends
+    with an error, or loses its parent, the others notice within a second, print a message to stderr, and end
+    the job with code 1. Under torchrun and Slurm the launcher ends the other ranks; the message is the same.
 
     Args:
         every: Seconds between two checks.
@@ -39,7 +39,7 @@ class RankWatch(Callback):
         self._children: list[Any] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Starts the watch; the process group exists."""
+        """Starts the watch: the process group exists now."""
         if trainer.world_size == 1 or not dist.is_initialized() or self._store is not None:
             return
         self._store = dist.distributed_c10d._get_default_store()
@@ -54,8 +54,8 @@ class RankWatch(Callback):
             self._over.set()
             return
         if _is_of_connection(exception):
-            # The death of another rank broke a collective here; its cause may take a moment to arrive.
-            deadline = time.monotonic() + _PATIENCE
+            # Another rank died and so broke a collective here. Its cause may arrive a little later.
+            deadline = time.monotonic() + _GRACE
             while time.monotonic() < deadline:
                 death = self._death()
                 if death:
@@ -75,12 +75,12 @@ class RankWatch(Callback):
             if death and self._children:
                 self._end(death)
             if death:
-                self._over.wait(_PATIENCE)
+                self._over.wait(_GRACE)
                 if not self._over.is_set():
                     self._end(death)
 
     def _death(self) -> str:
-        """Says which other rank died and why; empty while all live."""
+        """Says which other rank died and why; empty if all live."""
         for number, child in enumerate(self._children, start=1):
             if child.poll():
                 cause = self._cause(number) or describe_exit(child.returncode)
@@ -90,11 +90,11 @@ class RankWatch(Callback):
             if cause:
                 return f"rank {other} died: {cause}"
         if os.getppid() != self._parent:
-            return "what launched this rank died: rank 0, or torchrun"
+            return "the process that launched this rank died: rank 0, or torchrun"
         return ""
 
     def _cause(self, rank: int) -> str:
-        """The error that a rank stored before it died; empty where there is none or the store is gone."""
+        """The error that a rank stored before it died; empty if there is none or the store is gone."""
         key, store = _KEY.format(rank=rank), self._store
         try:
             return store.get(key).decode() if store is not None and store.check([key]) else ""

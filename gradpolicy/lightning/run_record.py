@@ -1,4 +1,4 @@
-"""What a run says of itself in its directory, for who looks for it later."""
+"""The record that a run leaves in its directory, by which it is found later."""
 
 import json
 import os
@@ -19,8 +19,8 @@ class RunRecord:
     Args:
         task: The config's ``task_name``.
         kind: ``"run"``, ``"sweep"`` for a job of a sweep, ``"trial"`` for a trial of a study.
-        started: When it began to train or test, last time, in seconds since 1970.
-        directory: Where it was written. In a copy of the run this is another directory than its own.
+        started: When it last began to train or test, in seconds since 1970.
+        directory: Where it was written. A copy of the run still names the original directory.
     """
 
     task: str
@@ -37,7 +37,7 @@ class RunRecord:
 
     @staticmethod
     def load(directory: Path) -> "RunRecord | None":
-        """Reads what :meth:`save` wrote; None where there is nothing that can be read."""
+        """Reads what :meth:`save` wrote; None if it is absent or cannot be read."""
         try:
             said = json.loads((directory / RECORD).read_text())
             record = RunRecord(
@@ -54,7 +54,7 @@ def record_of(directory: Path, task: str, callbacks: dict[str, Any] | None, in_s
     Args:
         directory: Its directory.
         task: The config's ``task_name``.
-        callbacks: The config's callbacks; one of them tells that a study draws the values.
+        callbacks: The config's callbacks; `ReportToStudy` is among those of a trial.
         in_sweep: Whether Hydra runs it as one job of several.
     """
     targets = [str((node or {}).get("_target_")) for node in (callbacks or {}).values()]

@@ -1,4 +1,4 @@
-"""DistributedDataParallel with the optimizer's state shared out over the ranks (ZeRO stage 1)."""
+"""DistributedDataParallel with the optimizer's state sharded over the ranks (ZeRO stage 1)."""
 
 import inspect
 from typing import Any
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class ZeroStrategy(DDPStrategy):
-    """DDP in which each rank holds the moments of some parameters only.
+    """DDP in which each rank holds the optimizer state of only some parameters.
 
     The optimizers that the module configures are remade as ``ZeroRedundancyOptimizer``; learning-rate
     schedulers stay in force, since both share their parameter groups.
@@ -20,20 +20,20 @@ class ZeroStrategy(DDPStrategy):
     """
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Shares out the state of each optimizer."""
+        """Shards the state of each optimizer."""
         super().setup_optimizers(trainer)
         self.optimizers = [as_zero(optimizer) for optimizer in self.optimizers]
 
 
 def as_zero(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
-    """Makes a fresh optimizer's state shared out over the ranks.
+    """Shards the state of a new optimizer over the ranks.
 
     Args:
         optimizer: An optimizer that has not stepped.
 
     Returns:
-        A ZeroRedundancyOptimizer with the same parameter groups, in which what changes the groups of the one
-        given, such as a learning-rate scheduler, is seen.
+        A ZeroRedundancyOptimizer that shares the parameter groups of the one given: what changes these, such
+        as a learning-rate scheduler, acts on both.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer
@@ -51,6 +51,6 @@ def as_zero(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
         optimizer.param_groups = loaded.param_groups
 
     shared.register_load_state_dict_post_hook(share_groups)
-    # A scheduler asks whether the optimizer that it was made with has stepped; the other one does so for it.
+    # A scheduler asks whether the optimizer that it was made with has stepped. The sharded one steps for it.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return shared

@@ -5,7 +5,6 @@ from gradpolicy.tasks.digits import DigitsDataModule
 from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
 from gradpolicy.tasks.language_model import LanguageModel
 from gradpolicy.tasks.models import ConvNet, MultilayerPerceptron, Prediction, QuantizedConvNet
-from gradpolicy.tasks.resume import ExactResume
 from gradpolicy.tasks.tiny_shakespeare import TinyShakespeareDataModule
 from gradpolicy.tasks.transformer import CharacterTransformer
 
@@ -14,7 +13,6 @@ __all__ = [
     "Classifier",
     "ConvNet",
     "DigitsDataModule",
-    "ExactResume",
     "FashionMNISTDataModule",
     "LanguageModel",
     "MultilayerPerceptron",

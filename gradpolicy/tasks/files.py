@@ -1,31 +1,25 @@
-"""Files of a data set: found in a local directory, checked, and downloaded where that is wanted."""
+"""Files of a data set: found in a local directory, checked, and downloaded if the config says so."""
 
-import hashlib
-import os
-import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.loading import DataModule
 
 KEY = "data.data_dir"
-BLOCK = 1 << 20
+# Seconds without an answer, after which a download fails.
+TIMEOUT = 30
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that is known by its contents.
+    """A file with its checksum.
 
     Attributes:
         name: Its name in the directory.
-        url: Where it can be had.
-        sha256: Of its contents, in hexadecimal.
+        url: Where it is downloaded from.
+        sha256: The SHA-256 of its contents, in hexadecimal.
     """
 
     name: str
@@ -38,14 +32,14 @@ class FileDataModule(DataModule):
 
     Args:
         files: The files.
-        data_dir: Holds them, or gets them.
+        data_dir: The directory that holds them, or that they are downloaded to.
         batch_size: Samples a batch, on each process.
         seed: Seeds the order of the training samples.
         workers: Loader processes; 0 loads in the training process.
-        download: Downloads what is absent.
+        download: Downloads files that are absent.
 
     Raises:
-        PolicyError: If a file is absent and not to be downloaded, or has other contents than it should.
+        PolicyError: If a file is absent and `download` is false, or a file has other contents than it should.
     """
 
     def __init__(
@@ -64,15 +58,15 @@ class FileDataModule(DataModule):
         check_present(self.data_dir, self.files, download)
 
     def prepare_data(self) -> None:
-        """Checks the files, and downloads those that are absent if that is wanted."""
+        """Checks the files, and downloads those that are absent if `download` is true."""
         fetch(self.data_dir, self.files, self.download)
 
 
 def check_present(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
-    """Checks that the files are there or are to be downloaded, without reading them.
+    """Checks that the files are there, unless they are to be downloaded. Reads none of them.
 
     Raises:
-        PolicyError: If one is absent and not to be downloaded.
+        PolicyError: If one is absent and `download` is false.
     """
     missing = [file.name for file in files if not (directory / file.name).is_file()]
     if not missing or download:
@@ -82,62 +76,35 @@ def check_present(directory: Path, files: Sequence[RemoteFile], download: bool) 
 
 
 def fetch(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
-    """Makes sure that each file is in a directory, with the contents it is known by.
+    """Makes sure that each file is in a directory, with the contents that its checksum says.
 
     Args:
         directory: Where the files are looked for and downloaded to.
         files: The files.
-        download: Whether what is absent is downloaded, with a progress bar.
+        download: Whether files that are absent are downloaded, with a progress bar.
 
     Raises:
-        PolicyError: If a file is absent and not to be downloaded or not to be had, or has other contents.
+        PolicyError: If a file is absent and `download` is false or the download fails, or if a file has other
+            contents.
     """
+    # Few runs need it, and its import takes longer than that of this module.
+    import pooch
+
     check_present(directory, files, download)
     for file in files:
         path = directory / file.name
-        if not path.is_file():
-            _download(file, path)
-        elif (found := checksum(path)) != file.sha256:
-            raise PolicyError(
-                f"{KEY}: {path} has the SHA-256 {found} instead of {file.sha256};"
-                " delete it and set data.download=true"
+        if path.is_file():
+            if (found := pooch.file_hash(path)) != file.sha256:
+                raise PolicyError(
+                    f"{KEY}: {path} has the SHA-256 {found} instead of {file.sha256};"
+                    " delete it and set data.download=true"
+                )
+            continue
+        downloader = pooch.HTTPDownloader(progressbar=True, timeout=TIMEOUT)
+        try:
+            pooch.retrieve(
+                file.url, f"sha256:{file.sha256}", fname=file.name, path=directory, downloader=downloader
             )
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _download(file: RemoteFile, path: Path) -> None:
-    """Downloads to a file beside the right one and moves it there once it is whole and checked."""
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
-            temporary = Path(part.name)
-        _copy(file, temporary)
-        if (found := checksum(temporary)) != file.sha256:
-            raise PolicyError(f"{file.url}: came with the SHA-256 {found} instead of {file.sha256}")
-        os.replace(temporary, path)
-    except (urllib.error.URLError, OSError) as error:
-        cause = getattr(error, "reason", None) or error
-        raise PolicyError(f"{KEY}: {path} is absent and {file.url} could not be had: {cause}") from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def _copy(file: RemoteFile, path: Path) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with (
-        urllib.request.urlopen(file.url, timeout=30) as source,
-        path.open("wb") as target,
-        Progress(*columns) as progress,
-    ):
-        size = int(source.headers.get("Content-Length") or 0) or None
-        task = progress.add_task(file.name, total=size)
-        while block := source.read(BLOCK):
-            target.write(block)
-            progress.advance(task, len(block))
+        # A ValueError if the contents are others; the file is not kept then.
+        except (OSError, ValueError) as error:
+            raise PolicyError(f"{KEY}: {path} is absent and {file.url} could not be had: {error}") from error

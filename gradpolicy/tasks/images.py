@@ -35,19 +35,19 @@ class ImageShape:
             raise PolicyError(f"images: the model takes {self.channels} channels; pictures have 1 or 3")
 
 
-def find_images(place: Path) -> list[Path]:
+def find_images(path: Path) -> list[Path]:
     """The pictures in a directory, by name; or the one picture that is named.
 
     Raises:
         PolicyError: If there is none.
     """
-    if place.is_file():
-        return [place]
-    if not place.is_dir():
-        raise PolicyError(f"images: {place} does not exist; images=test takes the run's test images")
-    found = sorted(path for path in place.iterdir() if path.suffix.lower() in SUFFIXES)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise PolicyError(f"images: {path} does not exist; images=test takes the run's test images")
+    found = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES)
     if not found:
-        raise PolicyError(f"images: {place} holds no picture ({', '.join(SUFFIXES)})")
+        raise PolicyError(f"images: {path} holds no picture ({', '.join(SUFFIXES)})")
     return found
 
 

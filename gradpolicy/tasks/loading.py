@@ -1,9 +1,9 @@
-"""Data loaders whose order and place depend on nothing but (seed, epoch, batches done).
+"""Data loaders whose order and position depend only on (seed, epoch, batches done).
 
 A run that is killed and resumed must see the samples that the undisturbed run would have seen. So nothing
-here is drawn from the global random state, and a loader keeps no place of its own: Lightning's progress
+here is drawn from the global random state, and a loader keeps no position of its own: Lightning's progress
 counter, which is in every checkpoint, says how many batches of the epoch are done, and the loader begins
-there. That holds with worker processes (what they have prefetched does not count), within an accumulation
+there. This works with worker processes (batches they have prefetched do not count), within an accumulation
 window and on many ranks.
 """
 
@@ -61,7 +61,7 @@ class EpochSampler(DistributedSampler[Any]):
 
     Rank r of w takes samples r, r + w, … of the order. With batches of b samples on each rank, batch i of
     all ranks together is therefore batch i of one process with batches of w·b. Being a
-    `DistributedSampler`, it is left in place by Lightning.
+    `DistributedSampler`, it is not replaced by Lightning.
 
     Args:
         dataset: What is sampled from.
@@ -100,13 +100,13 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A loader that begins an epoch where the run stands.
+    """A loader that begins an epoch after the batches that are done.
 
-    It takes what a `DataLoader` takes. The place is asked for when the first batch of an epoch is, since only
-    then has Lightning told the sampler its epoch.
+    It takes the arguments of a `DataLoader`. It asks for its position when the first batch of an epoch is
+    asked for: only then has Lightning set the sampler's epoch.
 
     Attributes:
-        batches_done: Says how many batches of the current epoch are done; none unless told otherwise.
+        batches_done: Returns how many batches of the current epoch are done; 0 by default.
     """
 
     batches_done: Callable[[], int] = staticmethod(lambda: 0)
@@ -132,7 +132,7 @@ class ResumableLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Refuses to go on in the middle of an epoch whose order of samples is another one.
+        """Refuses to resume within an epoch whose order of samples is different now.
 
         Raises:
             PolicyError: If seed, number of samples or joint batch size differ from the checkpoint's.
@@ -161,8 +161,8 @@ def epoch_seed(seed: int, epoch: int) -> int:
 def evaluation_batch_size(samples: int, ranks: int, largest: int) -> int:
     """The largest batch size for which all ranks have equally many batches of samples dealt out once.
 
-    Ranks with different numbers of batches would wait for each other where a forward pass communicates, as
-    DistributedDataParallel does for buffers. Where shares are equal, or too small for that, the size stays.
+    With different numbers of batches, ranks would wait for each other if a forward pass communicates, as
+    DistributedDataParallel does for buffers. If the shares are equal, or too small, the size stays.
 
     Example:
         >>> evaluation_batch_size(samples=129, ranks=2, largest=64)  # 65 and 64 samples
@@ -175,10 +175,10 @@ def evaluation_batch_size(samples: int, ranks: int, largest: int) -> int:
 
 
 class DataModule(LightningDataModule):
-    """What the project's data modules share: three sets become three resumable loaders.
+    """The base of the project's data modules: makes resumable loaders of three sets.
 
     A subclass fills `train_set`, `validation_set` and `test_set` in `setup`. Under several processes each one
-    loads its own share: leave `use_distributed_sampler` as it is, it does not replace these samplers.
+    loads its own share. Leave `use_distributed_sampler` as it is: it does not replace these samplers.
 
     Args:
         batch_size: Samples a batch, on each process.
@@ -244,7 +244,7 @@ class DataModule(LightningDataModule):
         )
 
     def _ranks(self) -> tuple[int, int]:
-        """Number of processes that share the data, and which of them this one is."""
+        """The number of processes that share the data, and the rank of this one."""
         shares = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
         return shares.get("num_replicas", 1), shares.get("rank", 0)
 

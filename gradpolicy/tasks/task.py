@@ -1,4 +1,4 @@
-"""What the project's Lightning modules share: a model, and how its optimizer is made."""
+"""The base of the project's Lightning modules: a model, and how its optimizer is made."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -93,7 +93,7 @@ class CharacterTransformer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Adds what a character is to where it stands.
+    """Adds the embedding of a character to that of its position.
 
     Args:
         vocabulary: Number of characters.
@@ -152,7 +152,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Attends from each place to those up to it."""
+        """Attends from each position to itself and those before it."""
         parts = self.input(hidden).unflatten(-1, (3, self.heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
@@ -166,7 +166,7 @@ class Perceptron(nn.Module):
     """Two linear layers with a GELU between them.
 
     Args:
-        width: Features of a character; four times as many lie between.
+        width: Features of a character; the layer between has four times as many.
     """
 
     def __init__(self, width: int) -> None:
@@ -176,5 +176,5 @@ class Perceptron(nn.Module):
         self.output = nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Transforms the features of each place by itself."""
+        """Transforms the features of each position by itself."""
         return self.output(self.activation(self.input(hidden)))

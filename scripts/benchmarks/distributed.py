@@ -24,7 +24,7 @@ from benchmarks.slow_link import DelayedLink, own_network
 from gradpolicy.distributed.agreement import check_agreement
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
-from gradpolicy.distributed.reducer import ReducerKeeper
+from gradpolicy.distributed.reducer import ReducerUpdater
 from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.lightning.checkpoint_io import write_whole
 from gradpolicy.optim import MaskedOptimizer
@@ -149,7 +149,10 @@ def _agreement() -> list[Row]:
     ranks = Ranks(model, dict(plain.named_parameters()), None, [optimizer])
     step = _stepper(model, optimizer, torch.randn(64, 512))
     check = paired_ratio(
-        "a check of masks, ages, weights / a step", lambda: check_agreement(ranks.holdings()), step, rounds=15
+        "a check of masks, ages, weights / a step",
+        lambda: check_agreement(ranks.replicated()),
+        step,
+        rounds=15,
     )
     share = {key: check[key] / AGREEMENT_EVERY for key in ("ratio", "low", "high")}
     amortized = {"what": f"checks every {AGREEMENT_EVERY} steps, share of a step", "target": 0.005}
@@ -195,10 +198,10 @@ def _frozen_backward() -> list[Row]:
         for frozen in (6, 0):
             plain = _network()
             model: nn.Module = DistributedDataParallel(plain) if wrap else plain
-            keeper = ReducerKeeper(model) if isinstance(model, DistributedDataParallel) else None
+            updater = ReducerUpdater(model) if isinstance(model, DistributedDataParallel) else None
             plain[:frozen].requires_grad_(False)
-            if keeper is not None:
-                keeper.refresh()
+            if updater is not None:
+                updater.refresh()
             trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
             steps.append(_stepper(model, torch.optim.SGD(trained, lr=0.0), torch.randn(256, 512)))
         what = f"6 of 8 layers frozen / none, {'DDP on two ranks' if wrap else 'one process'}"

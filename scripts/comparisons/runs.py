@@ -10,7 +10,7 @@ from comparisons.families import BASE, Family, Variant
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.app import main
 from gradpolicy.launch.processes import quoted
-from gradpolicy.launch.report import RESULT, Result
+from gradpolicy.launch.results import RESULT, Result
 
 # Nothing is printed but the progress of the whole.
 QUIET = (

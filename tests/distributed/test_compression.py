@@ -144,5 +144,5 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 def test_it_goes_with_a_wrapped_model_only() -> None:
-    with pytest.raises(PolicyError, match="goes with DistributedDataParallel, got Linear"):
+    with pytest.raises(PolicyError, match="needs DistributedDataParallel, got Linear"):
         ActiveEntries().register(nn.Linear(1, 1))

@@ -203,7 +203,7 @@ def with_communication_under_fsdp() -> str:
 
 
 def test_the_hook_is_refused_where_there_is_no_reducer(pair: ProcessPool) -> None:
-    assert all("goes with DistributedDataParallel" in text for text in pair(with_communication_under_fsdp))
+    assert all("needs DistributedDataParallel" in text for text in pair(with_communication_under_fsdp))
 
 
 def test_one_process_takes_the_same_settings() -> None:

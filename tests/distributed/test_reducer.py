@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy import PolicyError
 from gradpolicy.distributed import reducer
-from gradpolicy.distributed.reducer import PRIVATE_METHODS, ReducerKeeper, rebuild_reducer
+from gradpolicy.distributed.reducer import PRIVATE_METHODS, ReducerUpdater, rebuild_reducer
 
 STEPS = 8
 # Which layers are frozen at which step: from the start, all but the head, a hole in the middle, nothing.
@@ -28,14 +28,14 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(both[:, :6], both[:, 6:]) for both in drawn]
 
 
-def train(model: nn.Module, keeper: ReducerKeeper | None, rank: int, ranks: int) -> dict[str, Tensor]:
+def train(model: nn.Module, updater: ReducerUpdater | None, rank: int, ranks: int) -> dict[str, Tensor]:
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for frozen, (inputs, targets) in zip(FROZEN, batches(), strict=True):
         for name, parameter in plain.named_parameters():
             parameter.requires_grad_(name.split(".")[0] not in frozen)
-        if keeper is not None:
-            keeper.refresh()
+        if updater is not None:
+            updater.refresh()
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs[rank::ranks]), targets[rank::ranks]).backward()
         optimizer.step()
@@ -47,9 +47,9 @@ def train_on_this_rank(options: dict[str, bool], methods: tuple[str, ...]) -> tu
     reducer.PRIVATE_METHODS = methods
     plain[0].requires_grad_(False)
     model = DistributedDataParallel(plain, **options)
-    keeper = ReducerKeeper(model)
-    weights = train(model, keeper, dist.get_rank(), dist.get_world_size())
-    return weights, keeper.rebuilds
+    updater = ReducerUpdater(model)
+    weights = train(model, updater, dist.get_rank(), dist.get_world_size())
+    return weights, updater.rebuilds
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def counted_with_hook(methods: tuple[str, ...]) -> int:
     reducer.PRIVATE_METHODS = methods
     model = DistributedDataParallel(network())
     model.register_comm_hook(seen, count)
-    keeper = ReducerKeeper(model)
+    updater = ReducerUpdater(model)
     model.module[0].requires_grad_(False)
     model.module[2].requires_grad_(False)
-    keeper.refresh()
+    updater.refresh()
     model(torch.ones(2, 6, device=here())).sum().backward()
     return sum(seen)
 
@@ -124,10 +124,10 @@ def test_communication_hooks_stay_and_see_only_what_trains(
 
 def wholly_frozen() -> str:
     model = DistributedDataParallel(network())
-    keeper = ReducerKeeper(model)
+    updater = ReducerUpdater(model)
     model.module.requires_grad_(False)
     try:
-        keeper.refresh()
+        updater.refresh()
     except RuntimeError as error:
         return str(error)
     return ""

@@ -114,7 +114,7 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_keeps_the_former(
     pair(save, str(path), 1)
     for message in pair(save, str(path), 2, "full disk"):
         assert message.startswith(f"[Errno {errno.EFBIG}] could not save {path}: rank 1: File too large; ")
-        assert "last.ckpt of before is whole: make room and resume from it" in message
+        assert "the former last.ckpt is whole: make room and resume from it" in message
     assert read_unsharded(path) == {"global_step": 1}
 
 

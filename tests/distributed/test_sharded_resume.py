@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.exact_resume import ExactResume
 from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy
 from gradpolicy.tasks.loading import DataModule, TensorRows
-from gradpolicy.tasks.resume import ExactResume
 
 
 class Noisy(LightningModule):

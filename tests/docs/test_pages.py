@@ -104,7 +104,7 @@ def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     with hydra_at(configs):
         job = compose_job(configs, fixed_overrides(words))
         check_job(job, words)
-        for overrides in jobs_of(job, words) or ():
+        for overrides in jobs_of(job, words):
             check_job(compose_job(configs, overrides), words)
     assert "policy" in job
 

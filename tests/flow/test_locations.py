@@ -29,14 +29,14 @@ def model():
     ],
 )
 def test_an_operation_s_policy_acts_inside_the_matched_modules_and_those_below(modules, inside, model):
-    locations = find_locations(model, gp.UseRule("identity", ops="relu", modules=modules))
+    locations = find_locations(model, "it", gp.UseRule("identity", ops="relu", modules=modules))
     assert set(locations.inside.values()) == inside
     assert {id(model.get_submodule(name)) for name in inside} == set(locations.inside)
     assert [operation.name for operation in locations.operations] == ["relu"]
 
 
 def test_a_policy_at_a_boundary_acts_at_the_matched_modules_only(model):
-    locations = find_locations(model, gp.Scale(2.0, modules="encoder", at="output"))
+    locations = find_locations(model, "it", gp.Scale(2.0, modules="encoder", at="output"))
     assert (locations.side, set(locations.boundaries)) == ("output", {id(model["encoder"])})
     assert not locations.inside
 

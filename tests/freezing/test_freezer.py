@@ -640,7 +640,7 @@ def test_wrong_input_is_one_clear_message(stack) -> None:
     optimizer = masked(stack)
     shared = gp.masks.Fixed()
     cases = [
-        ({"head": gp.Freeze(shared, params="haed.*")}, r"policy\.head: .*did you mean 'head"),
+        ({"head": gp.Freeze(shared, params="haed.*")}, r"policy\.head\.params: .*did you mean 'head"),
         (
             {"a": gp.Freeze(shared, params="head.*"), "b": gp.Freeze(shared, params="embed.*")},
             r"policy\.b: has the mask source of policy\.a",

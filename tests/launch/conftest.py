@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradpolicy.launch.app import main
-from gradpolicy.launch.report import RESULT, Result
+from gradpolicy.launch.results import RESULT, Result
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from gradpolicy.launch.processes import quoted
-from gradpolicy.launch.report import Result
+from gradpolicy.launch.results import Result
 
 CONF = Path(__file__).parents[2] / "conf"
 Train = Callable[..., object]

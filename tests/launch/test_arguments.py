@@ -8,7 +8,7 @@ from torch import Tensor
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.arguments import argument_names, check_arguments, fits, in_words
+from gradpolicy.launch.arguments import argument_names, check_arguments, check_value, misfits
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from gradpolicy.launch.arguments import argument_names, check_arguments, fits, i
 def test_text_never_stands_for_a_number_but_a_list_may_for_a_tuple(
     value: object, annotation: object, suits: bool
 ) -> None:
-    assert fits(value, annotation) is suits
+    assert (misfits(value, annotation) == []) is suits
 
 
 def test_a_policy_takes_the_arguments_of_its_bases_too() -> None:
@@ -87,14 +87,21 @@ def test_what_a_target_takes_passes(node: dict) -> None:
     assert check_arguments(node, key="top") is None
 
 
+# As older code writes it.
+Either = Optional[Union[Literal["a", "b"], bool]]  # noqa: UP007, UP045
+
+
 @pytest.mark.parametrize(
-    ("annotation", "words"),
+    ("annotation", "value", "words"),
     [
-        (int | None, "a whole number or null"),
-        (tuple[float, float], "a list of 2: a number, a number"),
-        (float | Callable[[int], float], "a number or a function"),
-        (Optional[Union[Literal["a", "b"], bool]], "'a', 'b', true or false or null"),  # noqa: UP007, UP045
+        (int | None, "x", "key: must be a whole number or null, got 'x'"),
+        (tuple[float, float], [0.9, "x"], "key[1]: must be a number, got 'x'"),
+        (tuple[float, float], [0.9], "key[1]: must be given, got [0.9]"),
+        (float | Callable[[int], float], "x", "key: must be a number or a function, got 'x'"),
+        (Either, 3, "key: must be 'a' or 'b', true or false or null, got 3"),
     ],
 )
-def test_what_is_wanted_is_said_in_words(annotation: object, words: str) -> None:
-    assert in_words(annotation) == words
+def test_what_is_wanted_is_said_in_words(annotation: Any, value: object, words: str) -> None:
+    with pytest.raises(PolicyError) as raised:
+        check_value("key", annotation, value)
+    assert str(raised.value) == words

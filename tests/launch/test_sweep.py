@@ -13,7 +13,7 @@ import optuna
 import pytest
 import yaml
 
-from gradpolicy.launch.report import SUMMARY, collect
+from gradpolicy.launch.results import SUMMARY, collect
 
 from .conftest import CONF, QUICK, ROOT, Ended
 
@@ -69,9 +69,9 @@ def test_a_failed_job_does_not_keep_the_others_from_running(train, tmp_path, mon
 
 def test_a_job_that_is_not_known_beforehand_is_checked_where_it_begins(train, monkeypatch) -> None:
     """As those of a sweeper that draws values from an interval."""
-    monkeypatch.setattr("gradpolicy.launch.app.jobs_of", lambda *given: None)
+    monkeypatch.setattr("gradpolicy.launch.app.jobs_of", lambda *given: [])
     ended = train("-m", "optimizer.lr=abc,0.1", "plan_only=true")
-    assert ended.message == "optimizer.lr: must be a number or torch.Tensor, got 'abc'"
+    assert ended.message == "optimizer.lr: must be a number or an instance of Tensor, got 'abc'"
 
 
 def test_the_command_line_that_wandb_writes_is_understood(train) -> None:

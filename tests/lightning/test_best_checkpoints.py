@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from gradpolicy.distributed.sharded_checkpoint import MARKER, is_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.lightning.best_checkpoints import BestCheckpoints, copy_whole
-from gradpolicy.tasks.resume import ExactResume
+from gradpolicy.lightning.exact_resume import ExactResume
 
 # The best of all is seen early: a run that forgets it takes a later one.
 SCORES = (0.5, 0.9, 0.3, 0.6, 0.7, 0.2)
@@ -246,7 +246,7 @@ def test_no_name_in_a_checkpoint_replaces_what_this_run_would_not_write(tmp_path
     mine = tmp_path / "resumed/checkpoints/mine.ckpt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(PolicyError, match=r"mine\.ckpt is there already, of another run"):
+    with pytest.raises(PolicyError, match=r"mine\.ckpt exists already and is of another run"):
         fit(tmp_path / "resumed", last)
     assert mine.read_text() == "mine"
 

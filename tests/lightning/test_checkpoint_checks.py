@@ -1,5 +1,6 @@
 """Whether a checkpoint is of the model that is to take it up."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.checkpoint_checks import check_fits
+from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer
+from gradpolicy.tasks.classification import Classifier
 
 
 def save(path: Path, model: nn.Module) -> Path:
@@ -43,3 +45,13 @@ def test_what_is_no_checkpoint_of_a_run_is_told(tmp_path: Path, model: nn.Module
     torch.save(model.state_dict(), tmp_path / "weights.ckpt")
     with pytest.raises(PolicyError, match="no 'state_dict'"):
         check_fits(tmp_path / "weights.ckpt", model)
+
+
+@pytest.mark.parametrize("option", [{"amsgrad": -1}, {"betas": 0.9}, {"eps": "small"}])
+def test_an_option_of_the_optimizer_of_another_kind_is_refused(option: dict, tmp_path: Path) -> None:
+    model = Classifier(nn.Linear(2, 2), optimizer=partial(torch.optim.AdamW, lr=0.1))
+    state = torch.optim.AdamW(model.parameters(), lr=0.1).state_dict()
+    state["param_groups"][0] |= option
+    torch.save({"state_dict": {}, "optimizer_states": [state]}, tmp_path / "made.ckpt")
+    with pytest.raises(PolicyError, match=f"as the optimizer's {next(iter(option))}"):
+        check_optimizer(model, tmp_path / "made.ckpt")

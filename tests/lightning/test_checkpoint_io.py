@@ -43,7 +43,7 @@ def test_a_full_disk_keeps_the_former_checkpoint_and_says_so(
     write_whole({"step": 1}, path)
     small_files(MEGABYTE)
     with pytest.raises(
-        OSError, match=r"could not save .*last\.ckpt: .*; last\.ckpt of before is whole"
+        OSError, match=r"could not save .*last\.ckpt: .*; the former last\.ckpt is whole"
     ) as caught:
         write_whole({"step": 2, "weight": torch.zeros(MEGABYTE)}, path)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)

@@ -51,7 +51,7 @@ def test_a_dead_rank_ends_the_job_with_its_number_and_cause(tmp_path: Path, faul
 @pytest.mark.slow
 def test_the_death_of_the_first_rank_ends_the_others(tmp_path: Path) -> None:
     _, errors, seconds = run(tmp_path, "2", "1000000", "first_killed")
-    assert "[rank 1] what launched this rank died: rank 0, or torchrun; ending the job" in errors
+    assert "[rank 1] the process that launched this rank died: rank 0, or torchrun; ending the job" in errors
     assert seconds < 60
 
 
@@ -60,7 +60,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankWatch, dist.H
     """The watch of rank 0 of 2, the store that the ranks share, and what would have ended the process."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(rank_watch, "_PATIENCE", 0.05)
+    monkeypatch.setattr(rank_watch, "_GRACE", 0.05)
     store, watch = dist.HashStore(), RankWatch(every=0.02)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     trainer: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=SimpleNamespace(launcher=None))

@@ -1,4 +1,4 @@
-"""An optimizer whose state is shared out keeps what knew the one that it was made of."""
+"""An optimizer whose state is sharded shares its groups with the optimizer that it was made of."""
 
 import torch
 from process_pool import ProcessPool, here

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from attribute import Options, main, model_policies, read_options
+from attribute import main, make_parser, model_policies, read_options
 from lightning.pytorch import Trainer
 from PIL import Image
 
@@ -101,9 +101,17 @@ def test_a_model_by_name_is_attributed_with_the_names_of_its_classes(
     assert (tmp_path / "grid.png").is_file()
 
 
-def test_settings_are_read_by_their_types() -> None:
-    options = read_options(["ckpt_path=epoch=3.ckpt", "count=5", "noise=0.5", "debug=true"])
-    assert options == Options(ckpt_path="epoch=3.ckpt", count=5, noise=0.5, debug=True)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ckpt_path=epoch=3.ckpt", "count=5", "noise=0.5", "debug=true"],
+        ["--ckpt_path", "epoch=3.ckpt", "--count=5", "--noise", "0.5", "--debug"],
+    ],
+)
+def test_options_are_read_by_their_types_in_both_forms(arguments: list[str]) -> None:
+    options = vars(read_options(make_parser(), arguments))
+    given = {"ckpt_path": "epoch=3.ckpt", "count": 5, "noise": 0.5, "debug": "true"}
+    assert options == {**vars(make_parser().parse_args([])), **given}
 
 
 def test_policies_that_belong_to_the_model_hold_for_every_method() -> None:
@@ -117,10 +125,10 @@ def wrong_inputs(run: Path, photographs: Path, tmp_path: Path) -> dict[str, tupl
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.png").write_text("no picture")
     return {
-        "form": (["guided"], "guided: name=value needed"),
-        "name": ([checkpoint, "metod=guided"], "unknown setting 'metod'; did you mean 'method'"),
+        "form": (["guided"], "guided: there is no such flag"),
+        "name": ([checkpoint, "metod=guided"], "metod: there is no such flag; did you mean '--method'"),
         "method": ([checkpoint, "method=guidd"], "method: unknown attribution method 'guidd'"),
-        "type": ([checkpoint, "count=many"], "count: "),
+        "type": ([checkpoint, "count=many"], "--count: invalid int value: 'many'"),
         "number": ([checkpoint, "count=0"], "count: 0 given"),
         "neither": (["method=guided"], "either ckpt_path"),
         "both": ([checkpoint, "model=timm:resnet18"], "either ckpt_path"),
@@ -187,7 +195,9 @@ def test_wrong_input_gives_one_line_and_exit_code_2(
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
     shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in Options.__dataclass_fields__)
+    assert all(f"--{name} " in shown for name in vars(make_parser().parse_args([])))
     assert main([]) == 2
+    assert capsys.readouterr().out == shown

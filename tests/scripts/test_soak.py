@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from soak import compare, differences
 
-from gradpolicy.launch.report import Result
+from gradpolicy.launch.results import Result
+from soaking.comparing import compare, differences
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "soak.py"
 SHORT = ("trainer.limit_train_batches=4", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")

@@ -9,7 +9,6 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gradpolicy.errors import PolicyError
 from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -47,21 +46,6 @@ def test_a_fit_logs_training_and_validation_values(make_trainer: Callable[..., T
     assert set(trainer.callback_metrics) == {
         f"{stage}/{name}" for stage in ("train", "val") for name in names
     }
-
-
-def test_the_scheduler_steps_when_told(make_trainer: Callable[..., Trainer]) -> None:
-    halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    rates = {}
-    for interval in ("step", "epoch"):
-        trainer = make_trainer(limit_train_batches=3, limit_val_batches=0)
-        trainer.fit(classifier(scheduler=halve, scheduler_interval=interval), DigitsDataModule())
-        rates[interval] = trainer.optimizers[0].param_groups[0]["lr"]
-    assert rates == {"step": pytest.approx(0.1 / 8), "epoch": pytest.approx(0.1 / 2)}
-
-
-def test_an_unknown_interval_is_refused() -> None:
-    with pytest.raises(PolicyError, match="scheduler_interval: 'minute'"):
-        classifier(scheduler_interval="minute")
 
 
 def test_a_model_without_a_probe_logs_none(make_trainer: Callable[..., Trainer]) -> None:

@@ -1,18 +1,8 @@
-"""Draws the pictures of the policy cards from the registered rules themselves.
+"""Draws the pictures of the policy cards from the registered rules themselves."""
 
-python scripts/draw_cards.py              all pictures, into docs/policies/pictures
-python scripts/draw_cards.py guided clip  only these
-"""
-
-import os
-import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from matplotlib.axes import Axes
@@ -23,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import gradpolicy as gp
-from drawing import draw, panel
+from drawing.common import panel
 from gradpolicy.rules.gradcheck import enumerate_categories
 
-FOLDER = Path(__file__).parents[1] / "docs" / "policies" / "pictures"
+FOLDER = Path(__file__).parents[2] / "docs" / "policies" / "pictures"
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 FORWARD, BACKWARD, OTHER, PLAIN = "#0072B2", "#D55E00", "#009E73", "#999999"
 X = torch.linspace(-3, 3, 1200, dtype=torch.float64)
@@ -386,13 +376,3 @@ def freeze() -> Figure:
     for entry, colour in zip((0, 6, 13, 21), (FORWARD, BACKWARD, OTHER, "black"), strict=True):
         right.plot(torch.stack(values)[:, entry], color=colour)
     return canvas
-
-
-def main() -> None:
-    """Draws the pictures that the command line names."""
-    draw(PICTURES, FOLDER, __doc__)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradpolicy.launch.report import SUMMARY, Result, best_of, summarize
+from gradpolicy.launch.results import SUMMARY, Result, best_of, summarize
 
 from .conftest import CONF
 

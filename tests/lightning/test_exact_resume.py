@@ -17,8 +17,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from torchmetrics import MeanMetric
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.lightning.exact_resume import ExactResume
 from gradpolicy.tasks.loading import DataModule, TensorRows
-from gradpolicy.tasks.resume import ExactResume
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 

@@ -1,4 +1,4 @@
-"""Checks while Lightning restores a checkpoint, and one clear line where it cannot."""
+"""Checks a checkpoint while Lightning restores it, and says in one line why it cannot be restored."""
 
 import traceback
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from gradpolicy.errors import PolicyError, brief
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoint_checks import CANNOT_RESUME
 from gradpolicy.lightning.checkpoint_reading import KEY, check_checkpoint, named_checkpoints
-from gradpolicy.tasks.resume import ExactResume
+from gradpolicy.lightning.exact_resume import ExactResume
 
 COUNTED = ("optimizer_states", "lr_schedulers")
-# An error below one of these was caused by what the checkpoint holds.
+# An error raised below one of these was caused by the content of the checkpoint.
 RESTORING = frozenset(
     function.__code__
     for function in (
@@ -33,10 +33,10 @@ RESTORING = frozenset(
 
 
 class CheckedResume(Callback):
-    """Refuses a checkpoint of another number of optimizers, and one that would have files deleted.
+    """Refuses a checkpoint of another number of optimizers, and one by which files would be deleted.
 
-    Lightning restores as many states as there are and ignores the rest. Its ModelCheckpoint deletes what its
-    saved state names as outdated below its own directory, whoever wrote that state.
+    Lightning restores as many states as there are and ignores the rest. Its ModelCheckpoint deletes outdated
+    files that its saved state names below its own directory, whoever wrote that state.
 
     Raises:
         PolicyError: Before anything is trained.
@@ -69,9 +69,9 @@ class CheckedResume(Callback):
 
 @contextmanager
 def checked_restore(checkpoint: Path | None) -> Iterator[None]:
-    """Checks a checkpoint before Lightning restores it, and names it if Lightning cannot.
+    """Checks a checkpoint before Lightning restores it, and names it if Lightning cannot restore it.
 
-    It is checked here, since not every strategy of Lightning reads it through the trainer's plugin.
+    The check is here, since not every strategy of Lightning reads checkpoints through the trainer's plugin.
 
     Raises:
         PolicyError: In place of what Lightning raises.
@@ -86,7 +86,7 @@ def checked_restore(checkpoint: Path | None) -> Iterator[None]:
         frames = traceback.walk_tb(error.__traceback__)
         if checkpoint is None or not any(frame.f_code in RESTORING for frame, _ in frames):
             raise
-        # Python's message about a value of another type tells a person nothing.
+        # Python's message about a value of the wrong type does not help the reader.
         is_clear = isinstance(error, RuntimeError | ValueError)
         what = f" ({brief(str(error), most=120)})" if is_clear else ""
         raise PolicyError(
@@ -95,7 +95,7 @@ def checked_restore(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _check_paths(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Refuses a state that names checkpoints that this run would delete, unless they lie beside its own."""
+    """Refuses a state that names checkpoints which this run would delete and which are not beside its own."""
     own = Path(str(trainer.ckpt_path)).resolve().parent
     kept = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
     folders = [Path(each.dirpath).resolve() for each in kept if each.dirpath]

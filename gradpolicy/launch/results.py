@@ -1,4 +1,4 @@
-"""What a person sees: the config before a run, its results after, the table of a sweep."""
+"""Prints the config before a run, its results after it, and the table of a sweep."""
 
 import codecs
 import csv
@@ -24,13 +24,13 @@ RESULT = "result.json"
 RESULTS = "results"
 SUMMARY = "summary.csv"
 UNENCODABLE = "gradpolicy.plain"
-# Characters that do not decompose into ASCII. Each has one in its place, so that tables keep their shape.
+# Substitutes for characters that do not decompose into ASCII: one for one, so that tables keep their shape.
 ASCII = dict(zip("–—−·•×→│─━", "---**x>|--", strict=True))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came out of a run.
+    """The result of a run.
 
     Args:
         overrides: What the command line set.
@@ -38,7 +38,7 @@ class Result:
         optimized: The value that a sweep compares.
         status: ``"completed"``, ``"planned"``, ``"failed"``, or ``"stopped"`` for a job of a sweep that was
             interrupted.
-        error: What was wrong, where it failed.
+        error: What was wrong, if it failed.
         directory: Where everything was saved.
     """
 
@@ -72,7 +72,7 @@ _ShortLists.add_representer(list, _ShortLists.represent_list)
 
 
 def print_config(config: Any, console: Console) -> None:
-    """Prints the composed config, as it was written, as a tree with a branch a group."""
+    """Prints the composed config as a tree with a branch for each group."""
     tree = Tree("Config", guide_style="dim", style="bold")
     plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
     groups = {key: value for key, value in config.items() if isinstance(value, dict) and value}
@@ -100,7 +100,7 @@ def print_results(result: Result, saved: Mapping[str, str], console: Console) ->
 
 
 def saved_in(directory: Path) -> dict[str, str]:
-    """Lists what a run left in its directory, a line a kind."""
+    """Lists what a run left in its directory, a line for each kind."""
     kinds = {
         "run": [directory],
         "config": [directory / "config.yaml"],
@@ -119,7 +119,7 @@ def saved_in(directory: Path) -> dict[str, str]:
 
 
 def _by_stage(item: tuple[str, float]) -> tuple[int, str]:
-    """Test first, then validation, training, and the policies' own."""
+    """The sort key of a metric: test first, then validation, training, and the policies' own."""
     stages = ("test/", "val/", "train/")
     name = item[0]
     return next((index for index, stage in enumerate(stages) if name.startswith(stage)), len(stages)), name
@@ -135,7 +135,7 @@ def collect(sweep_dir: Path) -> list[Result]:
 
 
 def best_of(results: Sequence[Result], mode: str) -> int | None:
-    """The index of the best result; None where no job has one."""
+    """The index of the best result; None if no job has one."""
     valued = {
         index: result.optimized
         for index, result in enumerate(results)

@@ -1,8 +1,10 @@
-"""Turns what Hydra, OmegaConf, YAML and Lightning raise for wrong input into one clear message."""
+"""Turns the errors of Hydra, OmegaConf, YAML and Lightning for wrong input into one clear message."""
 
 import re
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import yaml
 from hydra.errors import (
@@ -20,15 +22,31 @@ WRONG_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
-# The most that is quoted of the message of a library.
+# The longest quotation of a library's message, in characters.
 LINE = 300
-# The most that a message of this program has, whatever it quotes.
+# The longest message of this program, in characters.
 LONGEST = 800
+# What a value must be, by the type of pydantic's error.
+WANTED = {
+    "bool_type": "true or false",
+    "callable_type": "a function",
+    "dict_type": "a mapping of keys to values",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "iterable_type": "a list",
+    "list_type": "a list",
+    "missing": "given",
+    "string_type": "text",
+    "too_long": "shorter",
+    "tuple_type": "a list",
+}
 
 
 def wrong_input_errors() -> tuple[type[Exception], ...]:
-    """The errors that wrong input causes before a run trains."""
-    # Lightning takes seconds to import. Where it has not been imported, it has raised nothing.
+    """The errors that wrong input causes before training starts."""
+    # Lightning takes seconds to import. If it has not been imported, it has raised nothing.
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
     of_lightning = (lightning.MisconfigurationException,) if lightning else ()
     return PolicyError, HydraException, OmegaConfBaseException, yaml.YAMLError, *of_lightning
@@ -62,8 +80,27 @@ def _explanation(error: BaseException) -> str:
     return _first_line(error)
 
 
+def type_error(key: str, problems: Sequence[Mapping[str, Any]], *, nullable: bool = False) -> PolicyError:
+    """Says which types a value may have.
+
+    Args:
+        key: Its key in the config.
+        problems: What pydantic says is wrong, for each type that the value may have.
+        nullable: Whether it may be null, too.
+
+    Example:
+        >>> type_error("seed", [{"type": "int_type", "loc": (), "msg": "", "input": "x"}])
+        PolicyError("seed: must be a whole number, got 'x'")
+    """
+    wanted = [WANTED.get(each["type"]) or each["msg"].removeprefix("Input should be ") for each in problems]
+    *others, last = dict.fromkeys([*wanted, *(["null"] if nullable else [])])
+    either = f"{', '.join(others)} or {last}" if others else last
+    index = "".join(f"[{part}]" for part in problems[0]["loc"] if isinstance(part, int))
+    return PolicyError(f"{key}{index}: must be {brief(either, most=200)}, got {shown(problems[0]['input'])}")
+
+
 def report_error(error: BaseException, show_traceback: bool) -> None:
-    """Prints a message for wrong input to the standard error stream; with its traceback where asked for."""
+    """Prints a message for wrong input, with a traceback if asked for, to the standard error stream."""
     if show_traceback:
         traceback.print_exception(error)
     print(f"error: {explain(error)}", file=sys.stderr)
@@ -86,14 +123,14 @@ def _missing_choice(error: MissingConfigException) -> str:
 
 
 def _failed_instance(error: InstantiationException) -> str:
-    """The cause why Hydra could not build a callback, launcher or sweeper, under the key of its node."""
+    """Why Hydra could not build a callback, launcher or sweeper, under the key of its node."""
     cause, key = root_cause(error), re.search(r"full_key: (\S+)", str(error))
     what = f"{type(cause).__name__}: {_first_line(cause)}"
     return f"{key[1]}: {what}" if key else what
 
 
 def _reason(error: OverrideParseException) -> str:
-    """What Hydra says was wrong with an override, beside repeating it."""
+    """What Hydra says was wrong with an override, without the lines that repeat it."""
     repeated = ("LexerNoViableAltException", "Error parsing override", "See https", "^")
     said = [line.strip() for line in str(error).splitlines()]
     return next((f": {brief(line)}" for line in said if line and not line.startswith(repeated)), "")

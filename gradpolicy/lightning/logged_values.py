@@ -1,9 +1,9 @@
-"""What a run has logged and measured, so that a resumed run logs what the undisturbed one would have.
+"""Saves what a run has logged and measured, so that a resumed run logs what the run left alone would have.
 
-- The row of the batch after which a checkpoint is saved reaches the loggers only afterwards: it is saved too.
-- Averages over an epoch begun already, Lightning's (``self.log(..., on_epoch=True)``) and those of
-  torchmetrics, are saved as they stand on each rank.
-- ``metrics.csv`` of the resumed run begins with the rows that the run had written when it was saved.
+- The row of a batch reaches the loggers after the checkpoint of that batch is saved, so the row is saved too.
+- Averages over an unfinished epoch, Lightning's (``self.log(..., on_epoch=True)``) and those of torchmetrics,
+  are saved as each rank has them.
+- ``metrics.csv`` of the resumed run begins with the rows that were written when the checkpoint was saved.
 """
 
 import csv
@@ -24,9 +24,9 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.utilities import rank_zero_warn
 from torchmetrics import Metric
 
-from gradpolicy.tasks.interrupted import BATCH, EPOCH, VALIDATION
+from gradpolicy.lightning.resume_point import BATCH, EPOCH, VALIDATION
 
-# What says how a value is logged, but for its reduction and its synchronization.
+# The fields that say how a value is logged, except its reduction and its synchronization.
 DESCRIPTION = (
     "fx",
     "name",
@@ -44,8 +44,8 @@ DESCRIPTION = (
 # ---- rows
 
 
-def row_to_come(trainer: Trainer, moment: str) -> dict[str, Any]:
-    """What the loggers get after a moment: its ``metrics``, numbers by name, and the ``step``; or nothing."""
+def pending_row(trainer: Trainer, moment: str) -> dict[str, Any]:
+    """The row that is logged after a point: ``metrics``, numbers by name, and ``step``; or nothing."""
     connector, epoch_loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
     due = {BATCH: connector.should_update_logs and not epoch_loop._should_accumulate(), EPOCH: True}
     values = convert_tensors_to_scalars(connector.metrics["log"]) if due.get(moment) else {}
@@ -60,13 +60,13 @@ def row_to_come(trainer: Trainer, moment: str) -> dict[str, Any]:
 
 
 def log_row(trainer: Trainer, row: Mapping[str, Any]) -> None:
-    """Gives the loggers what `row_to_come` gave."""
+    """Logs what `pending_row` gave."""
     if row:
         trainer._logger_connector.log_metrics(row["metrics"], step=row["step"])
 
 
 def written_rows(trainer: Trainer) -> list[dict[str, Any]]:
-    """For each CSV logger, its file and how many rows are in it. What was logged is written first."""
+    """Writes what CSV loggers still hold; gives the file of each, and how many rows it has."""
     found = []
     for logger in _csv_loggers(trainer):
         logger.save()
@@ -75,8 +75,8 @@ def written_rows(trainer: Trainer) -> list[dict[str, Any]]:
     return found
 
 
-def carry_rows_over(trainer: Trainer, written: list[dict[str, Any]]) -> None:
-    """Puts the rows that `written_rows` spoke of before those of the resumed run."""
+def copy_rows(trainer: Trainer, written: list[dict[str, Any]]) -> None:
+    """Puts the rows that `written_rows` counted before those of the resumed run."""
     for logger, former in zip(_csv_loggers(trainer), written, strict=False):
         source, target = Path(former["path"]), Path(logger.experiment.metrics_file_path)
         if not former["rows"]:
@@ -125,7 +125,7 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def averages(trainer: Trainer, pl_module: LightningModule, moment: str) -> dict[str, Any]:
-    """This rank's values that are gathered over many batches, but for those that the moment ends."""
+    """This rank's averages over many batches, except those that end at this point."""
     of_training = trainer.fit_loop.epoch_loop._results
     ended = {
         VALIDATION: trainer.fit_loop.epoch_loop.val_loop._results,
@@ -148,7 +148,7 @@ def averages(trainer: Trainer, pl_module: LightningModule, moment: str) -> dict[
     return {"metrics": metrics, "results": results}
 
 
-def put_averages_back(trainer: Trainer, pl_module: LightningModule, saved: Mapping[str, Any]) -> None:
+def restore_averages(trainer: Trainer, pl_module: LightningModule, saved: Mapping[str, Any]) -> None:
     """Restores what `averages` gave."""
     modules = dict(pl_module.named_modules())
     for name, state in saved["metrics"].items():

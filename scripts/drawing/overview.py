@@ -1,12 +1,6 @@
-"""Draws the README's picture from a short run in plain PyTorch: python scripts/draw_overview.py."""
+"""Draws the README's picture from a short run in plain PyTorch."""
 
-import os
-import signal
 from pathlib import Path
-
-if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from matplotlib.axes import Axes
@@ -18,7 +12,7 @@ import gradpolicy as gp
 from gradpolicy.insight.attribution import guided
 from gradpolicy.tasks.models import QuantizedConvNet
 
-PATH = Path(__file__).parents[1] / "docs" / "pictures" / "overview.png"
+FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 FORWARD, BACKWARD, FROZEN = "#0072B2", "#D55E00", "#BBBBBB"
 STEPS = 240
 WATCHED = 40
@@ -97,8 +91,8 @@ def draw_guided(axes: Axes, model: QuantizedConvNet, images: Tensor) -> None:
         row.set_ylabel(title, fontsize=9)
 
 
-def main() -> None:
-    """Trains and draws."""
+def overview() -> Figure:
+    """Trains the default network on digits, and shows what three policies did."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
@@ -109,11 +103,7 @@ def main() -> None:
     draw_rounding(left)
     draw_freezing(middle, values, masks)
     draw_guided(right, model, images[1400:1404])
-    PATH.parent.mkdir(parents=True, exist_ok=True)
-    canvas.savefig(PATH, dpi=110)
-    print(f"written to {PATH}")
+    return canvas
 
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()
+PICTURES = {"overview": overview}

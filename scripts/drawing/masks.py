@@ -1,18 +1,8 @@
-"""Draws the pictures of the mask cards: each source at work on a small network that trains.
+"""Draws the pictures of the mask cards: each source at work on a small network that trains."""
 
-python scripts/draw_masks.py              all pictures, into docs/masks/pictures
-python scripts/draw_masks.py topk stable  only these
-"""
-
-import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from matplotlib.axes import Axes
@@ -20,11 +10,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import gradpolicy as gp
-from drawing import draw, panel
+from drawing.common import panel
 from gradpolicy.masks.layers import find_layers
 from gradpolicy.tensors.mask import as_tensor
 
-FOLDER = Path(__file__).parents[1] / "docs" / "masks" / "pictures"
+FOLDER = Path(__file__).parents[2] / "docs" / "masks" / "pictures"
 TRAINS, LINE = "Oranges", "#D55E00"
 WATCHED = "blocks.2.weight"
 
@@ -180,13 +170,3 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         train(masks.Function(_striped)), "a function: every fourth row, moving"
     ),
 }
-
-
-def main() -> None:
-    """Draws the pictures that the command line names."""
-    draw(PICTURES, FOLDER, __doc__)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()

@@ -4,7 +4,7 @@ import pytest
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from gradpolicy.launch.errors import explain
+from gradpolicy.launch.messages import explain
 
 
 def test_what_hydra_cannot_build_is_told_under_its_key_with_the_cause() -> None:

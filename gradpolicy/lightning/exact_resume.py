@@ -1,4 +1,4 @@
-"""Makes a resumed run go on as the undisturbed one would have."""
+"""Makes a resumed run equal, bit for bit, to the run left alone."""
 
 import random
 from typing import Any
@@ -13,32 +13,31 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradpolicy.tasks.interrupted import let_in, moment, take_up
-from gradpolicy.tasks.logged import (
+from gradpolicy.lightning.logged_values import (
     averages,
-    carry_rows_over,
+    copy_rows,
     log_row,
-    put_averages_back,
-    row_to_come,
+    pending_row,
+    restore_averages,
     written_rows,
 )
+from gradpolicy.lightning.resume_point import allow_epoch_end, continue_after, moment
 from gradpolicy.where import plain_name
 
 
 class ExactResume(Callback):
     """Saves in each checkpoint what Lightning leaves out and a bit-exact resume needs.
 
-    - the global random states (Python, NumPy, torch, the CUDA device) of every rank, put back when training
-      goes on;
-    - within an accumulation window, the gradients gathered so far, of every rank;
-    - the place of every rank's data loader, where it has one;
-    - what came next when the checkpoint was saved: see :mod:`gradpolicy.tasks.interrupted`;
-    - what the loggers were about to get, and averages: see :mod:`gradpolicy.tasks.logged`;
+    - the global random states (Python, NumPy, torch, the CUDA device) of every rank;
+    - within an accumulation window, the gradients that every rank has accumulated;
+    - the position of every rank's data loader, if the loader has one;
+    - the point in Lightning's loops at which it was saved: see :mod:`gradpolicy.lightning.resume_point`;
+    - the values that were about to be logged, and averages: see :mod:`gradpolicy.lightning.logged_values`;
     - whether early stopping had ended the run.
 
-    With a data module of :mod:`gradpolicy.tasks`, or any loader that knows its place, and an optimizer that
-    restores its state, a run that was ended at any moment and resumed from its last checkpoint ends with the
-    same bits as one left alone. Everything saved loads with ``weights_only=True``.
+    If the data module is one of :mod:`gradpolicy.tasks` or its loader saves its position, and the optimizer
+    restores its state, then a run that was ended at any moment and resumed from its last checkpoint ends with
+    the same bits as the run left alone. Everything saved loads with ``weights_only=True``.
     """
 
     KEY = "gradpolicy_exact_resume"
@@ -58,7 +57,7 @@ class ExactResume(Callback):
             "moment": now,
             "should_stop": trainer.should_stop,
             "seen": move_data_to_device(dict(trainer.callback_metrics), "cpu"),
-            "row": row_to_come(trainer, now),
+            "row": pending_row(trainer, now),
             "written": written_rows(trainer),
             "averages": averages(trainer, pl_module, now),
             "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
@@ -70,7 +69,7 @@ class ExactResume(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keeps the state until training starts. Lightning has one rank's loaders: it gets this rank's."""
+        """Keeps the state until training starts. Lightning saved one rank's loaders: replaces them."""
         if trainer.state.fn is not TrainerFn.FITTING:
             return
         self._restored = checkpoint.get(self.KEY, [])
@@ -81,57 +80,57 @@ class ExactResume(Callback):
                 self._loops["state_dict"]["combined_loader"] = loaders
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets a run in that has taken its last step but not ended its epoch."""
+        """Lets a run that has taken its last step end its epoch."""
         self._max_steps = trainer.max_steps
         if self._restored:
-            let_in(trainer, self._restored[0]["moment"])
+            allow_epoch_end(trainer, self._restored[0]["moment"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts this rank's state back: the last thing before the first batch."""
+        """Restores this rank's state, after all other hooks that run before the first batch."""
         saved, self._restored = self._restored, []
         if not saved:
             return
         same_ranks = len(saved) == trainer.world_size
         state = saved[trainer.global_rank if same_ranks else 0]
-        carry_rows_over(trainer, state["written"])
-        _stop_again(trainer, state)
-        _see_again(trainer, pl_module, state)
+        copy_rows(trainer, state["written"])
+        _restore_stop(trainer, state)
+        _restore_metrics(trainer, pl_module, state)
         if same_ranks:
             self._restore_rank(trainer, pl_module, state)
         else:
             rank_zero_warn(
                 f"the checkpoint is of {len(saved)} process(es), resumed by {trainer.world_size}: random"
-                " states start anew, the run will not equal the undisturbed one bit for bit"
+                " states start anew, and the run will not equal the one left alone bit for bit"
             )
-        take_up(
+        continue_after(
             trainer, state["moment"], self._loops, self._max_steps, lambda: log_row(trainer, state["row"])
         )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Completes the log and the metrics of a run that had nothing left to train."""
+        """Completes the log and the metrics of a run that had no step left to take."""
         saved, self._restored = self._restored, []
         if saved:
-            _see_again(trainer, pl_module, saved[0])
-            carry_rows_over(trainer, saved[0]["written"])
+            _restore_metrics(trainer, pl_module, saved[0])
+            copy_rows(trainer, saved[0]["written"])
             log_row(trainer, saved[0]["row"])
 
     def _restore_rank(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
         set_random_states(state["random"], pl_module.device)
-        put_averages_back(trainer, pl_module, state["averages"])
+        restore_averages(trainer, pl_module, state["averages"])
         for name, parameter in pl_module.named_parameters():
             gradient = state.get("gradients", {}).get(plain_name(name))
             if gradient is not None:
                 parameter.grad = _like(parameter, gradient.to(parameter.device))
 
 
-def _see_again(trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
-    """Has the trainer know the values that were logged before."""
+def _restore_metrics(trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
+    """Gives the trainer the metrics that were logged before."""
     seen = move_data_to_device(state["seen"], pl_module.device)
     trainer._logger_connector._callback_metrics.update(seen)
 
 
-def _stop_again(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Has a run that early stopping had ended end; not if it is more patient now."""
+def _restore_stop(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Stops a run that early stopping had ended, unless its patience has been raised since."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     stoppers = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
     if state["should_stop"] and any(callback.wait_count >= callback.patience for callback in stoppers):
@@ -142,7 +141,7 @@ def random_states(device: torch.device | None = None) -> dict[str, Any]:
     """The global random states of this process, in tensors, numbers, strings and containers.
 
     Args:
-        device: The CUDA device whose state is wanted as well.
+        device: A CUDA device whose state is included.
     """
     version, words, spare = random.getstate()
     mersenne = np.random.get_state(legacy=False)
@@ -158,7 +157,7 @@ def random_states(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device | None = None) -> None:
-    """Puts back what `random_states` gave."""
+    """Restores what `random_states` gave."""
     version, words, spare = states["python"]
     random.setstate((version, tuple(words.tolist()), spare))
     mersenne = states["numpy"]
@@ -170,7 +169,7 @@ def set_random_states(states: dict[str, Any], device: torch.device | None = None
 
 
 def _gradients(pl_module: LightningModule) -> dict[str, Tensor]:
-    """What this rank has gathered in an unfinished accumulation window; of sharded gradients its part."""
+    """The gradients of this rank in an unfinished accumulation window; of sharded ones its shard."""
     gathered = {
         plain_name(name): parameter.grad
         for name, parameter in pl_module.named_parameters()
@@ -183,7 +182,7 @@ def _gradients(pl_module: LightningModule) -> dict[str, Tensor]:
 
 
 def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """This rank's part of a gradient, sharded as its parameter is."""
+    """A gradient of which this rank holds its shard, sharded as the parameter is."""
     if not isinstance(parameter, DTensor):
         return gradient
     return DTensor.from_local(

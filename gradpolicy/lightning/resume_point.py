@@ -1,10 +1,9 @@
-"""Where in Lightning's loops a checkpoint was written, and how a resumed run does what came after.
+"""The point in Lightning's loops at which a checkpoint was written, and how a resumed run continues from it.
 
-Checkpoints are written in the middle of things: after a batch but before its validation, its log row and its
-counters; after validation but before the schedulers. Lightning, resuming, guesses from its counters what was
-done, and after the last batch of an epoch guesses wrongly: validation, the hooks of the epoch's end and an
-epoch's count are left out. Here the place is written down, and the rest is done by the code that would have
-done it.
+Some checkpoints are written after a batch but before its validation, its log row and its counters; others
+after a validation but before the schedulers step. A resumed Lightning guesses from its counters what was
+done. After the last batch of an epoch it guesses wrongly: it skips the validation, the hooks of the epoch's
+end, and the count of epochs. Here the point is saved, and the loops themselves do the rest.
 """
 
 from collections.abc import Callable
@@ -14,14 +13,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerFn
 
-# After a batch, in `on_train_batch_end`; at the end of a validation; in `on_train_epoch_end`.
+# The hooks in which it was written: `on_train_batch_end`, `on_validation_end`, `on_train_epoch_end`.
 BATCH, VALIDATION, EPOCH = "batch", "validation", "epoch"
-# Between such moments, or where something broke off: Lightning's own way is right, or as good as any.
+# Anywhere else, or after an exception: what Lightning does is right, or as good as anything.
 ELSEWHERE = "elsewhere"
 
 
 def moment(trainer: Trainer) -> str:
-    """Which of these moments it is."""
+    """Which of these points the loops have reached."""
     fit = trainer.fit_loop
     if trainer.state.fn is not TrainerFn.FITTING or trainer.sanity_checking:
         return ELSEWHERE
@@ -37,23 +36,23 @@ def moment(trainer: Trainer) -> str:
     return ELSEWHERE
 
 
-def let_in(trainer: Trainer, saved_in: str) -> None:
-    """Has a run whose last step is done end its epoch before it ends. Call it in ``on_fit_start``."""
+def allow_epoch_end(trainer: Trainer, saved_in: str) -> None:
+    """Lets a run whose last step is done end its epoch. Call it in ``on_fit_start``."""
     if saved_in in (BATCH, VALIDATION):
         trainer.fit_loop.epoch_loop.max_steps = -1
 
 
-def take_up(
+def continue_after(
     trainer: Trainer, saved_in: str, loops: dict[str, Any], max_steps: int, log: Callable[[], None]
 ) -> None:
-    """Has the loops go on after the moment in which a checkpoint was saved. Call it in ``on_train_start``.
+    """Continues the loops after the point at which a checkpoint was saved. Call it in ``on_train_start``.
 
     Args:
         trainer: The trainer, about to train.
-        saved_in: The moment.
-        loops: The loops' state as it was saved, without what Lightning has made of it since.
-        max_steps: The trainer's limit, as it was before `let_in`.
-        log: Gives the loggers what they would have got after that moment.
+        saved_in: The point.
+        loops: The loops' state as it was saved; Lightning has changed its own copy since.
+        max_steps: The trainer's limit before `allow_epoch_end`.
+        log: Logs what the run would have logged after that point.
     """
     if saved_in == ELSEWHERE:
         return
@@ -65,7 +64,7 @@ def take_up(
     if saved_in == EPOCH:
         _end_epoch(trainer, log)
         return
-    # Says that the epoch has begun already.
+    # Tells the loop that the epoch has begun.
     fit.update_restart_stage()
     epoch_loop = fit.epoch_loop
 
@@ -78,11 +77,11 @@ def take_up(
             log()
         else:
             epoch_loop._skip_next_val = True
-        # The next batch is not the first one of the epoch, for which epoch averages begin anew.
+        # Epoch averages begin anew at the first batch of an epoch, which the next batch is not.
         trainer._logger_connector._first_loop_iter = True
         epoch_loop.on_advance_end(fetcher)
 
-    # There is no hook between the hooks of the start and the first batch of an epoch begun already.
+    # In an epoch that has begun, no hook is left between those of the start and the next batch.
     epoch_loop.reset = end_batch_instead_of_reset  # type: ignore[method-assign]
 
 
@@ -97,9 +96,9 @@ def _end_epoch(trainer: Trainer, log: Callable[[], None]) -> None:
 
 
 def _settle(trainer: Trainer) -> None:
-    """From here on the loops are as those of a run that was never ended."""
+    """Makes the loops behave as those of a run that was never ended."""
     fit = trainer.fit_loop
-    # The loop's own property says that it restarts whatever it is told, where steps are counted.
+    # The loop's own property ignores what it is set to if the run is limited by steps.
     _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]
     fit.epoch_loop.reset_restart_stage()
     fit.epoch_loop.val_loop.reset_restart_stage()

@@ -1,0 +1,52 @@
+"""Draws the pictures of the documentation.
+
+python scripts/draw.py cards              all pictures of the policy cards, into docs/policies/pictures
+python scripts/draw.py masks topk stable  two pictures of the mask cards, into docs/masks/pictures
+python scripts/draw.py overview           the picture of the README, into docs/pictures
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import matplotlib as mpl
+
+from drawing import cards, masks, overview
+from drawing.common import save
+from gradpolicy.errors import nearest
+
+GROUPS = {"cards": cards, "masks": masks, "overview": overview}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draws the pictures that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("group", choices=GROUPS)
+    parser.add_argument("names", nargs="*", help="which pictures of the group (default: all)")
+    parser.add_argument("--folder", type=Path, help="where they go (default: their folder in docs)")
+    chosen = parser.parse_args(arguments)
+    group = GROUPS[chosen.group]
+    for name in chosen.names:
+        if name not in group.PICTURES:
+            parser.error(f"unknown picture {name!r}; {nearest(name, group.PICTURES)}")
+    folder = chosen.folder or group.FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    mpl.rcParams["font.family"] = "DejaVu Sans"
+    for name in chosen.names or group.PICTURES:
+        path = folder / f"{name}.png"
+        save(group.PICTURES[name](), path)
+        print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""The parts of ``scripts/soak.py``: running and killing, comparing."""

@@ -1,0 +1,74 @@
+"""Compares what two runs left: checkpoints bit for bit, log and results."""
+
+import csv
+import re
+from collections.abc import Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gradpolicy.distributed.sharded_checkpoint import read_as_one
+from gradpolicy.launch.results import RESULT, Result
+
+# Where a run's directory ends in a path. What comes before differs from run to run and is not compared.
+RUN = re.compile(r".*/runs/[^/]+/")
+
+
+def compare(first: Path, second: Path) -> list[str]:
+    """Where the newest runs below two folders differ: checkpoints, log and results; in words."""
+    one, other = (max((folder / "train/runs").iterdir()) for folder in (first, second))
+    names = [sorted(path.name for path in run.glob("checkpoints/*")) for run in (one, other)]
+    if names[0] != names[1]:
+        return [f"checkpoints: {names[0]} became {names[1]}"]
+    found = []
+    for name in names[0]:
+        before, after = (_content(run / "checkpoints" / name) for run in (one, other))
+        found += differences(before, after, name)
+    before, after = (Result.load(run / RESULT) for run in (one, other))
+    found += differences(before.metrics, after.metrics, f"{RESULT}.metrics")
+    found += differences(before.optimized, after.optimized, f"{RESULT}.optimized")
+    rows = zip_longest(_logged(one), _logged(other))
+    return found + [f"metrics.csv, row {row}: {a} became {b}" for row, (a, b) in enumerate(rows, 1) if a != b]
+
+
+def differences(first: Any, second: Any, place: str = "") -> list[str]:
+    """The places in which two checkpoints differ, bit for bit, but for the directories of their runs."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        # What stands beside the shards may be a part of what all ranks hold.
+        first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (first, second))
+        same = first.dtype == second.dtype and torch.equal(first, second)
+        return [] if same else [f"{place}: {_shown(first)} became {_shown(second)}"]
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        first, second = ({_plain(key): value for key, value in each.items()} for each in (first, second))
+        keys = list(dict.fromkeys([*first, *second]))
+        missing = [f"{place}.{key}: only in one of them" for key in keys if (key in first) != (key in second)]
+        both = [key for key in keys if key in first and key in second]
+        return missing + [
+            line for key in both for line in differences(first[key], second[key], f"{place}.{key}")
+        ]
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple) and len(first) == len(second):
+        pairs = enumerate(zip(first, second, strict=True))
+        return [line for index, (a, b) in pairs for line in differences(a, b, f"{place}[{index}]")]
+    return [] if _plain(first) == _plain(second) else [f"{place}: {first!r} became {second!r}"]
+
+
+def _content(checkpoint: Path) -> Any:
+    return read_as_one(checkpoint) if checkpoint.is_dir() else torch.load(checkpoint, weights_only=True)
+
+
+def _plain(value: Any) -> Any:
+    """A path within its run's directory; anything else as it is."""
+    return RUN.sub("", value) if isinstance(value, str) else value
+
+
+def _logged(run: Path) -> list[dict[str, str]]:
+    with next(run.rglob("metrics.csv")).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} with sum {tensor.double().sum().item():.9g}"
