@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.autograd_functions import in_transform, replace_gradient
-from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.bound_rule import BoundRule, RuleState, runs_while_tracing
 from gradpolicy.flow.call_arguments import arguments_of
 from gradpolicy.flow.containers import map_tensors, tensors_in
 from gradpolicy.flow.operation_rule import as_floating_point
@@ -85,6 +85,8 @@ def run_forward(
     Raises:
         PolicyError: If it returns what cannot be a tensor.
     """
+    if torch.compiler.is_compiling() and not numpy:
+        return _as_tensors(forward(*args, **kwargs), forward_name(forward), None)
     device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
     if numpy is None and _is_numpy(forward):
         numpy = True
@@ -97,8 +99,13 @@ def run_forward(
 
 def call_of(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Call:
     """The call of a forward, for rules that ask for it."""
-    name = name_of(forward) if is_operation(forward) else forward_name(forward)
+    name = _operation_or_own_name(forward)
     return Call(name, arguments_of(forward, name, args, kwargs))
+
+
+@runs_while_tracing
+def _operation_or_own_name(forward: Callable[..., Any]) -> str:
+    return name_of(forward) if is_operation(forward) else forward_name(forward)
 
 
 def forward_name(forward: Callable[..., Any]) -> str:

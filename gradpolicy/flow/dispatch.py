@@ -9,8 +9,9 @@ from torch.overrides import TorchFunctionMode
 from gradpolicy.flow.carrying import carry, paths_in
 from gradpolicy.flow.checkpointing import may_be_recomputed
 from gradpolicy.flow.gradient_path import has_paths
-from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
+from gradpolicy.flow.operation_rule import OpaqueCall
 from gradpolicy.flow.operation_tables import Function
+from gradpolicy.flow.table_rule import TableRule
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling

@@ -19,7 +19,8 @@ from gradpolicy.flow.containers import map_tensors
 from gradpolicy.flow.gradient_path import is_discrete, start_path
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
-from gradpolicy.flow.sampling import OF_LOGITS, Draw, draws_of_bits, scores_of_argmax, scores_of_draw
+from gradpolicy.flow.sampling import OF_LOGITS, draws_of_bits, scores_of_argmax, scores_of_draw
+from gradpolicy.flow.table_rule import TableRule
 from gradpolicy.rules.call import Call
 from gradpolicy.rules.rectifiers import positive_part
 
@@ -30,7 +31,7 @@ _SCORES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class OperationRule:
+class OperationRule(TableRule):
     """A rule for the calls of one operation.
 
     Args:
@@ -181,7 +182,7 @@ class OperationRule:
         return start_path(self.bound_rule, self.name, index, [scores], module, classes=scores.shape[-1])
 
 
-class OpaqueCall:
+class OpaqueCall(TableRule):
     """Notes calls that run operations of a rule inside torch, where it cannot act on them.
 
     Args:
@@ -189,10 +190,6 @@ class OpaqueCall:
         hidden: Names of the rule's operations that it may run.
         state: The rule.
     """
-
-    # It is for all calls.
-    calls: tuple[int, ...] = ()
-    key = ""
 
     def __init__(self, function: Function, hidden: frozenset[str], state: RuleState) -> None:
         self.name = function.__name__
@@ -215,13 +212,24 @@ class OpaqueCall:
         return function(*args, **kwargs)
 
 
-TableRule = OperationRule | OpaqueCall | Draw
+# A draw or an argmax, and its one-hot code.
+_OF_SEVERAL_CALLS = frozenset({"argmax_one_hot", "categorical"})
 
 
 def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRule]:
-    """The entries of a rule in a dispatch table: its operations, and the calls that may hide some."""
+    """The entries of a rule in a dispatch table: its operations, and the calls that may hide some.
+
+    Raises:
+        PolicyError: If the rule is for some calls of an operation that is made of several.
+    """
     operations = list(operations)
     names = {operation.name for operation in operations}
+    several = sorted(names & _OF_SEVERAL_CALLS) if state.calls else []
+    if several:
+        raise PolicyError(
+            f"policy {state.name!r}: calls= cannot count operation {several[0]!r}, which may be made of "
+            "several calls"
+        )
     own = {function for operation in operations for function in operation.functions}
     rules = [OperationRule(operation, state) for operation in operations]
     return [

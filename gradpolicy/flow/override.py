@@ -14,10 +14,11 @@ from gradpolicy.flow.bound_rule import RuleState, warn_of_uncarried
 from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, refusal
 from gradpolicy.flow.compiled_override import MADE, constants_of, from_constants, make_once
 from gradpolicy.flow.dispatch import DispatchMode, DispatchTable, note_taken
-from gradpolicy.flow.operation_rule import TableRule, rules_for
+from gradpolicy.flow.operation_rule import rules_for
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
 from gradpolicy.flow.report import NEVER_FLOATING, Met, tell_unmet
+from gradpolicy.flow.table_rule import TableRule
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])

@@ -16,6 +16,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import resolve_operation
+from gradpolicy.flow.table_rule import TableRule
 
 _is_compiling = torch.compiler.is_compiling
 _UNIFORM = "_gradpolicy_uniform"
@@ -30,7 +31,7 @@ OF_LOGITS = ("gumbel", "reinmax")
 PutRule = Callable[[Tensor, Sequence[Tensor], str | None], Tensor]
 
 
-class UniformDraw:
+class UniformDraw(TableRule):
     """Marks uniform draws, so that a comparison with one is known.
 
     Args:
@@ -38,9 +39,6 @@ class UniformDraw:
     """
 
     name = "bernoulli"
-    # It is for all calls.
-    calls: tuple[int, ...] = ()
-    key = ""
 
     def __init__(self, state: RuleState) -> None:
         self.state = state
@@ -69,7 +67,7 @@ class UniformDraw:
         return result
 
 
-class ComparedDraw:
+class ComparedDraw(TableRule):
     """Draws of bits by comparison: ``u < p``.
 
     Args:
@@ -132,7 +130,7 @@ class ComparedDraw:
             return self.put_rule(result, [probabilities], module)
 
 
-class LibraryDraw:
+class LibraryDraw(TableRule):
     """Leaves gradients on while ``torch.distributions`` draws bits under ``torch.no_grad``.
 
     Args:
@@ -140,9 +138,6 @@ class LibraryDraw:
     """
 
     name = "bernoulli"
-    # It is for all calls.
-    calls: tuple[int, ...] = ()
-    key = ""
     functions: tuple[Function, ...] = (torch._C._set_grad_enabled,)
 
     def __init__(self, state: RuleState) -> None:
@@ -160,7 +155,7 @@ class LibraryDraw:
         """Does nothing, so that gradients stay on."""
 
 
-class CompiledLibraryDraw:
+class CompiledLibraryDraw(TableRule):
     """Refuses such draws in compiled code, where nobody sees who switched gradients off.
 
     Args:
@@ -168,9 +163,6 @@ class CompiledLibraryDraw:
     """
 
     name = "bernoulli"
-    # It is for all calls.
-    calls: tuple[int, ...] = ()
-    key = ""
 
     def __init__(self, state: RuleState) -> None:
         self.state = state
@@ -209,10 +201,7 @@ class CompiledLibraryDraw:
         return result
 
 
-Draw = UniformDraw | ComparedDraw | LibraryDraw | CompiledLibraryDraw
-
-
-def draws_of_bits(state: RuleState, put_rule: PutRule) -> list[Draw]:
+def draws_of_bits(state: RuleState, put_rule: PutRule) -> list[TableRule]:
     """The entries of a dispatch table for the draws of bits that are not written as ``bernoulli``."""
     return [UniformDraw(state), ComparedDraw(state, put_rule), LibraryDraw(state), CompiledLibraryDraw(state)]
 

@@ -20,9 +20,10 @@ from gradpolicy.flow.dispatch import (
     mode_count,
     note_taken,
 )
-from gradpolicy.flow.operation_rule import OperationRule, TableRule
+from gradpolicy.flow.operation_rule import OperationRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.session import InstallSession
+from gradpolicy.flow.table_rule import TableRule
 from gradpolicy.flow.through import Through
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
@@ -44,7 +45,8 @@ class InstallMode(DispatchMode):
 
         A rule for some calls depends on the whole forward in which they are counted.
         """
-        entered = CountedCalls.run if rule.calls else WrappedForward._forward
+        counts = isinstance(rule, OperationRule) and rule.calls
+        entered = CountedCalls.run if counts else WrappedForward._forward
         if self.has_graph and checkpoints_above(entered_by=entered.__code__):
             raise refusal(rule.name)
 

@@ -145,3 +145,8 @@ def test_checkpointing_of_the_whole_forward_counts_again_and_of_a_part_is_refuse
 def test_wrong_numbers_are_refused(make, message):
     with pytest.raises(gp.PolicyError, match=message):
         make()
+
+
+def test_an_operation_of_several_calls_cannot_be_counted():
+    with pytest.raises(gp.PolicyError, match="calls= cannot count operation 'bernoulli'"):
+        gp.install(nn.Identity(), [gp.UseRule("bernoulli", ops="bernoulli", calls=0)])

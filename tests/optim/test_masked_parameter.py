@@ -53,3 +53,13 @@ def test_a_parameter_may_move_to_other_memory_and_strides(kind, frozen_state):
             optimizer.step()
         ends.append(weight.detach())
     torch.testing.assert_close(*ends, rtol=0, atol=1e-14)
+
+
+def test_a_parameter_is_found_in_its_group_wherever_that_has_moved():
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": [weight], "lr": lr} for weight, lr in zip(weights, (0.1, 0.2), strict=True)]
+    optimizer = MaskedOptimizer(torch.optim.AdamW(groups))
+    optimizer.set_masks(dict.fromkeys(weights, torch.tensor([True, False])))
+    optimizer.param_groups.reverse()
+    known = optimizer.masked_parameters()
+    assert [known[weight].group["lr"] for weight in weights] == [0.1, 0.2]
