@@ -1,6 +1,6 @@
 """Classification as a Lightning module, with a probe where the model has one."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,13 +73,26 @@ class Classifier(Task):
             metric.update(predicted, labels)
             self.log(f"{stage}/{name}", metric, on_epoch=True, prog_bar=stage == "val")
 
+    def losses_of(self, output: Any, labels: Tensor) -> dict[str, Tensor]:
+        """The parts of the loss by name; their sum is trained."""
+        return {
+            f"{part}loss": functional.cross_entropy(logits, labels)
+            for part, logits in _logits_of(output).items()
+        }
+
     def _assess(self, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Losses and predicted classes of the head and, where there is one, of the probe."""
         images, labels = batch
         output = self(images)
-        logits = {"": class_logits(output)}
-        if getattr(output, "probe_logits", None) is not None:
-            logits["probe_"] = output.probe_logits
-        losses = {f"{part}loss": functional.cross_entropy(value, labels) for part, value in logits.items()}
-        predictions = {f"{part}accuracy": value.argmax(dim=-1) for part, value in logits.items()}
-        return losses, predictions
+        predictions = {
+            f"{part}accuracy": logits.argmax(dim=-1) for part, logits in _logits_of(output).items()
+        }
+        return self.losses_of(output, labels), predictions
+
+
+def _logits_of(output: Any) -> dict[str, Tensor]:
+    """The logits of the head and, where there is one, of the probe, by what their values are called."""
+    logits = {"": class_logits(output)}
+    if getattr(output, "probe_logits", None) is not None:
+        logits["probe_"] = output.probe_logits
+    return logits

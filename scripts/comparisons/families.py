@@ -75,7 +75,56 @@ def _tuned(method: str) -> Variant:
     return Variant(method, (f"experiment=shakespeare_{method}", INITIAL_WEIGHTS))
 
 
+def _surrogates(experiment: str, policy: str, *names: str) -> tuple[Variant, ...]:
+    """A row for each surrogate gradient."""
+    return tuple(
+        Variant(name, (f"experiment={experiment}", f"policy.{policy}.surrogate={name}")) for name in names
+    )
+
+
+ACCURACY = Column("test accuracy, %", "test/accuracy", factor=100.0)
+
 FAMILIES = {
+    "attention": Family(
+        title="Visual attention on Fashion-MNIST: masks that pass their gradient, that pass none, and soft ones",
+        variants=(
+            Variant("hard_policy", ("experiment=visual_attention",)),
+            Variant("hard_plain", ("experiment=visual_attention", "~policy.mask")),
+            Variant("soft", ("experiment=visual_attention", "model.model.sampled=false", "~policy.mask")),
+        ),
+        columns=(ACCURACY, Column("test loss, nats", "test/loss", digits=3)),
+        curve=("val/accuracy", "validation accuracy"),
+    ),
+    "spiking": Family(
+        title="Spiking neurons on the digits: surrogate gradients of a spike",
+        variants=(
+            Variant("no_policy", ("experiment=spiking", "policy=none")),
+            *_surrogates("spiking", "spikes", "identity", "fast_sigmoid", "arctan", "triangular"),
+        ),
+        columns=(ACCURACY,),
+        curve=("val/accuracy", "validation accuracy"),
+    ),
+    "binary": Family(
+        title="Binary weights and activations on the digits: surrogate gradients of the sign",
+        variants=(
+            Variant("no_policy", ("experiment=binary", "policy=none")),
+            *_surrogates("binary", "signs", "identity", "hardtanh", "approx_sign", "swish_sign"),
+        ),
+        columns=(ACCURACY,),
+        curve=("val/accuracy", "validation accuracy"),
+    ),
+    "byol": Family(
+        title="BYOL on the digits, with and without a stop at the copy",
+        variants=(
+            Variant("policy", ("experiment=byol",)),
+            Variant("no_stop", ("experiment=byol", "~policy.target")),
+        ),
+        columns=(
+            Column("probe accuracy, %", "test/probe_accuracy", factor=100.0),
+            Column("spread", "test/spread", digits=2),
+        ),
+        curve=("val/spread", "spread of the projections"),
+    ),
     "fashion": Family(
         title="Fashion-MNIST: dense, RigL, SET, and a random topology that stays, at 90 % and 98 % sparsity",
         variants=(

@@ -34,6 +34,8 @@ PAGES = [
     *sorted((ROOT / "docs" / "cookbook").glob("*.md")),
 ]
 NAMES = [page.stem for page in PAGES]
+# Their snippets are tested in test_cookbook.py.
+COOKBOOK = sorted((ROOT / "docs" / "cookbook").glob("*.md"))
 
 
 def blocks(page, language):
@@ -78,7 +80,7 @@ def test_the_yaml_of_a_page_makes_policies(page, own_modules):
 
 COMMANDS = [
     (page, command)
-    for page in [*PAGES, *sorted((ROOT / "conf" / "experiment").glob("*.yaml"))]
+    for page in [*PAGES, *COOKBOOK, *sorted((ROOT / "conf" / "experiment").glob("*.yaml"))]
     for command in dict.fromkeys(re.findall(r"\bpython train\.py ([^`\n]+)", page.read_text()))
     if "--" not in command
 ]
@@ -107,7 +109,7 @@ def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     assert "policy" in job
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.parametrize("page", [*PAGES, *COOKBOOK], ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_the_links_of_a_page_lead_somewhere(page):
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
     missing = [link for link in links if link and "://" not in link and not (page.parent / link).exists()]

@@ -1,0 +1,77 @@
+"""BYOL on small images: a network predicts what a slowly moving copy of it makes of another view.
+
+The model is written without a word about gradients. That none goes into the copy is said by a policy, as in
+``conf/policy/byol.yaml``.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from gradpolicy.checks import check_share
+from gradpolicy.tasks.simsiam import SimSiam, SimSiamNetwork, Views
+from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory
+
+
+class BYOLNetwork(SimSiamNetwork):
+    """An encoder with a projector and a predictor, a copy of the first two, and a probe.
+
+    Arguments are those of :class:`~gradpolicy.tasks.simsiam.SimSiamNetwork`.
+
+    Source: Grill et al. 2020 (bootstrap your own latent), arXiv:2006.07733.
+    """
+
+    def __init__(self, inputs: int = 64, hidden: int = 128, size: int = 32, classes: int = 10) -> None:
+        super().__init__(inputs, hidden, size, classes)
+        self.target = copy.deepcopy(nn.Sequential(self.encoder, self.projector))
+
+    def forward(self, first: Tensor, second: Tensor) -> Views:
+        """Compares two views of the same images, each of shape (batch, channels, height, width)."""
+        features = self.encoder(first)
+        one, other = self.projector(features), self.projector(self.encoder(second))
+        loss = (
+            self.criterion(self.predictor(one), self.target(second))
+            + self.criterion(self.predictor(other), self.target(first))
+        ) / 2
+        return Views(loss, one, self.probe(features))
+
+    @torch.no_grad()
+    def move_target(self, momentum: float) -> None:
+        """Moves the copy: ``target = momentum · target + (1 − momentum) · online``."""
+        online = nn.Sequential(self.encoder, self.projector)
+        for follower, leader in zip(self.target.parameters(), online.parameters(), strict=True):
+            follower.lerp_(leader, 1 - momentum)
+
+
+class BYOL(SimSiam):
+    """Trains BYOL as :class:`~gradpolicy.tasks.simsiam.SimSiam` is trained; after each step the copy moves.
+
+    Args:
+        model: Gives :class:`~gradpolicy.tasks.simsiam.Views`.
+        optimizer: See :class:`~gradpolicy.tasks.task.Task`.
+        scheduler: See :class:`~gradpolicy.tasks.task.Task`.
+        scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
+        momentum: What stays of the copy at each step, between 0 and 1.
+
+    Raises:
+        PolicyError: If the momentum is no share.
+    """
+
+    model: BYOLNetwork
+
+    def __init__(
+        self,
+        model: BYOLNetwork,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        scheduler_interval: str = "epoch",
+        momentum: float = 0.98,
+    ) -> None:
+        super().__init__(model, optimizer, scheduler, scheduler_interval)
+        check_share("BYOL.momentum", momentum)
+        self.momentum = momentum
+
+    def on_train_batch_end(self, outputs: object, batch: object, batch_index: int) -> None:
+        """Moves the copy."""
+        self.model.move_target(self.momentum)

@@ -1,0 +1,127 @@
+"""Visual attention by a mask: which places of an image a classifier looks at.
+
+The model is written without a word about gradients. How a sampled mask passes its gradient on to the attention
+is said by a policy, as in ``conf/policy/visual_attention.yaml``.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradpolicy.checks import LARGEST_SIZE, check_share, check_sizes, check_whole
+from gradpolicy.tasks.classification import Classifier
+from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory
+
+
+class Attended(NamedTuple):
+    """What a model with visual attention gives.
+
+    Attributes:
+        logits: Unnormalised log-probabilities, shape (batch, classes).
+        attention: The probability of each place, shape (batch, 1, height, width).
+        mask: What the features were multiplied by, of the same shape.
+    """
+
+    logits: Tensor
+    attention: Tensor
+    mask: Tensor
+
+
+class Mask(nn.Module):
+    """The mask of an attention map: bits that are 1 with its probabilities, or the map as it is.
+
+    Args:
+        sampled: Whether bits are drawn.
+    """
+
+    def __init__(self, sampled: bool) -> None:
+        super().__init__()
+        self.sampled = sampled
+
+    def forward(self, attention: Tensor) -> Tensor:
+        """Gives a mask of the shape of the map."""
+        return torch.bernoulli(attention) if self.sampled else attention
+
+
+class VisualAttention(nn.Module):
+    """Features of an image, an attention map over their places, and a classifier of what it lets through.
+
+    Formula: ``logits = head(features · mask)``, ``mask ~ Bernoulli(attention)``. The gradient of a sampled
+    mask is the policies': with `identity` the attention gets ``Σ features · incoming`` over the channels.
+
+    Args:
+        channels: Channels of the images.
+        size: Height and width of the images in pixels.
+        classes: Number of classes.
+        width: Channels of the features.
+        sampled: Hard masks, drawn anew each time (also in a test); otherwise soft ones, the attention itself.
+
+    Raises:
+        PolicyError: For an impossible size.
+
+    Source: hard and soft attention, Xu et al. 2015 (show, attend and tell), arXiv:1502.03044; the gradient of
+    the bits, Bengio, Léonard, Courville 2013, arXiv:1308.3432.
+    """
+
+    def __init__(
+        self, channels: int = 1, size: int = 28, classes: int = 10, width: int = 16, sampled: bool = True
+    ) -> None:
+        super().__init__()
+        check_sizes("VisualAttention", channels=channels, classes=classes, width=width)
+        check_whole("VisualAttention.size", size, least=4, most=LARGEST_SIZE)
+        self.features = nn.Sequential(nn.Conv2d(channels, width, 3, stride=2, padding=1), nn.ReLU())
+        self.attention = nn.Sequential(
+            nn.Conv2d(channels, width, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(width, 1, 3, padding=1)
+        )
+        self.mask = Mask(sampled)
+        self.head = nn.Sequential(
+            nn.MaxPool2d(2), nn.Flatten(), nn.Linear(width * ((size + 1) // 4) ** 2, classes)
+        )
+
+    def forward(self, images: Tensor) -> Attended:
+        """Classifies images of shape (batch, channels, size, size)."""
+        attention = torch.sigmoid(self.attention(images))
+        mask = self.mask(attention)
+        return Attended(self.head(self.features(images) * mask), attention, mask)
+
+
+class AttentionClassifier(Classifier):
+    """Trains a classifier that may look at a share of the places of an image.
+
+    The loss is the cross-entropy plus ``weight · mean((attention's mean over an image − share)²)``.
+
+    Args:
+        model: Gives :class:`Attended`.
+        optimizer: See :class:`~gradpolicy.tasks.task.Task`.
+        scheduler: See :class:`~gradpolicy.tasks.task.Task`.
+        scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
+        classes: Number of classes.
+        share: The share of the places, between 0 and 1.
+        weight: Of the second part of the loss.
+
+    Logs what :class:`~gradpolicy.tasks.classification.Classifier` logs, and ``…/share_loss``.
+
+    Raises:
+        PolicyError: If the share is none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        scheduler_interval: str = "epoch",
+        classes: int = 10,
+        share: float = 0.1,
+        weight: float = 10.0,
+    ) -> None:
+        super().__init__(model, optimizer, scheduler, scheduler_interval, classes)
+        check_share("AttentionClassifier.share", share)
+        self.share = share
+        self.weight = weight
+
+    def losses_of(self, output: Attended, labels: Tensor) -> dict[str, Tensor]:
+        """The cross-entropy, and how far the attention is from its share."""
+        excess = output.attention.mean((1, 2, 3)) - self.share
+        return {**super().losses_of(output, labels), "share_loss": self.weight * excess.square().mean()}

@@ -1,0 +1,78 @@
+"""Draws where the runs of a comparison look: python scripts/draw_attention.py RUNS DATA OUT.
+
+RUNS is what ``python scripts/compare.py attention`` wrote, DATA the directory of Fashion-MNIST, OUT a PNG file.
+"""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import torch
+from matplotlib.figure import Figure
+
+from drawing import save
+from gradpolicy.lightning.checkpoint_reading import read_weights
+from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
+from gradpolicy.tasks.visual_attention import VisualAttention
+
+# The rows of the picture, with whether their masks are sampled.
+VARIANTS = {"hard_policy": True, "hard_plain": True, "soft": False}
+COUNT = 8
+
+
+def load(run: Path, sampled: bool) -> VisualAttention:
+    """The best model of a run."""
+    model = VisualAttention(sampled=sampled)
+    saved = read_weights(run / "checkpoints" / "best.ckpt")
+    prefix = "model."
+    model.load_state_dict(
+        {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+    )
+    return model.eval()
+
+
+def picture(runs: Path, images: torch.Tensor) -> Figure:
+    """A row of images, and two for each variant: the attention, and what was seen."""
+    torch.manual_seed(0)
+    figure = Figure(figsize=(7.0, 6.4), layout="constrained")
+    rows = [("image", images[:, 0])]
+    for variant, sampled in VARIANTS.items():
+        with torch.no_grad():
+            seen = load(runs / variant / "seed-0", sampled)(images)
+        rows.append((f"{variant}\nattention", seen.attention[:, 0]))
+        mask = torch.nn.functional.interpolate(seen.mask, scale_factor=2)
+        rows.append((f"{variant}\nimage × mask", (images * mask)[:, 0]))
+    axes = figure.subplots(len(rows), len(images))
+    for (label, values), line in zip(rows, axes, strict=True):
+        for axis, value in zip(line, values, strict=True):
+            axis.imshow(value.numpy(), cmap="gray", vmin=0, vmax=1)
+            axis.set_xticks([])
+            axis.set_yticks([])
+        line[0].set_ylabel(label, fontsize=7, rotation=0, ha="right", va="center")
+    return figure
+
+
+def main() -> None:
+    """Reads the command line and draws."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    chosen = parser.parse_args()
+    data = FashionMNISTDataModule(chosen.data)
+    data.setup()
+    # One image of each of the first classes.
+    images, labels = data.test_set.__getitems__(list(range(200)))
+    first = [int((labels == label).nonzero()[0]) for label in range(COUNT)]
+    save(picture(chosen.runs, images[first]), chosen.out)
+
+
+if __name__ == "__main__":
+    main()

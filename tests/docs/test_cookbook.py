@@ -1,0 +1,96 @@
+"""The cookbook: every Python block runs by itself, and the YAML says the same as the Python before it."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra.utils import instantiate
+
+import gradpolicy as gp
+
+FOLDER = Path(__file__).parents[2] / "docs" / "cookbook"
+PAGES = sorted(FOLDER.glob("*.md"))
+MODULE = re.compile(r"# (\w+)\.py\n")
+
+
+def blocks(page: Path) -> list[tuple[str, str, int]]:
+    """Language, text and line of every block, in order."""
+    text = page.read_text()
+    return [
+        (found[1], found[2], text[: found.start()].count("\n") + 1)
+        for found in re.finditer(r"^```(\w+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    ]
+
+
+PYTHON = [
+    pytest.param(page, block, id=f"{page.stem}:{line}")
+    for page in PAGES
+    for language, block, line in blocks(page)
+    if language == "python"
+]
+# A page's policies in YAML, with the Python block before them.
+YAML = [
+    pytest.param(before[1], block, id=f"{page.stem}:{line}")
+    for page in PAGES
+    for before, (language, block, line) in zip(blocks(page), blocks(page)[1:], strict=False)
+    if language == "yaml" and before[0] == "python"
+]
+
+
+@pytest.fixture
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of a person's own that the pages show."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for page in PAGES:
+        for language, block, _ in blocks(page):
+            found = MODULE.match(block)
+            if language == "python" and found:
+                (tmp_path / f"{found[1]}.py").write_text(block)
+                monkeypatch.delitem(sys.modules, found[1], raising=False)
+                importlib.import_module(found[1])
+
+
+def run(block: str) -> dict:
+    module = MODULE.match(block)
+    names = {"__name__": module[1] if module else "page"}
+    torch.manual_seed(0)
+    exec(compile(block, "page", "exec"), names)
+    return names
+
+
+@pytest.mark.usefixtures("own_modules")
+@pytest.mark.parametrize("block", [pytest.param(case.values[1], id=case.id) for case in PYTHON])
+def test_a_python_block_runs_by_itself(block: str) -> None:
+    assert len(run(block)) > 2
+
+
+@pytest.mark.usefixtures("own_modules")
+@pytest.mark.parametrize(("python", "block"), YAML)
+def test_the_yaml_is_the_policy_of_the_python_before_it(python: str, block: str) -> None:
+    names = run(python)
+    policies = {name: instantiate(node) for name, node in yaml.safe_load(block).items()}
+    assert {name: repr(policy) for name, policy in policies.items()} == {
+        name: repr(policy) for name, policy in names["policies"].items()
+    }
+    flow = {name: policy for name, policy in policies.items() if not isinstance(policy, gp.Freeze)}
+    if flow and "model" in names:
+        installed = gp.install(names["model"], flow)
+        assert all(name in str(installed.report()) for name in flow)
+        installed.set_active(next(iter(flow)), False)
+        installed.remove()
+
+
+def test_every_question_has_its_section_and_every_section_its_yaml() -> None:
+    text = (FOLDER / "README.md").read_text()
+    questions = re.findall(r"^\| \[([^]]+)\]\(#([^)]+)\)", text, flags=re.MULTILINE)
+    titles = re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
+    anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+    assert [anchor for _, anchor in questions] == anchors
+    assert len(anchors) == 13
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        assert "```python" in section
+        assert "```yaml" in section or "callbacks=[" in section
