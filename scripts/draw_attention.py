@@ -1,6 +1,9 @@
-"""Draws where the runs of a comparison look: python scripts/draw_attention.py RUNS DATA OUT.
+"""Draws where the runs of a comparison look, and prints the share of an image that each sees.
 
-RUNS is what ``python scripts/compare.py attention`` wrote, DATA the directory of Fashion-MNIST, OUT a PNG file.
+python scripts/draw_attention.py RUNS DATA OUT
+
+RUNS is what ``python scripts/compare.py attention`` wrote, DATA the directory of Fashion-MNIST, and OUT a PNG
+file.
 """
 
 import argparse
@@ -15,7 +18,7 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
-from drawing import save
+from drawing.common import save
 from gradpolicy.lightning.checkpoint_reading import read_weights
 from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
 from gradpolicy.tasks.visual_attention import VisualAttention
@@ -57,6 +60,17 @@ def picture(runs: Path, images: torch.Tensor) -> Figure:
     return figure
 
 
+def shares(runs: Path, images: torch.Tensor) -> None:
+    """Prints the mean of the masks of every run."""
+    for variant, sampled in VARIANTS.items():
+        with torch.no_grad():
+            means = [
+                float(load(run, sampled)(images).mask.mean())
+                for run in sorted(runs.glob(f"{variant}/seed-?"))
+            ]
+        print(variant, *(f"{mean:.3f}" for mean in means))
+
+
 def main() -> None:
     """Reads the command line and draws."""
     parser = argparse.ArgumentParser(
@@ -66,11 +80,12 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     chosen = parser.parse_args()
-    data = FashionMNISTDataModule(chosen.data)
+    data = FashionMNISTDataModule(chosen.data, batch_size=1000)
     data.setup()
     # One image of each of the first classes.
-    images, labels = data.test_set.__getitems__(list(range(200)))
+    images, labels = next(iter(data.test_dataloader()))[:2]
     first = [int((labels == label).nonzero()[0]) for label in range(COUNT)]
+    shares(chosen.runs, images)
     save(picture(chosen.runs, images[first]), chosen.out)
 
 
