@@ -1,4 +1,6 @@
-"""Draws where the runs of a comparison look: python scripts/draw_attention.py RUNS DATA OUT.
+"""Draws where the runs of a comparison look, and prints the share of an image that each sees.
+
+python scripts/draw_attention.py RUNS DATA OUT
 
 RUNS is what ``python scripts/compare.py attention`` wrote, DATA the directory of Fashion-MNIST, OUT a PNG file.
 """
@@ -15,13 +17,14 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
-from drawing import save
+from drawing.common import save
 from gradpolicy.lightning.checkpoint_reading import read_weights
 from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
 from gradpolicy.tasks.visual_attention import VisualAttention
 
-# The rows of the picture, with whether their masks are sampled.
-VARIANTS = {"hard_policy": True, "hard_plain": True, "soft": False}
+# The rows of the table, with whether their masks are sampled.
+VARIANTS = {"hard_policy": True, "hard_plain": True, "hard_plain_13": True, "soft": False}
+DRAWN = ("hard_policy", "hard_plain", "soft")
 COUNT = 8
 
 
@@ -41,9 +44,9 @@ def picture(runs: Path, images: torch.Tensor) -> Figure:
     torch.manual_seed(0)
     figure = Figure(figsize=(7.0, 6.4), layout="constrained")
     rows = [("image", images[:, 0])]
-    for variant, sampled in VARIANTS.items():
+    for variant in DRAWN:
         with torch.no_grad():
-            seen = load(runs / variant / "seed-0", sampled)(images)
+            seen = load(runs / variant / "seed-0", VARIANTS[variant])(images)
         rows.append((f"{variant}\nattention", seen.attention[:, 0]))
         mask = torch.nn.functional.interpolate(seen.mask, scale_factor=2)
         rows.append((f"{variant}\nimage × mask", (images * mask)[:, 0]))
@@ -55,6 +58,17 @@ def picture(runs: Path, images: torch.Tensor) -> Figure:
             axis.set_yticks([])
         line[0].set_ylabel(label, fontsize=7, rotation=0, ha="right", va="center")
     return figure
+
+
+def shares(runs: Path, images: torch.Tensor) -> None:
+    """Prints the mean of the masks of every run."""
+    for variant, sampled in VARIANTS.items():
+        with torch.no_grad():
+            means = [
+                float(load(run, sampled)(images).mask.mean())
+                for run in sorted(runs.glob(f"{variant}/seed-?"))
+            ]
+        print(variant, *(f"{mean:.3f}" for mean in means))
 
 
 def main() -> None:
@@ -69,8 +83,9 @@ def main() -> None:
     data = FashionMNISTDataModule(chosen.data)
     data.setup()
     # One image of each of the first classes.
-    images, labels = data.test_set.__getitems__(list(range(200)))
+    images, labels = data.test_set.__getitems__(list(range(1000)))
     first = [int((labels == label).nonzero()[0]) for label in range(COUNT)]
+    shares(chosen.runs, images)
     save(picture(chosen.runs, images[first]), chosen.out)
 
 
