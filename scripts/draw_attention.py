@@ -2,7 +2,8 @@
 
 python scripts/draw_attention.py RUNS DATA OUT
 
-RUNS is what ``python scripts/compare.py attention`` wrote, DATA the directory of Fashion-MNIST, OUT a PNG file.
+RUNS is what ``python scripts/compare.py attention`` wrote, DATA the directory of Fashion-MNIST, OUT a PNG
+file.
 """
 
 import argparse
@@ -80,10 +81,10 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     chosen = parser.parse_args()
-    data = FashionMNISTDataModule(chosen.data)
+    data = FashionMNISTDataModule(chosen.data, batch_size=1000)
     data.setup()
     # One image of each of the first classes.
-    images, labels = data.test_set.__getitems__(list(range(1000)))
+    images, labels = next(iter(data.test_dataloader()))
     first = [int((labels == label).nonzero()[0]) for label in range(COUNT)]
     shares(chosen.runs, images)
     save(picture(chosen.runs, images[first]), chosen.out)

@@ -102,7 +102,7 @@ ACCURACY = Column("test accuracy, %", "test/accuracy", factor=100.0)
 
 FAMILIES = {
     "attention": Family(
-        title="Visual attention on Fashion-MNIST: masks that pass their gradient, that pass none, and soft ones",
+        title="Visual attention on Fashion-MNIST: hard masks with and without a gradient, soft ones",
         variants=(
             Variant("hard_policy", ("experiment=visual_attention",)),
             Variant("hard_plain", ("experiment=visual_attention", "~policy.mask")),

@@ -58,7 +58,7 @@ def test_the_share_loss_is_zero_at_the_share() -> None:
 
 
 def test_an_impossible_share_or_size_is_refused() -> None:
-    with pytest.raises(PolicyError, match="AttentionClassifier.share"):
+    with pytest.raises(PolicyError, match=r"AttentionClassifier\.share"):
         AttentionClassifier(VisualAttention(), adam, share=1.5)
-    with pytest.raises(PolicyError, match="VisualAttention.width"):
+    with pytest.raises(PolicyError, match=r"VisualAttention\.width"):
         VisualAttention(width=0)
