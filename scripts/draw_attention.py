@@ -2,7 +2,7 @@
 
 python scripts/draw_attention.py RUNS DATA OUT
 
-RUNS is what ``python scripts/compare.py attention`` wrote, DATA the directory of Fashion-MNIST, and OUT a PNG
+RUNS is what ``python scripts/compare.py attention`` wrote, DATA the directory of Fashion-MNIST, OUT a PNG
 file.
 """
 
@@ -23,8 +23,9 @@ from gradpolicy.lightning.checkpoint_reading import read_weights
 from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
 from gradpolicy.tasks.visual_attention import VisualAttention
 
-# The rows of the picture, with whether their masks are sampled.
-VARIANTS = {"hard_policy": True, "hard_plain": True, "soft": False}
+# The rows of the table, with whether their masks are sampled.
+VARIANTS = {"hard_policy": True, "hard_plain": True, "hard_plain_13": True, "soft": False}
+DRAWN = ("hard_policy", "hard_plain", "soft")
 COUNT = 8
 
 
@@ -44,9 +45,9 @@ def picture(runs: Path, images: torch.Tensor) -> Figure:
     torch.manual_seed(0)
     figure = Figure(figsize=(7.0, 6.4), layout="constrained")
     rows = [("image", images[:, 0])]
-    for variant, sampled in VARIANTS.items():
+    for variant in DRAWN:
         with torch.no_grad():
-            seen = load(runs / variant / "seed-0", sampled)(images)
+            seen = load(runs / variant / "seed-0", VARIANTS[variant])(images)
         rows.append((f"{variant}\nattention", seen.attention[:, 0]))
         mask = torch.nn.functional.interpolate(seen.mask, scale_factor=2)
         rows.append((f"{variant}\nimage × mask", (images * mask)[:, 0]))
@@ -83,7 +84,7 @@ def main() -> None:
     data = FashionMNISTDataModule(chosen.data, batch_size=1000)
     data.setup()
     # One image of each of the first classes.
-    images, labels = next(iter(data.test_dataloader()))[:2]
+    images, labels = next(iter(data.test_dataloader()))
     first = [int((labels == label).nonzero()[0]) for label in range(COUNT)]
     shares(chosen.runs, images)
     save(picture(chosen.runs, images[first]), chosen.out)

@@ -1,7 +1,7 @@
 """Visual attention by a mask: which places of an image a classifier looks at.
 
-The model is written without a word about gradients. A policy says how a sampled mask passes its gradient on
-to the attention, as in ``conf/policy/visual_attention.yaml``.
+The model is written without a word about gradients. How a sampled mask passes its gradient on to the
+attention is said by a policy, as in ``conf/policy/visual_attention.yaml``.
 """
 
 from typing import NamedTuple

@@ -82,14 +82,32 @@ def _surrogates(experiment: str, policy: str, *names: str) -> tuple[Variant, ...
     )
 
 
+def _views(title: str, experiment: str) -> Family:
+    """A network that learns from two views, with and without the stop that keeps it from collapsing."""
+    return Family(
+        title=title,
+        variants=(
+            Variant("policy", (f"experiment={experiment}",)),
+            Variant("no_stop", (f"experiment={experiment}", "~policy.target")),
+        ),
+        columns=(
+            Column("probe accuracy, %", "test/probe_accuracy", factor=100.0),
+            Column("spread", "test/spread", digits=2),
+        ),
+        curve=("val/spread", "spread of the projections"),
+    )
+
+
 ACCURACY = Column("test accuracy, %", "test/accuracy", factor=100.0)
 
 FAMILIES = {
     "attention": Family(
-        title="Visual attention on Fashion-MNIST: sampled masks with and without a policy, and soft ones",
+        title="Visual attention on Fashion-MNIST: hard masks with and without a gradient, soft ones",
         variants=(
             Variant("hard_policy", ("experiment=visual_attention",)),
             Variant("hard_plain", ("experiment=visual_attention", "~policy.mask")),
+            # As many places as the attention that learns comes to see.
+            Variant("hard_plain_13", ("experiment=visual_attention", "~policy.mask", "model.share=0.133")),
             Variant("soft", ("experiment=visual_attention", "model.model.sampled=false", "~policy.mask")),
         ),
         columns=(ACCURACY, Column("test loss, nats", "test/loss", digits=3)),
@@ -113,17 +131,49 @@ FAMILIES = {
         columns=(ACCURACY,),
         curve=("val/accuracy", "validation accuracy"),
     ),
-    "byol": Family(
-        title="BYOL on the digits, with and without a stop at the copy",
+    "byol": _views("BYOL on the digits, with and without a stop at the copy", "byol"),
+    "simsiam": _views("SimSiam on the digits, with and without a stop at the target", "simsiam"),
+    "dann": Family(
+        title="Digits with a mark in the source domain only: features against the domains, or blind to them",
         variants=(
-            Variant("policy", ("experiment=byol",)),
-            Variant("no_stop", ("experiment=byol", "~policy.target")),
+            Variant("reverse", ("experiment=domain_adversarial",)),
+            Variant(
+                "stop",
+                (
+                    "experiment=domain_adversarial",
+                    "policy.domain._target_=gradpolicy.Stop",
+                    "~policy.domain.factor",
+                ),
+            ),
+            Variant("no_policy", ("experiment=domain_adversarial", "policy=none")),
         ),
         columns=(
-            Column("probe accuracy, %", "test/probe_accuracy", factor=100.0),
-            Column("spread", "test/spread", digits=2),
+            Column("source accuracy, %", "test/source_accuracy", factor=100.0),
+            Column("target accuracy, %", "test/target_accuracy", factor=100.0),
+            Column("domain accuracy, %", "test/domain_accuracy", factor=100.0),
         ),
-        curve=("val/spread", "spread of the projections"),
+        curve=("val/target_accuracy", "target accuracy"),
+    ),
+    "vq_vae": Family(
+        title="A VQ-VAE of the digits, with and without a gradient through the quantiser",
+        variants=(
+            Variant("policy", ("experiment=vq_vae",)),
+            Variant(
+                "rotation",
+                (
+                    "experiment=vq_vae",
+                    "policy.codes._target_=gradpolicy.UseRule",
+                    "+policy.codes.rule=rotation",
+                    "+policy.codes.at=through",
+                ),
+            ),
+            Variant("no_codes", ("experiment=vq_vae", "~policy.codes")),
+        ),
+        columns=(
+            Column("reconstruction", "test/reconstruction", digits=4),
+            Column("perplexity", "test/perplexity"),
+        ),
+        curve=("val/reconstruction", "reconstruction error"),
     ),
     "fashion": Family(
         title="Fashion-MNIST: dense, RigL, SET, and a random topology that stays, at 90 % and 98 % sparsity",

@@ -12,7 +12,8 @@ from hydra.utils import instantiate
 
 import gradpolicy as gp
 
-FOLDER = Path(__file__).parents[2] / "docs" / "cookbook"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "cookbook"
 PAGES = sorted(FOLDER.glob("*.md"))
 MODULE = re.compile(r"# (\w+)\.py\n")
 
@@ -32,7 +33,7 @@ PYTHON = [
     for language, block, line in blocks(page)
     if language == "python"
 ]
-# A page's policies in YAML, with the Python block before them.
+# Policies in YAML, with the Python block before them.
 YAML = [
     pytest.param(before[1], block, id=f"{page.stem}:{line}")
     for page in PAGES
@@ -82,6 +83,26 @@ def test_the_yaml_is_the_policy_of_the_python_before_it(python: str, block: str)
         assert all(name in str(installed.report()) for name in flow)
         installed.set_active(next(iter(flow)), False)
         installed.remove()
+
+
+EXPERIMENTS = [page for page in PAGES if (ROOT / "conf/experiment" / f"{page.stem}.yaml").exists()]
+
+
+@pytest.mark.parametrize("page", EXPERIMENTS, ids=[page.stem for page in EXPERIMENTS])
+def test_an_experiment_shows_its_policy_its_command_and_a_picture(page: Path) -> None:
+    (block,) = (block for language, block, _ in blocks(page) if language == "yaml")
+    assert yaml.safe_load(block) == yaml.safe_load((ROOT / "conf/policy" / f"{page.stem}.yaml").read_text())
+    text = page.read_text()
+    assert f"python train.py experiment={page.stem}" in text
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert pictures
+    assert all((FOLDER / picture).stat().st_size < 64 * 1024 for picture in pictures)
+
+
+def test_every_page_is_in_the_table() -> None:
+    assert len(EXPERIMENTS) >= 6
+    text = (FOLDER / "README.md").read_text()
+    assert all(f"({page.name})" in text for page in PAGES if page.stem != "README")
 
 
 def test_every_question_has_its_section_and_every_section_its_yaml() -> None:

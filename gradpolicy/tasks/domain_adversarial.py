@@ -1,0 +1,138 @@
+"""Domain-adversarial training: features that tell classes apart, and not where an image comes from.
+
+The model is written without a word about gradients. That the features learn *against* the classifier of
+domains is said by a policy, as in ``conf/policy/domain_adversarial.yaml``.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradpolicy.checks import check_sizes
+from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory, Task
+
+
+class Domains(NamedTuple):
+    """What a model of two domains gives.
+
+    Attributes:
+        logits: Of the classes, shape (batch, classes).
+        domain_logits: That an image is of the target domain, shape (batch,).
+    """
+
+    logits: Tensor
+    domain_logits: Tensor
+
+
+class DomainNetwork(nn.Module):
+    """Features, a classifier of the images and a classifier of their domains.
+
+    Args:
+        inputs: Pixels of an image, over all channels.
+        hidden: Units of the hidden layers.
+        classes: Number of classes.
+
+    Raises:
+        PolicyError: For an impossible size.
+
+    Source: Ganin, Lempitsky 2015 (unsupervised domain adaptation by backpropagation), arXiv:1409.7495.
+    """
+
+    def __init__(self, inputs: int = 64, hidden: int = 128, classes: int = 10) -> None:
+        super().__init__()
+        check_sizes("DomainNetwork", inputs=inputs, hidden=hidden, classes=classes)
+        self.features = nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU())
+        self.label = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+        self.domain = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, images: Tensor) -> Domains:
+        """Classifies images of any shape (batch, …) with as many pixels as inputs."""
+        features = self.features(images)
+        return Domains(self.label(features), self.domain(features)[:, 0])
+
+
+class DomainAdversarial(Task):
+    """Trains on labelled images that carry a mark and, without their labels, on images without it.
+
+    In the source domain the first rows of an image are a mark that tells its class: bright in the pixels
+    before ``width · label / classes``. In the target domain they are empty. The first half of a training
+    batch is the source domain, the second the target. The loss is the cross-entropy of the first half's
+    classes and that of the domains of both.
+
+    Args:
+        model: Gives :class:`Domains`.
+        optimizer: See :class:`~gradpolicy.tasks.task.Task`.
+        scheduler: See :class:`~gradpolicy.tasks.task.Task`.
+        scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
+        classes: Number of classes.
+        rows: How many rows the mark has.
+
+    Logs ``{val,test}/source_accuracy``, ``…/target_accuracy`` and ``…/domain_accuracy``, the share of images
+    whose domain is told; and ``train/loss``, ``train/domain_loss``.
+
+    Raises:
+        PolicyError: For impossible numbers of classes or rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        scheduler_interval: str = "epoch",
+        classes: int = 10,
+        rows: int = 1,
+    ) -> None:
+        super().__init__(model, optimizer, scheduler, scheduler_interval)
+        check_sizes("DomainAdversarial", classes=classes, rows=rows)
+        self.classes = classes
+        self.rows = rows
+
+    def source(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Images of shape (batch, channels, height, width) with their mark."""
+        width = images.shape[-1]
+        place = torch.arange(width, device=images.device)
+        marks = (place < width * (labels[:, None] / self.classes)).to(images.dtype)
+        marked = images.clone()
+        marked[..., : self.rows, :] = marks[:, None, None, :]
+        return marked
+
+    def target(self, images: Tensor) -> Tensor:
+        """The same images with empty rows instead."""
+        unmarked = images.clone()
+        unmarked[..., : self.rows, :] = 0
+        return unmarked
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
+        """The loss of the classes of one half, and of the domains of both."""
+        images, labels = batch
+        half = len(images) // 2
+        both = torch.cat([self.source(images[:half], labels[:half]), self.target(images[half:])])
+        output = self.model(both)
+        domains = (torch.arange(len(images), device=both.device) >= half).float()
+        loss = functional.cross_entropy(output.logits[:half], labels[:half])
+        domain_loss = functional.binary_cross_entropy_with_logits(output.domain_logits, domains)
+        self.log_dict({"train/loss": loss, "train/domain_loss": domain_loss}, prog_bar=True)
+        return loss + domain_loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        """Logs the validation values."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        """Logs the test values."""
+        self._evaluate("test", batch)
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        source, target = self.model(self.source(images, labels)), self.model(self.target(images))
+        told = torch.cat([source.domain_logits < 0, target.domain_logits > 0])
+        values = {
+            "source_accuracy": (source.logits.argmax(-1) == labels).float().mean(),
+            "target_accuracy": (target.logits.argmax(-1) == labels).float().mean(),
+            "domain_accuracy": told.float().mean(),
+        }
+        logged = {f"{stage}/{name}": value for name, value in values.items()}
+        self.log_dict(logged, on_epoch=True, sync_dist=True, batch_size=len(images))
