@@ -38,6 +38,7 @@ def said(run: Path) -> list[list[dict]]:
     ]
 
 
+@pytest.mark.slow
 def test_in_a_sweep_each_rank_trains_its_own_job_once(train_process) -> None:
     ended = train_process("-m", "optimizer.lr=0.001,0.002", "trainer=ddp_sim", *PROBE)
     assert ended.code == 0, ended.err
@@ -48,6 +49,7 @@ def test_in_a_sweep_each_rank_trains_its_own_job_once(train_process) -> None:
     assert not list(ended.folder.glob("train/runs/*"))
 
 
+@pytest.mark.slow
 def test_torchrun_writes_one_run_directory(train_process) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ended = train_process("trainer=ddp_sim", *PROBE, launcher=torchrun)

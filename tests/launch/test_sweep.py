@@ -23,7 +23,10 @@ def sweep_of(ended: Ended) -> Path:
     return found
 
 
-@pytest.mark.parametrize("launcher", [(), ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")])
+@pytest.mark.parametrize(
+    "launcher",
+    [(), pytest.param(("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"), marks=pytest.mark.slow)],
+)
 def test_a_grid_runs_each_job_once_and_summarizes(train, launcher: tuple[str, ...]) -> None:
     ended = train("-m", "seed=1,2", "policy=none,stop", *launcher)
     assert ended.code == 0

@@ -34,6 +34,7 @@ def test_embeddings_freeze_with_the_first_layer_and_the_head_never(prepared, tra
         masks = source.masks(step, 0)
     assert trained(masks) == ["blocks.3.weight", "blocks.3.bias", "head.weight", "head.bias"]
     assert masks["embed.weight"] is False
+    assert source.may_freeze() == {name for name, mask in masks.items() if mask is False}
 
 
 def test_what_is_frozen_needs_no_gradient_and_stays_frozen(prepared) -> None:

@@ -62,6 +62,7 @@ def test_a_change_keeps_the_rest_of_the_file(clone: Path) -> None:
     assert (mutation.file, mutation.line) == ("gradpolicy/masks/limits.py", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "verdict"), [(("value == 7", "(value != 7)"), NOTICED), (("7", "(8)"), SURVIVED)]
 )

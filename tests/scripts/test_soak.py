@@ -28,6 +28,7 @@ def soak(*arguments: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_run_killed_twice_ends_with_the_same_bits_and_rows() -> None:
     said = soak("--kills=2", "--accumulate=2", "--save-every=1")
     assert said.startswith("2 kills, not one bit of difference")
