@@ -84,7 +84,7 @@ def main() -> None:
     data = FashionMNISTDataModule(chosen.data, batch_size=1000)
     data.setup()
     # One image of each of the first classes.
-    images, labels = next(iter(data.test_dataloader()))
+    images, labels = next(iter(data.test_dataloader()))[:2]
     first = [int((labels == label).nonzero()[0]) for label in range(COUNT)]
     shares(chosen.runs, images)
     save(picture(chosen.runs, images[first]), chosen.out)

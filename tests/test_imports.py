@@ -50,12 +50,21 @@ def test_within_a_limit_a_rule_of_an_allowed_package_is_found(package: str) -> N
 
 
 @pytest.mark.parametrize(
-    "path", ["os.system", "torch.save", "gradpolicy.launch.app.main", "torch.nn.functional.kl_div"]
+    ("path", "reason"),
+    [
+        ("os.system", "not allowed"),
+        ("gradpolicy.launch.app.main", "not allowed"),
+        ("torch.save", "unknown operation"),
+        ("torch.load", "unknown operation"),
+        ("torch.utils.cpp_extension.load", "not allowed"),
+    ],
 )
-def test_within_a_limit_a_known_package_gives_no_rules_but_registered_ones(path: str) -> None:
+def test_within_a_limit_a_known_package_gives_no_rules_but_registered_ones_and_operations(
+    path: str, reason: str
+) -> None:
     with limited_to(()):
         assert gp.get_rule("gradpolicy.rules.passing.identity") is gp.get_rule("identity")
-        with pytest.raises(PolicyError, match="not allowed"):
+        with pytest.raises(PolicyError, match=reason):
             gp.StraightThrough(path, ops=["round"])
 
 
