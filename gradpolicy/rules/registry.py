@@ -165,9 +165,11 @@ def unknown_rule(name: str, others: Iterable[str] = ()) -> PolicyError:
         for known in _RULES.values()
         if not lies_in(_origin(known.function)[0], ("gradpolicy.rules",))
     )
-    hint = f"; registered besides the built-in ones: {', '.join(map(repr, own))}" if own else ""
-    if is_limited():
-        hint += "; a module of yours that registers rules is named by extensions=[my_rules]"
+    hint = (
+        "; a module of yours that registers rules is named by extensions=[my_rules]" if is_limited() else ""
+    )
+    if own:
+        hint += f"; registered besides the built-in ones: {', '.join(map(repr, own))}"
     return PolicyError(f"{unknown('rule', name, {*_RULES, *others})}{hint}")
 
 
