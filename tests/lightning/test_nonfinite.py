@@ -123,6 +123,7 @@ def test_gradients_under_a_loss_scaler_are_left_to_it(two_layers: LightningModul
     two_layers.head.weight.grad = torch.full_like(two_layers.head.weight, torch.inf)
     scaled = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
     StopOnNonFinite().on_before_optimizer_step(scaled, two_layers, two_layers.configure_optimizers())  # type: ignore[arg-type]
+    assert two_layers.head.weight.grad.isinf().all(), "the scaler finds it, and skips the update"
 
 
 def test_the_first_of_several_backwards_that_are_not_finite_is_named() -> None:
