@@ -55,15 +55,8 @@ class Classifier(Task):
             self.log(f"train/{name}", (predicted == batch[1]).float().mean())
         return torch.stack(list(losses.values())).sum()
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Logs the validation values."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Logs the test values."""
-        self._evaluate("test", batch)
-
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Logs the values of a batch."""
         images, labels = batch
         losses, predictions = self._assess(batch)
         for name, loss in losses.items():

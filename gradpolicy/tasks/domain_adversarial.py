@@ -117,15 +117,8 @@ class DomainAdversarial(Task):
         self.log_dict({"train/loss": loss, "train/domain_loss": domain_loss}, prog_bar=True)
         return loss + domain_loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Logs the validation values."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Logs the test values."""
-        self._evaluate("test", batch)
-
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Logs the values of a batch."""
         images, labels = batch
         source, target = self.model(self.source(images, labels)), self.model(self.target(images))
         told = torch.cat([source.domain_logits < 0, target.domain_logits > 0])

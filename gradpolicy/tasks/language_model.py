@@ -24,15 +24,8 @@ class LanguageModel(Task):
         self.log("train/bits_per_character", loss / math.log(2))
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Logs the validation values."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Logs the test values."""
-        self._evaluate("test", batch)
-
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Logs the values of a batch."""
         loss = self._loss(batch)
         values = {f"{stage}/loss": loss, f"{stage}/bits_per_character": loss / math.log(2)}
         self.log_dict(

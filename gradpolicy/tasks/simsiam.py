@@ -100,15 +100,8 @@ class SimSiam(Task):
         self.log_dict({f"train/{name}": value for name, value in values.items()}, prog_bar=True)
         return views.loss + functional.cross_entropy(views.probe_logits, labels)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Logs the validation values."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Logs the test values."""
-        self._evaluate("test", batch)
-
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Logs the values of a batch."""
         images, labels = batch
         values = self._values(self.model(images, images), labels)
         logged = {f"{stage}/{name}": value for name, value in values.items()}

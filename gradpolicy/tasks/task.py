@@ -1,5 +1,6 @@
 """The base of the project's Lightning modules: a model, and how its optimizer is made."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,6 +47,23 @@ class Task(LightningModule):
     def forward(self, inputs: torch.Tensor) -> Any:
         """What the model gives."""
         return self.model(inputs)
+
+    def validation_step(self, batch: Any, batch_index: int) -> None:
+        """Logs the validation values."""
+        self.evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_index: int) -> None:
+        """Logs the test values."""
+        self.evaluate("test", batch)
+
+    @abstractmethod
+    def evaluate(self, stage: str, batch: Any) -> None:
+        """Logs the values of a batch.
+
+        Args:
+            stage: ``"val"`` or ``"test"``, with which their names begin.
+            batch: What the loader gives.
+        """
 
     def configure_optimizers(self) -> Any:
         """The optimizer and, if there is one, its scheduler."""

@@ -140,15 +140,8 @@ class VQVAE(Task):
         self.log_dict({f"train/{name}": value for name, value in values.items()}, prog_bar=True)
         return values["loss"]
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Logs the validation values."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Logs the test values."""
-        self._evaluate("test", batch)
-
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Logs the values of a batch."""
         values = {f"{stage}/{name}": value for name, value in self._assess(batch).items()}
         self.log_dict(values, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
 
