@@ -73,13 +73,16 @@ def set_flags(masked: MaskedParameter, flags: Tensor, block: int) -> None:
     masked.active_entries = active * block if partly else masked.layout.size * bool(active)
     if not is_sharded(masked.parameter):
         masked.frozen_everywhere = not active
-    packed = masked.index is not None and partly and block == masked.block
-    source, fine = (_repack_ages if packed else _turn_ages)(masked, flags, block)
-    if not packed and partly and masked.rule is not None and masked.frozen_state == "drop":
-        _pack_ages(masked, masked.ages > 0)
-    if active:
+    packs = partly and masked.rule is not None and masked.frozen_state == "drop"
+    if packs and masked.index is not None and block == masked.block:
+        source, fine = _repack_ages(masked, flags, block)
+    else:
+        source, fine = _turn_ages(masked, flags, block)
+        if packs:
+            _pack_ages(masked, masked.ages > 0)
+    if active or masked.frozen_state != "drop":
         _move_state(masked, names, source, fine)
-    elif masked.forgets:
+    if not active and masked.forgets:
         _empty(masked)
     if partly and masked.forgets and masked.rule is None:
         own = entry_state(masked.state, masked.parameter)
@@ -128,7 +131,7 @@ def _move_state(masked: MaskedParameter, names: Iterable[str], source: Tensor | 
     """Have state lie as the new index says, one tensor after the other; empty what froze and forgets.
 
     Args:
-        masked: the parameter, with its new ages and index, some of whose entries are active.
+        masked: the parameter, with its new ages and index.
         names: of what the rule keeps, as far as it exists.
         source: the index that had state so far; None: every entry.
         block: entries in a block of either index.
@@ -137,18 +140,22 @@ def _move_state(masked: MaskedParameter, names: Iterable[str], source: Tensor | 
         return
     assert masked.rule is not None
     layout, starts = masked.layout, masked.rule.state(masked.group)
-    empties = masked.forgets and masked.active_entries < layout.size
+    repacks = source is not None or masked.index is not None
+    empties = masked.forgets and masked.index is None and masked.active_entries < layout.size
+    if not repacks and not empties:
+        return
     masked.forget_views()
     for name in names:
         value, start = masked.state[name], starts.get(name, 0.0)
-        if source is not None or masked.index is not None:
-            flat = layout.flat(value) if source is None else value
+        flat = layout.flat(value) if source is None else value
+        if repacks:
             flat = _repacked(masked, flat, source, block, block, start)
-            masked.state[name] = layout.shaped(flat, masked.parameter) if masked.index is None else flat
-        elif empties:
-            flat = layout.flat(value)
+        if empties:
             select(flat.device, flat.dtype).fill_frozen(flat, masked.ages, None, masked.block, start)
+        if not repacks:
             layout.write_back(flat, value)
+        else:
+            masked.state[name] = layout.shaped(flat, masked.parameter) if masked.index is None else flat
 
 
 def _repacked(
@@ -162,16 +169,15 @@ def _repacked(
     """Values that followed another index, as they follow the parameter's.
 
     Args:
-        masked: the parameter, some of whose entries are active.
+        masked: the parameter.
         values: so many a block.
         source: the other index; None: of all blocks.
         block: entries in a block of either index.
         per_block: values of a block.
         fill: the value of blocks that the other index lacks.
     """
-    blocks, kept = masked.layout.size // block, masked.active_entries // block
     kernels = select(values.device, values.dtype)
-    return kernels.repack(values, source, masked.index, per_block, blocks, kept, fill)
+    return kernels.repack(values, source, masked.index, per_block, masked.layout.size // block, fill)
 
 
 def _empty(masked: MaskedParameter) -> None:

@@ -172,7 +172,7 @@ class MaskedParameter:
             return values
         blocks = self.layout.size // self.block
         kernels = select(values.device, values.dtype)
-        return kernels.repack(values, self.index, None, per_block, blocks, blocks, fill)
+        return kernels.repack(values, self.index, None, per_block, blocks, fill)
 
     def mask(self) -> Tensor:
         """The mask as it was set."""

@@ -1,5 +1,7 @@
-"""Masks of many parameters set at once do what they do one after the other."""
+"""What a new mask does to ages and state, for one parameter and for many at once."""
 
+import functools
+import itertools
 import weakref
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
+from tests.optim.alone import Alone
 
 SHAPES = [(12, 6), (12, 6), (5,), (3, 4, 2), (40000,)]
 
@@ -116,3 +119,35 @@ def test_masks_before_a_wrong_one_are_set():
         optimizer.set_masks(masks)
     assert all(torch.equal(optimizer.get_mask(p), masks[p]) for p in parameters[:2])
     assert optimizer.get_mask(parameters[3]).all()
+
+
+MASKS = {
+    "entries": torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0]]) > 0,
+    "others": torch.tensor([[0, 0, 1], [1, 1, 0], [1, 0, 1], [0, 1, 0]]) > 0,
+    "rows": torch.tensor([[1], [0], [0], [1]]) > 0,
+    "none frozen": None,
+    "all frozen": torch.tensor(False),
+}
+
+
+@pytest.mark.parametrize("orders", [*itertools.product(MASKS, MASKS)], ids="-".join)
+@pytest.mark.parametrize(
+    "frozen_states", [*itertools.product(["keep", "zero", "drop"], repeat=2)], ids="-".join
+)
+def test_every_frozen_state_may_follow_every_other(kernels, frozen_states, orders):
+    start, steps = torch.randn(4, 3, dtype=torch.float64), 2
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1))
+    reference = Alone(functools.partial(torch.optim.AdamW, lr=0.1), [start])
+    masks = [torch.tensor(True), *(MASKS[order] for order in orders), MASKS["entries"]]
+    for mask, frozen_state in zip(masks, ["keep", *frozen_states, frozen_states[0]], strict=True):
+        optimizer.set_mask(weight, mask, frozen_state=frozen_state)
+        flags = torch.tensor(True) if mask is None else mask
+        if frozen_state != "keep":
+            reference.forget(0, ~flags.expand(start.shape))
+        for _ in range(steps):
+            gradient = torch.randn_like(start)
+            weight.grad = gradient.clone()
+            optimizer.step()
+            reference.step([gradient], [flags.expand(start.shape)])
+        torch.testing.assert_close(weight.detach().view(-1), reference.value(0), atol=1e-12, rtol=1e-12)

@@ -90,7 +90,6 @@ class Kernels(Protocol):
         target: Tensor | None,
         block: int,
         blocks: int,
-        kept: int,
         fill: float,
     ) -> Tensor:
         """The values of the blocks of one index, as another index has them.
@@ -101,6 +100,5 @@ class Kernels(Protocol):
             target: the index that the result follows; None: it is of all blocks.
             block: entries in a block.
             blocks: how many blocks there are.
-            kept: how many blocks are in `target`.
             fill: the number for blocks that are in `target` alone.
         """

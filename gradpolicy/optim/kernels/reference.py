@@ -75,13 +75,14 @@ class Reference:
         target: Tensor | None,
         block: int,
         blocks: int,
-        kept: int,
         fill: float,
     ) -> Tensor:
         """See `Kernels.repack`."""
+        parts = list(_stretches(blocks, values.device, block))
+        kept = sum(int(_bits(target, part, values.device).count_nonzero()) for part in parts)
         rows, repacked = values.view(-1, block), values.new_empty(kept, block)
         read = written = 0
-        for part in _stretches(blocks, values.device, block):
+        for part in parts:
             old, new = (_bits(index, part, values.device) for index in (source, target))
             dense = values.new_full((part.stop - part.start, block), fill)
             stop, end = read + int(old.count_nonzero()), written + int(new.count_nonzero())

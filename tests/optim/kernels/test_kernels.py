@@ -57,7 +57,7 @@ def test_values_are_repacked_from_one_index_to_another(blocks, block, dtype, sha
             None if share is None else kernels.pack_bits(flags)
             for share, flags in zip(shares, (source, target), strict=True)
         ]
-        repacked = kernels.repack(values[source], *indices, block, blocks, int(target.sum()), 7)
+        repacked = kernels.repack(values[source], *indices, block, blocks, 7)
         assert torch.equal(repacked, expected.view(-1))
 
 
@@ -97,10 +97,8 @@ def adam_update(blocks, block, dtype, packed, shared, ages_dtype=torch.int16):
     index = None
     if packed:
         index = REFERENCE.pack_bits(active)
-        count = int(active.sum())
         state = {
-            name: REFERENCE.repack(value, None, index, block, blocks, count, 0.0)
-            for name, value in state.items()
+            name: REFERENCE.repack(value, None, index, block, blocks, 0.0) for name, value in state.items()
         }
         ages = ages[active].clone()
     return EntryUpdate(parameter, gradient, state, ages, block, index, 2, 5 if shared else None)

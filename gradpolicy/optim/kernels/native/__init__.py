@@ -82,11 +82,13 @@ class Native:
         target: Tensor | None,
         block: int,
         blocks: int,
-        kept: int,
         fill: float,
     ) -> Tensor:
         """See `Kernels.repack`."""
-        repacked = values.new_empty(kept * block)
+        read, written = (blocks if index is None else _count_blocks(index) for index in (source, target))
+        # C would read and write beyond the tensors.
+        assert values.numel() == read * block, "values must be those of the index that they follow"
+        repacked = values.new_empty(written * block)
         job = _block_job(values, repacked, index=source, target=target, blocks=blocks, block=block, fill=fill)
         _call(_blocks("repack"), job)
         return repacked
@@ -121,6 +123,15 @@ def _blocks(name: str) -> ctypes._NamedFuncPointer:
 @functools.cache
 def _update_of(rule_kernel: str) -> ctypes._NamedFuncPointer:
     return _typed(_update_library(rule_kernel), f"update_{rule_kernel}")
+
+
+def _count_blocks(index: Tensor) -> int:
+    """How many blocks are in an index."""
+    library = _library()
+    assert library is not None, "no index is read by C that cannot be had"
+    function = library.count_blocks
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
+    return function(index.data_ptr(), index.numel() * 8)
 
 
 def _typed(library: ctypes.CDLL | None, name: str) -> ctypes._NamedFuncPointer:

@@ -83,6 +83,9 @@ void fill_frozen(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PA
 
 /* --- repack: values of the blocks of one index become those of another; new blocks get a number. */
 
+/* How many blocks an index has in all; it is padded to whole words. */
+int64_t count_blocks(const uint8_t *index, int64_t bits) { return count_bits(index, bits); }
+
 /* How many of the first blocks an index has; `count` is a multiple of 64. */
 static int64_t rank_of(const uint8_t *index, int64_t count) { return index ? count_bits(index, count) : count; }
 
