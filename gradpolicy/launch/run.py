@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.insight.plan import make_plan, training_loss
+from gradpolicy.insight.plan import plan, training_loss
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.config import Settings, check_config
 from gradpolicy.launch.processes import (
@@ -120,7 +120,7 @@ def make_run_plan(subject: Subject, seed: int) -> Any:
     subject.data.prepare_data()
     subject.data.setup("fit")
     batch = next(iter(subject.data.train_dataloader()))
-    return make_plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
+    return plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
 
 
 def check_trainer(settings: Settings, subject: Subject, directory: RunDirectory) -> None:
