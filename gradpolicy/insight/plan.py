@@ -71,8 +71,8 @@ def plan(
         The plan, which prints as a table and displays in a notebook.
 
     Raises:
-        PolicyError: If something is no policy, a pattern matches nothing, an operation that a policy names is not met, a stop leaves
-            nothing that trains with a gradient, or two policies contradict each other.
+        PolicyError: If something is no policy, a pattern matches nothing, an operation that a policy names is
+            not met, a stop leaves nothing that trains with a gradient, or two policies contradict each other.
 
     Example:
         >>> import gradpolicy as gp

@@ -20,6 +20,15 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.imports import allowed_packages, limited_to
+from gradpolicy.insight.results import (
+    RESULT,
+    RESULTS,
+    SUMMARY,
+    Result,
+    collect,
+    replace_unencodable,
+    summarize,
+)
 from gradpolicy.launch.allowed_targets import check_not_from_config, trusted_packages
 from gradpolicy.launch.compose import (
     VERSION_BASE,
@@ -42,15 +51,6 @@ from gradpolicy.launch.messages import (
     wrong_input_errors,
 )
 from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits
-from gradpolicy.launch.results import (
-    RESULT,
-    RESULTS,
-    SUMMARY,
-    Result,
-    collect,
-    replace_unencodable,
-    summarize,
-)
 from gradpolicy.launch.run_directory import RunDirectory, claimed_directory
 
 CONFIG_NAME = "train"

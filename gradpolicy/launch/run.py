@@ -22,6 +22,7 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.plan import plan, training_loss
+from gradpolicy.insight.results import Result, print_config, print_results, saved_in
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.config import Settings, check_config
 from gradpolicy.launch.processes import (
@@ -31,7 +32,6 @@ from gradpolicy.launch.processes import (
     termination_exits,
     under_torchrun,
 )
-from gradpolicy.launch.results import Result, print_config, print_results, saved_in
 from gradpolicy.launch.run_directory import RunDirectory, check_destinations, run_directory
 from gradpolicy.lightning.batch_limits import check_batches
 from gradpolicy.lightning.checked_resume import checked_restore
