@@ -136,12 +136,16 @@ def custom_scalars(policies: Mapping[str, Any]) -> dict[str, dict[str, list[Any]
         }
     }
     for name, node in policies.items():
-        if node is not None:
-            own = f"policy/{re.escape(name)}"
-            charts = {"gradient norm": ["Multiline", [f"{own}/gradient_norm_(before|after)"]]}
-            if str(node.get("_target_")).endswith(".Freeze"):
-                charts["active share"] = ["Multiline", [f"{own}/active_share"]]
-            layout[f"policy {name}"] = charts
+        kind = str((node or {}).get("_target_")).rpartition(".")[2]
+        phases = ((node or {}).get("when") or {}).get("phases", ("fit",))
+        # Where a stop cuts, there is no gradient whose norm could be charted.
+        if node is None or "fit" not in phases or kind == "Stop":
+            continue
+        own = f"policy/{re.escape(name)}"
+        charts = {"gradient norm": ["Multiline", [f"{own}/gradient_norm_(before|after)$"]]}
+        if kind == "Freeze":
+            charts["active share"] = ["Multiline", [f"{own}/active_share$"]]
+        layout[f"policy {name}"] = charts
     return layout
 
 
