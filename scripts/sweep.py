@@ -29,8 +29,8 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
-from gradpolicy.insight.results import RESULT, Result, replace_unencodable
-from gradpolicy.insight.sweep_summary import SweepSummary, write_report
+from gradpolicy.insight.results import REPORT, RESULT, Result, replace_unencodable, write_report
+from gradpolicy.insight.sweep_summary import SweepSummary
 from gradpolicy.launch.allowed_targets import trusted_packages
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
@@ -206,14 +206,12 @@ def prepare(options: argparse.Namespace) -> Search:
     directory = Path(options.directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = options.storage or f"sqlite:///{directory / 'study.db'}"
-    study = open_study(
-        url, options.study or name, space["metric"]["name"], space["metric"]["goal"], options.seed
-    )
+    study = open_study(url, options.study or name, space["metric"], options.seed)
     monitor = options.monitor or space["metric"]["name"].removesuffix("_best")
     return Search(study, url, space, overrides, directory / study.study_name, monitor)
 
 
-def open_study(url: str, name: str, metric: Mapping[str, str], seed: int) -> optuna.Study:
+def open_study(url: str, name: str, metric: Mapping[str, Any], seed: int) -> optuna.Study:
     """Opens a study, or makes it; trials whose process is gone are given up.
 
     Dashboards call what is optimised by the name of the metric.
@@ -325,7 +323,8 @@ def show(search: Search) -> None:
     summary, console = SweepSummary(results, search.metric, mode), Console()
     summary.show(console)
     summary.write(search.directory.with_suffix(".csv"), console, importances(search.study))
-    write_report(results, search.directory.with_suffix(".report.html"), console)
+    if summary.runs:
+        write_report(summary.runs, search.directory / REPORT, console)
 
 
 def importances(study: optuna.Study) -> list[Any]:

@@ -5,7 +5,7 @@ import io
 import json
 import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 RESULT = "result.json"
+REPORT = "report.html"
 UNENCODABLE = "gradpolicy.plain"
 # Substitutes for characters that do not decompose into ASCII: one for one, so that tables keep their shape.
 ASCII = dict(zip("–—−·•×→│─━", "---**x>|--", strict=True))
@@ -106,13 +107,31 @@ def saved_in(directory: Path) -> dict[str, str]:
         "mlflow": sorted(directory.glob("mlflow.db")),
         "pictures": sorted(directory.glob("pictures/*")),
         "log": [directory / "train.log"],
-        "report": [directory / "report.html"],
+        "report": [directory / REPORT],
     }
     return {
         what: ", ".join(str(path) if what == "run" else str(path.relative_to(directory)) for path in paths)
         for what, paths in kinds.items()
         if any(path.exists() for path in paths)
     }
+
+
+def write_report(runs: Sequence[Path], output: Path, console: Console) -> None:
+    """Writes the report of one run or of several; if that fails, a line says so, and the run goes on.
+
+    Args:
+        runs: The directories of the runs.
+        output: Where the report goes.
+        console: Where to print.
+    """
+    # Plotting takes a while to import.
+    from gradpolicy.insight.report import write
+
+    try:
+        write(runs, output)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        console.print(f"warning: no report: {type(error).__name__}: {text}", markup=False, soft_wrap=True)
 
 
 def _by_stage(item: tuple[str, float]) -> tuple[int, str]:

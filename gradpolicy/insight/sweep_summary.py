@@ -1,7 +1,6 @@
 """The summary of a sweep: a table of its jobs, means over seeds, a picture."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-# In the directory of a sweep: a result for each job, the table of them all, a report.
-RESULTS, SUMMARY, REPORT = "results", "summary.csv", "report.html"
+# In the directory of a sweep: a result for each job, and the table of them all.
+RESULTS, SUMMARY = "results", "summary.csv"
 SEED = "seed"
 OWN_COLUMNS = ("job", "best", "status", "error", "directory")
 
@@ -110,6 +109,11 @@ class SweepSummary:
         folded = frame.groupby(by, sort=False, dropna=False)[self.heading].agg(["mean", "std", "count"])
         return folded.reset_index()[[*others, "mean", "std", "count"]]
 
+    @property
+    def runs(self) -> list[Path]:
+        """The directories of the runs that were completed."""
+        return [Path(each.directory) for each in self.results if each.status == "completed"]
+
     # ---- printing and writing
 
     def show(self, console: Console) -> None:
@@ -196,21 +200,6 @@ def collect(sweep_dir: Path) -> list[Result]:
     """Reads the results of a sweep's jobs, in the order of the jobs."""
     paths = sorted((sweep_dir / RESULTS).glob("*.json"), key=lambda path: int(path.stem))
     return [Result.load(path) for path in paths]
-
-
-def write_report(results: Sequence[Result], path: Path, console: Console) -> None:
-    """Writes a report of all runs that were completed; a warning is all that comes of a failure."""
-    runs = [Path(result.directory) for result in results if result.status == "completed"]
-    if not runs:
-        return
-    try:
-        from gradpolicy.insight.report import write
-
-        write(runs, path)
-    except Exception as error:
-        warnings.warn(f"no report: {type(error).__name__}: {error}", stacklevel=2)
-    else:
-        console.print(escape(f"saved in {path}"), soft_wrap=True)
 
 
 def _key_and_value(override: str) -> tuple[str, str]:

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.imports import allowed_packages, limited_to
-from gradpolicy.insight.results import Result, replace_unencodable
-from gradpolicy.insight.sweep_summary import REPORT, RESULTS, SUMMARY, SweepSummary, collect, write_report
+from gradpolicy.insight.results import REPORT, Result, replace_unencodable, write_report
+from gradpolicy.insight.sweep_summary import RESULTS, SUMMARY, SweepSummary, collect
 from gradpolicy.launch.allowed_targets import check_not_from_config, trusted_packages
 from gradpolicy.launch.compose import (
     VERSION_BASE,
@@ -298,7 +298,7 @@ def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:
         summary, console = SweepSummary(results, metric, mode), Console()
         summary.show(console)
         summary.write(directory / SUMMARY, console)
-        if OmegaConf.select(config, "extras.report"):
-            write_report(results, directory / REPORT, console)
+        if summary.runs and OmegaConf.select(config, "extras.report"):
+            write_report(summary.runs, directory / REPORT, console)
     elif is_new:
         shutil.rmtree(directory, ignore_errors=True)

@@ -21,7 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.logged_metrics import missing_metric
 from gradpolicy.insight.plan import plan, training_loss
-from gradpolicy.insight.results import RESULT, Result, print_config, print_results, saved_in
+from gradpolicy.insight.results import (
+    REPORT,
+    RESULT,
+    Result,
+    print_config,
+    print_results,
+    saved_in,
+    write_report,
+)
 from gradpolicy.insight.run_files import LogRun, name_loggers, write_plan
 from gradpolicy.insight.run_log import TRAIN_LOG, kept_output
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
@@ -110,6 +118,8 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         result = Result(overrides, metrics, optimized_value(settings, metrics), directory=str(directory.path))
         if is_first_rank():
             result.save(directory.path / RESULT)
+            if settings.extras.report:
+                write_report([directory.path], directory.path / REPORT, console)
             print_results(result, saved_in(directory.path), console)
         return result
 
