@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gradpolicy.flow.override import gradient_override
     from gradpolicy.freezing import Freezer
     from gradpolicy.insight import curvature
+    from gradpolicy.insight.plan import plan
     from gradpolicy.lightning.callback import GradientPolicies
     from gradpolicy.optim import MaskedOptimizer, UpdateRule, update_rule
     from gradpolicy.policies import (
@@ -53,6 +54,7 @@ _HOMES = {
     "Freezer": "gradpolicy.freezing",
     **dict.fromkeys(("MaskedOptimizer", "UpdateRule", "update_rule"), "gradpolicy.optim"),
     "gradcheck_rule": "gradpolicy.flow",
+    "plan": "gradpolicy.insight.plan",
     "Call": "gradpolicy.rules.call",
     "gradient_of": "gradpolicy.rules.derivative",
     **dict.fromkeys(("Rule", "get_rule", "rule", "rule_names"), "gradpolicy.rules"),
@@ -92,6 +94,7 @@ __all__ = [
     "gradient_override",
     "install",
     "masks",
+    "plan",
     "rule",
     "rule_names",
     "schedules",

@@ -31,11 +31,11 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import Attribution, find_convolution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
+from gradpolicy.insight.results import replace_unencodable
 from gradpolicy.launch.allowed_targets import KEY, trusted_packages
 from gradpolicy.launch.app import parse_command_line
 from gradpolicy.launch.build import Subject, build_subject
 from gradpolicy.launch.messages import WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.results import replace_unencodable
 from gradpolicy.launch.run import quieter
 from gradpolicy.launch.targets import check_targets
 from gradpolicy.lightning.checkpoint_checks import check_fits

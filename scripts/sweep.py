@@ -29,12 +29,12 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
+from gradpolicy.insight.results import RESULT, Result, replace_unencodable, summarize
 from gradpolicy.launch.allowed_targets import trusted_packages
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.processes import quoted, termination_exits
-from gradpolicy.launch.results import RESULT, Result, replace_unencodable, summarize
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.lightning.optuna_pruning import PRUNED, make_pruner
 

@@ -8,7 +8,6 @@ from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.factors import divides_out
-from gradpolicy.insight.plan import make_plan
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ def test_an_optimizer_that_is_said_to_divide_does_so(kind):
 
 
 def warnings_of(model, policies, **arguments):
-    return make_plan(model, policies, lambda copy: copy(torch.ones(3, 4)).sum(), **arguments).warnings
+    return gp.plan(model, policies, lambda copy: copy(torch.ones(3, 4)).sum(), **arguments).warnings
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_the_plan_names_the_optimizer_and_what_to_write_instead(policy, text):
 )
 def test_other_factors_give_no_warning(policy):
     model = nn.ModuleDict({"head": nn.Linear(4, 2)})
-    plan = make_plan(
+    plan = gp.plan(
         model,
         {"own": policy},
         lambda copy: copy["head"](torch.ones(3, 4)).sum(),

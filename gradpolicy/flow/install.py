@@ -3,12 +3,13 @@
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.arguments import Argument, find_argument
 from gradpolicy.flow.bound_rule import RuleState
@@ -26,6 +27,9 @@ from gradpolicy.flow.session import InstallSession
 from gradpolicy.flow.through import Through, ThroughRule
 from gradpolicy.flow.wrapped_forward import WrappedForward, WrappedReLU
 from gradpolicy.where import BOUNDARIES, STEP_OPERATIONS, plain_name
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 EntryPoints = Mapping[str, Sequence[str]]
 
@@ -74,8 +78,8 @@ def install(
     return Installed(model, _named(policies), entry_points or {}, strict=strict)
 
 
-class Installed:
-    """Policies on a model, as :func:`install` put them there."""
+class Installed(Displayed):
+    """Policies on a model, as :func:`install` put them there; shown as their report."""
 
     def __init__(
         self,
@@ -197,6 +201,10 @@ class Installed:
         """The gradient's norm before and after each measured policy, over all its locations."""
         measured = {name: state.norms.read() for name, state in self._states.items()}
         return {name: norms for name, norms in measured.items() if norms is not None}
+
+    def __rich__(self) -> "RenderableType":
+        """Renders the report."""
+        return self.report().__rich__()
 
     def report(self) -> Report:
         """What each policy matched and met so far."""
@@ -412,18 +420,28 @@ def _relu_rule(module: nn.Module, table: DispatchTable | None) -> OperationRule 
     return only if isinstance(only, OperationRule) and only.filters and not only.calls else None
 
 
+def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
+    """Names policies that come in a list after their classes; numbered where a class occurs twice.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> list(name_policies([gp.Guided(), gp.Scale(0.1, modules="2"), gp.Scale(0.5, modules="4")]))
+        ['guided', 'scale_1', 'scale_2']
+    """
+    if isinstance(policies, Mapping):
+        return dict(policies)
+    listed = list(policies)
+    kinds = [type(policy).__name__.lower() for policy in listed]
+    return {
+        kind if kinds.count(kind) == 1 else f"{kind}_{kinds[:number].count(kind) + 1}": policy
+        for number, (kind, policy) in enumerate(zip(kinds, listed, strict=True))
+    }
+
+
 def _named(policies: Iterable[FlowPolicy] | Mapping[str, FlowPolicy]) -> dict[str, FlowPolicy]:
     if isinstance(policies, FlowPolicy):
         raise PolicyError("install takes a list or dict of policies, not one policy")
-    if isinstance(policies, Mapping):
-        named = dict(policies)
-    else:
-        listed = list(policies)
-        kinds = [type(policy).__name__.lower() for policy in listed]
-        named = {
-            kind if kinds.count(kind) == 1 else f"{kind}_{kinds[:number].count(kind) + 1}": policy
-            for number, (kind, policy) in enumerate(zip(kinds, listed, strict=True))
-        }
+    named = name_policies(policies)
     for name, policy in named.items():
         if not isinstance(policy, FlowPolicy):
             raise PolicyError(

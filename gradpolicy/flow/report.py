@@ -3,10 +3,15 @@
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, nearest, warn_user
 from gradpolicy.flow.operation_tables import SIMILAR
 from gradpolicy.flow.operations import operation_names
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 NO_GRADIENT = "ran only where no gradient is recorded (under torch.no_grad, or on tensors that need none)"
 
@@ -175,13 +180,14 @@ class ReportRow:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Displayed):
     """One row per policy. Printing it gives a table."""
 
     rows: tuple[ReportRow, ...]
 
-    def __str__(self) -> str:
-        from rich.console import Console
+    def __rich__(self) -> "RenderableType":
+        """Renders the rows as a table, with a line below for each call that a policy cannot see into."""
+        from rich.console import Group
         from rich.markup import escape
         from rich.table import Table
 
@@ -200,13 +206,12 @@ class Report:
             )
             # Brackets are of globs, not of rich's markup.
             table.add_row(*map(escape, cells))
-        console = Console(width=120, color_system=None, force_terminal=False)
-        with console.capture() as captured:
-            console.print(table)
-            for row in self.rows:
-                for call, reason in row.opaque_calls.items():
-                    console.print(f"{row.name}: cannot see into {call}: {reason}", markup=False)
-        return captured.get().rstrip()
+        opaque = (
+            escape(f"{row.name}: cannot see into {call}: {reason}")
+            for row in self.rows
+            for call, reason in row.opaque_calls.items()
+        )
+        return Group(table, *opaque)
 
 
 def _count(names: tuple[str, ...]) -> str:

@@ -22,7 +22,8 @@ from gradpolicy.freezing.combination import (
     set_masks,
 )
 from gradpolicy.freezing.missing_gradients import MissingGradients
-from gradpolicy.freezing.policy_masks import FreezePolicy, FreezeRow, PolicyMasks
+from gradpolicy.freezing.policy_masks import FreezePolicy, PolicyMasks
+from gradpolicy.freezing.report import FreezeReport, FreezeRow
 from gradpolicy.freezing.requires_grad import FOLLOWS_REQUIRES_GRAD, RequiresGrad, compiled_parameters
 from gradpolicy.freezing.scaled_updates import ScaledUpdates, check_proportional
 from gradpolicy.masks.base import MaskSource
@@ -267,9 +268,9 @@ class Freezer:
         """The names of the policies."""
         return [each.name for each in self._policies]
 
-    def report(self) -> list[FreezeRow]:
+    def report(self) -> FreezeReport:
         """A row for each policy: what it matched and what trains now (or will in the first step)."""
-        return [
+        rows = (
             FreezeRow(
                 name=each.name,
                 source=repr(each.source),
@@ -280,7 +281,8 @@ class Freezer:
                 shared_with=self._shared_with(each),
             )
             for each in self._policies
-        ]
+        )
+        return FreezeReport(tuple(rows))
 
     def parameters_of(self, policy: str) -> dict[str, Tensor]:
         """The parameters that a policy matches, by name.

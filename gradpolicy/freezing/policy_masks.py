@@ -39,34 +39,6 @@ class FreezePolicy(Protocol):
         """Globs on parameter names."""
 
 
-@dataclass(frozen=True)
-class FreezeRow:
-    """What a freeze policy does at the moment.
-
-    Attributes:
-        name: The policy's name.
-        source: Its mask source.
-        parameters: How many parameters it matches.
-        entries: How many entries these have.
-        active: How many of them its own masks let train.
-        in_effect: Whether the policy's ``when`` lets it act now.
-        shared_with: Other policies on some of its parameters; there the intersection of the masks counts.
-    """
-
-    name: str
-    source: str
-    parameters: int
-    entries: int
-    active: int
-    in_effect: bool
-    shared_with: tuple[str, ...]
-
-    @property
-    def active_share(self) -> float:
-        """The share of entries that train."""
-        return self.active / max(self.entries, 1)
-
-
 @dataclass
 class PolicyMasks:
     """A policy with the parameters it matches and the masks that its source last gave.

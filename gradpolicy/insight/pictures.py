@@ -1,5 +1,8 @@
 """Pictures of attributions: what the network saw, what it said, and which pixels spoke for it."""
 
+import base64
+import html
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image
+from rich.markup import escape
 from torch import Tensor
 
 COLOURS = "RdBu_r"  # red speaks for the class, blue against it, white for neither
@@ -51,6 +55,21 @@ class Sample:
         if self.truth is None:
             return UNKNOWN
         return RIGHT if self.truth == self.predicted else WRONG
+
+    def __rich__(self) -> str:
+        """Renders the caption: a terminal shows no picture."""
+        return escape(self.caption)
+
+    def _repr_html_(self) -> str:
+        """Renders the overlay above its caption, for a notebook."""
+        written = io.BytesIO()
+        enlarged_overlay(self, pixels=224).save(written, format="png")
+        picture = base64.b64encode(written.getvalue()).decode()
+        caption = html.escape(self.caption)
+        return (
+            f'<figure><img src="data:image/png;base64,{picture}" alt="{caption}"/>'
+            f'<figcaption style="color: {self.colour}">{caption}</figcaption></figure>'
+        )
 
 
 def percent(probability: float) -> str:
@@ -141,12 +160,16 @@ def picture_grid(samples: Sequence[Sample], title: str, columns: int = 4) -> Fig
 
 
 def save_overlay(sample: Sample, path: Path, pixels: int = 448) -> None:
-    """Writes one overlay as a PNG, with small images enlarged in whole steps to about `pixels` pixels."""
+    """Writes one overlay as a PNG, enlarged as by :func:`enlarged_overlay`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    enlarged_overlay(sample, pixels).save(path)
+
+
+def enlarged_overlay(sample: Sample, pixels: int) -> Image.Image:
+    """One overlay, with small images enlarged in whole steps to about `pixels` pixels."""
     colours = Image.fromarray((overlay(sample.image, sample.attribution) * 255).round().astype(np.uint8))
     times = max(1, pixels // max(colours.size))
-    enlarged = colours.resize((colours.width * times, colours.height * times), Image.Resampling.NEAREST)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    enlarged.save(path)
+    return colours.resize((colours.width * times, colours.height * times), Image.Resampling.NEAREST)
 
 
 def _draw(sample: Sample, left: Axes, right: Axes) -> None:

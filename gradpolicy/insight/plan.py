@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, under
+from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
-from gradpolicy.flow.install import deactivate
+from gradpolicy.flow.install import deactivate, name_policies
 from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.flow.policy_checks import remarks as flow_remarks
 from gradpolicy.flow.report import check_met
 from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
-from gradpolicy.insight.plan_table import Plan, PlanRow
+from gradpolicy.insight.plan_table import Plan, PlanModule, PlanRow
 from gradpolicy.insight.plan_warnings import (
     buffer_warnings,
     gets_gradient,
@@ -37,7 +37,7 @@ from gradpolicy.where import named_parameters, pick_each, plain_name
 if TYPE_CHECKING:
     from gradpolicy.flow.report import ReportRow
 
-Run = Callable[[nn.Module], Tensor]
+Step = Callable[[nn.Module], Tensor]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 # What becomes of the optimizer state of an entry that freezes, by ``frozen_state``.
 FATES = {
@@ -47,10 +47,10 @@ FATES = {
 }
 
 
-def make_plan(
+def plan(
     model: nn.Module,
-    policies: Mapping[str, Policy],
-    run: Run,
+    policies: Iterable[Policy] | Mapping[str, Policy],
+    step: Step,
     *,
     seed: int = 0,
     optimizers: Optimizers | None = None,
@@ -62,22 +62,26 @@ def make_plan(
 
     Args:
         model: The model.
-        policies: The policies by name.
-        run: Does a training step's forward pass with the model it is given and returns the loss, a scalar.
+        policies: The policies, by name or in a list.
+        step: Does a training step's forward pass with the model it is given and returns the loss, a scalar.
         seed: The seed that mask sources without one of their own will get.
         optimizers: What will train the model; None: what its ``configure_optimizers`` gives, if it has one.
 
+    Returns:
+        The plan, which prints as a table and displays in a notebook.
+
     Raises:
-        PolicyError: If a pattern matches nothing, an operation that a policy names is not met, a stop leaves
-            nothing that trains with a gradient, or two policies contradict each other.
+        PolicyError: If something is no policy, a pattern matches nothing, an operation that a policy names is
+            not met, a stop leaves nothing that trains with a gradient, or two policies contradict each other.
 
     Example:
         >>> import gradpolicy as gp
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> plan = make_plan(model, {"cut": gp.Stop(modules="2")}, lambda m: m(torch.ones(1, 4)).sum())
-        >>> plan.without_gradient
+        >>> planned = gp.plan(model, {"cut": gp.Stop(modules="2")}, lambda copy: copy(torch.ones(1, 4)).sum())
+        >>> planned.without_gradient
         ('0.weight', '0.bias')
     """
+    policies = _checked(policies)
     flow = {name: policy for name, policy in policies.items() if isinstance(policy, FlowPolicy)}
     freeze = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
     # Only the policies on parameters have patterns of them.
@@ -88,7 +92,7 @@ def make_plan(
         optimized = named_parameters(duplicate if optimizers is None else model)
         divided = tuple(divided_factors(policies, optimized, _optimizers(duplicate, optimizers)))
         buffers = kept_buffers(duplicate)
-        rows, gradients, partly = _flow_rows(duplicate, flow, run)
+        rows, gradients, partly = _flow_rows(duplicate, flow, step)
         moved = moved_buffers(buffers, duplicate)
         sizes = {name: parameter.numel() for name, parameter in _trainable(duplicate).items()}
     sources, masks = _freeze_masks(freeze, matched, gradients, seed)
@@ -101,8 +105,9 @@ def make_plan(
         name: _freeze_row(name, freeze[name], matched[name], sources[name], masks[name], vain[name])
         for name in freeze
     }
+    planned = tuple({**rows, **freeze_rows}[name] for name in policies)
     return Plan(
-        rows=tuple({**rows, **freeze_rows}[name] for name in policies),
+        rows=planned,
         entries=sum(sizes.values()),
         training_entries=round(
             sum(
@@ -127,6 +132,7 @@ def make_plan(
             *divided,
             *buffer_warnings(masks, sources, moved, sizes, mask_share),
         ),
+        modules=_modules(model, planned),
     )
 
 
@@ -144,6 +150,36 @@ def training_loss(module: Any, batch: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise PolicyError(f"{type(module).__name__}.training_step gave no loss, but {type(loss).__name__}")
     return loss
+
+
+def _checked(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, Policy]:
+    """The policies by name.
+
+    Raises:
+        PolicyError: If one is none.
+    """
+    if isinstance(policies, Policy):
+        raise PolicyError("plan takes a list or dict of policies, not one policy")
+    named = name_policies(policies)
+    for name, policy in named.items():
+        if not isinstance(policy, Policy):
+            raise PolicyError(f"policy {shown(name)}: must be a gradient policy, got {shown(policy)}")
+    return named
+
+
+def _modules(model: nn.Module, rows: Iterable[PlanRow]) -> tuple[PlanModule, ...]:
+    """The model's modules with the policies on each."""
+    owners = {row.name: {key.rpartition(".")[0] for key in row.parameters} for row in rows}
+    matched = {row.name: {*row.modules, *owners[row.name]} for row in rows}
+    return tuple(
+        PlanModule(
+            name=plain_name(raw_name),
+            type=type(module).__name__,
+            parameters=sum(parameter.numel() for parameter in module.parameters(recurse=False)),
+            policies=tuple(name for name, names in matched.items() if plain_name(raw_name) in names),
+        )
+        for raw_name, module in model.named_modules()
+    )
 
 
 # ---- the copy, and what will train it
@@ -187,21 +223,21 @@ def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
 
 
 def _flow_rows(
-    model: nn.Module, policies: Mapping[str, FlowPolicy], run: Run
+    model: nn.Module, policies: Mapping[str, FlowPolicy], step: Step
 ) -> tuple[dict[str, PlanRow], dict[str, Tensor | None], list[str]]:
     """A row for each policy, each parameter's gradient, and lines about operations that were not met."""
     training = {name for name, policy in policies.items() if "fit" in policy.when.phases}
-    gradients, rows, unmet = _observe(model, policies, training, run)
+    gradients, rows, unmet = _observe(model, policies, training, step)
     others = set(policies) - training
     if others:
-        _, rows_of_others, unmet_by_others = _observe(model, policies, others, run)
+        _, rows_of_others, unmet_by_others = _observe(model, policies, others, step)
         rows.update({name: rows_of_others[name] for name in others})
         unmet += unmet_by_others
     return rows, gradients, unmet
 
 
 def _observe(
-    model: nn.Module, policies: Mapping[str, FlowPolicy], active: set[str], run: Run
+    model: nn.Module, policies: Mapping[str, FlowPolicy], active: set[str], step: Step
 ) -> tuple[dict[str, Tensor | None], dict[str, PlanRow], list[str]]:
     """Takes one step with some of the policies active."""
     parameters = _trainable(model)
@@ -209,7 +245,7 @@ def _observe(
     try:
         for name in policies:
             installed.set_active(name, name in active)
-        loss = run(model)
+        loss = step(model)
         found = _gradients(loss, parameters)
         report = {row.name: row for row in installed.report().rows}
     finally:
@@ -237,11 +273,12 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str
 def _flow_row(name: str, policy: FlowPolicy, row: "ReportRow") -> PlanRow:
     return PlanRow(
         name=name,
-        kind=type(policy).__name__,
+        policy=type(policy).__name__,
+        what=type(policy).__name__,
         where=row.where,
-        modules=len(row.modules) if policy.modules else 0,
+        modules=row.modules if policy.modules else (),
         operations=dict(row.matched) if policy.ops else {},
-        parameters=len(row.parameters),
+        parameters=row.parameters,
         phases=policy.when.phases,
         when=_moments(policy.when),
     )
@@ -323,9 +360,10 @@ def _freeze_row(
     training = sum(count for key, count in active.items() if key not in vain)
     return PlanRow(
         name=name,
-        kind=f"Freeze · {type(policy.source).__name__}",
+        policy=type(policy).__name__,
+        what=f"Freeze · {type(policy.source).__name__}",
         where=f"params {', '.join(policy.params)}",
-        parameters=len(parameters),
+        parameters=tuple(parameters),
         entries=entries,
         active_share=sum(active.values()) / max(entries, 1),
         training_share=training / max(entries, 1),

@@ -1,13 +1,18 @@
 """The plan, and how a person sees it: a table, and remarks below."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from gradpolicy.display import Displayed
 from gradpolicy.errors import shortened
+
+HEADINGS = ("policy", "what", "where", "matches", "entries that train")
 
 
 @dataclass(frozen=True)
@@ -16,11 +21,12 @@ class PlanRow:
 
     Args:
         name: The policy's name.
-        kind: The policy's class.
+        policy: The policy's class.
+        what: What it does: the class, and the mask source of a freeze policy.
         where: The place, as a person writes it.
-        modules: How many modules it matched.
+        modules: The modules that it matched.
         operations: How many calls of each operation it met in one step.
-        parameters: How many parameters it matched.
+        parameters: The parameters that it matched.
         entries: How many entries these hold.
         active_share: The share of these entries that the policy lets train at its first step.
         training_share: The share that does train: what gets no gradient, or only zeros, is not in it.
@@ -31,11 +37,12 @@ class PlanRow:
     """
 
     name: str
-    kind: str
+    policy: str
+    what: str
     where: str
-    modules: int = 0
+    modules: tuple[str, ...] = ()
     operations: Mapping[str, int] = field(default_factory=dict)
-    parameters: int = 0
+    parameters: tuple[str, ...] = ()
     entries: int = 0
     active_share: float = 1.0
     training_share: float = 1.0
@@ -44,9 +51,45 @@ class PlanRow:
     when: str = ""
     course: str = ""
 
+    @property
+    def active_entries(self) -> int:
+        """How many entries the policy lets train at its first step."""
+        return round(self.entries * self.active_share)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What there is to say of a freeze policy: how its masks change, and its groups of layers."""
+        lines = [f"{self.name}: {self.course}."] if self.course else []
+        if self.groups:
+            lines.append(f"{self.name} goes by {len(self.groups)} groups: {', '.join(self.groups)}.")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain values; what it matched stands under ``matched``."""
+        own = asdict(self)
+        own["matched"] = own.pop("modules")
+        return {**own, "active_entries": self.active_entries, "remarks": self.remarks}
+
 
 @dataclass(frozen=True)
-class Plan:
+class PlanModule:
+    """A module of the model, and the policies on it.
+
+    Args:
+        name: Its qualified name; empty for the model itself.
+        type: Its class.
+        parameters: How many entries its own parameters have, without those of its children.
+        policies: The policies that matched it, or a parameter of its own.
+    """
+
+    name: str
+    type: str
+    parameters: int
+    policies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan(Displayed):
     """What the policies together will do in the first training step.
 
     Args:
@@ -60,6 +103,7 @@ class Plan:
         without_gradient: Parameters that get no gradient at all.
         zero_gradient: Parameters whose gradient is zero in every entry.
         warnings: What will have no effect, or another one than it seems: what gets no gradient comes first.
+        modules: The modules of the model, in the order in which it has them.
     """
 
     rows: tuple[PlanRow, ...]
@@ -71,36 +115,50 @@ class Plan:
     without_gradient: tuple[str, ...] = ()
     zero_gradient: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    modules: tuple[PlanModule, ...] = ()
 
     def __rich__(self) -> RenderableType:
         """Renders the plan as a table with its remarks below."""
         return Group(table(self.rows), *remarks(self))
 
-    def __str__(self) -> str:
-        console = Console(width=140, no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, as ``plan.json`` holds it."""
+        return {**asdict(self), "rows": [row.to_dict() for row in self.rows]}
+
+    def to_markdown(self) -> str:
+        """The plan as a table in Markdown, with its remarks as a list below."""
+        lines = [" | ".join(HEADINGS), " | ".join("---" for _ in HEADINGS)]
+        lines += [" | ".join(text.replace("|", "\\|") for text in cells(row)) for row in self.rows]
+        said = (Text.from_markup(line).plain for line in remarks(self))
+        return "\n".join([*(f"| {line} |" for line in lines), "", *(f"- {line}" for line in said)])
 
 
 def table(rows: tuple[PlanRow, ...]) -> Table:
     """A row a policy: what it is, where it acts, what it matched, what trains at its first step."""
     drawn = Table(title="Plan", title_justify="left", title_style="bold", header_style="bold")
-    drawn.add_column("policy", no_wrap=True)
-    for heading in ("what", "where", "matches"):
+    first, *others, last = HEADINGS
+    drawn.add_column(first, no_wrap=True)
+    for heading in others:
         drawn.add_column(heading, overflow="fold")
-    drawn.add_column("entries that train", justify="right")
+    drawn.add_column(last, justify="right")
     for row in rows:
-        when = f" ({row.when})" if row.when else ""
-        trains = f"{row.training_share:.1%} of {row.entries:,}" if row.entries else ""
-        drawn.add_row(*map(escape, (row.name, row.kind + when, row.where, _matched(row), trains)))
+        drawn.add_row(*map(escape, cells(row)))
     return drawn
+
+
+def cells(row: PlanRow) -> tuple[str, ...]:
+    """A policy's texts under the headings of the table."""
+    when = f" ({row.when})" if row.when else ""
+    trains = f"{row.training_share:.1%} of {row.entries:,}" if row.entries else ""
+    return row.name, row.what + when, row.where, _matched(row), trains
 
 
 def _matched(row: PlanRow) -> str:
     """What a policy matched, as in ``2 modules, 3 relu`` or ``9 parameters``."""
     calls = [f"{count} {operation}" for operation, count in row.operations.items()]
-    return ", ".join([*_counted(row.modules, "module"), *calls, *_counted(row.parameters, "parameter")])
+    return ", ".join(
+        [*_counted(len(row.modules), "module"), *calls, *_counted(len(row.parameters), "parameter")]
+    )
 
 
 def _counted(count: int, what: str) -> list[str]:
@@ -114,12 +172,7 @@ def remarks(plan: Plan) -> list[str]:
         f"[bold]{plan.training_entries:,}[/bold] of {plan.entries:,} trainable entries "
         f"({plan.training_entries / max(plan.entries, 1):.1%}) train in the first step."
     ]
-    lines += [escape(f"{row.name}: {row.course}.") for row in plan.rows if row.course]
-    lines += [
-        escape(f"{row.name} goes by {len(row.groups)} groups: {', '.join(row.groups)}.")
-        for row in plan.rows
-        if row.groups
-    ]
+    lines += [escape(remark) for row in plan.rows for remark in row.remarks]
     lines += [
         _intersection(plan, names) for names in dict.fromkeys(names for names, _ in plan.combined.values())
     ]

@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -20,6 +21,14 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.imports import allowed_packages, limited_to
+from gradpolicy.insight.results import (
+    RESULTS,
+    SUMMARY,
+    Result,
+    collect,
+    replace_unencodable,
+    summarize,
+)
 from gradpolicy.launch.allowed_targets import check_not_from_config, trusted_packages
 from gradpolicy.launch.compose import (
     VERSION_BASE,
@@ -42,15 +51,6 @@ from gradpolicy.launch.messages import (
     wrong_input_errors,
 )
 from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits
-from gradpolicy.launch.results import (
-    RESULT,
-    RESULTS,
-    SUMMARY,
-    Result,
-    collect,
-    replace_unencodable,
-    summarize,
-)
 from gradpolicy.launch.run_directory import RunDirectory, claimed_directory
 
 CONFIG_NAME = "train"
@@ -238,36 +238,27 @@ class Job:
         self.error: Exception | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
-        """Runs a job and saves its result for the summary."""
+        """Runs a job; in a sweep, saves its result for the summary."""
         from gradpolicy.launch.run import run
 
         hydra_config = HydraConfig.get()
         overrides = list(hydra_config.overrides.task)
         directory = Path(hydra_config.runtime.output_dir)
-        path = directory / RESULT
-        if self.in_sweep:
-            path = Path(hydra_config.sweep.dir) / RESULTS / f"{hydra_config.job.num}.json"
+        result = Result(overrides, status="stopped", error="stopped before its end", directory=str(directory))
         try:
             with limited_to(self.trusted):
                 result = run(config, overrides)
         except Exception as error:
+            result = replace(result, status="failed", error=explain(error))
             if self.in_sweep:
-                Result(overrides, status="failed", error=explain(error), directory=str(directory)).save(path)
                 raise
             self.error = error
-            return None
-        except (KeyboardInterrupt, SystemExit):
-            if self.in_sweep and is_first_rank():
-                stopped = "stopped before its end"
-                Result(overrides, status="stopped", error=stopped, directory=str(directory)).save(path)
-            raise
         finally:
-            # A job that never began has left its directory empty.
             if self.in_sweep and is_first_rank():
+                result.save(Path(hydra_config.sweep.dir) / RESULTS / f"{hydra_config.job.num}.json")
+                # A job that never began has left its directory empty.
                 with suppress(OSError):
                     directory.rmdir()
-        if is_first_rank() and (self.in_sweep or result.status == "completed"):
-            result.save(path)
         return result.optimized
 
 

@@ -62,7 +62,9 @@ class RunBegins(Callback):
         self.directory.begin()
 
 
-def build_trainer(settings: Settings, subject: Subject, directory: RunDirectory) -> Trainer:
+def build_trainer(
+    settings: Settings, subject: Subject, directory: RunDirectory, *others: Callback
+) -> Trainer:
     """Builds the trainer, with the callbacks and plugins that every run has."""
     node = dict(settings.trainer)
     saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
@@ -84,6 +86,7 @@ def build_trainer(settings: Settings, subject: Subject, directory: RunDirectory)
         GradientPolicies(subject.policies, seed=settings.seed),
         *guards,
         RunBegins(directory),
+        *others,
         BatchLimits(),
         *([SaveOnPreemption()] if saves else []),
     ]

@@ -43,6 +43,7 @@ class Extras(Strict):
 
     print_config: bool = True
     plan: bool = True
+    report: bool = True
     traceback: bool = False
 
 

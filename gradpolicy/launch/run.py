@@ -13,15 +13,17 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.insight.plan import make_plan, training_loss
+from gradpolicy.insight.logged_metrics import missing_metric
+from gradpolicy.insight.plan import plan, training_loss
+from gradpolicy.insight.results import RESULT, Result, print_config, print_results, saved_in
+from gradpolicy.insight.run_files import LogRun, name_loggers, write_plan
+from gradpolicy.insight.run_log import TRAIN_LOG, kept_output
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.config import Settings, check_config
 from gradpolicy.launch.processes import (
@@ -31,7 +33,6 @@ from gradpolicy.launch.processes import (
     termination_exits,
     under_torchrun,
 )
-from gradpolicy.launch.results import Result, print_config, print_results, saved_in
 from gradpolicy.launch.run_directory import RunDirectory, check_destinations, run_directory
 from gradpolicy.lightning.batch_limits import check_batches
 from gradpolicy.lightning.checked_resume import checked_restore
@@ -63,10 +64,16 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         SystemExit: With code 143, if the run got SIGTERM.
     """
     settings = check_config(config)
+    name_loggers(dict(settings), overrides, sweep_name(settings))
     container = settings.model_dump(exclude_unset=True)
-    console = Console(quiet=not is_first_rank(), width=None if sys.stdout.isatty() else 120)
     output = Path(settings.paths.output_dir)
-    with termination_exits(), quieter(), run_directory(output, _made_by_hydra()) as directory:
+    prepare_wandb(container)
+    with (
+        termination_exits(),
+        quieter(),
+        run_directory(output, _made_by_hydra()) as directory,
+        kept_output(output / TRAIN_LOG, keeps=is_first_rank()) as console,
+    ):
         if is_first_rank():
             check_destinations(container)
         if settings.extras.print_config:
@@ -86,17 +93,23 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
             console.print(f"going on from {checkpoint}", markup=False, soft_wrap=True)
         if settings.plan_only:
             check_trainer(settings, subject, directory)
+        planned = None
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
-            console.print(make_run_plan(subject, settings.seed))
+            planned = make_run_plan(subject, settings.seed)
+            console.print(planned)
         if settings.plan_only:
             directory.clear_unless_begun()
             return Result(overrides, status="planned")
         if is_first_rank():
             save_config(container, directory.path)
             record_of(directory.path, settings.task_name, settings.callbacks, _in_sweep()).save()
-        metrics = train_and_test(settings, subject, checkpoint, directory)
+            if planned is not None:
+                write_plan(planned, directory.path)
+        reporter = LogRun(container, planned, compared_metrics(settings))
+        metrics = train_and_test(settings, subject, checkpoint, directory, reporter)
         result = Result(overrides, metrics, optimized_value(settings, metrics), directory=str(directory.path))
         if is_first_rank():
+            result.save(directory.path / RESULT)
             print_results(result, saved_in(directory.path), console)
         return result
 
@@ -120,7 +133,7 @@ def make_run_plan(subject: Subject, seed: int) -> Any:
     subject.data.prepare_data()
     subject.data.setup("fit")
     batch = next(iter(subject.data.train_dataloader()))
-    return make_plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
+    return plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
 
 
 def check_trainer(settings: Settings, subject: Subject, directory: RunDirectory) -> None:
@@ -138,19 +151,19 @@ def check_trainer(settings: Settings, subject: Subject, directory: RunDirectory)
 
 
 def train_and_test(
-    settings: Settings, subject: Subject, checkpoint: Path | None, directory: RunDirectory
+    settings: Settings,
+    subject: Subject,
+    checkpoint: Path | None,
+    directory: RunDirectory,
+    reporter: Callback,
 ) -> dict[str, float]:
     """Trains, tests the best weights, and gives the last value of each metric."""
     metrics: dict[str, float] = {}
     best: dict[str, float] = {}
     with own_command_line(checkpoint), finished_loggers():
-        trainer = build_trainer(settings, subject, directory)
-        if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
-            import wandb
-
-            # W&B reads its settings here. Later would be after its first warning.
-            wandb.setup()
+        trainer = build_trainer(settings, subject, directory, reporter)
         if settings.train:
+            check_optimized_metric(settings, subject, trainer)
             with monitor_errors_named(settings, trainer), checked_restore(checkpoint):
                 trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -177,6 +190,45 @@ def save_config(container: Mapping[str, Any], directory: Path) -> None:
     """Writes the resolved config into the run's directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(dict(container), sort_keys=False))
+
+
+def check_optimized_metric(settings: Settings, subject: Subject, trainer: Trainer) -> None:
+    """Says before training that what a sweep compares will not be logged, with the nearest that is.
+
+    Raises:
+        PolicyError: In a sweep, if that is certain.
+    """
+    if settings.optimized_metric is None or not is_first_rank():
+        return
+    subject.data.prepare_data()
+    subject.data.setup("fit")
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    message, certain = missing_metric(settings.optimized_metric, subject.model, subject.data, callbacks)
+    if message and certain and sweep_name(settings) is not None:
+        raise PolicyError(message)
+    if message:
+        rank_zero_warn(message)
+
+
+def compared_metrics(settings: Settings) -> list[str]:
+    """The metric that runs are compared by, and what it is the best value of."""
+    name = settings.optimized_metric
+    return [] if name is None else list(dict.fromkeys((name, name.removesuffix("_best"))))
+
+
+def sweep_name(settings: Settings) -> str | None:
+    """The name of the sweep or study that the run is part of."""
+    study = ((settings.callbacks or {}).get("study") or {}).get("study")
+    return Path(HydraConfig.get().sweep.dir).name if _in_sweep() else study
+
+
+def prepare_wandb(container: Mapping[str, Any]) -> None:
+    """Lets W&B find the output streams and its settings, if the run logs to it: before its first warning."""
+    loggers = (container.get("logger") or {}).values()
+    if any(str((node or {}).get("_target_")).endswith(".WandbLogger") for node in loggers):
+        import wandb
+
+        wandb.setup()
 
 
 def best_scores(trainer: Trainer) -> dict[str, float]:

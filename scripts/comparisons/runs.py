@@ -8,9 +8,9 @@ from pathlib import Path
 
 from comparisons.families import BASE, Family, Variant
 from gradpolicy.errors import PolicyError
+from gradpolicy.insight.results import RESULT, Result
 from gradpolicy.launch.app import main
 from gradpolicy.launch.processes import quoted
-from gradpolicy.launch.results import RESULT, Result
 
 # Nothing is printed but the progress of the whole.
 QUIET = (

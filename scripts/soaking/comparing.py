@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gradpolicy.distributed.sharded_checkpoint import read_as_one
-from gradpolicy.launch.results import RESULT, Result
+from gradpolicy.insight.results import RESULT, Result
 
 # Where a run's directory ends in a path. What comes before differs from run to run and is not compared.
 RUN = re.compile(r".*/runs/[^/]+/")

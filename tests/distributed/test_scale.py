@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import gradpolicy as gp
-from gradpolicy.insight.plan import make_plan
 from gradpolicy.tensors.seeded_mask import RandomMask
 
 WIDTH, KEYS, HIDDEN, LAYERS, WORDS = 8192, 1024, 28672, 80, 128256
@@ -60,7 +59,7 @@ def test_plan_and_masks_of_seventy_billion_parameters(monkeypatch: pytest.Monkey
         "embedding": gp.Freeze(gp.masks.Fixed(), params="embed.*"),
     }
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    plan = make_plan(model, policies, lambda copied: copied(words).sum())
+    plan = gp.plan(model, policies, lambda copied: copied(words).sum())
     source = gp.masks.Random(0.1, every=10)
     source.setup(dict(model.named_parameters()), seed=0)
     masks = source.masks(step=40, epoch=0)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.insight.plan import make_plan
 
 NAMED = r"policy 'cut' \(Stop at (input|output) of modules 2\) cuts the only path"
 
@@ -22,16 +21,16 @@ def loss_of(model):
 def test_the_plan_and_a_block_name_the_stop_that_cuts_the_only_path(model):
     policies = {"cut": gp.Stop(modules="2", at="output")}
     with pytest.raises(gp.PolicyError, match=NAMED):
-        make_plan(model, policies, loss_of)
+        gp.plan(model, policies, loss_of)
     with pytest.raises(gp.PolicyError, match=NAMED), gp.install(model, policies):
         loss_of(model).backward()
 
 
 def test_what_is_frozen_behind_the_cut_is_no_path(model):
     cut = gp.Stop(modules="2")
-    assert make_plan(model, {"cut": cut}, loss_of).training_entries == 10
+    assert gp.plan(model, {"cut": cut}, loss_of).training_entries == 10
     with pytest.raises(gp.PolicyError, match=NAMED):
-        make_plan(model, {"cut": cut, "head": gp.Freeze(False, params="2.*")}, loss_of)
+        gp.plan(model, {"cut": cut, "head": gp.Freeze(False, params="2.*")}, loss_of)
 
 
 def test_another_error_of_torch_is_left_as_it_is(model):

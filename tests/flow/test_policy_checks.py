@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.insight.plan import make_plan
 
 
 @pytest.fixture
@@ -14,7 +13,7 @@ def model():
 
 
 def planned(model, **policies):
-    return make_plan(model, policies, lambda copy: copy(torch.ones(3, 4)).sum())
+    return gp.plan(model, policies, lambda copy: copy(torch.ones(3, 4)).sum())
 
 
 @pytest.mark.parametrize("rule", ["identity", "rotation", "reinmax", "gumbel", "bernoulli", "lsq"])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gradpolicy.insight.results import RESULT, Result
 from gradpolicy.launch.app import main
-from gradpolicy.launch.results import RESULT, Result
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
+from gradpolicy.insight.results import Result
 from gradpolicy.launch.processes import quoted
-from gradpolicy.launch.results import Result
 
 CONF = Path(__file__).parents[2] / "conf"
 Train = Callable[..., object]

@@ -13,7 +13,7 @@ import optuna
 import pytest
 import yaml
 
-from gradpolicy.launch.results import SUMMARY, collect
+from gradpolicy.insight.results import SUMMARY, collect
 
 from .conftest import CONF, QUICK, ROOT, Ended
 

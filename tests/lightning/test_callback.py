@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import gradpolicy as gp
-from gradpolicy.insight.plan import make_plan, training_loss
+from gradpolicy.insight.plan import training_loss
 
 
 class Recorder(Callback):
@@ -565,11 +565,11 @@ def test_a_plan_within_a_fit_is_that_of_the_model_before_it(two_layers, loader, 
         "trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.*"),
     }
     batch = next(iter(loader))
-    plans = [make_plan(two_layers, policies, lambda copy: training_loss(copy, batch))]
+    plans = [gp.plan(two_layers, policies, lambda copy: training_loss(copy, batch))]
 
     class Plans(Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
-            plans.append(make_plan(pl_module, policies, lambda copy: training_loss(copy, batch)))
+            plans.append(gp.plan(pl_module, policies, lambda copy: training_loss(copy, batch)))
 
     callbacks = [gp.GradientPolicies(policies), Plans()]
     make_trainer(max_steps=1, callbacks=callbacks).fit(two_layers, loader)

@@ -16,8 +16,8 @@ from comparisons.picture import band, read_curve
 from comparisons.runs import CONF, Run, finish, runs_of
 from comparisons.table import Summary, make_rows, markdown, printed, write_csv
 from gradpolicy.errors import PolicyError
+from gradpolicy.insight.results import RESULT, Result
 from gradpolicy.launch.compose import VERSION_BASE
-from gradpolicy.launch.results import RESULT, Result
 
 FAMILY = Family(
     title="Two ways",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradpolicy.launch.results import SUMMARY, Result, best_of, summarize
+from gradpolicy.insight.results import SUMMARY, Result, best_of, summarize
 
-from .conftest import CONF
+CONF = Path(__file__).parents[2] / "conf"
 
 RESULTS = [
     Result(["seed=1", "logger=csv"], optimized=0.25),

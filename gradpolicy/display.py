@@ -1,0 +1,46 @@
+"""Shows results as tables: printed, in rich's consoles, and in notebooks."""
+
+import io
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# Text without colours is written for files and pages, where lines do not fold.
+WIDTH = 120
+# A notebook's own colours; a table that is wider than the page scrolls.
+HTML = '<pre style="overflow-x: auto; line-height: 1.2">{code}</pre>'
+
+
+class Displayed:
+    """Gives whatever has ``__rich__`` the same look in ``print`` and in a notebook."""
+
+    def __rich__(self) -> "RenderableType":
+        """Renders this for rich."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        """Renders this for a notebook."""
+        return as_html(self)
+
+
+def as_text(shown: "RenderableType") -> str:
+    """Renders something as plain text, 120 columns wide."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def as_html(shown: "RenderableType") -> str:
+    """Renders something as HTML, without a style of its own for the page around it."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=False)
+    console.print(shown)
+    return console.export_html(code_format=HTML, inline_styles=True)

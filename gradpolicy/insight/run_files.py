@@ -1,0 +1,156 @@
+"""What a run says of itself: its plan in files, its config and plan in every logger."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from gradpolicy.insight.plan_table import HEADINGS, Plan, cells
+
+PLAN_JSON, PLAN_TEXT = "plan.json", "plan.txt"
+# Keys of the config that say where a run writes, not what it does.
+PLACES = ("paths", "logger", "extras")
+# What the name of a run leaves out, beside these.
+UNNAMED = (*PLACES, "policy", "callbacks", "tags", "ckpt_path", "hydra", "allowed_targets", "extensions")
+# The longest name that W&B takes, in characters.
+LONGEST_NAME = 128
+# What MLflow does not take in the name of a parameter.
+NOT_IN_KEYS = re.compile(r"[^\w\-. /]", re.ASCII)
+
+
+def write_plan(plan: Plan, directory: Path) -> None:
+    """Writes a plan into a run's directory: ``plan.json`` to be read back, ``plan.txt`` as it is printed."""
+    (directory / PLAN_JSON).write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
+    (directory / PLAN_TEXT).write_text(f"{plan}\n", encoding="utf-8")
+
+
+def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved config as one number, text or truth value a key, for loggers that filter by these.
+
+    Example:
+        >>> hyperparameters({"seed": 3, "policy": {"half": {"mask": {"density": 0.5}}}, "paths": {}})
+        {'policies': 'half', 'seed': 3, 'policy.half.mask.density': 0.5}
+    """
+    kept = {key: value for key, value in config.items() if key not in PLACES}
+    return {"policies": policies_of(config), **dict(_leaves(kept))}
+
+
+def policies_of(config: Mapping[str, Any]) -> str:
+    """The names of a config's policies, as in ``stop+guided``; ``none`` without any."""
+    named = config.get("policy") or {}
+    return "+".join(name for name, node in named.items() if node is not None) or "none"
+
+
+def name_loggers(config: Mapping[str, Any], overrides: Sequence[str], sweep: str | None) -> None:
+    """Fills in names that the loggers of a config leave open, so that dashboards say what a run is.
+
+    A run is named by its policies and what its command line set; its group by the policies, and by the sweep.
+
+    Args:
+        config: The resolved config, which is changed.
+        overrides: What the command line set.
+        sweep: The name of the sweep that it belongs to.
+    """
+    policies = policies_of(config)
+    told = [line for line in overrides if not line.lstrip("+~").startswith(UNNAMED)]
+    told += [line for line in overrides if line.lstrip("+~").startswith("policy.")]
+    if not any(line.startswith("seed=") for line in told):
+        told.append(f"seed={config.get('seed', 0)}")
+    name = " ".join([policies, *told])[:LONGEST_NAME]
+    group = (f"{policies} sweep {sweep}" if sweep else policies)[:LONGEST_NAME]
+    names = {"WandbLogger": {"name": name, "group": group}, "MLFlowLogger": {"run_name": name}}
+    for node in filter(None, (config.get("logger") or {}).values()):
+        open_names = names.get(str(node.get("_target_")).rpartition(".")[2], {})
+        node.update({key: value for key, value in open_names.items() if node.get(key) is None})
+
+
+class LogRun(Callback):
+    """Gives every logger the config and the plan when a run begins; only the first rank does.
+
+    Args:
+        config: The resolved config.
+        plan: The plan, if there is one.
+        metrics: The metrics by which runs are compared, for TensorBoard's table of runs.
+    """
+
+    def __init__(self, config: Mapping[str, Any], plan: Plan | None, metrics: Sequence[str] = ()) -> None:
+        self.config = config
+        self.plan = plan
+        self.metrics = metrics
+        self._told = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Tells the loggers, once a run."""
+        if self._told or not trainer.is_global_zero:
+            return
+        self._told = True
+        for logger in trainer.loggers:
+            self._tell(logger)
+
+    def _tell(self, logger: Logger) -> None:
+        if isinstance(logger, TensorBoardLogger):
+            self._tell_tensorboard(logger)
+        elif isinstance(logger, MLFlowLogger):
+            self._tell_mlflow(logger)
+        else:
+            logger.log_hyperparams({"policies": policies_of(self.config), **self.config})
+        if isinstance(logger, WandbLogger) and self.plan is not None:
+            logger.log_table("plan", list(HEADINGS), [list(cells(row)) for row in self.plan.rows])
+
+    def _tell_tensorboard(self, logger: TensorBoardLogger) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        # For hparams.yaml. What this writes for the table of runs would need values of the metrics.
+        logger.log_hyperparams(dict(self.config))
+        writer = logger.experiment
+        for summary in hparams(hyperparameters(self.config), dict.fromkeys(self.metrics)):
+            writer._get_file_writer().add_summary(summary)
+        writer.add_custom_scalars(custom_scalars(self.config.get("policy") or {}))
+        if self.plan is not None:
+            writer.add_text("plan", self.plan.to_markdown())
+
+    def _tell_mlflow(self, logger: MLFlowLogger) -> None:
+        flat = hyperparameters(self.config)
+        logger.log_hyperparams({NOT_IN_KEYS.sub("_", key): value for key, value in flat.items()})
+        client, run = logger.experiment, logger.run_id
+        client.log_dict(run, dict(self.config), "config.yaml")
+        if self.plan is not None:
+            client.log_dict(run, self.plan.to_dict(), PLAN_JSON)
+            client.log_text(run, f"{self.plan}\n", PLAN_TEXT)
+
+
+def custom_scalars(policies: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """TensorBoard's layout: losses and accuracies together, then a section for each policy.
+
+    Args:
+        policies: The config's nodes of policies by name.
+    """
+    layout: dict[str, dict[str, list[Any]]] = {
+        "results": {
+            name: ["Multiline", [rf"(train|val|test)/(.*_)?{name}(_step|_epoch)?$"]]
+            for name in ("loss", "accuracy")
+        }
+    }
+    for name, node in policies.items():
+        if node is not None:
+            own = f"policy/{re.escape(name)}"
+            charts = {"gradient norm": ["Multiline", [f"{own}/gradient_norm_(before|after)"]]}
+            if str(node.get("_target_")).endswith(".Freeze"):
+                charts["active share"] = ["Multiline", [f"{own}/active_share"]]
+            layout[f"policy {name}"] = charts
+    return layout
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value below a node that is no mapping, with its keys joined by dots; lists as text."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, str | int | float):
+        yield path, node
+    elif node is not None:
+        yield path, str(node)

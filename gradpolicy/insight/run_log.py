@@ -1,0 +1,98 @@
+"""Keeps what a run prints in a file: tables, warnings and errors, without colours and progress bars."""
+
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+from rich import get_console
+from rich.console import Console
+from rich.file_proxy import FileProxy
+
+from gradpolicy.display import WIDTH
+from gradpolicy.errors import PolicyError
+
+TRAIN_LOG = "train.log"
+ANSI = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+# A bar of tqdm is drawn over itself.
+REDRAWN = ("\r", "\x1b[A")
+
+
+@contextmanager
+def kept_output(path: Path, *, keeps: bool = True) -> Iterator[Console]:
+    """Writes what is printed within the block to a file as well, and the error that ends the block.
+
+    Args:
+        path: The file; what it holds already stays.
+        keeps: Whether this process prints and writes at all: only the first rank of a run does.
+
+    Yields:
+        A console for tables, 120 columns wide where the output is no terminal.
+    """
+    if not keeps:
+        yield Console(quiet=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8", buffering=1) as log:
+        out, err = LoggedStream(sys.stdout, log), LoggedStream(sys.stderr, log)
+        with redirect_stdout(out), redirect_stderr(err):  # type: ignore[type-var]
+            try:
+                yield LoggedConsole(log, width=None if sys.stdout.isatty() else WIDTH)
+            except BaseException as error:
+                log.write(_last_words(error))
+                raise
+
+
+class LoggedConsole(Console):
+    """Prints where a console prints, and into a file."""
+
+    def __init__(self, log: TextIO, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._log = Console(file=log, width=WIDTH, color_system=None)
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """Prints twice."""
+        super().print(*objects, **settings)
+        self._log.print(*objects, **settings)
+
+
+class LoggedStream(FileProxy):
+    """Writes to a stream, and to a log.
+
+    The consoles of rich write to the stream inside of a ``FileProxy``: so their bars pass the log by. While
+    one is drawn on a terminal, other text has to go through its console, as rich itself has it.
+    """
+
+    def __init__(self, stream: IO[str], log: TextIO) -> None:
+        super().__init__(get_console(), stream)
+        self._log = log
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """That of the stream."""
+        return self.rich_proxied_file.encoding
+
+    def write(self, text: str) -> int:
+        """Writes to both."""
+        if not any(mark in text for mark in REDRAWN):
+            self._log.write(ANSI.sub("", text))
+        if self.isatty() and get_console()._render_hooks:
+            return super().write(text)
+        return self.rich_proxied_file.write(text)
+
+    def flush(self) -> None:
+        """Flushes the stream."""
+        super().flush()
+        self.rich_proxied_file.flush()
+
+
+def _last_words(error: BaseException) -> str:
+    """What the log says of the error that ended the run."""
+    if isinstance(error, PolicyError):
+        return f"error: {error}\n"
+    if isinstance(error, Exception):
+        return "".join(traceback.format_exception(error))
+    return f"ended by {type(error).__name__}\n"

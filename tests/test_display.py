@@ -1,0 +1,104 @@
+"""Plans, reports and pictures look the same printed, in rich's consoles, and in notebooks."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import gradpolicy as gp
+from gradpolicy.insight.pictures import Sample
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def loss(copy: nn.Module) -> torch.Tensor:
+    return copy(torch.ones(1, 4)).sum()
+
+
+def freezer() -> gp.Freezer:
+    net = model()
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    return gp.Freezer(net, optimizer, {"<half>": gp.Freeze(False, params="[0]*")})
+
+
+def shown() -> dict[str, object]:
+    installed = gp.install(model(), {"<cut>": gp.Stop(modules="[2]")})
+    sample = Sample(torch.rand(1, 8, 8), torch.randn(1, 8, 8), "<seven>", 0.9)
+    return {
+        "plan": gp.plan(model(), {"<cut>": gp.Stop(modules="[2]")}, loss),
+        "installed": installed,
+        "report": installed.report(),
+        "freezer": freezer().report(),
+        "attribution": sample,
+    }
+
+
+@pytest.mark.parametrize("what", ["plan", "installed", "report", "freezer", "attribution"])
+def test_each_result_is_text_in_a_console_and_html_in_a_notebook(what: str) -> None:
+    result = shown()[what]
+    console = Console(width=120, color_system=None)
+    with console.capture() as captured:
+        console.print(result)
+    name = {"freezer": "<half>", "attribution": "<seven>"}.get(what, "<cut>")
+    assert name in captured.get()
+    html = result._repr_html_()  # type: ignore[attr-defined]
+    assert name not in html
+    assert name.replace("<", "&lt;").replace(">", "&gt;") in html
+    if what != "attribution":
+        assert name in str(result)
+
+
+def test_the_freezers_report_is_rows_by_index_and_in_a_loop() -> None:
+    report = freezer().report()
+    assert len(report) == 1
+    assert [row.name for row in report] == ["<half>"]
+    assert (report[0].entries, report[0].active) == (20, 0)
+    assert "0.0%" in str(report)
+
+
+def test_a_plan_takes_policies_of_both_families_in_a_list() -> None:
+    plan = gp.plan(model(), [gp.Guided(), gp.Freeze(False, params="0.*")], loss)
+    assert [row.name for row in plan.rows] == ["guided", "freeze"]
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (gp.Guided(), "plan takes a list or dict of policies, not one policy"),
+        ({"cut": "stop"}, "policy 'cut': must be a gradient policy, got 'stop'"),
+    ],
+)
+def test_what_is_no_policy_is_refused(policies: object, message: str) -> None:
+    with pytest.raises(gp.PolicyError) as raised:
+        gp.plan(model(), policies, loss)  # type: ignore[arg-type]
+    assert str(raised.value) == message
+
+
+def test_a_plan_as_plain_values_names_what_each_policy_matched() -> None:
+    policies = {"cut": gp.Stop(modules="2"), "half": gp.Freeze(gp.masks.Random(0.5), params="2.*")}
+    given = json.loads(json.dumps(gp.plan(model(), policies, loss).to_dict()))
+    cut, half = given["rows"]
+    assert (cut["name"], cut["policy"], cut["what"], cut["matched"]) == ("cut", "Stop", "Stop", ["2"])
+    assert (half["what"], half["parameters"]) == ("Freeze · Random", ["2.weight", "2.bias"])
+    assert (half["entries"], half["active_entries"]) == (10, 5)
+    assert half["remarks"][0].startswith("half: Random(")
+    assert [(each["name"], each["type"], each["parameters"]) for each in given["modules"]] == [
+        ("", "Sequential", 0),
+        ("0", "Linear", 20),
+        ("1", "ReLU", 0),
+        ("2", "Linear", 10),
+    ]
+    assert [each["policies"] for each in given["modules"]] == [[], [], [], ["cut", "half"]]
+    assert given["without_gradient"] == ["0.weight", "0.bias"]
+    assert (given["entries"], given["training_entries"]) == (30, 5)
+
+
+def test_a_plan_in_markdown_is_a_table_and_a_list() -> None:
+    lines = gp.plan(model(), {"a|b": gp.Guided()}, loss).to_markdown().splitlines()
+    assert lines[0] == "| policy | what | where | matches | entries that train |"
+    assert lines[2] == "| a\\|b | Guided | ops relu in whole model | 1 relu |  |"
+    assert lines[4].startswith("- 30 of 30 trainable entries")
