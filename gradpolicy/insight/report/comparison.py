@@ -1,0 +1,186 @@
+"""Compares runs: what was asked of each, and which differences exceed the spread over seeds."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from gradpolicy.insight.report.reading import Run, is_bookkeeping
+
+# What stands for a key that a config does not have.
+ABSENT = "–"
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key of the config, and its value in each of several configs."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that were asked the same, apart from the seed.
+
+    Args:
+        label: The values in which groups differ.
+        runs: Its runs.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+
+    def values(self, metric: str) -> list[float]:
+        """The final value of a metric in each run that has a finite one."""
+        found = (run.final_metrics.get(metric, math.nan) for run in self.runs)
+        return [value for value in found if math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two groups differ in one metric.
+
+    Args:
+        metric: The metric.
+        first: The label of one group.
+        second: The label of the other.
+        difference: Mean of the second minus mean of the first.
+        p: The p-value of Welch's t-test, after Holm's correction; NaN where a group has a single run.
+    """
+
+    metric: str
+    first: str
+    second: str
+    difference: float
+    p: float
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether the difference exceeds the spread over seeds."""
+        return self.p < LEVEL
+
+
+def config_differences(configs: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -> list[Difference]:
+    """The keys whose values are not the same in all configs, apart from where runs are kept.
+
+    Args:
+        configs: Flat configs.
+        skip: Further keys to leave out.
+    """
+    keys = dict.fromkeys(key for config in configs for key in config)
+    found = []
+    for key in keys:
+        values = tuple(str(config[key]) if key in config else ABSENT for config in configs)
+        if len(set(values)) > 1 and not is_bookkeeping(key) and key not in skip:
+            found.append(Difference(key, values))
+    return found
+
+
+def groups_of(runs: Sequence[Run]) -> list[Group]:
+    """Puts runs together that differ in nothing but the seed; those without a config stand alone."""
+    members: dict[tuple[Any, ...], list[Run]] = {}
+    differences = config_differences([run.config for run in runs], skip=["seed"])
+    for index, run in enumerate(runs):
+        values = tuple(difference.values[index] for difference in differences)
+        members.setdefault(values if run.config else (run.name,), []).append(run)
+    names = [difference.key.rpartition(".")[2] for difference in differences]
+    found = []
+    for values, own in members.items():
+        told = [f"{name}={value}" for name, value in zip(names, values, strict=False) if value != ABSENT]
+        label = _shortened(told) if own[0].config else own[0].name
+        found.append(Group(label or own[0].name, tuple(own)))
+    return _unlike(found)
+
+
+def _shortened(told: Sequence[str], most: int = 3) -> str:
+    return ", ".join(told[:most]) + (f" and {len(told) - most} more" if len(told) > most else "")
+
+
+def _unlike(groups: list[Group]) -> list[Group]:
+    """Adds a run's name to labels that several groups have."""
+    labels = [group.label for group in groups]
+    return [
+        Group(f"{group.label} ({group.runs[0].name})", group.runs) if labels.count(group.label) > 1 else group
+        for group in groups
+    ]
+
+
+def compared_metrics(runs: Sequence[Run]) -> list[str]:
+    """The metrics to compare: of test and validation, those that any run ended with."""
+    names = dict.fromkeys(name for run in runs for name in run.final_metrics)
+    chosen = [name for name in names if name.startswith(("test/", "val/")) and "/policy/" not in name]
+    return sorted(chosen, key=lambda name: (not name.startswith("test/"), name))
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and sample standard deviation (divisor n − 1; NaN for a single value).
+
+    Example:
+        >>> spread([1.0, 3.0])
+        (2.0, 1.4142135623730951)
+    """
+    if not values:
+        return math.nan, math.nan
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+
+
+def compare(groups: Sequence[Group], metrics: Sequence[str]) -> list[Comparison]:
+    """Compares each pair of groups in each metric.
+
+    The criterion is Welch's two-sided t-test (Welch 1947), which does not take the spreads to be equal, with
+    Holm's correction (Holm 1979) over all the comparisons made here. A group of a single run has no spread,
+    so nothing is said of it.
+    """
+    pairs = [
+        (metric, first, second)
+        for metric in metrics
+        for first, second in itertools.combinations(groups, 2)
+        if first.values(metric) and second.values(metric)
+    ]
+    raw = [welch(first.values(metric), second.values(metric)) for metric, first, second in pairs]
+    return [
+        Comparison(
+            metric,
+            first.label,
+            second.label,
+            spread(second.values(metric))[0] - spread(first.values(metric))[0],
+            p,
+        )
+        for (metric, first, second), p in zip(pairs, holm(raw), strict=True)
+    ]
+
+
+def welch(first: Sequence[float], second: Sequence[float]) -> float:
+    """The p-value of Welch's two-sided t-test; NaN if one has fewer than two values.
+
+    Without any spread on both sides, means that differ have p = 0 and equal ones p = 1.
+    """
+    if min(len(first), len(second)) < 2:
+        return math.nan
+    if spread(first)[1] == spread(second)[1] == 0:
+        return float(first[0] == second[0])
+    return float(stats.ttest_ind(first, second, equal_var=False).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values after Holm's correction: the i-th smallest of n times n − i + 1, never falling, at most 1.
+
+    NaN stays NaN and does not count.
+
+    Example:
+        >>> holm([0.01, 0.04, float("nan")])
+        [0.02, 0.04, nan]
+    """
+    order = sorted((p, index) for index, p in enumerate(p_values) if not math.isnan(p))
+    corrected = [math.nan] * len(p_values)
+    largest = 0.0
+    for rank, (p, index) in enumerate(order):
+        largest = max(largest, min(1.0, p * (len(order) - rank)))
+        corrected[index] = largest
+    return corrected

@@ -1,0 +1,443 @@
+"""The figures of a report, each a plotly figure with the choices that a reader has."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from gradpolicy.insight.report.comparison import Group
+from gradpolicy.insight.report.reading import Run
+
+# Readable on white and on black.
+COLOURS = ("#3b82f6", "#f97316", "#10b981", "#ec4899", "#a855f7", "#eab308", "#06b6d4", "#ef4444", "#84cc16")
+PLAIN = "#8b949e"
+# Points of a curve, columns and cells of a heat map: at most.
+POINTS = 600
+COLUMNS, CELLS = 240, 12_000
+CURVE_HEIGHT = 300
+STAGES = ("train/", "val/", "test/")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with its heading and what a reader can choose.
+
+    Args:
+        title: The heading above it.
+        figure: The plotly figure. A trace's ``meta`` says under which choices it is shown.
+        choices: By key of ``meta``: the heading of the choice and its values. A trace without that key is
+            always shown.
+        note: How to read it.
+        wide: Whether it takes the whole width of the page.
+    """
+
+    title: str
+    figure: go.Figure
+    choices: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
+    note: str = ""
+    wide: bool = False
+
+
+def new_figure(x: str, y: str, height: int = CURVE_HEIGHT, **layout: Any) -> go.Figure:
+    """An empty figure; the page gives it the colours of the reader's theme."""
+    figure = go.Figure()
+    figure.update_layout(
+        template={"layout": {"colorway": COLOURS}},
+        height=height,
+        margin={"l": 52, "r": 12, "t": 12, "b": 44},
+        xaxis={"title": {"text": x}, "automargin": True},
+        yaxis={"title": {"text": y}, "automargin": True},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        hovermode="x unified",
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        **layout,
+    )
+    return figure
+
+
+def _shown_first(figure: go.Figure, choices: Mapping[str, tuple[str, Sequence[str]]]) -> None:
+    """Hides the traces that the first value of each choice does not show."""
+    for trace in figure.data:
+        meta = trace.meta or {}
+        trace.visible = all(meta.get(key, values[0]) == values[0] for key, (_, values) in choices.items())
+
+
+def _thinned(frame: pd.DataFrame, most: int = POINTS) -> pd.DataFrame:
+    """At most so many rows, evenly chosen, the last among them."""
+    if len(frame) <= most:
+        return frame
+    return frame.iloc[np.unique(np.linspace(0, len(frame) - 1, most).round().astype(int))]
+
+
+def _numbers(values: Iterable[float]) -> np.ndarray:
+    """Values in single precision, which the page holds in few bytes."""
+    return np.asarray(list(values), dtype=np.float32)
+
+
+# ---- curves
+
+
+def curve(run: Run, metric: str) -> pd.DataFrame:
+    """The steps at which a metric was logged, and its values."""
+    if metric not in run.metrics or "step" not in run.metrics:
+        return pd.DataFrame({"step": [], metric: []})
+    points = run.metrics[["step", metric]].apply(pd.to_numeric, errors="coerce").dropna()
+    return points.groupby("step", as_index=False).last()
+
+
+def curve_groups(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """The metrics that share a chart: those of one name in training, validation and test."""
+    names = dict.fromkeys(str(name) for run in runs for name in run.metrics)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        stage = next((stage for stage in STAGES if name.startswith(stage)), "")
+        if name in ("step", "epoch") or "policy/" in name or name.endswith("_best"):
+            continue
+        groups.setdefault(name.removeprefix(stage), []).append(name)
+    order = {"loss": 0, "accuracy": 1}
+    return {
+        key: sorted(groups[key], key=_stage)
+        for key in sorted(groups, key=lambda key: (order.get(key, 2), key))
+    }
+
+
+def _stage(name: str) -> int:
+    return next((index for index, stage in enumerate(STAGES) if name.startswith(stage)), len(STAGES))
+
+
+def run_curves(run: Run) -> list[Figure]:
+    """A chart for each metric, with a curve for each stage."""
+    found = []
+    for title, names in curve_groups([run]).items():
+        figure = new_figure("step", title)
+        for name in names:
+            points = _thinned(curve(run, name))
+            single = len(points) == 1
+            figure.add_scatter(
+                x=points["step"].to_numpy(),
+                y=_numbers(points[name]),
+                name=name,
+                mode="markers" if single else "lines",
+                marker={"size": 10, "symbol": "diamond"},
+            )
+        if any(len(trace.x) for trace in figure.data):
+            found.append(Figure(title, figure))
+    return found
+
+
+def group_curves(groups: Sequence[Group]) -> list[Figure]:
+    """A chart for each metric: a group's mean as a line, its spread as a band, its runs as hairlines."""
+    runs = [run for group in groups for run in group.runs]
+    found = []
+    for title, names in curve_groups(runs).items():
+        figure = new_figure("step", title)
+        usable = [name for name in names if any(len(curve(run, name)) > 1 for run in runs)]
+        for name in usable:
+            for group, colour in zip(groups, _colours(len(groups)), strict=True):
+                _add_group(figure, group, name, colour)
+        if figure.data:
+            choices = {"metric": ("curve", usable)}
+            _shown_first(figure, choices)
+            found.append(Figure(title, figure, choices if len(usable) > 1 else {}))
+    return found
+
+
+def _colours(count: int) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+
+
+def _add_group(figure: go.Figure, group: Group, metric: str, colour: str) -> None:
+    curves = [curve(run, metric).set_index("step")[metric] for run in group.runs]
+    curves = [each for each in curves if len(each)]
+    if not curves:
+        return
+    common = {"legendgroup": group.label, "meta": {"metric": metric}}
+    table = pd.concat(curves, axis=1)
+    # A run that ends earlier is not in the mean of later steps.
+    inside = table.interpolate(limit_area="inside")
+    inside = _thinned(inside, POINTS // 4)
+    mean, deviation = inside.mean(axis=1), inside.std(axis=1, ddof=1).fillna(0)
+    steps = inside.index.to_numpy()
+    if len(curves) > 1:
+        figure.add_scatter(
+            x=np.concatenate([steps, steps[::-1]]),
+            y=_numbers([*(mean + deviation), *(mean - deviation)[::-1]]),
+            fill="toself",
+            fillcolor=_faint(colour),
+            line={"width": 0},
+            mode="lines",
+            hoverinfo="skip",
+            showlegend=False,
+            **common,
+        )
+        for column in range(inside.shape[1]):
+            figure.add_scatter(
+                x=steps,
+                y=_numbers(inside.iloc[:, column]),
+                line={"color": colour, "width": 0.5},
+                hoverinfo="skip",
+                showlegend=False,
+                mode="lines",
+                **common,
+            )
+    figure.add_scatter(
+        x=steps,
+        y=_numbers(mean),
+        name=group.label,
+        mode="lines",
+        line={"color": colour, "width": 2.5},
+        **common,
+    )
+
+
+def _faint(colour: str, alpha: float = 0.15) -> str:
+    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha})"
+
+
+# ---- the timeline of masks
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a heat map shows.
+
+    Args:
+        name: As the reader chooses it.
+        column: The column made of the record.
+        scale: The colours.
+        top: The largest value; None: by the data.
+        logarithmic: Whether colours go by the logarithm.
+        held: Whether a value holds until the next one is recorded.
+    """
+
+    name: str
+    column: str
+    scale: str
+    top: float | None = None
+    logarithmic: bool = False
+    held: bool = True
+
+
+QUANTITIES = (
+    Quantity("active share", "active_share", "Viridis", top=1.0),
+    Quantity("flipped share", "flipped_share", "Inferno", held=False),
+    Quantity("gradient norm before", "gradient_norm_before", "Cividis", logarithmic=True),
+    Quantity("gradient norm after", "gradient_norm_after", "Cividis", logarithmic=True),
+    Quantity("update size", "update_size", "Cividis", logarithmic=True),
+    Quantity("median age", "age_median", "Plasma"),
+)
+
+
+def timeline(run: Run) -> Figure | None:
+    """Layers by steps: the active share, flips, gradient norms, update sizes or ages in colour."""
+    layers = run.rows("layer")
+    if layers.empty:
+        return None
+    layers = layers.assign(flipped_share=layers.get("flipped", 0) / layers["entries"].clip(lower=1))
+    layers = _with_parameters(layers, run.rows("freeze"))
+    policies = list(layers["policy"].unique())
+    height = 120 + 18 * min(int(layers.groupby("policy")["layer"].nunique().max()), 60)
+    figure = new_figure("step", "", height=height)
+    figure.update_layout(hovermode="closest")
+    figure.update_yaxes(autorange="reversed", type="category")
+    usable = []
+    for quantity in QUANTITIES:
+        if quantity.column not in layers or not layers[quantity.column].notna().any():
+            continue
+        usable.append(quantity.name)
+        for policy in policies:
+            figure.add_trace(_heat_map(layers[layers["policy"] == policy], policy, quantity))
+    choices = {"quantity": ("colour", usable), "policy": ("policy", policies)}
+    _shown_first(figure, choices)
+    note = "Columns are steps at which something was recorded. A mask holds until the next change."
+    shown = {key: choice for key, choice in choices.items() if len(choice[1]) > 1}
+    return Figure("Timeline of masks", figure, shown, note, wide=True)
+
+
+def _with_parameters(layers: pd.DataFrame, parameters: pd.DataFrame) -> pd.DataFrame:
+    """Adds what is only recorded for parameters: means over a layer's, weighted by their entries."""
+    keys = ["policy", "layer", "step"]
+    known = [name for name in ("update_size", "age_median") if name in parameters]
+    if not known:
+        return layers
+    weighted = parameters[keys].assign(entries=parameters["entries"])
+    for name in known:
+        weighted[name] = parameters[name] * parameters["entries"]
+    sums = weighted.groupby(keys, as_index=False).sum()
+    for name in known:
+        sums[name] = sums[name] / sums["entries"].clip(lower=1)
+    return layers.drop(columns=known, errors="ignore").merge(sums[[*keys, *known]], on=keys, how="left")
+
+
+def _heat_map(rows: pd.DataFrame, policy: str, quantity: Quantity) -> go.Heatmap:
+    table = rows.pivot_table(
+        index="layer", columns="step", values=quantity.column, aggfunc="last", sort=False, dropna=False
+    )
+    table = table.reindex(index=rows["layer"].unique(), columns=sorted(table.columns))
+    table = table.ffill(axis=1) if quantity.held else table
+    most = max(20, min(COLUMNS, CELLS // max(len(table), 1)))
+    if table.shape[1] > most:
+        bins = np.arange(table.shape[1]) * most // table.shape[1]
+        starts = [table.columns[int(np.argmax(bins == index))] for index in range(most)]
+        table = table.T.groupby(bins).mean().T
+        table.columns = starts
+    values = table.to_numpy(dtype=np.float32)
+    colours = np.log10(np.where(values > 0, values, np.nan)) if quantity.logarithmic else values
+    bar: dict[str, Any] = {"thickness": 10, "title": {"text": quantity.name, "side": "right"}}
+    if quantity.logarithmic:
+        bar |= {"tickprefix": "10<sup>", "ticksuffix": "</sup>"}
+    return go.Heatmap(
+        x=np.asarray(table.columns),
+        y=list(table.index),
+        z=colours,
+        customdata=values if quantity.logarithmic else None,
+        zmin=None if quantity.logarithmic else 0.0,
+        zmax=quantity.top,
+        colorscale=quantity.scale,
+        colorbar=bar,
+        hoverongaps=False,
+        hovertemplate=f"%{{y}}<br>step %{{x}}<br>{quantity.name} "
+        + ("%{customdata:.3g}" if quantity.logarithmic else "%{z:.3g}")
+        + "<extra></extra>",
+        meta={"quantity": quantity.name, "policy": policy},
+    )
+
+
+# ---- ages, memory, flow policies
+
+
+def ages(run: Run) -> Figure | None:
+    """The quartiles of the ages of a parameter's entries over the steps."""
+    rows = run.rows("freeze")
+    if rows.empty or "age_median" not in rows or rows["age_median"].isna().all():
+        return None
+    figure = new_figure("step", "age in updates")
+    names = list(rows["parameter"].unique())
+    most = max(30, POINTS * 20 // max(len(names), 1))
+    for name in names:
+        own = rows[rows["parameter"] == name].groupby("step", as_index=False).last()
+        own = _thinned(own, min(most, POINTS // 2))
+        meta = {"parameter": name}
+        bands = (("age_min", "age_max", 0.12, "least to most"), ("age_q25", "age_q75", 0.3, "middle half"))
+        for low, high, alpha, label in bands:
+            if low not in own or high not in own:
+                continue
+            line = {"width": 0, "color": COLOURS[0]}
+            figure.add_scatter(
+                x=own["step"],
+                y=_numbers(own[low]),
+                line=line,
+                mode="lines",
+                showlegend=False,
+                name=low,
+                meta=meta,
+            )
+            figure.add_scatter(
+                x=own["step"],
+                y=_numbers(own[high]),
+                line=line,
+                mode="lines",
+                fill="tonexty",
+                fillcolor=_faint(COLOURS[0], alpha),
+                name=label,
+                meta=meta,
+            )
+        figure.add_scatter(
+            x=own["step"], y=_numbers(own["age_median"]), mode="lines", name="median", meta=meta
+        )
+    choices = {"parameter": ("parameter", names)}
+    _shown_first(figure, choices)
+    note = "The age of an entry: its updates since its optimizer state was last empty."
+    return Figure("Ages", figure, choices, note, wide=True)
+
+
+def memory(runs: Mapping[str, Run]) -> Figure | None:
+    """Bytes of optimizer state over the steps, beside what plain Adam would hold.
+
+    Args:
+        runs: By the label of the curve.
+    """
+    figure = new_figure("step", "bytes")
+    figure.update_yaxes(tickformat=".3s", rangemode="tozero")
+    beside: dict[tuple[float, ...], str] = {}
+    for (label, run), colour in zip(runs.items(), _colours(len(runs)), strict=True):
+        rows = _thinned(run.rows("memory"))
+        if rows.empty:
+            continue
+        figure.add_scatter(
+            x=rows["step"],
+            y=_numbers(rows["state_bytes"]),
+            name=label,
+            line={"color": colour, "shape": "hv"},
+            mode="lines",
+        )
+        # Runs of one model share it.
+        if "adam_bytes" in rows and beside.setdefault(tuple(rows["adam_bytes"]), label) == label:
+            figure.add_scatter(
+                x=rows["step"],
+                y=_numbers(rows["adam_bytes"]),
+                name="plain Adam" if len(runs) == 1 or len(beside) == 1 else f"plain Adam · {label}",
+                line={"color": PLAIN if len(beside) == 1 else colour, "dash": "dash"},
+                mode="lines",
+            )
+    return Figure("Optimizer memory", figure, wide=len(runs) == 1) if figure.data else None
+
+
+FLOW = {
+    "gradient norms": (("gradient_norm_before", "before"), ("gradient_norm_after", "after")),
+    "operations met": (("operations", "operations"),),
+    "zeros let through": (("zeros_passed", "share of zeros"),),
+}
+
+
+def flow(run: Run) -> Figure | None:
+    """What flow policies did to the gradient over the steps: norms, operations, zeros."""
+    rows = run.rows("flow")
+    if rows.empty:
+        return None
+    figure = new_figure("step", "")
+    phases = list(rows["phase"].unique()) if "phase" in rows else ["fit"]
+    usable = []
+    for quantity, columns in FLOW.items():
+        if not any(column in rows and rows[column].notna().any() for column, _ in columns):
+            continue
+        usable.append(quantity)
+        for phase in phases:
+            of_phase = rows[rows["phase"] == phase] if "phase" in rows else rows
+            for index, (policy, own) in enumerate(of_phase.groupby("policy", sort=False)):
+                for place, (column, label) in enumerate(columns):
+                    _add_flow_curve(figure, own, column, f"{policy} {label}", index, place, quantity, phase)
+    choices = {"quantity": ("shows", usable), "phase": ("phase", phases)}
+    if not figure.data:
+        return None
+    _shown_first(figure, choices)
+    shown = {key: choice for key, choice in choices.items() if len(choice[1]) > 1}
+    return Figure("Flow policies", figure, shown, wide=True)
+
+
+def _add_flow_curve(
+    figure: go.Figure,
+    rows: pd.DataFrame,
+    column: str,
+    label: str,
+    index: int,
+    place: int,
+    quantity: str,
+    phase: str,
+) -> None:
+    if column not in rows or rows[column].isna().all():
+        return
+    own = _thinned(rows[["step", column]].dropna())
+    figure.add_scatter(
+        x=own["step"],
+        y=_numbers(own[column]),
+        name=label,
+        mode="lines+markers" if len(own) < 8 else "lines",
+        line={"color": COLOURS[index % len(COLOURS)], "dash": ("solid", "dot")[place]},
+        meta={"quantity": quantity, "phase": phase},
+    )

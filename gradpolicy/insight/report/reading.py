@@ -1,0 +1,235 @@
+"""Reads what a run left in its directory; what is absent or damaged is named, not an error."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+import yaml
+
+Content = TypeVar("Content")
+
+# What differs between any two runs, whatever was asked.
+BOOKKEEPING = ("paths.", "hydra.", "logger.", "ckpt_path", "tags")
+# The names of files by which a directory is known as that of a run.
+MARKS = ("config.yaml", "result.json", "plan.json", "record.jsonl", "run.json", "audit.json", "csv")
+WARNING = re.compile(r"\bwarning: (.*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The content of a run directory.
+
+    Args:
+        directory: The run directory.
+        name: What the report calls the run.
+        config: The resolved config, flat: value by dotted key.
+        defaults: The config without overrides, flat; empty if it was not saved.
+        overrides: What the command line set.
+        plan: ``plan.json``.
+        result: ``result.json``.
+        metrics: The curves: a row for each logged step, a column for each metric.
+        record: The record: a row for each line of ``record.jsonl``.
+        audit: ``audit.json``.
+        started: When the run began, as a person writes it.
+        warnings: The warnings of the plan and of the log, each once.
+        versions: Versions of what it ran with.
+        pictures: Attribution pictures.
+        masks: Mask pictures: by weight, then ``mask`` and ``age``.
+        missing: By file: what the report lacks without it.
+    """
+
+    directory: Path
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Any] = field(default_factory=dict)
+    metrics: pd.DataFrame = field(default_factory=pd.DataFrame)
+    record: pd.DataFrame = field(default_factory=pd.DataFrame)
+    audit: Mapping[str, Any] = field(default_factory=dict)
+    started: str = ""
+    warnings: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    pictures: tuple[Path, ...] = ()
+    masks: Mapping[str, Mapping[str, list[Path]]] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def final_metrics(self) -> Mapping[str, float]:
+        """The last value of each metric: of the result, or of the curves if the run did not end."""
+        if self.result:
+            return {name: float(value) for name, value in self.result.get("metrics", {}).items()}
+        numbers = self.metrics.drop(columns=["step", "epoch"], errors="ignore")
+        return {
+            str(name): float(column.dropna().iloc[-1]) for name, column in numbers.items() if column.any()
+        }
+
+    @property
+    def status(self) -> str:
+        """How the run ended."""
+        return str(self.result.get("status", "not finished")) if self.result else "not finished"
+
+    @property
+    def seed(self) -> Any:
+        """The seed, if it is known."""
+        return self.config.get("seed")
+
+    @property
+    def command(self) -> str:
+        """The command that repeats the run."""
+        return shlex.join(["python", "train.py", *self.overrides])
+
+    def rows(self, kind: str) -> pd.DataFrame:
+        """The rows of one kind in the record, in the order of their steps."""
+        if "kind" not in self.record:
+            return pd.DataFrame()
+        found = self.record[self.record["kind"] == kind]
+        return found.dropna(axis="columns", how="all").sort_values("step", kind="stable")
+
+
+def looks_like_run(directory: Path) -> bool:
+    """Whether a directory holds at least one of the files that a run writes."""
+    return any((directory / name).exists() for name in MARKS)
+
+
+def read_run(directory: Path, name: str | None = None) -> Run:
+    """Reads a run directory.
+
+    Args:
+        directory: The run directory.
+        name: What to call the run; None: by the name of its directory.
+    """
+    files = _Files(directory)
+    config = files.read("config.yaml", "what was asked", _read_config) or {}
+    plan = files.read("plan.json", "the plan and the map of the gradient", _read_object) or {}
+    audit = files.read("audit.json", "the proof", _read_object) or {}
+    result = files.read("result.json", "final results; the run did not end well", _read_object) or {}
+    log = files.read("train.log", "warnings given during training", _read_text) or ""
+    record = files.read(
+        "record.jsonl",
+        "the timeline of masks, gradient norms, memory and ages",
+        lambda _: _load_record(directory),
+    )
+    curves = sorted(directory.glob("csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
+    metrics_file = str(curves[-1].relative_to(directory)) if curves else "csv/*/metrics.csv"
+    metrics = files.read(metrics_file, "curves", _read_curves)
+    run = files.read("run.json", "when it began", _read_object) or {}
+    overrides = (
+        result.get("overrides") or files.read(".hydra/overrides.yaml", "the command", _read_yaml) or ()
+    )
+    warnings = [*plan.get("warnings", ()), *(match[1] for match in WARNING.finditer(log))]
+    return Run(
+        directory=directory,
+        name=name or directory.name,
+        config=config,
+        defaults=_read_config(directory / "defaults.yaml") if (directory / "defaults.yaml").is_file() else {},
+        overrides=tuple(map(str, overrides)),
+        plan=plan,
+        result=result,
+        metrics=pd.DataFrame() if metrics is None else metrics,
+        record=pd.DataFrame() if record is None else record,
+        audit=audit,
+        started=_moment(run.get("started")),
+        warnings=tuple(dict.fromkeys(map(str, warnings))),
+        versions=audit.get("versions") or run.get("versions") or {},
+        pictures=tuple(sorted((directory / "pictures").glob("*.png"))),
+        masks=_mask_pictures(directory / "masks"),
+        missing=files.missing,
+    )
+
+
+class _Files:
+    """Reads files of a directory and notes those that cannot be read."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.missing: dict[str, str] = {}
+
+    def read(self, name: str, purpose: str, reader: Callable[[Path], Content]) -> Content | None:
+        """The content of a file; None if it is absent or damaged."""
+        try:
+            return reader(self.directory / name)
+        except FileNotFoundError:
+            self.missing[name] = f"is absent, and with it {purpose}"
+        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            self.missing[name] = f"cannot be read ({reason}), and with it {purpose} is missing"
+        return None
+
+
+def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A nested config as values by dotted key.
+
+    Example:
+        >>> flat({"a": {"b": 1}, "c": [1, 2]})
+        {'a.b': 1, 'c': [1, 2]}
+    """
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{name}.")
+        else:
+            found[name] = value
+    return found
+
+
+def is_bookkeeping(key: str) -> bool:
+    """Whether a key says where a run is kept, and not what was asked."""
+    return key.startswith(BOOKKEEPING)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A config, flat, with the run's own directory written as ``RUN``."""
+    config = _read_yaml(path)
+    own = str((config.get("paths") or {}).get("output_dir") or path.parent)
+    return {
+        key: value.replace(own, "RUN") if isinstance(value, str) else value
+        for key, value in flat(config).items()
+    }
+
+
+def _read_yaml(path: Path) -> Any:
+    return yaml.safe_load(path.read_text("utf-8"))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text("utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("it holds no JSON object")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text("utf-8", errors="replace")
+
+
+def _read_curves(path: Path) -> pd.DataFrame:
+    table = pd.read_csv(path)
+    if "step" not in table:
+        raise ValueError("it has no column 'step'")
+    return table
+
+
+def _load_record(directory: Path) -> pd.DataFrame:
+    return pd.read_json(directory / "record.jsonl", lines=True)
+
+
+def _moment(seconds: Any) -> str:
+    return datetime.fromtimestamp(float(seconds)).strftime("%d %b %Y, %H:%M") if seconds else ""
+
+
+def _mask_pictures(directory: Path) -> dict[str, dict[str, list[Path]]]:
+    """What `MaskPictures` left: by weight, then by kind, in the order of steps."""
+    folders = sorted(path for path in directory.glob("*") if path.is_dir())
+    return {
+        folder.name: {kind: sorted(folder.glob(f"{kind}_[0-9]*.png")) for kind in ("mask", "age")}
+        for folder in folders
+    }

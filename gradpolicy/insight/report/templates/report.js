@@ -1,0 +1,64 @@
+// Draws the figures of what is shown, follows the reader's theme and choices.
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+const touched = window.matchMedia("(pointer: coarse)").matches;
+const hovers = window.matchMedia("(hover: hover)").matches;
+const settings = {
+  responsive: true,
+  displaylogo: false,
+  displayModeBar: hovers ? "hover" : false,
+  modeBarButtonsToRemove: ["select2d", "lasso2d"],
+};
+
+function theme() {
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(name).trim();
+  const look = { "font.color": colour("--text"), "font.family": "system-ui, sans-serif", "font.size": 12 };
+  look["hoverlabel.bgcolor"] = colour("--card");
+  look["hoverlabel.bordercolor"] = colour("--line");
+  look["hoverlabel.font.color"] = colour("--text");
+  look["modebar.bgcolor"] = "rgba(0,0,0,0)";
+  look["modebar.color"] = look["modebar.activecolor"] = colour("--faint");
+  for (const axis of ["xaxis", "yaxis"]) {
+    look[axis + ".gridcolor"] = look[axis + ".zerolinecolor"] = colour("--line");
+  }
+  // A finger that moves over a figure scrolls the page.
+  if (touched) look.dragmode = false;
+  return look;
+}
+
+async function draw(place) {
+  if (place.dataset.drawn) return;
+  place.dataset.drawn = "yes";
+  const data = document.querySelector(`script[data-for="${place.id}"]`);
+  const figure = JSON.parse(data.textContent);
+  await Plotly.newPlot(place, figure.data, figure.layout, settings);
+  await Plotly.relayout(place, theme());
+}
+
+function drawShown() {
+  for (const place of document.querySelectorAll(".plot")) {
+    if (!place.closest("[hidden]")) draw(place);
+  }
+}
+
+function choose(select) {
+  const place = document.getElementById(select.dataset.figure);
+  const selects = [...document.querySelectorAll(`select[data-figure="${place.id}"]`)];
+  const wanted = Object.fromEntries(selects.map((each) => [each.dataset.key, each.value]));
+  const visible = place.data.map((trace) =>
+    Object.entries(wanted).every(([key, value]) => (trace.meta?.[key] ?? value) === value));
+  Plotly.update(place, { visible }, { "xaxis.autorange": true });
+}
+
+for (const select of document.querySelectorAll("select[data-figure]")) {
+  select.addEventListener("change", () => choose(select));
+}
+document.getElementById("run-choice")?.addEventListener("change", (event) => {
+  const blocks = [...document.querySelectorAll("section.run")];
+  blocks.forEach((block, index) => { block.hidden = String(index) !== event.target.value; });
+  drawShown();
+});
+dark.addEventListener("change", () => {
+  for (const place of document.querySelectorAll(".plot[data-drawn]")) Plotly.relayout(place, theme());
+});
+drawShown();

@@ -1,0 +1,241 @@
+"""Makes run directories in the formats that a run writes, without a run."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+LAYERS = {"model.trunk.0.conv": 144, "model.trunk.1.conv": 2304, "model.trunk.2.fc": 640}
+
+
+def write_run(
+    directory: Path, *, seed: int = 0, lr: float = 0.01, accuracy: float = 0.9, steps: int = 60
+) -> Path:
+    """Writes all the files of a run with a stop and a random freeze."""
+    directory.mkdir(parents=True)
+    config = config_of(directory, seed, lr)
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    defaults = config_of(directory, 0, 0.001)
+    (directory / "defaults.yaml").write_text(yaml.safe_dump(defaults))
+    write_json(directory / "plan.json", plan())
+    write_json(directory / "audit.json", audit())
+    write_json(
+        directory / "run.json",
+        {"task": "train", "kind": "run", "started": 1.7e9, "directory": str(directory)},
+    )
+    write_json(
+        directory / "result.json",
+        {
+            "overrides": [f"optimizer.lr={lr}", f"seed={seed}"],
+            "metrics": {
+                "test/accuracy": accuracy,
+                "test/loss": 1 - accuracy,
+                "val/accuracy_best": accuracy + 0.01,
+            },
+            "optimized": accuracy + 0.01,
+            "status": "completed",
+            "error": "",
+            "directory": str(directory),
+        },
+    )
+    (directory / "train.log").write_text("Plan\nwarning: the learning rate is <large> & odd\n")
+    write_metrics(directory, seed, steps)
+    lines = [json.dumps(row) for row in record(seed, steps)]
+    (directory / "record.jsonl").write_text("\n".join(lines) + "\n")
+    write_pictures(directory)
+    return directory
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON."""
+    path.write_text(json.dumps(content))
+
+
+def config_of(directory: Path, seed: int, lr: float) -> dict[str, Any]:
+    """A nested config."""
+    return {
+        "seed": seed,
+        "optimizer": {"_target_": "torch.optim.AdamW", "lr": lr},
+        "optimized_metric": "val/accuracy_best",
+        "policy": {"freeze": {"mask": {"density": 0.5}}},
+        "callbacks": {"checkpoint": {"dirpath": f"{directory}/checkpoints"}},
+        "paths": {"output_dir": str(directory)},
+    }
+
+
+def plan() -> dict[str, Any]:
+    """The plan, with modules that form a tree."""
+    common = {
+        "matched": [],
+        "parameters": [],
+        "entries": 0,
+        "active_entries": 0,
+        "operations": {},
+        "remarks": [],
+    }
+    names = [
+        "",
+        "model",
+        "model.trunk",
+        "model.trunk.0",
+        "model.trunk.1",
+        "model.trunk.2",
+        *LAYERS,
+        "model.probe",
+    ]
+    policies = {
+        "model.probe": ["cut"],
+        **{layer: ["freeze"] for layer in LAYERS},
+        "model.trunk.0": ["through"],
+    }
+    return {
+        "rows": [
+            {
+                **common,
+                "name": "cut",
+                "policy": "cut",
+                "what": "Stop",
+                "where": "input of model.probe",
+                "when": "",
+                "matched": ["model.probe"],
+            },
+            {
+                **common,
+                "name": "through",
+                "policy": "through",
+                "what": "StraightThrough",
+                "where": "ops round",
+                "when": "in fit",
+                "operations": {"round": 3},
+            },
+            {
+                **common,
+                "name": "freeze",
+                "policy": "freeze",
+                "what": "Freeze · Random",
+                "where": "params model.trunk.*",
+                "when": "",
+                "parameters": [f"{layer}.weight" for layer in LAYERS],
+                "entries": 3088,
+                "active_entries": 1544,
+                "remarks": ["may change every 5 steps"],
+            },
+        ],
+        "entries": 4000,
+        "training_entries": 2456,
+        "warnings": ["cut: <b>the probe</b> trains alone"],
+        "modules": [
+            {
+                "name": name,
+                "type": "Conv2d" if "conv" in name else "Module",
+                "parameters": LAYERS.get(name, 0),
+                "policies": policies.get(name, []),
+            }
+            for name in names
+        ],
+        "cuts": ["input of modules model.probe (cut)"],
+        "without_gradient": [],
+    }
+
+
+def audit() -> dict[str, Any]:
+    """A proof that holds."""
+    return {
+        "intervals": 1284,
+        "entries": 900_000,
+        "changed": 0,
+        "sampled": True,
+        "share": 0.1,
+        "stopped_branches": {"checked": 60, "nonzero": 0},
+        "operations": {"checked": 60, "differing": 0},
+        "differences": [],
+        "versions": {"torch": "2.11.0", "gradpolicy": "0.1.0"},
+    }
+
+
+def write_metrics(directory: Path, seed: int, steps: int) -> None:
+    """Curves as CSVLogger writes them: a row a step, empty where a metric was not logged."""
+    folder = directory / "csv" / "version_0"
+    folder.mkdir(parents=True)
+    lines = ["epoch,step,train/loss,val/loss,val/accuracy,policy/freeze/active_share"]
+    for step in range(4, steps, 5):
+        loss = math.exp(-step / 30) * (1 + 0.05 * seed)
+        lines.append(f"{step // 20},{step},{loss},,,0.5")
+        if step % 20 == 19:
+            lines.append(f"{step // 20},{step},,{loss * 1.1},{1 - loss / 2},")
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+
+
+def record(seed: int, steps: int) -> list[dict[str, Any]]:
+    """The record: a change every five steps."""
+    generator = np.random.default_rng(seed)
+    rows: list[dict[str, Any]] = []
+    for step in range(0, steps, 5):
+        time = {"step": step, "epoch": step // 20}
+        for index, (layer, entries) in enumerate(LAYERS.items()):
+            active = int(entries * (0.5 + 0.1 * math.sin(step / 9 + index)))
+            common = {
+                **time,
+                "policy": "freeze",
+                "layer": layer,
+                "entries": entries,
+                "active": active,
+                "active_share": active / entries,
+                "flipped": int(generator.integers(entries // 2)) if step else 0,
+                "gradient_norm_before": 2.0 / (index + 1),
+                "gradient_norm_after": 1.4 / (index + 1),
+                "state_bytes": 8 * active,
+            }
+            ages = {
+                f"age_{name}": step * share
+                for name, share in zip(
+                    ("min", "q25", "median", "q75", "max"), (0, 0.2, 0.4, 0.7, 1), strict=True
+                )
+            }
+            rows.append(
+                {
+                    **common,
+                    "kind": "freeze",
+                    "parameter": f"{layer}.weight",
+                    "changed": True,
+                    "update_size": 1e-3,
+                    "frozen_state": "drop",
+                    **ages,
+                }
+            )
+            rows.append({**common, "kind": "layer"})
+        for policy in ("cut", "through"):
+            rows.append(
+                {
+                    **time,
+                    "kind": "flow",
+                    "policy": policy,
+                    "phase": "fit",
+                    "operations": 3,
+                    "gradient_norm_before": 0.04,
+                    "gradient_norm_after": None if policy == "cut" else 0.03,
+                    "zeros_passed": 0.2,
+                    "active": True,
+                }
+            )
+        rows.append({**time, "kind": "memory", "state_bytes": 12_000 + step, "adam_bytes": 24_704})
+    return rows
+
+
+def write_pictures(directory: Path) -> None:
+    """An attribution, and three frames of a mask and its ages."""
+    generator = np.random.default_rng(0)
+    (directory / "pictures").mkdir()
+    Image.fromarray(generator.integers(0, 255, (600, 900, 3), dtype=np.uint8)).save(
+        directory / "pictures" / "guided.png"
+    )
+    folder = directory / "masks" / "model.trunk.1.conv.weight"
+    folder.mkdir(parents=True)
+    for step in (1, 51, 101):
+        for kind in ("mask", "age"):
+            noise = Image.fromarray(generator.integers(0, 2, (48, 48), dtype=np.uint8) * 255)
+            noise.save(folder / f"{kind}_{step:09d}.png")

@@ -1,0 +1,294 @@
+"""The report reads run directories, says what they lack, compares runs, and is drawn in a browser."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from run_directories import config_of, write_json, write_run
+from scipy import stats
+
+from gradpolicy.insight.report import write
+from gradpolicy.insight.report.comparison import compare, config_differences, groups_of, holm, spread, welch
+from gradpolicy.insight.report.gradient_map import gradient_map, make_tree
+from gradpolicy.insight.report.images import inlined
+from gradpolicy.insight.report.page import LARGEST
+from gradpolicy.insight.report.reading import read_run
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+OUTSIDE = re.compile(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//|@import|url\(\s*["']?https?:""")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two learning rates with three seeds each."""
+    return [
+        write_run(tmp_path / f"lr{lr}_{seed}", seed=seed, lr=lr, accuracy=accuracy + 0.01 * seed)
+        for lr, accuracy in ((0.01, 0.9), (0.1, 0.8))
+        for seed in range(3)
+    ]
+
+
+def page_of(runs: Sequence[Path], output: Path) -> str:
+    """The report without plotly's script, and without what figures are made of."""
+    text = write(runs, output).read_text()
+    return re.sub(r"<script[^>]*>.*?</script>", "", text, flags=re.DOTALL)
+
+
+# ---- one run
+
+
+def test_a_report_says_what_was_asked_and_what_came_of_it(run: Path, tmp_path: Path) -> None:
+    page = page_of([run], tmp_path / "report.html")
+    for text in (
+        "python train.py optimizer.lr=0.01 seed=0",
+        '<td><code>optimizer.lr</code></td><td class="old">0.001</td><td class="new">0.01</td>',
+        "2,456</b> of 4,000 trainable entries",
+        "frozen entries: 1,284 intervals, 0 changed",
+        "Freeze · Random",
+        "At most 49 % of what plain Adam holds",
+        "The gradient is cut at: input of modules model.probe (cut)",
+        "<td>torch</td><td>2.11.0</td>",
+        "Timeline of masks",
+        "Map of the gradient",
+        "Ages",
+        "Flow policies",
+        "Optimizer memory",
+    ):
+        assert text in page, text
+    assert "checkpoint" not in page  # where a run is kept is no difference
+    assert page.count("data:image/") == 1 + 2 * 3
+
+
+def test_names_from_configs_and_logs_are_escaped(run: Path, tmp_path: Path) -> None:
+    page = page_of([run], tmp_path / "report.html")
+    assert "cut: &lt;b&gt;the probe&lt;/b&gt; trains alone" in page
+    assert "the learning rate is &lt;large&gt; &amp; odd" in page
+    config = config_of(run, 0, 0.01) | {"user": {"note": "</script><script>alert(1)</script>"}}
+    write_json(run / "config.yaml", config)
+    text = write([run], tmp_path / "report.html").read_text()
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_a_difference_found_by_the_audit_is_shown_and_denies_the_proof(run: Path, tmp_path: Path) -> None:
+    audit = json.loads((run / "audit.json").read_text())
+    difference = {
+        "tensor": "model.head.weight",
+        "what": "state exp_avg",
+        "policy": "freeze",
+        "count": 7,
+        "step": 31,
+    }
+    write_json(run / "audit.json", audit | {"changed": 1, "differences": [difference]})
+    page = page_of([run], tmp_path / "report.html")
+    assert '<p class="verdict bad">frozen entries: 1,284 intervals, 1 changed' in page
+    assert "model.head.weight" in page
+    assert "state exp_avg" in page
+
+
+def test_an_audit_that_checked_nothing_proves_nothing(run: Path, tmp_path: Path) -> None:
+    write_json(run / "audit.json", {"intervals": 0, "entries": 0, "changed": 0, "sampled": False})
+    assert "(nothing was checked)" in page_of([run], tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "plan.json", "result.json", "record.jsonl", "audit.json", "train.log", "csv", "masks"],
+)
+def test_a_report_without_a_file_says_what_is_missing(run: Path, tmp_path: Path, name: str) -> None:
+    path = run / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    page = page_of([run], tmp_path / "report.html")
+    if name != "masks":
+        assert re.search(rf"<code>{re.escape(name)}[^<]*</code> is absent, and with it ", page)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "plan.json", "result.json", "audit.json", "csv/version_0/metrics.csv"]
+)
+def test_a_report_of_a_damaged_file_says_so(run: Path, tmp_path: Path, name: str) -> None:
+    (run / name).write_bytes(b"\x00{ [")
+    assert "cannot be read" in page_of([run], tmp_path / "report.html")
+
+
+def test_an_empty_directory_gives_a_report_that_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    page = page_of([tmp_path / "empty"], tmp_path / "report.html")
+    assert "not finished" in page
+    assert page.count("is absent") >= 7
+
+
+def test_a_report_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no runs"):
+        write([], tmp_path / "report.html")
+
+
+def test_a_large_picture_is_shrunk(run: Path) -> None:
+    path = run / "pictures" / "guided.png"
+    assert path.stat().st_size > 1_000_000
+    assert len(inlined(path, most=50_000)) < 4 * 50_000 / 3 + 30
+
+
+def test_the_map_adds_up_norms_and_shares(run: Path) -> None:
+    drawn = gradient_map(read_run(run))
+    assert drawn is not None
+    nodes = {
+        text: trace.customdata[i]
+        for trace in drawn.figure.data
+        if trace.text
+        for i, text in enumerate(trace.text)
+    }
+    # 2, 2/2 and 2/3 in the three layers.
+    before = 2 * math.sqrt(1 + 1 / 4 + 1 / 9)
+    assert f"gradient norm {before:.3g} before, {0.7 * before:.3g} after" in nodes["trunk"]
+    assert "cut: Stop, norm 0.04" in nodes["probe"]
+    kinds = {trace.name for trace in drawn.figure.data if trace.name}
+    assert kinds == {"cut", "replaced", "frozen", "untouched"}
+    widths = sorted({trace.line.width for trace in drawn.figure.data if trace.mode == "lines"})
+    assert len(widths) > 3
+
+
+def test_a_tree_has_the_parents_that_the_plan_leaves_out() -> None:
+    root = make_tree([{"name": "a.b.c", "type": "Linear", "policies": ["p"], "parameters": 3}])
+    assert [node.name for node in root.walk()] == ["", "a", "a.b", "a.b.c"]
+
+
+# ---- several runs
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_group(runs: list[Path]) -> None:
+    groups = groups_of([read_run(path) for path in runs])
+    assert [(group.label, [run.seed for run in group.runs]) for group in groups] == [
+        ("lr=0.01", [0, 1, 2]),
+        ("lr=0.1", [0, 1, 2]),
+    ]
+
+
+def test_only_keys_that_differ_are_shown() -> None:
+    first, second = {"a": 1, "b": 2, "paths.x": 3}, {"a": 1, "b": 3, "paths.x": 4, "c": None}
+    assert [(each.key, each.values) for each in config_differences([first, second])] == [
+        ("b", ("2", "3")),
+        ("c", ("–", "None")),
+    ]
+
+
+def test_means_spreads_and_the_test_are_those_of_scipy() -> None:
+    first, second = [0.9, 0.91, 0.93], [0.8, 0.86, 0.81, 0.85]
+    assert spread(first) == (pytest.approx(2.74 / 3), pytest.approx(stats.tstd(first)))
+    mean, deviation = zip(*map(spread, (first, second)), strict=True)
+    # Welch 1947: the statistic and its degrees of freedom, from means and standard deviations alone.
+    expected = stats.ttest_ind_from_stats(mean[0], deviation[0], 3, mean[1], deviation[1], 4, equal_var=False)
+    assert welch(first, second) == pytest.approx(expected.pvalue)
+    assert math.isnan(welch([0.9], second))
+    assert welch([1.0, 1.0], [1.0, 1.0]) == 1
+    assert welch([1.0, 1.0], [2.0, 2.0]) == 0
+
+
+def test_holm_never_falls_and_stops_at_one() -> None:
+    assert holm([0.04, 0.01, math.nan, 0.03]) == pytest.approx([0.06, 0.03, math.nan, 0.06], nan_ok=True)
+    assert holm([0.9, 0.8]) == [1, 1]
+
+
+def test_differences_that_exceed_the_spread_are_told_from_those_that_do_not(tmp_path: Path) -> None:
+    def group(lr: float, values: Sequence[float]) -> list[Path]:
+        return [
+            write_run(tmp_path / f"{lr}_{seed}", seed=seed, lr=lr, accuracy=value)
+            for seed, value in enumerate(values)
+        ]
+
+    paths = [*group(1.0, [0.90, 0.91, 0.92]), *group(2.0, [0.91, 0.90, 0.92]), *group(3.0, [0.5, 0.51, 0.52])]
+    groups = groups_of([read_run(path) for path in paths])
+    found = {(each.first, each.second): each for each in compare(groups, ["test/accuracy"])}
+    assert not found["lr=1.0", "lr=2.0"].exceeds
+    assert found["lr=1.0", "lr=3.0"].exceeds
+    assert found["lr=1.0", "lr=3.0"].difference == pytest.approx(-0.4)
+
+
+def test_a_report_of_many_runs_compares_them(runs: list[Path], tmp_path: Path) -> None:
+    page = page_of(runs, tmp_path / "report.html")
+    for text in (
+        "6 runs compared",
+        "0.91 ± 0.01",
+        "Differences that exceed the spread",
+        "Welch's two-sided t-test, p below 0.05",
+        "over 3 comparisons",
+        "<code>optimizer.lr</code>",
+    ):
+        assert text in page, text
+    assert "policy.freeze.mask.density" not in page
+
+
+def test_nothing_is_claimed_of_single_runs(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / str(lr), lr=lr, accuracy=lr) for lr in (0.1, 0.9)]
+    page = page_of(paths, tmp_path / "report.html")
+    assert "Differences that exceed" not in page
+    assert "the spread of one run is not known" in page
+
+
+def test_a_report_stays_small_and_names_the_runs_it_leaves_out(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradpolicy.insight.report.page.LARGEST", 5_300_000)
+    page = page_of(runs[:3], tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size <= 5_300_000
+    assert "stays below 6 MB: lr0.01_2." in page
+    assert page.count('<section class="run"') == 2
+
+
+# ---- in a browser
+
+
+def browse(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    assert BROWSER is not None
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=20000",
+        f"--user-data-dir={page.parent / 'browser'}",
+        *options,
+        page.as_uri(),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+@pytest.mark.parametrize("several", [False, True], ids=["one run", "many runs"])
+def test_a_browser_draws_every_figure_without_an_error(
+    several: bool, runs: list[Path], tmp_path: Path
+) -> None:
+    output = write(runs if several else runs[:1], tmp_path / "report.html")
+    assert output.stat().st_size <= LARGEST
+    done = browse(output, "--dump-dom")
+    assert "CONSOLE" not in done.stderr, done.stderr
+    body = done.stdout.partition("</head>")[2]
+    places = re.findall(
+        r'<div class="plot[^"]*" id="(figure-\d+)"[^>]*>(.*?)<script type="application/json"', body, re.DOTALL
+    )
+    shown = body.partition('data-run="1"')[0]
+    visible = [(name, content) for name, content in places if f'id="{name}"' in shown]
+    assert len(visible) >= 7
+    for name, content in visible:
+        assert 'class="main-svg"' in content, name
+    assert "What was asked" in body
+    assert not OUTSIDE.search(re.sub(r"<script>.*?</script>", "", output.read_text(), flags=re.DOTALL))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+def test_a_report_of_an_empty_directory_opens(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = browse(write([tmp_path / "empty"], tmp_path / "report.html"), "--dump-dom")
+    assert "CONSOLE" not in done.stderr
+    assert "They were not recorded." in done.stdout
