@@ -107,7 +107,7 @@ class WrappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward."""
-        # The compiler follows each call, and gives up where calls are nested too deeply. So none is made here.
+        # The compiler follows each call, and gives up where calls are nested too deeply. So this makes none.
         if _is_traced() and self._adds_nothing():
             if self.inner is not None:
                 return self.inner(*args, **kwargs)
