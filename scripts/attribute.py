@@ -1,17 +1,21 @@
 """Shows which pixels speak for a class.
 
     python scripts/attribute.py --ckpt_path last --method guided --images test
+    python scripts/attribute.py --ckpt_path last --method all --check randomise
     python scripts/attribute.py --model timm:resnet18 --images photographs/
 
-Writes an overlay for each image and a grid of all of them. Options may also be written without dashes, as
+Writes an overlay for each image, a grid of them, and how the probability of the class changes while pixels
+are inserted and deleted in the order of the attribution. Options may also be written without dashes, as
 train.py takes its own: ckpt_path=last method=guided.
 """
 
 import argparse
+import itertools
+import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,12 +28,22 @@ if __name__ == "__main__":
 import torch
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
+from rich.table import Table
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.imports import limited_to
-from gradpolicy.insight.attribution import Attribution, find_convolution, get_method, predict
+from gradpolicy.insight.attribution import METHODS, Attribution, find_convolution, get_method, predict
+from gradpolicy.insight.attribution_check_pictures import RANDOM, curves_picture, randomisation_picture
+from gradpolicy.insight.attribution_checks import (
+    PixelCurves,
+    insertion_deletion,
+    mean_curves,
+    random_order,
+    randomisation_check,
+)
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
 from gradpolicy.insight.results import replace_unencodable
 from gradpolicy.launch.allowed_targets import KEY, trusted_packages
@@ -42,10 +56,12 @@ from gradpolicy.lightning.checkpoint_checks import check_fits
 from gradpolicy.lightning.checkpoint_reading import read_weights
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
-from gradpolicy.tasks.images import ImageShape, find_images, read_image
+from gradpolicy.tasks.images import ImageShape, find_images, read_image, warn_of_shrunk
 from gradpolicy.tasks.named_models import load_named_model
 
 PARTS = ("data", "model", "policy")
+GRID = 64
+"""The most images in a grid, and about as many are checked by inserting and deleting pixels."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -119,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--method",
         default="guided",
-        help="gradient, guided, deconv, smoothgrad or guided_gradcam (default: %(default)s)",
+        help=f"{', '.join(METHODS)}; several with commas, or `all` (default: %(default)s)",
     )
     add(
         "--images",
@@ -143,6 +159,12 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         default=0.15,
         help="smoothgrad: their noise, as a share of the image's range (default: %(default)s)",
+    )
+    add(
+        "--check",
+        choices=("none", "randomise"),
+        default="none",
+        help="randomise: attribute while more and more weights are random (default: %(default)s)",
     )
     add("--layer", help="guided_gradcam: the name of the convolution (default: the last one)")
     add("--allowed_targets", help="packages of yours that the run's config may name, as for train.py")
@@ -178,25 +200,97 @@ def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> a
 
 def attribute(options: argparse.Namespace) -> Path:
     """Attributes the images, and gives the directory that the pictures were written to."""
-    method = get_method(options.method)
+    names = list(METHODS) if options.method == "all" else options.method.split(",")
+    methods = {name: get_method(name) for name in names}
     device = _device(options.device)
     explained = load_run(options) if options.model is None else load_named(options)
-    method = _with_settings(method, explained, options)
-    pictures = _pictures(explained, options)
+    methods = {name: _with_settings(method, name, explained, options) for name, method in methods.items()}
     explained.model.to(device).eval()
-    samples = [
-        sample
-        for start in track(range(0, len(pictures), options.batch_size), options.method, transient=True)
-        for sample in explain(
-            explained, method, pictures[start : start + options.batch_size], options.target, device
-        )
-    ]
-    directory = Path(options.output) if options.output else explained.directory
-    for picture, sample in zip(pictures, samples, strict=True):
-        save_overlay(sample, directory / f"{picture.name}.png")
-    title = f"{options.method}: which pixels speak for the class · {explained.name}"
-    picture_grid(samples, title, options.columns).savefig(directory / "grid.png")
-    return directory
+    base = Path(options.output) if options.output else explained.directory
+    curves: dict[str, PixelCurves] = {}
+    for name, method in methods.items():
+        directory = base / name if len(methods) > 1 or not options.output else base
+        curves[name], curves[RANDOM] = attribute_by(name, method, explained, options, device, directory)
+        if options.check == "randomise":
+            check_by_random_weights(name, method, explained, options, device, directory)
+    save_scores({**curves, RANDOM: curves.pop(RANDOM)}, explained.name, base)
+    return base if len(methods) > 1 else directory
+
+
+def attribute_by(
+    name: str,
+    method: Attribution,
+    explained: Explained,
+    options: argparse.Namespace,
+    device: torch.device,
+    directory: Path,
+) -> tuple[PixelCurves, PixelCurves]:
+    """Attributes the images by one method, a batch at a time, and writes the pictures.
+
+    Returns:
+        The mean curves of the method, and those of pixels in random order.
+    """
+    shown: list[Sample] = []
+    found: list[tuple[PixelCurves, PixelCurves]] = []
+    batches = _in_batches(_pictures(explained, options), options.batch_size)
+    for batch in track(batches, name, total=-(-options.count // options.batch_size), transient=True):
+        samples = explain(explained, method, batch, options.target, device)
+        for picture, sample in zip(batch, samples, strict=True):
+            save_overlay(sample, directory / f"{picture.name}.png")
+        shown += samples[: GRID - len(shown)]
+        if len(found) * options.batch_size < GRID:
+            images = torch.stack([sample.image for sample in samples]).to(device)
+            attributions = torch.stack([sample.attribution for sample in samples])
+            found.append(
+                tuple(  # type: ignore[arg-type]
+                    insertion_deletion(explained.model, images, each, options.target)
+                    for each in (attributions, random_order(images))
+                )
+            )
+    title = f"{name}: which pixels speak for the class · {explained.name}"
+    picture_grid(shown, title, options.columns).savefig(directory / "grid.png")
+    own, random = (mean_curves(each) for each in zip(*found, strict=True))
+    return own, random
+
+
+def check_by_random_weights(
+    name: str,
+    method: Attribution,
+    explained: Explained,
+    options: argparse.Namespace,
+    device: torch.device,
+    directory: Path,
+) -> None:
+    """Attributes the first images while more and more weights are random; draws and prints it."""
+    pictures = [picture for picture, _ in zip(_pictures(explained, options), range(4), strict=False)]
+    images = torch.stack([picture.image for picture in pictures]).to(device)
+    classes, _ = predict(explained.model, images, options.target)
+    found = randomisation_check(method, explained.model, images, classes)
+    title = f"{name}: weights drawn anew, from the last layer to the first · {explained.name}"
+    trained = method(explained.model, images, classes)
+    randomisation_picture(images, trained, found, title).savefig(directory / "randomise.png")
+    table = Table("weights drawn anew down to", "rank correlation", title=name, title_justify="left")
+    for each in found:
+        table.add_row(escape(each.layer), f"{each.similarity.mean():.2f}")
+    Console().print(table)
+
+
+def save_scores(curves: Mapping[str, PixelCurves], name: str, directory: Path) -> None:
+    """Writes the curves and their areas, and prints the areas."""
+    scores = {
+        method: {
+            "insertion_area": float(each.insertion_area.mean()),
+            "deletion_area": float(each.deletion_area.mean()),
+        }
+        for method, each in curves.items()
+    }
+    (directory / "scores.json").write_text(json.dumps(scores, indent=2) + "\n")
+    title = f"Does it point at what matters? · {name}"
+    curves_picture(curves, title).savefig(directory / "curves.png")
+    table = Table("method", "insertion (more is better)", "deletion (less is better)")
+    for method, areas in scores.items():
+        table.add_row(method, *(f"{area:.3f}" for area in areas.values()))
+    Console().print(table)
 
 
 def load_run(options: argparse.Namespace) -> Explained:
@@ -215,7 +309,7 @@ def load_run(options: argparse.Namespace) -> Explained:
         model=subject.model,
         network=subject.model,
         shape=ImageShape(*images.shape[1:]),
-        directory=run / "attributions" / options.method,
+        directory=run / "attributions",
         classes=getattr(subject.data, "classes", None),
         policies=model_policies(subject.policies.values()),
         data=subject.data,
@@ -226,7 +320,7 @@ def load_named(options: argparse.Namespace) -> Explained:
     """Loads a model of timm or torchvision."""
     name = str(options.model)
     found = load_named_model(name, options.weights)
-    directory = Path("attributions") / name.replace(":", "-") / options.method
+    directory = Path("attributions") / name.replace(":", "-")
     return Explained(name, found.model, found.network, found.shape, directory, found.classes)
 
 
@@ -254,27 +348,36 @@ def model_policies(policies: Iterable[Policy]) -> tuple[FlowPolicy, ...]:
     )
 
 
-def _with_settings(method: Attribution, explained: Explained, options: argparse.Namespace) -> Attribution:
+def _with_settings(
+    method: Attribution, name: str, explained: Explained, options: argparse.Namespace
+) -> Attribution:
     """Binds a method's own settings and the model's policies."""
     own: dict[str, Any] = {}
-    if options.method == "smoothgrad":
+    if name == "smoothgrad":
         own = {"samples": options.samples, "noise": options.noise}
-    elif options.method == "guided_gradcam":
-        own = {"layer": find_convolution(explained.network, options.layer)}
+    elif name == "guided_gradcam":
+        layer = find_convolution(explained.network, options.layer)
+        # By its name, since the check by random weights works on a copy.
+        own = {"layer": next(key for key, module in explained.model.named_modules() if module is layer)}
     return partial(method, policies=explained.policies, **own)
 
 
-def _pictures(explained: Explained, options: argparse.Namespace) -> list[Picture]:
+def _pictures(explained: Explained, options: argparse.Namespace) -> Iterator[Picture]:
+    """The images one after the other, so that memory does not grow with their number."""
     if options.images != "test":
         paths = find_images(Path(options.images))[: options.count]
-        return [Picture(path.stem, read_image(path, explained.shape)) for path in paths]
-    pictures: list[Picture] = []
-    for images, labels in explained.data.test_dataloader():
-        for image, label in zip(images, labels, strict=True):
-            pictures.append(Picture(f"test_{len(pictures):04d}", image, int(label)))
-            if len(pictures) == options.count:
-                return pictures
-    return pictures
+        warn_of_shrunk(paths, explained.shape)
+        yield from (Picture(path.stem, read_image(path, explained.shape)) for path in paths)
+        return
+    batches = explained.data.test_dataloader()
+    pairs = (pair for images, labels in batches for pair in zip(images, labels, strict=True))
+    for number, (image, label) in enumerate(itertools.islice(pairs, options.count)):
+        yield Picture(f"test_{number:04d}", image, int(label))
+
+
+def _in_batches(pictures: Iterator[Picture], size: int) -> Iterator[list[Picture]]:
+    while batch := list(itertools.islice(pictures, size)):
+        yield batch
 
 
 def explain(
@@ -295,7 +398,7 @@ def explain(
     return [
         Sample(
             image=picture.image,
-            attribution=attributions[i],
+            attribution=attributions[i].cpu(),
             predicted=name(int(classes[i])),
             probability=float(probabilities[i]),
             truth=name(picture.truth) if picture.truth is not None and target is None else None,

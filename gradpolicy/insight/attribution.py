@@ -7,8 +7,9 @@ Methods that change the gradient on its way back do it with flow policies, so an
 its spelling: ``F.relu`` as well as ``nn.ReLU``.
 """
 
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,9 @@ from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow import install
 from gradpolicy.logits import class_logits
 from gradpolicy.policies import Deconv, FlowPolicy, Guided
+
+BATCH = 64
+"""Images that a model takes at once, so that memory does not grow with their number."""
 
 Forward = Callable[[Tensor], Any]
 Target = int | Sequence[int] | Tensor | None
@@ -179,7 +183,7 @@ def predict(forward: Forward, images: Tensor, target: Target = None) -> tuple[Te
         Two tensors of shape (batch,): int64 and floating point.
     """
     with torch.inference_mode(False), torch.no_grad():
-        logits = class_logits(forward(images.clone()))
+        logits = torch.cat([class_logits(forward(part.clone())) for part in images.split(BATCH)])
         classes = _as_classes(target, logits)
         return classes, logits.softmax(dim=-1).gather(-1, classes[:, None])[:, 0]
 
@@ -199,15 +203,12 @@ def input_gradient(forward: Forward, images: Tensor, target: Target = None) -> T
     """
     if not images.is_floating_point():
         raise PolicyError(f"images: {images.dtype} given, floating point needed")
-    with torch.inference_mode(False), torch.enable_grad():
-        inputs = images.clone().detach().requires_grad_()
-        logits = class_logits(forward(inputs))
-        scores = logits.gather(-1, _as_classes(target, logits)[:, None])
-        found = (
-            torch.autograd.grad(scores.sum(), inputs, allow_unused=True)[0] if scores.requires_grad else None
-        )
-    if found is None:
-        raise PolicyError("attribution: no gradient reaches the images, something between cuts the graph")
+    if target is None or isinstance(target, int):
+        targets: Iterable[Target] = itertools.repeat(target)
+    else:
+        targets = torch.as_tensor(target).expand(len(images)).split(BATCH)
+    pairs = zip(images.split(BATCH), targets, strict=False)
+    found = torch.cat([_gradient(forward, part, own) for part, own in pairs])
     if not found.any():
         warnings.warn(
             "the attribution is zero everywhere: an operation without a gradient, such as round, lies"
@@ -217,10 +218,22 @@ def input_gradient(forward: Forward, images: Tensor, target: Target = None) -> T
     return found
 
 
+def _gradient(forward: Forward, images: Tensor, target: Target) -> Tensor:
+    with torch.inference_mode(False), torch.enable_grad():
+        inputs = images.clone().detach().requires_grad_()
+        logits = class_logits(forward(inputs))
+        scores = logits.gather(-1, _as_classes(target, logits)[:, None])
+        found = (
+            torch.autograd.grad(scores.sum(), inputs, allow_unused=True)[0] if scores.requires_grad else None
+        )
+    if found is None:
+        raise PolicyError("attribution: no gradient reaches the images, something between cuts the graph")
+    return found
+
+
 def _targets(forward: Forward, images: Tensor, target: Target) -> Tensor:
     """One class an image; the predicted ones where none is given."""
-    with torch.no_grad():
-        return _as_classes(target, class_logits(forward(images)))
+    return predict(forward, images, target)[0]
 
 
 def _as_classes(target: Target, logits: Tensor) -> Tensor:
@@ -261,15 +274,20 @@ def _activation_map(model: nn.Module, layer: nn.Module, images: Tensor, target: 
         return output.clone()  # what follows may work in place
 
     handle = layer.register_forward_hook(catch)
+    maps = []
     try:
-        with torch.inference_mode(False), torch.enable_grad():
-            logits = class_logits(model(images.clone().detach().requires_grad_()))
-            scores = logits.gather(-1, target[:, None])
-            (slope,) = torch.autograd.grad(scores.sum(), caught[-1])
+        for part, classes in zip(images.split(BATCH), target.split(BATCH), strict=True):
+            with torch.inference_mode(False), torch.enable_grad():
+                logits = class_logits(model(part.clone().detach().requires_grad_()))
+                scores = logits.gather(-1, classes[:, None])
+                channels = caught[-1]
+                (slope,) = torch.autograd.grad(scores.sum(), channels)
+            weights = slope.mean(dim=(-2, -1), keepdim=True)
+            maps.append((weights * channels.detach()).sum(dim=1, keepdim=True).relu())
+            caught.clear()
     finally:
         handle.remove()
-    weights = slope.mean(dim=(-2, -1), keepdim=True)
-    return (weights * caught[-1].detach()).sum(dim=1, keepdim=True).relu()
+    return torch.cat(maps)
 
 
 @contextmanager

@@ -1,26 +1,32 @@
-"""Draws the README's picture from a short run in plain PyTorch."""
+"""Draws the README's picture from a short run on Fashion-MNIST in plain PyTorch."""
 
+import os
 from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 import gradpolicy as gp
 from gradpolicy.insight.attribution import guided
+from gradpolicy.insight.pictures import overlay
+from gradpolicy.tasks import FashionMNISTDataModule
 from gradpolicy.tasks.models import QuantizedConvNet
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
+DATA = Path(os.environ.get("FASHION_MNIST", "data/fashion_mnist"))
+"""Where the images lie, or are downloaded to."""
 FORWARD, BACKWARD, FROZEN = "#0072B2", "#D55E00", "#BBBBBB"
-STEPS = 240
+STEPS = 400
+SHOWN = {"sneaker": 0, "bag": 0, "trouser": 0, "ankle boot": 0}
+"""The garments that are shown: which test image of each class."""
 WATCHED = 40
 
 
 def train(images: Tensor, labels: Tensor) -> tuple[QuantizedConvNet, Tensor, Tensor]:
     """Trains the default network; gives it with the values and masks of some weights in the first steps."""
-    model = QuantizedConvNet()
+    model = QuantizedConvNet(size=28)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
     freeze = gp.Freeze(gp.masks.Random(density=0.5, every=5), params="trunk.*", frozen_state="zero")
     freezer = gp.Freezer(model, optimizer, {"random": freeze}, seed=1)
@@ -69,40 +75,43 @@ def draw_freezing(axes: Axes, values: Tensor, masks: Tensor) -> None:
     axes.set_yticks([])
 
 
-def draw_guided(axes: Axes, model: QuantizedConvNet, images: Tensor) -> None:
-    """Three digits with their guided attribution below."""
+def draw_guided(axes: Axes, model: QuantizedConvNet, data: FashionMNISTDataModule) -> None:
+    """Some garments with their guided attribution below."""
+    test_images, test_labels = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
+    classes = [data.classes.index(name) for name in SHOWN]
+    images = torch.stack(
+        [
+            test_images[test_labels == number][place]
+            for number, place in zip(classes, SHOWN.values(), strict=True)
+        ]
+    )
     with gp.install(model, [gp.StraightThrough(ops=["round"])]):
-        attribution = guided(model, images)
-    scale = attribution.abs().amax(dim=(1, 2, 3), keepdim=True).clamp(min=1e-12)
-    rows = (("digit", images, "Greys", 0), ("speaks for it", attribution / scale, "RdBu_r", -1))
-    axes.set_title("guided backpropagation", fontsize=10)
+        attribution = guided(model, images, target=classes)
+    axes.set_title("guided backpropagation: what speaks for the class", fontsize=10)
     axes.set_axis_off()
-    for number, (title, pixels, colours, least) in enumerate(rows):
-        row = axes.inset_axes((0.12, 0.52 - 0.5 * number, 0.88, 0.46))
-        gap = torch.zeros(8, 1)
-        row.imshow(
-            torch.cat([part for image in pixels[:, 0] for part in (image, gap)], dim=1),
-            cmap=colours,
-            vmin=least,
-            vmax=1,
-        )
-        row.set_xticks([])
-        row.set_yticks([])
-        row.set_ylabel(title, fontsize=9)
+    for column, name in enumerate(SHOWN):
+        garment, own = images[column], attribution[column]
+        for row, pixels in enumerate((1 - garment[0], overlay(1 - garment, own))):
+            picture = axes.inset_axes((0.25 * column, 0.48 - 0.47 * row, 0.24, 0.45))
+            picture.imshow(pixels, cmap="gray", vmin=0, vmax=1)
+            picture.set_axis_off()
+            if row == 0:
+                picture.set_title(name, fontsize=9)
 
 
 def overview() -> Figure:
-    """Trains the default network on digits, and shows what three policies did."""
+    """Trains the default network on clothes, and shows what three policies did."""
     torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
-    labels = torch.tensor(digits.target)
-    model, values, masks = train(images[:1400], labels[:1400])
-    canvas = Figure(figsize=(11, 3.1), layout="constrained")
-    left, middle, right = canvas.subplots(1, 3)
+    data = FashionMNISTDataModule(DATA, batch_size=1000, download=True)
+    data.prepare_data()
+    data.setup()
+    images, labels = (torch.cat(parts) for parts in zip(*data.val_dataloader(), strict=True))
+    model, values, masks = train(images, labels)
+    canvas = Figure(figsize=(11.5, 3.1), layout="constrained")
+    left, middle, right = canvas.subplots(1, 3, width_ratios=(1, 1, 1.35))
     draw_rounding(left)
     draw_freezing(middle, values, masks)
-    draw_guided(right, model, images[1400:1404])
+    draw_guided(right, model, data)
     return canvas
 
 

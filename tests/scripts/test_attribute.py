@@ -1,5 +1,6 @@
 """The attribution program writes its pictures, and says in one line what is wrong with its input."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,11 @@ def test_each_method_writes_overlays_and_a_grid(method: str, run: Path, tmp_path
         "samples=2",
     ]
     assert main([*arguments, "images=test", "count=3"]) == 0
-    names = ["grid.png", "test_0000.png", "test_0001.png", "test_0002.png"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    pictures = ["curves.png", "grid.png", "test_0000.png", "test_0001.png", "test_0002.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*pictures, "scores.json"])
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores.keys() == {method, "random order"}
+    assert all(0 <= area <= 1 for areas in scores.values() for area in areas.values())
     colours = np.asarray(Image.open(tmp_path / "test_0000.png").convert("HSV"))
     assert colours[..., 1].max() > 100  # an attribution of zero would leave it grey
 
@@ -75,6 +79,30 @@ def test_pictures_of_a_directory_are_brought_to_the_size_of_the_model(run: Path,
     assert main([f"ckpt_path={run}", f"images={photographs}"]) == 0
     written = {path.name for path in (run / "attributions" / "guided").iterdir()}
     assert written == {"grid.png", "wide.png", "tall.png"}
+    assert {path.name for path in (run / "attributions").iterdir()} >= {"curves.png", "scores.json"}
+
+
+def test_photographs_for_a_model_of_small_pictures_are_warned_of(run: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (64, 48)).save(tmp_path / "photograph.png")
+    with pytest.warns(UserWarning, match=r"photograph.png is shrunk from 64 × 48 .* 8 × 8"):
+        main([f"ckpt_path={run}", f"images={tmp_path}", f"output={tmp_path / 'out'}"])
+
+
+def test_several_methods_are_compared_and_checked_by_random_weights(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = [f"ckpt_path={run}", "method=gradient,guided_gradcam", "check=randomise", "count=2"]
+    assert main([*arguments, f"output={tmp_path}"]) == 0
+    for method in ("gradient", "guided_gradcam"):
+        assert (tmp_path / method / "randomise.png").is_file()
+    assert json.loads((tmp_path / "scores.json").read_text()).keys() == {
+        "gradient",
+        "guided_gradcam",
+        "random order",
+    }
+    printed = capsys.readouterr().out
+    assert "model.head" in printed
+    assert "insertion (more is better)" in printed
 
 
 def test_one_class_can_be_asked_for(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
