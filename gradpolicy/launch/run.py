@@ -25,7 +25,8 @@ from gradpolicy.insight.results import RESULT, Result, print_config, print_resul
 from gradpolicy.insight.run_files import LogRun, name_loggers, write_plan
 from gradpolicy.insight.run_log import TRAIN_LOG, kept_output
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
-from gradpolicy.launch.config import Settings, check_config
+from gradpolicy.launch.compose import default_config
+from gradpolicy.launch.config import Settings, check_config, resolved
 from gradpolicy.launch.processes import (
     agreed,
     is_first_rank,
@@ -40,6 +41,8 @@ from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, 
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.lightning.run_record import record_of
 
+# The config without overrides, in the directory of a run.
+DEFAULTS = "defaults.yaml"
 # Warnings that every small run gives and that need no change.
 QUIET = (
     ".*does not have many workers.*",
@@ -102,6 +105,7 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
             return Result(overrides, status="planned")
         if is_first_rank():
             save_config(container, directory.path)
+            save_defaults(directory.path)
             record_of(directory.path, settings.task_name, settings.callbacks, _in_sweep()).save()
             if planned is not None:
                 write_plan(planned, directory.path)
@@ -190,6 +194,13 @@ def save_config(container: Mapping[str, Any], directory: Path) -> None:
     """Writes the resolved config into the run's directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(dict(container), sort_keys=False))
+
+
+def save_defaults(directory: Path) -> None:
+    """Writes the config without overrides beside it, so that a report can say what was asked."""
+    config = default_config()
+    if config is not None:
+        (directory / DEFAULTS).write_text(yaml.safe_dump(resolved(config), sort_keys=False))
 
 
 def check_optimized_metric(settings: Settings, subject: Subject, trainer: Trainer) -> None:

@@ -15,7 +15,7 @@ import yaml
 Content = TypeVar("Content")
 
 # What differs between any two runs, whatever was asked.
-BOOKKEEPING = ("paths.", "hydra.", "logger.", "ckpt_path", "tags")
+BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags")
 # The names of files by which a directory is known as that of a run.
 MARKS = ("config.yaml", "result.json", "plan.json", "record.jsonl", "run.json", "audit.json", "csv")
 WARNING = re.compile(r"\bwarning: (.*)", re.IGNORECASE)
@@ -108,6 +108,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     """
     files = _Files(directory)
     config = files.read("config.yaml", "what was asked", _read_config) or {}
+    defaults = files.read("defaults.yaml", "how the config differs from the defaults", _read_config) or {}
     plan = files.read("plan.json", "the plan and the map of the gradient", _read_object) or {}
     audit = files.read("audit.json", "the proof", _read_object) or {}
     result = files.read("result.json", "final results; the run did not end well", _read_object) or {}
@@ -129,7 +130,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
         directory=directory,
         name=name or directory.name,
         config=config,
-        defaults=_read_config(directory / "defaults.yaml") if (directory / "defaults.yaml").is_file() else {},
+        defaults=defaults,
         overrides=tuple(map(str, overrides)),
         plan=plan,
         result=result,
@@ -138,7 +139,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
         audit=audit,
         started=_moment(run.get("started")),
         warnings=tuple(dict.fromkeys(map(str, warnings))),
-        versions=audit.get("versions") or run.get("versions") or {},
+        versions={**(audit.get("versions") or {}), **(run.get("versions") or {})},
         pictures=tuple(sorted((directory / "pictures").glob("*.png"))),
         masks=_mask_pictures(directory / "masks"),
         missing=files.missing,
