@@ -67,6 +67,7 @@ class GradientPolicies(Callback):
         masked_optimizers: The optimizers that hold what freeze policies match.
         recorded: Whether somebody reads what is measured at every ``log_every_n_steps``-th update, also where
             no logger does.
+        records_now: Whether the update that is being prepared is such a one.
         norms_before, norms_after: The gradient norm of each parameter of a freeze policy before and after its
             mask, at the update that was last measured.
         before_removal: Called at the end of a stage, while policies are still installed.
@@ -113,7 +114,7 @@ class GradientPolicies(Callback):
         self.installed: Installed | None = None
         self.freezer: Freezer | None = None
         self.masked_optimizers: list[MaskedOptimizer] = []
-        self.recorded = False
+        self.recorded = self.records_now = False
         self.norms_before: dict[str, Tensor] = {}
         self.norms_after: dict[str, Tensor] = {}
         self.before_removal: list[Callable[[], None]] = []
@@ -253,11 +254,11 @@ class GradientPolicies(Callback):
                 times = (updates, trainer.current_epoch)
                 self.ranks.begin_step(updates, cut=self._cuts_now(*times), wanted=self._wanted_gradients())
             self._updates_seen = updates
+            self.records_now = self.recorded and (updates + 1) % log_interval(trainer) == 0
         if self.installed is not None:
             self.installed.set_loss_scale(_loss_scale(trainer))
             logs = self.log_policies and self._logs_now(trainer)
-            recorded = self.records_next(trainer)
-            self.installed.measure_norms(logs or recorded, zeros=recorded)
+            self.installed.measure_norms(logs or self.records_now, zeros=self.records_now)
             # Counts of a batch, since those of a run would start anew where it is resumed.
             rows = self.installed.report().rows if logs else ()
             self._met_before = {row.name: row.operations_matched for row in rows}
@@ -289,7 +290,7 @@ class GradientPolicies(Callback):
     ) -> None:
         """Shows sources the gradients, and masks them if they are clipped or logged; after unscaling."""
         logs = self.log_policies and self._logs_now(trainer)
-        measures = logs or self.records_next(trainer)
+        measures = logs or self.records_now
         if measures or self._wanted_gradients():
             _unscale(trainer, optimizer)
         if self.freezer is not None and optimizer in self.masked_optimizers:
@@ -376,11 +377,7 @@ class GradientPolicies(Callback):
             if row.active and policy.when.active(phase=phase):
                 check_met(row.name, row.met, may_get_gradient=thaws)
 
-    # ---- what the loggers and the record get
-
-    def records_next(self, trainer: Trainer) -> bool:
-        """Whether the next update is one whose measurements somebody records."""
-        return self.recorded and (self.updates(trainer) + 1) % log_interval(trainer) == 0
+    # ---- what the loggers get
 
     def _logs_now(self, trainer: Trainer) -> bool:
         return bool(trainer.loggers) and (trainer.global_step + 1) % log_interval(trainer) == 0
