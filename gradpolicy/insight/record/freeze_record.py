@@ -1,0 +1,246 @@
+"""What the record says of freeze policies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradpolicy.insight.record.columns import (
+    Columns,
+    Signs,
+    added,
+    age_quartiles,
+    flipped_blocks,
+    numbers,
+    roots,
+    sample_ages,
+    signs,
+)
+from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.optim.zero_redundancy import MaskedZero
+from gradpolicy.tensors.sharding import is_sharded, local_shard
+
+MEASURED = ("weight_norm", "update_norm", "gradient_norm_before", "gradient_norm_after")
+
+
+class FreezeRecord:
+    """Follows the masks of a fit, and measures updates. An observer of the :class:`~gradpolicy.Freezer`.
+
+    Args:
+        policies: The callback that runs the policies.
+        changes: What `state` gave.
+    """
+
+    def __init__(self, policies: GradientPolicies, changes: Mapping[str, Any] | None = None) -> None:
+        assert policies.freezer is not None
+        self._policies = policies
+        self._freezer = policies.freezer
+        self._found: dict[str, tuple[MaskedOptimizer, MaskedParameter]] = {}
+        self._signs: dict[str, Signs] = {}
+        self._weights: dict[str, Tensor] = {}
+        # What was set since the last update: the blocks that flipped; and what had no mask before.
+        self._flips: dict[str, list[Signs]] = {}
+        self._first: set[str] = set()
+        if changes:
+            self._flips = {name: [(torch.tensor(flips), 1)] for name, flips in changes["flips"].items()}
+            self._first = set(changes["first"])
+
+    def remove(self) -> None:
+        """Stops following the masks."""
+        self._freezer.observers.remove(self)
+
+    # ---- changes of masks
+
+    @torch.no_grad()
+    def before_masks(self, names: Collection[str]) -> None:
+        """Keeps which entries trained so far."""
+        for name in names:
+            known = self._find(name)
+            if known is None or known[1].mask_shape is None:
+                self._first.add(name)
+            elif known[1].layout.size:
+                self._signs[name] = signs(known[1])
+
+    @torch.no_grad()
+    def after_masks(self, names: Collection[str]) -> None:
+        """Counts the entries that flipped."""
+        for name in names:
+            flips = self._flips.setdefault(name, [])
+            if name in self._signs:
+                flips.append(flipped_blocks(self._signs.pop(name), signs(self._masked(name))))
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether masks were set since the last update; the same on all processes."""
+        return bool(self._flips)
+
+    def state(self) -> dict[str, Any]:
+        """The changes that no row tells yet, as within a window of accumulated batches."""
+        flips = {name: sum(int(count) * size for count, size in found) for name, found in self._flips.items()}
+        return {"flips": flips, "first": sorted(self._first)}
+
+    # ---- updates
+
+    @torch.no_grad()
+    def keep_weights(self) -> None:
+        """Keeps the weights until `take`. Those of parameters that are frozen as a whole will not change."""
+        if not self._weights:
+            moving = {
+                name: local_shard(parameter.detach())
+                for name, parameter in self._freezer.parameters.items()
+                if not self._masked(name).frozen_everywhere
+            }
+            self._weights = {name: weight.clone() for name, weight in moving.items()}
+
+    @torch.no_grad()
+    def take(self, *, measured: bool) -> dict[str, Any]:
+        """What this process knows of an update, and what changed before it; the next begins.
+
+        Args:
+            measured: Of all parameters, with what `keep_weights` and the policies' norms tell; otherwise
+                counts in the layers where masks were set.
+        """
+        parameters = self._freezer.parameters
+        layers = {layer_of(name) for name in self._flips}
+        names = [name for name in parameters if measured or layer_of(name) in layers]
+        own = {name: _is_first_replica(parameters[name]) for name in names}
+        columns: Columns = {
+            **self._counts(own),
+            "flipped": self._flipped(own),
+            **(self._squares(own) if measured else {}),
+        }
+        if measured:
+            held = [(self._masked(name), _real_size(parameters[name])) for name in names if own[name]]
+            samples = dict(zip((name for name in names if own[name]), sample_ages(held), strict=True))
+            columns["ages"] = [samples.get(name, _NO_AGES) for name in names]
+        taken = {"names": names, "first": self._first, "columns": columns}
+        self._flips, self._first, self._weights = {}, set(), {}
+        return taken
+
+    def _counts(self, own: Mapping[str, bool]) -> Columns:
+        """Entries, active ones and bytes; of what another process tells too, only bytes that it lacks."""
+        columns: Columns = {"entries": [], "active": [], "state_bytes": []}
+        for name, mine in own.items():
+            parameter = self._freezer.parameters[name]
+            optimizer, masked = self._known(name)
+            parts = _real_parts(parameter)
+            counts = mine or isinstance(optimizer, MaskedZero)
+            columns["entries"].append(masked.layout.size // parts if mine else 0)
+            columns["active"].append(masked.active_entries // parts if mine else 0)
+            columns["state_bytes"].append(optimizer.state_bytes(parameter) if counts else 0)
+        return columns
+
+    def _flipped(self, own: Mapping[str, bool]) -> list[int]:
+        found = [(name, *each) for name, mine in own.items() if mine for each in self._flips.get(name, ())]
+        flipped = dict.fromkeys(own, 0)
+        for (name, _, size), count in zip(found, numbers([count for _, count, _ in found]), strict=True):
+            flipped[name] += int(count) * size // _real_parts(self._freezer.parameters[name])
+        return list(flipped.values())
+
+    def _squares(self, own: Mapping[str, bool]) -> Columns:
+        """The squared norms of weights before the update, of their change, and of gradients."""
+        parameters = self._freezer.parameters
+        now = {name: local_shard(parameters[name].detach()) for name, mine in own.items() if mine}
+        old = {name: weight for name, weight in self._weights.items() if name in now}
+        found = {"weight_norm": _norms({**now, **old})}
+        if old:
+            torch._foreach_sub_(list(old.values()), [now[name] for name in old])
+        found["update_norm"] = _norms(old)
+        gradients = (self._policies.norms_before, self._policies.norms_after)
+        for column, norms in zip(MEASURED[2:], gradients, strict=True):
+            found[column] = {name: local_shard(norms[name]) for name in now if name in norms}
+        values = iter(numbers([norm for norms in found.values() for norm in norms.values()]))
+        squares = {column: {name: next(values) ** 2 for name in norms} for column, norms in found.items()}
+        for column in ("update_norm", "gradient_norm_after"):
+            # What is frozen as a whole neither moves nor keeps a gradient.
+            squares[column] = {**dict.fromkeys(now, 0.0), **squares[column]}
+        return {column: [values.get(name) for name in own] for column, values in squares.items()}
+
+    # ---- rows
+
+    def rows(self, of_ranks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """A row for each policy, of lists with a value for each parameter.
+
+        Args:
+            of_ranks: What `take` gave on each process that knows something of its own.
+        """
+        names, columns = of_ranks[0]["names"], added([each["columns"] for each in of_ranks])
+        columns["parameter"] = names
+        columns["frozen_state"] = [self._masked(name).frozen_state for name in names]
+        first, flipped = of_ranks[0]["first"], columns["flipped"]
+        columns["changed"] = [name in first or count > 0 for name, count in zip(names, flipped, strict=True)]
+        measured = "ages" in columns
+        if measured:
+            columns |= {column: roots(columns[column]) for column in MEASURED}
+            columns |= age_quartiles(columns.pop("ages"))
+        layers = {layer_of(name) for name, changed in zip(names, columns["changed"], strict=True) if changed}
+        for policy in self._freezer.policies:
+            own = self._freezer.parameters_of(policy)
+            places = [
+                place
+                for place, name in enumerate(names)
+                if name in own and (measured or layer_of(name) in layers)
+            ]
+            if places:
+                chosen = {column: [values[place] for place in places] for column, values in columns.items()}
+                yield {"kind": "freeze", "policy": policy, **chosen}
+
+    # ---- where things are
+
+    def _find(self, name: str) -> tuple[MaskedOptimizer, MaskedParameter] | None:
+        """The first optimizer that knows a mask of a parameter, and what it knows."""
+        if name not in self._found:
+            parameter = self._freezer.parameters[name]
+            for optimizer in self._policies.masked_optimizers:
+                if parameter in optimizer.masked_parameters():
+                    self._found[name] = optimizer, optimizer.masked_parameters()[parameter]
+                    break
+        return self._found.get(name)
+
+    def _known(self, name: str) -> tuple[MaskedOptimizer, MaskedParameter]:
+        found = self._find(name)
+        assert found is not None, "masks are set before the first update"
+        return found
+
+    def _masked(self, name: str) -> MaskedParameter:
+        return self._known(name)[1]
+
+
+_NO_AGES = np.empty(0, np.int64)
+
+
+def layer_of(parameter: str) -> str:
+    """The name of the module that holds a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def _norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    norms = torch._foreach_norm(list(tensors.values())) if tensors else ()
+    return dict(zip(tensors, norms, strict=True))
+
+
+def _real_parts(parameter: Tensor) -> int:
+    """How many numbers an entry is to the optimizer, which updates real and imaginary parts each by itself."""
+    return 2 if parameter.is_complex() else 1
+
+
+def _real_size(parameter: Tensor) -> int:
+    return parameter.numel() * _real_parts(parameter)
+
+
+def _is_first_replica(parameter: Tensor) -> bool:
+    """Whether this process is the first of those that hold the same entries."""
+    if not dist.is_initialized():
+        return True
+    if not is_sharded(parameter):
+        return dist.get_rank() == 0
+    sharded: Any = parameter
+    places = zip(sharded.placements, sharded.device_mesh.get_coordinate() or (), strict=False)
+    return all(place == 0 for placement, place in places if placement.is_replicate())
