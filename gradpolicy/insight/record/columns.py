@@ -66,7 +66,9 @@ def sample_ages(parameters: Sequence[tuple[MaskedParameter, int]]) -> list[np.nd
         if masked.block == 1:
             samples.append(masked.ages[:held:stride])
         else:
-            samples.append(masked.ages[torch.arange(0, held, stride, device=masked.ages.device) // masked.block])
+            samples.append(
+                masked.ages[torch.arange(0, held, stride, device=masked.ages.device) // masked.block]
+            )
         # What is not held has no state: it is of age 0.
         frozen.append((masked.layout.size - held) // stride)
     if not samples:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import pandas as pd
 import yaml
 
+from gradpolicy.insight import record
+
 Content = TypeVar("Content")
 
 # What differs between any two runs, whatever was asked.
@@ -113,10 +115,8 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     audit = files.read("audit.json", "the proof", _read_object) or {}
     result = files.read("result.json", "final results; the run did not end well", _read_object) or {}
     log = files.read("train.log", "warnings given during training", _read_text) or ""
-    record = files.read(
-        "record.jsonl",
-        "the timeline of masks, gradient norms, memory and ages",
-        lambda _: _load_record(directory),
+    recorded = files.read(
+        "record.jsonl", "the timeline of masks, gradient norms, memory and ages", _read_record
     )
     curves = sorted(directory.glob("csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
     metrics_file = str(curves[-1].relative_to(directory)) if curves else "csv/*/metrics.csv"
@@ -135,7 +135,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
         plan=plan,
         result=result,
         metrics=pd.DataFrame() if metrics is None else metrics,
-        record=pd.DataFrame() if record is None else record,
+        record=pd.DataFrame() if recorded is None else recorded,
         audit=audit,
         started=_moment(run.get("started")),
         warnings=tuple(dict.fromkeys(map(str, warnings))),
@@ -219,8 +219,10 @@ def _read_curves(path: Path) -> pd.DataFrame:
     return table
 
 
-def _load_record(directory: Path) -> pd.DataFrame:
-    return pd.read_json(directory / "record.jsonl", lines=True)
+def _read_record(path: Path) -> pd.DataFrame:
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    return record.load(path.parent)
 
 
 def _moment(seconds: Any) -> str:
