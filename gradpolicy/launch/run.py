@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -284,7 +283,8 @@ def _made_by_hydra() -> Path | None:
 
 
 def _in_sweep() -> bool:
-    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+    # Hydra numbers the jobs of a sweep. Their mode is that of a single run unless a config sets it.
+    return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
 
 
 @contextmanager
