@@ -29,7 +29,8 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
-from gradpolicy.insight.results import RESULT, Result, replace_unencodable, summarize
+from gradpolicy.insight.results import REPORT, RESULT, Result, replace_unencodable, write_report
+from gradpolicy.insight.sweep_summary import SweepSummary
 from gradpolicy.launch.allowed_targets import trusted_packages
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
@@ -42,6 +43,8 @@ ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 DIRECTORY = "directory"
 PUT_BACK = "put_back"
+# What the table and the report call the states of a trial.
+STATUSES = {TrialState.COMPLETE: "completed", TrialState.FAIL: "failed"}
 Draw = Callable[[Trial, str, Mapping[str, Any]], Any]
 
 # The distributions of W&B sweeps, which the configs are written in, as Optuna draws them.
@@ -203,13 +206,16 @@ def prepare(options: argparse.Namespace) -> Search:
     directory = Path(options.directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = options.storage or f"sqlite:///{directory / 'study.db'}"
-    study = open_study(url, options.study or name, space["metric"]["goal"], options.seed)
+    study = open_study(url, options.study or name, space["metric"], options.seed)
     monitor = options.monitor or space["metric"]["name"].removesuffix("_best")
     return Search(study, url, space, overrides, directory / study.study_name, monitor)
 
 
-def open_study(url: str, name: str, goal: Any, seed: int) -> optuna.Study:
-    """Opens a study, or makes it; trials whose process is gone are given up."""
+def open_study(url: str, name: str, metric: Mapping[str, Any], seed: int) -> optuna.Study:
+    """Opens a study, or makes it; trials whose process is gone are given up.
+
+    Dashboards call what is optimised by the name of the metric.
+    """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     storage = optuna.storages.RDBStorage(url, heartbeat_interval=30, grace_period=120)
@@ -218,12 +224,13 @@ def open_study(url: str, name: str, goal: Any, seed: int) -> optuna.Study:
     study = optuna.create_study(
         study_name=name,
         storage=storage,
-        direction=goal,
+        direction=metric["goal"],
         # Another seed for what comes after: the same one would draw the first trials again.
         sampler=optuna.samplers.TPESampler(seed=seed + done),
         pruner=make_pruner(),
         load_if_exists=True,
     )
+    study.set_metric_names([metric["name"]])
     optuna.storages.fail_stale_trials(study)
     return study
 
@@ -310,10 +317,23 @@ def as_override(node: Mapping[str, Any]) -> str:
 
 
 def show(search: Search) -> None:
-    """Prints and saves the table of all trials."""
+    """Prints and saves the table of all trials, pictures of the study, and a report of the runs."""
     results = [as_result(trial) for trial in search.study.trials]
     mode = "min" if search.space["metric"]["goal"] == "minimize" else "max"
-    summarize(results, search.metric, mode, Console(), search.directory.with_suffix(".csv"))
+    summary, console = SweepSummary(results, search.metric, mode), Console()
+    summary.show(console)
+    summary.write(search.directory.with_suffix(".csv"), console, importances(search.study))
+    if summary.runs:
+        write_report(summary.runs, search.directory / REPORT, console)
+
+
+def importances(study: optuna.Study) -> list[Any]:
+    """Optuna's picture of which parameter mattered most; none if its trials do not tell."""
+    try:
+        return [optuna.visualization.plot_param_importances(study)]
+    except (RuntimeError, ValueError):
+        # With fewer than two trials, or the same value in all of them.
+        return []
 
 
 def as_result(trial: FrozenTrial) -> Result:
@@ -322,7 +342,7 @@ def as_result(trial: FrozenTrial) -> Result:
     return Result(
         overrides=[f"{key}={_short(value)}" for key, value in trial.params.items()],
         optimized=trial.value if complete else None,
-        status="failed" if trial.state is TrialState.FAIL else trial.state.name.lower(),
+        status=STATUSES.get(trial.state, trial.state.name.lower()),
         error="" if complete else trial.state.name.lower(),
         directory=str(trial.user_attrs.get(DIRECTORY, "")),
     )

@@ -1,10 +1,8 @@
-"""Prints the config before a run, its results after it, and the table of a sweep."""
+"""Prints the config before a run, and its results after it."""
 
 import codecs
-import csv
 import io
 import json
-import math
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -20,9 +18,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 RESULT = "result.json"
-# In the directory of a sweep: a result for each job, and the table of them all.
-RESULTS = "results"
-SUMMARY = "summary.csv"
+REPORT = "report.html"
 UNENCODABLE = "gradpolicy.plain"
 # Substitutes for characters that do not decompose into ASCII: one for one, so that tables keep their shape.
 ASCII = dict(zip("–—−·•×→│─━", "---**x>|--", strict=True))
@@ -110,6 +106,8 @@ def saved_in(directory: Path) -> dict[str, str]:
         "tensorboard": sorted(directory.glob("tensorboard/*"))[-1:],
         "mlflow": sorted(directory.glob("mlflow.db")),
         "pictures": sorted(directory.glob("pictures/*")),
+        "log": [directory / "train.log"],
+        "report": [directory / REPORT],
     }
     return {
         what: ", ".join(str(path) if what == "run" else str(path.relative_to(directory)) for path in paths)
@@ -118,84 +116,29 @@ def saved_in(directory: Path) -> dict[str, str]:
     }
 
 
+def write_report(runs: Sequence[Path], output: Path, console: Console) -> None:
+    """Writes the report of one run or of several; if that fails, a line says so, and the run goes on.
+
+    Args:
+        runs: The directories of the runs.
+        output: Where the report goes.
+        console: Where to print.
+    """
+    # Plotting takes a while to import.
+    from gradpolicy.insight.report import write
+
+    try:
+        write(runs, output)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        console.print(f"warning: no report: {type(error).__name__}: {text}", markup=False, soft_wrap=True)
+
+
 def _by_stage(item: tuple[str, float]) -> tuple[int, str]:
     """The sort key of a metric: test first, then validation, training, and the policies' own."""
     stages = ("test/", "val/", "train/")
     name = item[0]
     return next((index for index, stage in enumerate(stages) if name.startswith(stage)), len(stages)), name
-
-
-# ---- sweeps
-
-
-def collect(sweep_dir: Path) -> list[Result]:
-    """Reads the results of a sweep's jobs, in the order of the jobs."""
-    paths = sorted((sweep_dir / RESULTS).glob("*.json"), key=lambda path: int(path.stem))
-    return [Result.load(path) for path in paths]
-
-
-def best_of(results: Sequence[Result], mode: str) -> int | None:
-    """The index of the best result; None if no job has one."""
-    valued = {
-        index: result.optimized
-        for index, result in enumerate(results)
-        if result.optimized is not None and not math.isnan(result.optimized)
-    }
-    choose = min if mode == "min" else max
-    return choose(valued, key=valued.__getitem__, default=None)
-
-
-def summarize(
-    results: Sequence[Result], metric: str | None, mode: str, console: Console, path: Path | None = None
-) -> None:
-    """Prints the table and writes it as CSV.
-
-    Args:
-        results: The results of the jobs.
-        metric: The metric that is compared.
-        mode: ``"min"`` or ``"max"``: which value is the best.
-        console: Where to print.
-        path: Where the CSV goes.
-    """
-    best = best_of(results, mode)
-    common = set.intersection(*(set(result.overrides) for result in results)) if len(results) > 1 else set()
-    heading = metric or "metric"
-    table = Table(title="Sweep", title_justify="left", title_style="bold", header_style="bold")
-    table.add_column("job", justify="right")
-    table.add_column("overrides", overflow="fold")
-    table.add_column(heading, justify="right")
-    table.add_column("best", justify="center")
-    for index, result in enumerate(results):
-        value = result.error or "–" if result.optimized is None else f"{result.optimized:.6g}"
-        style = "bold green" if index == best else "red" if result.status == "failed" else ""
-        mark = "*" if index == best else ""
-        own = " ".join(line for line in result.overrides if line not in common)
-        # In overrides brackets are lists, not rich's markup.
-        table.add_row(str(index), escape(own) or "–", escape(value), mark, style=style)
-    console.print(table)
-    if common:
-        console.print(escape(f"all with {' '.join(sorted(common))}"), highlight=False)
-    if path is not None:
-        _write_summary(results, heading, best, path)
-        console.print(escape(f"saved in {path}"), soft_wrap=True)
-
-
-def _write_summary(results: Sequence[Result], heading: str, best: int | None, path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["job", "overrides", heading, "best", "status", "error", "directory"])
-        for index, result in enumerate(results):
-            writer.writerow(
-                [
-                    index,
-                    " ".join(result.overrides),
-                    result.optimized,
-                    index == best,
-                    result.status,
-                    result.error,
-                    result.directory,
-                ]
-            )
 
 
 # ---- streams that lack characters

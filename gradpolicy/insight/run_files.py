@@ -56,11 +56,10 @@ def name_loggers(config: Mapping[str, Any], overrides: Sequence[str], sweep: str
         sweep: The name of the sweep that it belongs to.
     """
     policies = policies_of(config)
-    told = [line for line in overrides if not line.lstrip("+~").startswith(UNNAMED)]
-    told += [line for line in overrides if line.lstrip("+~").startswith("policy.")]
-    if not any(line.startswith("seed=") for line in told):
-        told.append(f"seed={config.get('seed', 0)}")
-    name = " ".join([policies, *told])[:LONGEST_NAME]
+    plain = [line.lstrip("+~") for line in overrides]
+    own = [line for line in plain if line.startswith("policy.")]
+    others = [line for line in plain if not line.startswith((*UNNAMED, "seed="))]
+    name = " ".join([policies, f"seed={config['seed']}", *own, *others])[:LONGEST_NAME]
     group = (f"{policies} sweep {sweep}" if sweep else policies)[:LONGEST_NAME]
     names = {"WandbLogger": {"name": name, "group": group}, "MLFlowLogger": {"run_name": name}}
     for node in filter(None, (config.get("logger") or {}).values()):
@@ -136,12 +135,16 @@ def custom_scalars(policies: Mapping[str, Any]) -> dict[str, dict[str, list[Any]
         }
     }
     for name, node in policies.items():
-        if node is not None:
-            own = f"policy/{re.escape(name)}"
-            charts = {"gradient norm": ["Multiline", [f"{own}/gradient_norm_(before|after)"]]}
-            if str(node.get("_target_")).endswith(".Freeze"):
-                charts["active share"] = ["Multiline", [f"{own}/active_share"]]
-            layout[f"policy {name}"] = charts
+        kind = str((node or {}).get("_target_")).rpartition(".")[2]
+        phases = ((node or {}).get("when") or {}).get("phases", ("fit",))
+        # Where a stop cuts, there is no gradient whose norm could be charted.
+        if node is None or "fit" not in phases or kind == "Stop":
+            continue
+        own = f"policy/{re.escape(name)}"
+        charts = {"gradient norm": ["Multiline", [f"{own}/gradient_norm_(before|after)$"]]}
+        if kind == "Freeze":
+            charts["active share"] = ["Multiline", [f"{own}/active_share$"]]
+        layout[f"policy {name}"] = charts
     return layout
 
 

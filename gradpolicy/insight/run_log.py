@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 from rich import get_console
 from rich.console import Console
@@ -38,7 +38,7 @@ def kept_output(path: Path, *, keeps: bool = True) -> Iterator[Console]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8", buffering=1) as log:
         out, err = LoggedStream(sys.stdout, log), LoggedStream(sys.stderr, log)
-        with redirect_stdout(out), redirect_stderr(err):  # type: ignore[type-var]
+        with redirect_stdout(out), redirect_stderr(err):
             try:
                 yield LoggedConsole(log, width=None if sys.stdout.isatty() else WIDTH)
             except BaseException as error:
@@ -66,14 +66,14 @@ class LoggedStream(FileProxy):
     one is drawn on a terminal, other text has to go through its console, as rich itself has it.
     """
 
-    def __init__(self, stream: IO[str], log: TextIO) -> None:
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
         super().__init__(get_console(), stream)
-        self._log = log
+        self._stream, self._log = stream, log
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
         """That of the stream."""
-        return self.rich_proxied_file.encoding
+        return self._stream.encoding
 
     def write(self, text: str) -> int:
         """Writes to both."""
@@ -81,12 +81,12 @@ class LoggedStream(FileProxy):
             self._log.write(ANSI.sub("", text))
         if self.isatty() and get_console()._render_hooks:
             return super().write(text)
-        return self.rich_proxied_file.write(text)
+        return self._stream.write(text)
 
     def flush(self) -> None:
         """Flushes the stream."""
         super().flush()
-        self.rich_proxied_file.flush()
+        self._stream.flush()
 
 
 def _last_words(error: BaseException) -> str:

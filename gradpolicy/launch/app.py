@@ -21,14 +21,8 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.imports import allowed_packages, limited_to
-from gradpolicy.insight.results import (
-    RESULTS,
-    SUMMARY,
-    Result,
-    collect,
-    replace_unencodable,
-    summarize,
-)
+from gradpolicy.insight.results import REPORT, Result, replace_unencodable, write_report
+from gradpolicy.insight.sweep_summary import RESULTS, SUMMARY, SweepSummary, collect
 from gradpolicy.launch.allowed_targets import check_not_from_config, trusted_packages
 from gradpolicy.launch.compose import (
     VERSION_BASE,
@@ -301,6 +295,10 @@ def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:
     results = collect(directory)
     if any(result.status != "failed" or Path(result.directory).is_dir() for result in results):
         metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"
-        summarize(results, metric, mode, Console(), directory / SUMMARY)
+        summary, console = SweepSummary(results, metric, mode), Console()
+        summary.show(console)
+        summary.write(directory / SUMMARY, console)
+        if summary.runs and OmegaConf.select(config, "extras.report"):
+            write_report(summary.runs, directory / REPORT, console)
     elif is_new:
         shutil.rmtree(directory, ignore_errors=True)

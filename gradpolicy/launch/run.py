@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -21,7 +20,15 @@ from omegaconf import DictConfig, OmegaConf
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.logged_metrics import missing_metric
 from gradpolicy.insight.plan import plan, training_loss
-from gradpolicy.insight.results import RESULT, Result, print_config, print_results, saved_in
+from gradpolicy.insight.results import (
+    REPORT,
+    RESULT,
+    Result,
+    print_config,
+    print_results,
+    saved_in,
+    write_report,
+)
 from gradpolicy.insight.run_files import LogRun, name_loggers, write_plan
 from gradpolicy.insight.run_log import TRAIN_LOG, kept_output
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
@@ -114,6 +121,8 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         result = Result(overrides, metrics, optimized_value(settings, metrics), directory=str(directory.path))
         if is_first_rank():
             result.save(directory.path / RESULT)
+            if settings.extras.report:
+                write_report([directory.path], directory.path / REPORT, console)
             print_results(result, saved_in(directory.path), console)
         return result
 
@@ -285,7 +294,8 @@ def _made_by_hydra() -> Path | None:
 
 
 def _in_sweep() -> bool:
-    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+    # Hydra numbers the jobs of a sweep. Their mode is that of a single run unless a config sets it.
+    return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
 
 
 @contextmanager

@@ -38,6 +38,12 @@ def talk(path: Path) -> None:
             warnings.warn("careful", stacklevel=1)
 
 
+def fail(path: Path, name: str, error: BaseException) -> None:
+    with kept_output(path):
+        print(name)
+        raise error
+
+
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_what_is_printed_is_kept_without_colours_and_bars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO]
@@ -68,9 +74,8 @@ def test_the_error_that_ends_a_run_is_kept_and_a_second_run_is_added(
 ) -> None:
     path = tmp_path / "train.log"
     for name in ("first", "second"):
-        with pytest.raises(type(error)), kept_output(path):
-            print(name)
-            raise error
+        with pytest.raises(type(error)):
+            fail(path, name, error)
     lines = path.read_text().splitlines()
     assert lines[0] == "first"
     assert "second" in lines

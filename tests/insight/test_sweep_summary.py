@@ -1,0 +1,106 @@
+"""The summary of a sweep: a column for each override, means over seeds, a picture."""
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gradpolicy.insight.results import Result
+from gradpolicy.insight.sweep_summary import SUMMARY, SweepSummary
+
+RESULTS = [
+    Result(["seed=1", "logger=csv"], optimized=0.25),
+    Result(["seed=2", "logger=csv"], optimized=float("nan")),
+    Result(["seed=3", "logger=csv"], status="failed", error="no memory"),
+    Result(["seed=4", "logger=csv"], optimized=0.75),
+]
+GRID = [
+    Result([f"policy={policy}", f"seed={seed}", "+x.y=1"], optimized=value)
+    for policy, seed, value in (
+        ("[stop,guided]", 1, 0.5),
+        ("[stop,guided]", 2, 0.7),
+        ("none", 1, 0.2),
+        ("none", 2, 0.2),
+    )
+]
+
+
+def printed(summary: SweepSummary) -> list[str]:
+    console = Console(width=100)
+    with console.capture() as capture:
+        summary.show(console)
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 3), ("min", 0)])
+def test_the_best_is_the_largest_or_smallest_number(mode: str, best: int) -> None:
+    assert SweepSummary(RESULTS, mode=mode).best == best
+    assert SweepSummary(RESULTS[1:3], mode=mode).best is None
+
+
+def test_the_table_has_a_column_for_what_differs_and_marks_the_best(tmp_path: Path) -> None:
+    summary = SweepSummary(RESULTS, "val/accuracy")
+    lines = printed(summary)
+    assert [word for word in lines[2].split() if word.isalpha() or "/" in word][:3] == [
+        "job",
+        "seed",
+        "val/accuracy",
+    ]
+    (marked,) = [line for line in lines if "*" in line]
+    assert marked.split("│")[1:4] == ["   3 ", " 4    ", "         0.75 "]
+    assert any("no memory" in line for line in lines)
+    assert "all with logger=csv" in lines
+    summary.write(tmp_path / SUMMARY, Console(quiet=True))
+    with (tmp_path / SUMMARY).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["best"] for row in rows] == ["False", "False", "False", "True"]
+    assert rows[3]["val/accuracy"] == "0.75"
+    assert [row["seed"] for row in rows] == ["1", "2", "3", "4"]
+    assert {row["logger"] for row in rows} == {"csv"}
+
+
+def test_lists_in_overrides_are_printed_as_they_were_written() -> None:
+    lines = printed(SweepSummary([Result(["policy=[stop,guided]"]), Result(["policy=none"])]))
+    assert any("[stop,guided]" in line for line in lines)
+
+
+def test_seeds_are_folded_into_mean_and_sample_deviation() -> None:
+    summary = SweepSummary(GRID, "val/loss")
+    folded = summary.over_seeds()
+    assert folded is not None
+    assert folded["policy"].tolist() == ["[stop,guided]", "none"]
+    assert folded["mean"].tolist() == pytest.approx([0.6, 0.2])
+    assert folded["std"].tolist() == pytest.approx([0.2 / math.sqrt(2), 0.0])
+    assert folded["count"].tolist() == [2, 2]
+    lines = printed(summary)
+    assert any("[stop,guided]" in line and "0.6 ± 0.14" in line for line in lines)
+
+
+def test_nothing_is_folded_without_seeds_and_jobs_without_a_value_do_not_count() -> None:
+    assert SweepSummary([Result(["x=1"], optimized=1.0), Result(["x=2"], optimized=2.0)]).over_seeds() is None
+    folded = SweepSummary(RESULTS).over_seeds()
+    assert folded is not None
+    assert folded["count"].tolist() == [2]
+    assert folded["mean"].tolist() == [0.5]
+
+
+def test_the_picture_has_an_axis_for_each_key_and_one_for_the_metric(tmp_path: Path) -> None:
+    summary = SweepSummary(GRID, "val/loss")
+    figure = summary.picture()
+    assert figure is not None
+    policy, seed, value = figure.data[0].dimensions
+    assert (policy.label, policy.ticktext, policy["values"]) == (
+        "policy",
+        ("[stop,guided]", "none"),
+        (0, 0, 1, 1),
+    )
+    assert (seed.label, seed["values"]) == ("seed", (1, 2, 1, 2))
+    assert (value.label, tuple(value["values"])) == ("val/loss", (0.5, 0.7, 0.2, 0.2))
+    summary.write(tmp_path / SUMMARY, Console(quiet=True))
+    assert "Plotly.newPlot" in (tmp_path / "summary.html").read_text()
+
+
+def test_there_is_no_picture_of_one_job() -> None:
+    assert SweepSummary(GRID[:1], "val/loss").picture() is None
