@@ -162,7 +162,7 @@ class Audit(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compares for the last time, after what other callbacks do when training ends; writes and prints."""
-        self._compare_all(renew=False)
+        self._compare_once_more(goes_on=False)
         total = self._total(trainer)
         self._stop_watching()
         if trainer.is_global_zero:
@@ -177,10 +177,10 @@ class Audit(Callback):
         if self._differences or trainer.world_size == 1:
             self._write(trainer, self._own(trainer))
 
-    def _compare_all(self, *, renew: bool) -> None:
-        """Ends all intervals without raising, since other ranks may wait to hear of it."""
+    def _compare_once_more(self, *, goes_on: bool) -> None:
+        """Compares without raising, since other ranks wait to hear what this one found."""
         if self._frozen is not None and self._watches:
-            self._note(self._frozen.renew() if renew else self._frozen.close())
+            self._note(self._frozen.look_once_more(goes_on=goes_on))
 
     def _stop_watching(self) -> None:
         if self._frozen is not None and self._watches:
@@ -223,7 +223,7 @@ class Audit(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Compares, and saves what was counted so far; Lightning calls this on all ranks."""
-        self._compare_all(renew=True)
+        self._compare_once_more(goes_on=True)
         checkpoint[self.KEY] = total = self._total(trainer)
         if self._watches:
             self._raise_if(total["differences"])

@@ -1,8 +1,9 @@
 """Compares frozen entries at the begin and the end of each interval between changes of masks."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,14 @@ from gradpolicy.tensors.mask import Mask, as_tensor
 from gradpolicy.tensors.seeded_mask import RandomMask
 from gradpolicy.tensors.sharding import is_sharded, local_shard
 
-# The first and the last index but one, in each dimension.
+# Where a part of a tensor begins and ends in each dimension.
 Box = tuple[tuple[int, int], ...]
+# A parameter's name, and the number of the box.
+Key = tuple[str, int]
 
 INDICES_TOLD = 10
+# Boxes that are compared when a checkpoint is saved and at the end, if not all are.
+AT_A_STOP = 64
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,11 @@ class Difference:
         tensor: The parameter's name.
         what: ``"weight"``, or ``"state <name>"`` of the optimizer.
         policies: The freeze policies on it.
-        count: How many of the entries that were compared changed.
+        count: How many of the entries that were compared changed; 1 where only a fingerprint tells.
         compared: How many were compared.
         since: Updates when they were last known to be right.
         step: Updates when it was found.
-        indices: The first that changed; of a sharded parameter within this process's part.
+        indices: The first that changed, where that is known; of a sharded parameter within this process's part.
     """
 
     tensor: str
@@ -45,33 +50,49 @@ class Difference:
     compared: int
     since: int
     step: int
-    indices: tuple[tuple[int, ...], ...]
+    indices: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
-        places = ", ".join(map(str, self.indices[:3])) + (", …" if self.count > 3 else "")
+        count = f"{self.count} of {self.compared}"
+        places = f", at {', '.join(map(str, self.indices[:3]))}{', …' if self.count > 3 else ''}"
+        if not self.indices:
+            count, places = f"at least 1 of the {self.compared} compared", " (audit=full counts them)"
         return (
-            f"{self.tensor} (policy.{', policy.'.join(self.policies)}): {self.count} of {self.compared} frozen "
-            f"entries of the {self.what} changed between update {self.since} and update {self.step}, at {places}; "
-            "something other than the masked optimizer wrote to them"
+            f"{self.tensor} (policy.{', policy.'.join(self.policies)}): {count} frozen entries of the {self.what} "
+            f"changed between update {self.since} and update {self.step}{places}; something other than the masked "
+            "optimizer wrote to them"
         )
 
 
-@dataclass
-class Interval:
-    """Entries of one parameter, as they were when they were last known to be right.
+@dataclass(frozen=True)
+class Begin:
+    """What is known of a box since its interval began.
 
     Attributes:
-        name: The parameter's name.
-        box: Which of this process's entries.
-        step: Updates when it began.
-        frozen: Which of them are frozen (bool, 1-D).
-        bits: The words of the weight, and of state that is kept, by what it is.
-        prints: Their fingerprints.
+        step: Updates then.
+        prints: The fingerprints of its frozen entries, by ``"weight"`` and ``"state <name>"``.
+        bits: The words themselves, in the host's memory; empty if only fingerprints are kept.
     """
 
-    name: str
-    box: Box
     step: int
+    prints: dict[str, int]
+    bits: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a box holds now.
+
+    Attributes:
+        key: Which box of which parameter.
+        box: Where it lies.
+        frozen: Which of its entries are frozen (bool, 1-D).
+        bits: The words of the weight and of state, by what they are.
+        prints: The fingerprints of what is frozen of these, on the device.
+    """
+
+    key: Key
+    box: Box
     frozen: Tensor
     bits: dict[str, Tensor]
     prints: dict[str, Tensor]
@@ -82,7 +103,7 @@ class Counts:
     """What was compared so far.
 
     Attributes:
-        intervals: Intervals of single parameters.
+        intervals: Intervals of single boxes.
         entries: Frozen entries in these, of weights and of state.
         changed: Those that had changed.
         watched: Entries in all boxes that were chosen.
@@ -99,21 +120,20 @@ class Counts:
 
 
 class FrozenIntervals:
-    """Watches frozen entries of a freezer's parameters, on their device.
+    """Compares frozen entries of a freezer's parameters, on their device.
 
-    An interval of a parameter begins when its mask is set. It ends when the mask is about to change, after
-    `every` updates, or when :meth:`renew` or :meth:`close` is called. Then fingerprints tell whether a bit
-    has changed, and the copy of the bits tells how many entries and which. Weights are compared, and state
-    under ``frozen_state="keep"``.
+    Weights are compared, and state under ``frozen_state="keep"``. A look takes the fingerprints of frozen
+    entries. It begins their interval, and it ends the one before, if the mask has not changed between.
 
     Args:
         freezer: Sets the masks.
-        entries: The most entries that are watched at a time: a box of one tensor, another one each time, so
-            that after enough turns each was watched. None watches all, with the copies in the host's memory.
-        every: Updates after which other entries are chosen. If masks change sooner, nothing is watched
-            until then, unless all is.
+        entries: The most entries of one look: a box of one tensor. Looks take turns, so that each box is
+            looked at again after as many looks as there are boxes. When masks change, the box that was looked
+            at longest ago is compared once more. None looks at all tensors each time and before each change,
+            and keeps copies in the host's memory, to count and to find what has changed.
+        every: Looks are due at multiples of this many updates, and after the first update.
         seed: Where the turns begin.
-        found: Is called with what had changed when masks change or other entries are chosen.
+        found: Is called with what had changed, in the middle of training.
     """
 
     def __init__(
@@ -131,49 +151,53 @@ class FrozenIntervals:
         self._every = every
         self._seed = seed
         self._found = found
-        self._open: dict[str, Interval] = {}
-        self._next_choice = 0
+        # By parameter and number of the box; first what was looked at longest ago.
+        self._begun: dict[Key, Begin] = {}
+        self._next_look = 0
         freezer.observers.append(self)
 
     # ---- when
 
     def before_masks(self, names: Collection[str]) -> None:
-        """Ends the intervals of parameters whose masks are about to change."""
-        self._found(self._close([name for name in self._open if name in names]))
+        """Compares under the old masks, for the last time."""
+        concerned = [key for key in self._begun if key[0] in names]
+        self._found(self._look_at(concerned if self._entries is None else concerned[:1], goes_on=False))
+        for key in concerned:
+            self._begun.pop(key, None)
 
     def after_masks(self, names: Collection[str]) -> None:
         """Begins intervals under the new masks."""
-        if self._is_due():
-            self._choose()
-        elif self._entries is None:
-            self._begin((name, box) for name, box in self._all_boxes() if name in names)
+        if self._entries is None:
+            self._look_at([(name, 0) for name in self._grids() if name in names])
+        self.look()
 
     def look(self) -> None:
-        """Compares what was watched for long enough, and chooses other entries. Masks stay as they are."""
-        if self._is_due():
-            self._found(self._close(list(self._open)))
-            self._choose()
+        """Takes the next look, if it is due."""
+        if self.updates < self._next_look:
+            return
+        # The first update makes the state. Later looks fall together with masks that change as often.
+        self._next_look = (self.updates // self._every + 1) * self._every if self.updates else 1
+        grids = self._grids()
+        chosen = self._choose(grids)
+        self.counts.chosen += 1
+        self.counts.watched += sum(_size(grids[name].box(number)) for name, number in chosen)
+        self.counts.candidates += sum(math.prod(grid.shape) for grid in grids.values())
+        self._found(self._look_at(chosen))
 
-    def renew(self) -> list[Difference]:
-        """Ends all intervals, where the run is saved, and begins the next ones.
+    def look_once_more(self, *, goes_on: bool) -> list[Difference]:
+        """Compares when a checkpoint is saved, or at the end.
 
-        A run that is resumed there begins the same ones. If masks change at once, nothing is counted twice.
+        A run that is resumed from the checkpoint looks again at once, and so does this one.
+
+        Args:
+            goes_on: Whether intervals begin anew.
 
         Returns:
             What had changed.
         """
-        differences = self._close(list(self._open))
-        self._begin(self._chosen_boxes())
-        self._next_choice = self.updates
-        return differences
-
-    def close(self) -> list[Difference]:
-        """Ends all intervals.
-
-        Returns:
-            What had changed.
-        """
-        return self._close(list(self._open))
+        self._next_look = self.updates
+        most = None if self._entries is None else AT_A_STOP
+        return self._look_at(list(self._begun)[:most], goes_on=goes_on)
 
     def detach(self) -> None:
         """Is told of no more changes."""
@@ -184,125 +208,115 @@ class FrozenIntervals:
         """Updates that took place."""
         return max((getattr(each, "effective_steps", 0) for each in self._freezer.optimizers), default=0)
 
-    def _is_due(self) -> bool:
-        return self.updates >= self._next_choice
-
     # ---- which entries
 
-    def _choose(self) -> None:
-        self._next_choice = self.updates + self._every
-        boxes = list(self._chosen_boxes())
-        self._begin(boxes)
-        self.counts.chosen += 1
-        self.counts.watched += sum(map(_size, (box for _, box in boxes)))
-        self.counts.candidates += sum(local_shard(p).numel() for _, p in self._candidates())
-
-    def _candidates(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters with frozen entries, each once, of which this process holds a part."""
-        seen: set[int] = set()
+    def _grids(self) -> dict[str, "Grid"]:
+        """The parameters with frozen entries of which this process holds a part, each once, cut into boxes."""
+        found: dict[int, tuple[str, Grid]] = {}
         for name, parameter in self._freezer.parameters.items():
-            if self._freezer.mask_of(name) is not True and id(parameter) not in seen:
-                seen.add(id(parameter))
-                if local_shard(parameter).numel():
-                    yield name, parameter
+            if self._freezer.mask_of(name) is not True and id(parameter) not in found:
+                shape = local_shard(parameter).shape
+                if math.prod(shape):
+                    found[id(parameter)] = name, Grid.of(shape, self._entries)
+        return dict(found.values())
 
-    def _all_boxes(self) -> Iterator[tuple[str, Box]]:
-        for name, parameter in self._candidates():
-            yield name, tuple((0, size) for size in local_shard(parameter).shape)
-
-    def _chosen_boxes(self) -> Iterator[tuple[str, Box]]:
-        """All entries, or the box whose turn it is."""
+    def _choose(self, grids: Mapping[str, "Grid"]) -> list[Key]:
+        """All boxes, or the one whose turn it is."""
         if self._entries is None:
-            yield from self._all_boxes()
-            return
-        grids = [(name, _grid(local_shard(p).shape, self._entries)) for name, p in self._candidates()]
-        total = sum(grid.count for _, grid in grids)
-        if not total:
-            return
-        place = turn(self.counts.chosen, total, self._seed)
-        for name, grid in grids:
+            return [(name, 0) for name in grids]
+        total = sum(grid.count for grid in grids.values())
+        place = turn(self.counts.chosen, total, self._seed) if total else 0
+        for name, grid in grids.items():
             if place < grid.count:
-                yield name, grid.box(place)
-                return
+                return [(name, place)]
             place -= grid.count
+        return []
 
-    # ---- begin and end
-
-    @torch.no_grad()
-    def _begin(self, boxes: Iterable[tuple[str, Box]]) -> None:
-        for name, box in boxes:
-            parameter = self._freezer.parameters[name]
-            frozen = frozen_entries(self._freezer.mask_of(name), parameter, box)
-            bits = self._bits(name, box)
-            prints = {what: fingerprint(own, frozen) for what, own in bits.items()}
-            # Copies of everything would double the device's memory.
-            place = torch.device("cpu") if self._entries is None else frozen.device
-            kept = {what: own.to(place, copy=True) for what, own in bits.items()}
-            self._open[name] = Interval(name, box, self.updates, frozen, kept, prints)
+    # ---- comparing
 
     @torch.no_grad()
-    def _close(self, names: Iterable[str]) -> list[Difference]:
-        intervals = [self._open.pop(name) for name in names]
-        if not intervals:
+    def _look_at(self, keys: Iterable[Key], *, goes_on: bool = True) -> list[Difference]:
+        """Ends the intervals of boxes, where some have begun, and begins the next ones if it `goes_on`."""
+        looks = [self._take(*key) for key in keys]
+        if not looks:
             return []
-        now = [self._bits(each.name, each.box) for each in intervals]
         # One reading for all: a device is waited for once.
-        read: list[Tensor] = []
-        for each, bits in zip(intervals, now, strict=True):
-            read.append(each.frozen.sum())
-            for what, before in each.prints.items():
-                after = fingerprint(bits[what], each.frozen) if what in bits else ~before
-                read.append(before - after)
-        numbers = iter(torch.stack([number.to(read[0].device) for number in read]).tolist())
+        device = looks[0].frozen.device
+        read = [n.to(device) for look in looks for n in (look.frozen.sum(), *look.prints.values())]
+        numbers = iter(torch.stack(read).tolist())
         differences = []
-        for each, bits in zip(intervals, now, strict=True):
+        for look in looks:
             frozen = next(numbers)
-            if self.updates > each.step and frozen:
-                self.counts.intervals += 1
-                self.counts.entries += frozen * len(each.prints)
-            changed = [what for what in each.prints if next(numbers)]
-            differences += [self._difference(each, what, bits.get(what), frozen) for what in changed]
-        self.counts.changed += sum(each.count for each in differences)
+            prints = {what: next(numbers) for what in look.prints}
+            begin = self._begun.pop(look.key, None)
+            if begin is not None and frozen:
+                differences += self._compared(look, begin, prints, frozen)
+            if goes_on:
+                kept = {what: bits.cpu().clone() for what, bits in look.bits.items()}
+                self._begun[look.key] = Begin(self.updates, prints, {} if self._entries else kept)
         return differences
 
-    def _difference(self, interval: Interval, what: str, now: Tensor | None, compared: int) -> Difference:
-        changed = interval.frozen
-        if now is not None:
-            before = interval.bits[what].to(now.device)
-            changed = (before != now).any(1) & interval.frozen
-        lengths = [stop - start for start, stop in interval.box]
-        first = changed.nonzero().view(-1)[:INDICES_TOLD].cpu()
-        offsets = torch.unravel_index(first, lengths) if lengths else ()
-        found = [own + start for own, (start, _) in zip(offsets, interval.box, strict=True)]
-        indices = torch.stack(found, 1).tolist() if found else [[]]
-        return Difference(
-            tensor=interval.name,
-            what=what,
-            policies=tuple(p for p in self._freezer.policies if interval.name in self._freezer.parameters_of(p)),
-            count=int(changed.sum()),
-            compared=compared,
-            since=interval.step,
-            step=self.updates,
-            indices=tuple(map(tuple, indices)),
-        )
-
-    def _bits(self, name: str, box: Box) -> dict[str, Tensor]:
+    def _take(self, name: str, number: int) -> Look:
         parameter = self._freezer.parameters[name]
+        box = Grid.of(local_shard(parameter).shape, self._entries).box(number)
+        frozen = frozen_entries(self._freezer.mask_of(name), parameter, box)
         tensors = {"weight": parameter.detach()}
         for masked in self._masked(parameter):
             if masked.frozen_state == "keep":
                 own = entry_state(masked.state, parameter)
                 tensors |= {f"state {key}": value for key, value in own.items()}
-        return {what: words(narrowed(local_shard(tensor), box)) for what, tensor in tensors.items()}
+        bits = {what: words(narrowed(local_shard(tensor), box)) for what, tensor in tensors.items()}
+        prints = {what: fingerprint(own, frozen) for what, own in bits.items()}
+        return Look((name, number), box, frozen, bits, prints)
+
+    def _compared(self, look: Look, begin: Begin, prints: dict[str, int], frozen: int) -> list[Difference]:
+        # What was looked at twice between two updates is counted once.
+        if self.updates > begin.step:
+            self.counts.intervals += 1
+            self.counts.entries += frozen * len(begin.prints)
+        # State that is gone has changed.
+        changed = [what for what, number in begin.prints.items() if prints.get(what) != number]
+        differences = [self._difference(look, begin, what, frozen) for what in changed]
+        self.counts.changed += sum(each.count for each in differences)
+        return differences
+
+    def _difference(self, look: Look, begin: Begin, what: str, frozen: int) -> Difference:
+        count, indices = 1, []
+        if what in begin.bits:
+            changed = look.frozen.cpu()
+            if what in look.bits:
+                changed = changed & (look.bits[what].cpu() != begin.bits[what]).any(1)
+            count, indices = int(changed.sum()), _first_indices(changed, look.box)
+        name = look.key[0]
+        return Difference(
+            tensor=name,
+            what=what,
+            policies=tuple(p for p in self._freezer.policies if name in self._freezer.parameters_of(p)),
+            count=count,
+            compared=frozen,
+            since=begin.step,
+            step=self.updates,
+            indices=tuple(indices),
+        )
 
     def _masked(self, parameter: Tensor) -> Iterator[MaskedParameter]:
         """What the optimizers that hold state of a parameter know of it."""
         for optimizer in self._freezer.optimizers:
             # Under ZeRO state lies in the local optimizer of one rank.
-            holder = getattr(optimizer, "local", optimizer)
+            holder: Any = getattr(optimizer, "local", optimizer)
             masked = holder.masked_parameters().get(parameter)
             if masked is not None:
                 yield masked
+
+
+def _first_indices(chosen: Tensor, box: Box) -> list[tuple[int, ...]]:
+    """Where the first chosen entries of a box lie in the tensor."""
+    first = chosen.nonzero().view(-1)[:INDICES_TOLD]
+    if not box:
+        return [()]
+    places = torch.unravel_index(first, [stop - start for start, stop in box])
+    shifted = [place + start for place, (start, _) in zip(places, box, strict=True)]
+    return [tuple(index) for index in torch.stack(shifted, 1).tolist()]
 
 
 @dataclass(frozen=True)
@@ -316,33 +330,29 @@ class Grid:
 
     shape: tuple[int, ...]
     lengths: tuple[int, ...]
-    counts: tuple[int, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        counts = (math.ceil(size / length) for size, length in zip(self.shape, self.lengths, strict=True))
-        object.__setattr__(self, "counts", tuple(counts))
+    @classmethod
+    def of(cls, shape: Sequence[int], most: int | None) -> "Grid":
+        """Boxes of at most so many entries (None: one of all), as long as they can be in the last dimensions."""
+        left = math.prod(shape) if most is None else most
+        lengths = []
+        for size in reversed(shape):
+            lengths.append(max(1, min(size, left)))
+            left //= lengths[-1]
+        return cls(tuple(shape), tuple(reversed(lengths)))
 
     @property
     def count(self) -> int:
         """How many boxes there are."""
-        return math.prod(self.counts)
+        return math.prod(-(-size // length) for size, length in zip(self.shape, self.lengths, strict=True))
 
     def box(self, number: int) -> Box:
-        """One of the boxes."""
+        """One of the boxes; the last dimension comes round first."""
         found = []
-        for size, length, count in reversed(list(zip(self.shape, self.lengths, self.counts, strict=True))):
-            number, place = divmod(number, count)
+        for size, length in reversed([*zip(self.shape, self.lengths, strict=True)]):
+            number, place = divmod(number, -(-size // length))
             found.append((place * length, min((place + 1) * length, size)))
         return tuple(reversed(found))
-
-
-def _grid(shape: Sequence[int], most: int) -> Grid:
-    """Cuts a tensor into boxes of at most so many entries, as long as they can be in the last dimensions."""
-    lengths = []
-    for size in reversed(shape):
-        lengths.append(max(1, min(size, most)))
-        most //= lengths[-1]
-    return Grid(tuple(shape), tuple(reversed(lengths)))
 
 
 def _size(box: Box) -> int:
