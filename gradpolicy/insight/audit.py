@@ -41,11 +41,12 @@ SUMMED = (
 
 
 class Audit(Callback):
-    """Checks while it trains that the policies of :class:`~gradpolicy.GradientPolicies` did what they promise.
+    """Checks in training that the policies of :class:`~gradpolicy.GradientPolicies` do what they promise.
 
     - Frozen entries keep their bits: weights, and optimizer state under ``frozen_state="keep"``. Fingerprints
-      at the begin and the end of each interval between changes of masks tell. An interval also ends after
-      `every` updates, where a checkpoint is saved, and at the very end, after all other callbacks.
+      at the begin and the end of intervals between changes of masks tell. Where masks stay, an interval lasts
+      from one look to the next. The last looks are at each checkpoint and at the very end, after all other
+      callbacks.
     - What :class:`~gradpolicy.Stop` stops receives exactly zero.
     - Each flow policy meets the same operations in every batch in which it holds.
 
@@ -55,10 +56,10 @@ class Audit(Callback):
 
     Args:
         directory: Where ``audit.json`` is written; the trainer's own unless given.
-        entries: The most frozen entries that are watched at a time. They are those of a box of one tensor, and
-            of another one after `every` updates, until it was every entry's turn. None (``null`` in YAML)
-            watches all, and keeps a copy of them in the host's memory.
-        every: Updates from one look to the next.
+        entries: The most entries of one look: those of a part of one tensor. The parts take turns. None
+            (``null`` in YAML) looks at all frozen entries, before each change of masks too, and keeps a copy
+            of them in the host's memory, by which it counts and finds what has changed.
+        every: Looks are due at multiples of this many updates.
         operations: Whether each batch must meet the same operations; not for a model whose forward pass
             differs from batch to batch on purpose.
         on_difference: ``"stop"`` ends the run, ``"warn"`` gives a warning.
@@ -136,9 +137,12 @@ class Audit(Callback):
         updates = self._count_updates(trainer)
         if updates != self._updates:
             self._updates = updates
-            now = {"phase": "fit", "step": updates, "epoch": trainer.current_epoch}
-            flow = self._policies.flow_policies
-            self._active = [name for name, policy in flow.items() if policy.when.active(**now)]
+            epoch, flow = trainer.current_epoch, self._policies.flow_policies
+            self._active = [
+                name
+                for name, policy in flow.items()
+                if policy.when.active(phase="fit", step=updates, epoch=epoch)
+            ]
         if self._stopped is not None:
             self._stopped.begin_batch(self.entries is None or updates % self.every == 0)
         if self._met is not None:

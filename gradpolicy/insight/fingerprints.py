@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Integers of at most 32 bits, by the bytes of an entry: of 64-bit words only the lowest bits would reach every
-# bit of the sum, and two flipped signs would cancel.
+# Integers of at most 32 bits, by the bytes of an entry. The highest bit of a 64-bit word would reach only
+# that of the sum, where two flipped signs would cancel.
 _WORDS = {1: torch.uint8, 2: torch.int16}
 _COLUMNS = 1 << 12
 # Words that are widened to 64 bits at a time.

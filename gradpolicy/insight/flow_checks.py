@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradpolicy.flow.containers import tensors_in
@@ -131,8 +130,8 @@ class StoppedBranches:
                 policies=(policy,),
                 count=number,
                 step=step,
-                text=f"policy.{policy}: {place} got a gradient that is not zero in {number} entries in update "
-                f"{step}, and it is stopped",
+                text=f"policy.{policy}: {place} is stopped, and got a gradient that is not zero in {number} "
+                f"entries in update {step}",
             )
             for policy, place, number in self._read(found)
             if number
@@ -217,8 +216,8 @@ class MetOperations:
                         count=abs(now - once),
                         step=step,
                         text=f"policy.{policy}: {place} was met {now} times in the batch before update "
-                        f"{step + 1}, and {once} times in the first; where the forward pass differs from batch to "
-                        "batch on purpose, set callbacks.audit.operations=false",
+                        f"{step + 1}, and {once} times in the first; where the forward pass differs from "
+                        "batch to batch on purpose, set callbacks.audit.operations=false",
                     )
                 )
         return differences

@@ -9,17 +9,12 @@ import torch
 from torch import Tensor
 
 from gradpolicy.freezing import Freezer
+from gradpolicy.insight.boxes import Box, Grid, frozen_entries, indices_in, narrowed, size_of, turn
 from gradpolicy.insight.fingerprints import fingerprint, words
 from gradpolicy.optim.initial_state import entry_state
-from gradpolicy.optim.layout import local_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter
-from gradpolicy.tensors.hashing import derive
-from gradpolicy.tensors.mask import Mask, as_tensor
-from gradpolicy.tensors.seeded_mask import RandomMask
-from gradpolicy.tensors.sharding import is_sharded, local_shard
+from gradpolicy.tensors.sharding import local_shard
 
-# Where a part of a tensor begins and ends in each dimension.
-Box = tuple[tuple[int, int], ...]
 # A parameter's name, and the number of the box.
 Key = tuple[str, int]
 
@@ -40,7 +35,8 @@ class Difference:
         compared: How many were compared.
         since: Updates when they were last known to be right.
         step: Updates when it was found.
-        indices: The first that changed, where that is known; of a sharded parameter within this process's part.
+        indices: The first that changed, where that is known; of a sharded parameter within the part of this
+            process.
     """
 
     tensor: str
@@ -58,9 +54,9 @@ class Difference:
         if not self.indices:
             count, places = f"at least 1 of the {self.compared} compared", " (audit=full counts them)"
         return (
-            f"{self.tensor} (policy.{', policy.'.join(self.policies)}): {count} frozen entries of the {self.what} "
-            f"changed between update {self.since} and update {self.step}{places}; something other than the masked "
-            "optimizer wrote to them"
+            f"{self.tensor} (policy.{', policy.'.join(self.policies)}): {count} frozen entries of the "
+            f"{self.what} changed between update {self.since} and update {self.step}{places}; something other "
+            "than the masked optimizer wrote to them"
         )
 
 
@@ -180,7 +176,7 @@ class FrozenIntervals:
         grids = self._grids()
         chosen = self._choose(grids)
         self.counts.chosen += 1
-        self.counts.watched += sum(_size(grids[name].box(number)) for name, number in chosen)
+        self.counts.watched += sum(size_of(grids[name].box(number)) for name, number in chosen)
         self.counts.candidates += sum(math.prod(grid.shape) for grid in grids.values())
         self._found(self._look_at(chosen))
 
@@ -210,8 +206,8 @@ class FrozenIntervals:
 
     # ---- which entries
 
-    def _grids(self) -> dict[str, "Grid"]:
-        """The parameters with frozen entries of which this process holds a part, each once, cut into boxes."""
+    def _grids(self) -> dict[str, Grid]:
+        """The parameters with frozen entries of which this process holds a part, each once, as boxes."""
         found: dict[int, tuple[str, Grid]] = {}
         for name, parameter in self._freezer.parameters.items():
             if self._freezer.mask_of(name) is not True and id(parameter) not in found:
@@ -220,7 +216,7 @@ class FrozenIntervals:
                     found[id(parameter)] = name, Grid.of(shape, self._entries)
         return dict(found.values())
 
-    def _choose(self, grids: Mapping[str, "Grid"]) -> list[Key]:
+    def _choose(self, grids: Mapping[str, Grid]) -> list[Key]:
         """All boxes, or the one whose turn it is."""
         if self._entries is None:
             return [(name, 0) for name in grids]
@@ -286,7 +282,7 @@ class FrozenIntervals:
             changed = look.frozen.cpu()
             if what in look.bits:
                 changed = changed & (look.bits[what].cpu() != begin.bits[what]).any(1)
-            count, indices = int(changed.sum()), _first_indices(changed, look.box)
+            count, indices = int(changed.sum()), indices_in(look.box, changed, INDICES_TOLD)
         name = look.key[0]
         return Difference(
             tensor=name,
@@ -307,98 +303,3 @@ class FrozenIntervals:
             masked = holder.masked_parameters().get(parameter)
             if masked is not None:
                 yield masked
-
-
-def _first_indices(chosen: Tensor, box: Box) -> list[tuple[int, ...]]:
-    """Where the first chosen entries of a box lie in the tensor."""
-    first = chosen.nonzero().view(-1)[:INDICES_TOLD]
-    if not box:
-        return [()]
-    places = torch.unravel_index(first, [stop - start for start, stop in box])
-    shifted = [place + start for place, (start, _) in zip(places, box, strict=True)]
-    return [tuple(index) for index in torch.stack(shifted, 1).tolist()]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A tensor cut into boxes.
-
-    Attributes:
-        shape: The tensor's shape.
-        lengths: The size of a box in each dimension; the last ones may be smaller.
-    """
-
-    shape: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    @classmethod
-    def of(cls, shape: Sequence[int], most: int | None) -> "Grid":
-        """Boxes of at most so many entries (None: one of all), as long as they can be in the last dimensions."""
-        left = math.prod(shape) if most is None else most
-        lengths = []
-        for size in reversed(shape):
-            lengths.append(max(1, min(size, left)))
-            left //= lengths[-1]
-        return cls(tuple(shape), tuple(reversed(lengths)))
-
-    @property
-    def count(self) -> int:
-        """How many boxes there are."""
-        return math.prod(-(-size // length) for size, length in zip(self.shape, self.lengths, strict=True))
-
-    def box(self, number: int) -> Box:
-        """One of the boxes; the last dimension comes round first."""
-        found = []
-        for size, length in reversed([*zip(self.shape, self.lengths, strict=True)]):
-            number, place = divmod(number, -(-size // length))
-            found.append((place * length, min((place + 1) * length, size)))
-        return tuple(reversed(found))
-
-
-def _size(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
-
-
-def turn(number: int, total: int, seed: int = 0) -> int:
-    """The place of a turn: `total` turns in a row visit each place once.
-
-    Example:
-        >>> sorted(turn(number, 7) for number in range(7))
-        [0, 1, 2, 3, 4, 5, 6]
-    """
-    # About the golden section, so that few turns are spread over all places.
-    stride = next(step for step in range(int(0.618 * total) + 1, 2 * total + 2) if math.gcd(step, total) == 1)
-    return (derive("audit", seed) + number * stride) % total
-
-
-def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """The part of a tensor in a box; a dimension of size 1 stands for all of it."""
-    for dim, (start, stop) in enumerate(box):
-        if tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, start, stop - start)
-    return tensor
-
-
-def frozen_entries(mask: Mask, parameter: Tensor, box: Box) -> Tensor:
-    """Which entries of a box of this process's part of a parameter are frozen.
-
-    Args:
-        mask: The mask in force on the whole parameter.
-        parameter: The parameter.
-        box: Part of its local shard.
-
-    Returns:
-        A flag for each entry (bool, 1-D), on the parameter's device.
-    """
-    lengths = [stop - start for start, stop in box]
-    device = local_shard(parameter).device
-    if isinstance(mask, bool):
-        return torch.full((math.prod(lengths),), not mask, device=device)
-    if isinstance(mask, RandomMask) and not is_sharded(parameter) and box:
-        start, stop = box[0]
-        active = mask.materialize(parameter.shape, device, start=start, stop=stop)
-        box = ((0, stop - start), *box[1:])
-    else:
-        active = as_tensor(mask, parameter.shape, device)
-        active = local_mask(active.reshape((1,) * (len(box) - active.dim()) + tuple(active.shape)), parameter)
-    return ~narrowed(active.to(device), box).expand(lengths).reshape(-1)
