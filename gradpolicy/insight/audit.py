@@ -48,7 +48,7 @@ class Audit(Callback):
       from one look to the next. The last looks are at each checkpoint and at the very end, after all other
       callbacks.
     - What :class:`~gradpolicy.Stop` stops receives exactly zero.
-    - Each flow policy meets the same operations in every batch in which it holds.
+    - Each flow policy meets the same operations in every batch that is looked at.
 
     At the end it prints one line, such as ``frozen entries: 1,284 intervals, 0 changed``, and writes
     ``audit.json``. Each process checks what it holds; rank 0 writes what all of them counted. A resumed run
@@ -77,7 +77,7 @@ class Audit(Callback):
         directory: str | Path | None = None,
         *,
         entries: int | None = 4096,
-        every: int = 5,
+        every: int = 20,
         operations: bool = True,
         on_difference: str = "stop",
         seed: int = 0,
@@ -98,9 +98,10 @@ class Audit(Callback):
         self._met: MetOperations | None = None
         self._former: dict[str, Any] = {}
         self._differences: list[dict[str, Any]] = []
-        self._watches = False
         self._rank = 0
-        # Updates at the begin of the batch, and the flow policies that hold since then.
+        # Whether a run goes on, and whether a look at flow policies is due in this batch.
+        self._watches = self._looks = False
+        # Updates at the last look, and the flow policies that hold since then.
         self._updates = -1
         self._active: list[str] = []
 
@@ -131,38 +132,42 @@ class Audit(Callback):
             self._met = MetOperations(installed) if self.operations else None
 
     def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
-        """Notes which flow policies hold."""
-        if self._policies is None or self._policies.installed is None:
+        """Notes which flow policies hold, where a look is due."""
+        if not self._watches:
             return
         updates = self._count_updates(trainer)
+        self._looks = self.entries is None or updates % self.every == 0
+        if not self._looks or self._policies is None:
+            return
         if updates != self._updates:
-            self._updates = updates
-            epoch, flow = trainer.current_epoch, self._policies.flow_policies
+            self._updates, epoch = updates, trainer.current_epoch
             self._active = [
                 name
-                for name, policy in flow.items()
+                for name, policy in self._policies.flow_policies.items()
                 if policy.when.active(phase="fit", step=updates, epoch=epoch)
             ]
         if self._stopped is not None:
-            self._stopped.begin_batch(self.entries is None or updates % self.every == 0)
+            self._stopped.begin_batch()
         if self._met is not None:
             self._met.begin_batch()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts operations, and compares what was watched for long enough."""
-        if self._met is not None:
+        """Takes looks where masks stay; other callbacks have begun the batch by now."""
+        if self._looks and self._met is not None:
             self._met.end_backward()
         if self._frozen is not None:
             self._frozen.look()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
         """Checks what flow policies did in the batch."""
+        if not self._looks:
+            return
         if self._met is not None:
             self._tell(self._met.end_batch(self._updates, self._active))
-        updates = self._count_updates(trainer) if self._stopped is not None else self._updates
         # Under manual optimization gradients may be gone by now.
+        updates = self._count_updates(trainer)
         if self._stopped is not None and updates > self._updates and pl_module.automatic_optimization:
-            self._tell(self._stopped.end_update(updates, self._active, self._frozen_names()))
+            self._tell(self._stopped.end_update(updates, self._active, self._frozen_names))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compares for the last time, after what other callbacks do when training ends; writes and prints."""

@@ -1,7 +1,7 @@
 """Boxes of tensors: small parts that are looked at in turns, and which of their entries are frozen."""
 
+import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,9 @@ class Grid:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], most: int | None) -> "Grid":
-        """Cuts a tensor into boxes of at most so many entries; None: into one. Its last dimensions stay whole."""
+    @functools.cache
+    def of(cls, shape: tuple[int, ...], most: int | None) -> "Grid":
+        """Cuts a tensor into boxes of at most so many entries, or into one (None)."""
         left = math.prod(shape) if most is None else most
         lengths = []
         for size in reversed(shape):
@@ -39,7 +40,7 @@ class Grid:
             left //= lengths[-1]
         return cls(tuple(shape), tuple(reversed(lengths)))
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """How many boxes there are."""
         return math.prod(-(-size // length) for size, length in zip(self.shape, self.lengths, strict=True))

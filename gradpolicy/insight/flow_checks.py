@@ -1,6 +1,6 @@
 """Checks in training that stopped branches get no gradient, and that policies meet the same every batch."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class StoppedBranches:
     """Checks that what :class:`gradpolicy.Stop` stops receives exactly zero.
 
     - Where the graph is cut, that what leaves the cut has no graph.
-    - A parameter from which in the first update all ways to the loss lead through cuts has no gradient. The
+    - A parameter from which in the first look all ways to the loss lead through cuts has no gradient. The
       graph behind each cut is walked once to find them.
     - Where zeros are passed on (``mode="zero"``), that they are zeros.
     - Parameters that are stopped themselves (``params=``) have a gradient of zeros or none.
@@ -75,13 +75,9 @@ class StoppedBranches:
             installed.observe(policy, self)
             self._stopped |= {name: (policy, frozenset([policy])) for name in rows[policy].parameters}
 
-    def begin_batch(self, looks: bool) -> None:
-        """Forgets the former batch.
-
-        Args:
-            looks: Whether to look at gradients in this one.
-        """
-        self._looks = looks
+    def begin_batch(self) -> None:
+        """Looks at gradients from now on, until an update."""
+        self._looks = True
         self._seen.clear()
 
     def cut(self, policy: str, location: str, tensors: Iterable[Tensor], results: Any) -> None:
@@ -100,25 +96,29 @@ class StoppedBranches:
                 if gradient is not None:
                     self._seen.append((policy, "the gradient that it lets through", gradient.count_nonzero()))
 
-    def end_update(self, step: int, active: Iterable[str], frozen: Iterable[str]) -> list[FlowDifference]:
+    def end_update(
+        self, step: int, active: Iterable[str], frozen: Callable[[], set[str]]
+    ) -> list[FlowDifference]:
         """Looks at gradients after an update.
 
         Args:
             step: Updates taken so far.
             active: The flow policies that hold in this step.
-            frozen: Parameters that have no gradient for another reason.
+            frozen: Gives the parameters that have no gradient for another reason.
 
         Returns:
             What was not zero.
         """
         found, self._seen = self._seen, []
-        holding, frozen = frozenset(active), set(frozen)
-        for policy in self._behind.keys() & holding:
-            trains = {name for name in self._behind[policy] - frozen if self._named[name].requires_grad}
+        holding = frozenset(active)
+        for policy in holding & self._behind.keys():
+            trains = {n for n in self._behind[policy] - frozen() if self._named[n].requires_grad}
             self._behind[policy] -= trains
             without = [name for name in sorted(trains) if self._named[name].grad is None]
             self._stopped |= {name: (policy, holding) for name in without if name not in self._stopped}
-        for name, (policy, needed) in self._stopped.items() if self._looks else ():
+            if not self._behind[policy]:
+                del self._behind[policy]
+        for name, (policy, needed) in self._stopped.items():
             if needed <= holding:
                 gradient = self._named[name].grad
                 found.append((policy, name, 0 if gradient is None else local_shard(gradient).count_nonzero()))

@@ -55,8 +55,8 @@ class Difference:
             count, places = f"at least 1 of the {self.compared} compared", " (audit=full counts them)"
         return (
             f"{self.tensor} (policy.{', policy.'.join(self.policies)}): {count} frozen entries of the "
-            f"{self.what} changed between update {self.since} and update {self.step}{places}; something other "
-            "than the masked optimizer wrote to them"
+            f"{self.what} changed between update {self.since} and update {self.step}{places}; something "
+            "other than the masked optimizer wrote to them"
         )
 
 
@@ -150,6 +150,7 @@ class FrozenIntervals:
         # By parameter and number of the box; first what was looked at longest ago.
         self._begun: dict[Key, Begin] = {}
         self._next_look = 0
+        self._optimizers: list[Any] = freezer.optimizers
         freezer.observers.append(self)
 
     # ---- when
@@ -202,7 +203,7 @@ class FrozenIntervals:
     @property
     def updates(self) -> int:
         """Updates that took place."""
-        return max((getattr(each, "effective_steps", 0) for each in self._freezer.optimizers), default=0)
+        return max([each.effective_steps for each in self._optimizers])
 
     # ---- which entries
 
@@ -211,9 +212,9 @@ class FrozenIntervals:
         found: dict[int, tuple[str, Grid]] = {}
         for name, parameter in self._freezer.parameters.items():
             if self._freezer.mask_of(name) is not True and id(parameter) not in found:
-                shape = local_shard(parameter).shape
-                if math.prod(shape):
-                    found[id(parameter)] = name, Grid.of(shape, self._entries)
+                grid = Grid.of(local_shard(parameter).shape, self._entries)
+                if grid.count:
+                    found[id(parameter)] = name, grid
         return dict(found.values())
 
     def _choose(self, grids: Mapping[str, Grid]) -> list[Key]:
@@ -297,9 +298,8 @@ class FrozenIntervals:
 
     def _masked(self, parameter: Tensor) -> Iterator[MaskedParameter]:
         """What the optimizers that hold state of a parameter know of it."""
-        for optimizer in self._freezer.optimizers:
+        for optimizer in self._optimizers:
             # Under ZeRO state lies in the local optimizer of one rank.
-            holder: Any = getattr(optimizer, "local", optimizer)
-            masked = holder.masked_parameters().get(parameter)
+            masked = getattr(optimizer, "local", optimizer).masked_parameters().get(parameter)
             if masked is not None:
                 yield masked

@@ -226,7 +226,7 @@ def test_a_policy_that_no_longer_acts_is_found(fit, tmp_path, act):
     with pytest.raises(
         PolicyError, match=r"policy\.cut: .*head.* was met 0 times .* and 1 times in the first"
     ):
-        fit({"cut": gp.Stop(modules="head")}, doing)
+        fit({"cut": gp.Stop(modules="head")}, doing, audit=FULL)
     assert written(tmp_path)["operations"]["differing"] == 1
 
 
