@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.arguments import Argument, find_argument
-from gradpolicy.flow.bound_rule import RuleState
+from gradpolicy.flow.bound_rule import FlowObserver, RuleState
 from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.counted_calls import CountedCalls
 from gradpolicy.flow.dispatch import DispatchTable
@@ -205,6 +205,21 @@ class Installed(Displayed):
         """The gradient's norm before and after each measured policy, over all its locations."""
         measured = {name: state.norms.read() for name, state in self._states.items()}
         return {name: norms for name, norms in measured.items() if norms is not None}
+
+    def observe(self, name: str, observer: FlowObserver | None) -> None:
+        """Has an observer told what a policy does from now on, but in compiled code; None ends that.
+
+        Raises:
+            PolicyError: If there is no such policy.
+        """
+        self._state(name).observer = observer
+
+    def met(self) -> dict[str, dict[str, int]]:
+        """For each policy how often its rule was put on each operation, or passed at each location, so far.
+
+        Policies that were met in compiled code are left out, since nobody counts there.
+        """
+        return {name: dict(state.matched) for name, state in self._states.items() if not state.compiled}
 
     @property
     def zeros_passed(self) -> dict[str, tuple[Tensor, int]]:
