@@ -186,13 +186,17 @@ class GradientPolicies(Callback):
         matched = pick_each(named, {name: policy.params for name, policy in policies.items()})
         wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
         optimizers = [_masked_if_needed(optimizer, wanted) for optimizer in trainer.strategy.optimizers]
-        self.masked_optimizers = [optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)]
+        self.masked_optimizers = [
+            optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)
+        ]
         _check_optimized(named, wanted, self.masked_optimizers)
         trainer.strategy.optimizers = optimizers
         self.freezer = Freezer(pl_module, self.masked_optimizers, policies, seed=self.seed)
         # At once after the update: other callbacks may save or average the weights, and under manual
         # optimization another loss may be computed with them.
-        self._hooks = [optimizer.register_step_post_hook(self._finish_step) for optimizer in self.masked_optimizers]
+        self._hooks = [
+            optimizer.register_step_post_hook(self._finish_step) for optimizer in self.masked_optimizers
+        ]
 
     def _join_ranks(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ranks = Ranks(

@@ -49,7 +49,7 @@ def age_quartiles(samples: Sequence[np.ndarray]) -> Columns:
     for sample in samples:
         places = (_SHARES * (len(sample) - 1)).astype(np.intp)
         found.append(np.sort(sample)[places].tolist() if len(sample) else [None] * len(AGES))
-    return dict(zip(AGES, map(list, zip(*found, strict=True)), strict=True)) if found else {}
+    return {name: [ages[place] for ages in found] for place, name in enumerate(AGES)}
 
 
 def sample_ages(parameters: Sequence[tuple[MaskedParameter, int]]) -> list[np.ndarray]:
@@ -59,48 +59,61 @@ def sample_ages(parameters: Sequence[tuple[MaskedParameter, int]]) -> list[np.nd
         parameters: What this process holds of each parameter, and how many entries the whole one has.
     """
     samples: list[Tensor] = []
-    frozen: list[int] = []
     for masked, entries in parameters:
-        stride = max(-(-entries // SAMPLE), 1)
-        held = masked.ages.numel() * masked.block if masked.layout.size else 0
+        held, stride = _held(masked), _stride(entries)
         if masked.block == 1:
             samples.append(masked.ages[:held:stride])
         else:
-            samples.append(masked.ages[torch.arange(0, held, stride, device=masked.ages.device) // masked.block])
+            places = torch.arange(0, held, stride, device=masked.ages.device)
+            samples.append(masked.ages[places // masked.block])
+    found = []
+    for (masked, entries), sample in zip(parameters, _arrays(samples), strict=True):
+        signed = sample.astype(np.int32)
         # What is not held has no state: it is of age 0.
-        frozen.append((masked.layout.size - held) // stride)
-    if not samples:
-        return []
-    # Read at once: each reading would wait for an accelerator.
-    signed = torch.cat(samples).cpu().numpy()
-    lengths = [len(sample) for sample in samples]
-    uncounted = np.repeat([masked.uncounted for masked, _ in parameters], lengths)
-    ages = np.where(signed > 0, signed + (uncounted - 1), -1 - signed)
-    parts = np.split(ages, np.cumsum(lengths)[:-1])
-    return [
-        np.concatenate([part, np.zeros(count, part.dtype)]) if count else part
-        for part, count in zip(parts, frozen, strict=True)
-    ]
+        without = np.zeros((masked.layout.size - _held(masked)) // _stride(entries), np.int32)
+        ages = np.where(signed > 0, signed + (masked.uncounted - 1), -1 - signed)
+        found.append(np.concatenate([ages, without]) if len(without) else ages)
+    return found
 
 
-Signs = tuple[Tensor, int]
-"""1 for each block of consecutive entries that is active and -1 for others, and how many are in a block."""
+def _held(masked: MaskedParameter) -> int:
+    """Of how many of this process's entries there are ages."""
+    return masked.ages.numel() * masked.block if masked.layout.size else 0
 
 
-def signs(masked: MaskedParameter) -> Signs:
-    """Which of this process's entries train now."""
-    return masked.uncounted_ages().sign(), masked.block
+def _stride(entries: int) -> int:
+    return max(-(-entries // SAMPLE), 1)
 
 
-def flipped_blocks(before: Signs, after: Signs) -> Signs:
-    """How many blocks train in one and not in the other, as a tensor, and how many entries are in a block."""
-    (old, _), (new, block) = (before, after) if before[1] >= after[1] else (after, before)
-    difference = old - new if old.shape == new.shape else old.view(-1, 1) - new.view(old.numel(), -1)
-    return difference.count_nonzero(), block
-
-
-def numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """Tensors of one element as numbers: read at once, since each reading would wait for an accelerator."""
+def _arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """The tensors' values, from an accelerator all at once: each reading waits for it."""
     if all(tensor.is_cpu for tensor in tensors):
-        return [tensor.item() for tensor in tensors]
-    return torch.stack([tensor.double() for tensor in tensors]).tolist()
+        return [tensor.numpy() for tensor in tensors]
+    ends = np.cumsum([tensor.numel() for tensor in tensors])
+    return np.split(torch.cat(list(tensors)).cpu().numpy(), ends[:-1])
+
+
+Flags = tuple[Any, int]
+"""Whether each block of consecutive entries is active, and how many entries are in a block."""
+
+
+def active_flags(masked: MaskedParameter) -> Flags:
+    """Which of this process's entries train now: a tensor, or on a CPU an array, with which NumPy is faster."""
+    ages = masked.uncounted_ages()
+    return (ages.numpy() if ages.is_cpu else ages) > 0, masked.block
+
+
+def flipped_entries(before: Flags, after: Flags) -> int | Tensor:
+    """How many entries train in one and not in the other; of tensors, a tensor."""
+    (old, _), (new, block) = (before, after) if before[1] >= after[1] else (after, before)
+    different = old.reshape(-1, 1) != new.reshape(len(old), -1)
+    return block * (
+        int(np.count_nonzero(different)) if isinstance(different, np.ndarray) else different.sum()
+    )
+
+
+def numbers(values: Sequence[Tensor | int]) -> list[float]:
+    """Tensors of one element as numbers, from an accelerator all at once: each reading waits for it."""
+    if all(isinstance(value, int) or value.is_cpu for value in values):
+        return [value if isinstance(value, int) else value.item() for value in values]
+    return torch.stack([torch.as_tensor(value).double() for value in values]).tolist()

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from gradpolicy.insight.record.columns import (
     Columns,
-    Signs,
+    Flags,
+    active_flags,
     added,
     age_quartiles,
-    flipped_blocks,
+    flipped_entries,
     numbers,
     roots,
     sample_ages,
-    signs,
 )
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.optim import MaskedOptimizer
@@ -43,13 +43,13 @@ class FreezeRecord:
         self._policies = policies
         self._freezer = policies.freezer
         self._found: dict[str, tuple[MaskedOptimizer, MaskedParameter]] = {}
-        self._signs: dict[str, Signs] = {}
+        self._flags: dict[str, Flags] = {}
         self._weights: dict[str, Tensor] = {}
-        # What was set since the last update: the blocks that flipped; and what had no mask before.
-        self._flips: dict[str, list[Signs]] = {}
+        # What was set since the last update, with the entries that flipped; and what had no mask before.
+        self._flips: dict[str, int | Tensor] = {}
         self._first: set[str] = set()
         if changes:
-            self._flips = {name: [(torch.tensor(flips), 1)] for name, flips in changes["flips"].items()}
+            self._flips = dict(changes["flips"])
             self._first = set(changes["first"])
 
     def remove(self) -> None:
@@ -66,15 +66,16 @@ class FreezeRecord:
             if known is None or known[1].mask_shape is None:
                 self._first.add(name)
             elif known[1].layout.size:
-                self._signs[name] = signs(known[1])
+                self._flags[name] = active_flags(known[1])
 
     @torch.no_grad()
     def after_masks(self, names: Collection[str]) -> None:
         """Counts the entries that flipped."""
         for name in names:
-            flips = self._flips.setdefault(name, [])
-            if name in self._signs:
-                flips.append(flipped_blocks(self._signs.pop(name), signs(self._masked(name))))
+            flips: int | Tensor = 0
+            if name in self._flags:
+                flips = flipped_entries(self._flags.pop(name), active_flags(self._masked(name)))
+            self._flips[name] = self._flips.get(name, 0) + flips
 
     @property
     def has_changes(self) -> bool:
@@ -83,8 +84,10 @@ class FreezeRecord:
 
     def state(self) -> dict[str, Any]:
         """The changes that no row tells yet, as within a window of accumulated batches."""
-        flips = {name: sum(int(count) * size for count, size in found) for name, found in self._flips.items()}
-        return {"flips": flips, "first": sorted(self._first)}
+        return {
+            "flips": {name: int(count) for name, count in self._flips.items()},
+            "first": sorted(self._first),
+        }
 
     # ---- updates
 
@@ -92,12 +95,11 @@ class FreezeRecord:
     def keep_weights(self) -> None:
         """Keeps the weights until `take`. Those of parameters that are frozen as a whole will not change."""
         if not self._weights:
-            moving = {
-                name: local_shard(parameter.detach())
+            self._weights = {
+                name: local_shard(parameter.detach()).clone()
                 for name, parameter in self._freezer.parameters.items()
                 if not self._masked(name).frozen_everywhere
             }
-            self._weights = {name: weight.clone() for name, weight in moving.items()}
 
     @torch.no_grad()
     def take(self, *, measured: bool) -> dict[str, Any]:
@@ -110,7 +112,8 @@ class FreezeRecord:
         parameters = self._freezer.parameters
         layers = {layer_of(name) for name in self._flips}
         names = [name for name in parameters if measured or layer_of(name) in layers]
-        own = {name: _is_first_replica(parameters[name]) for name in names}
+        alone = not dist.is_initialized()
+        own = {name: alone or _is_first_replica(parameters[name]) for name in names}
         columns: Columns = {
             **self._counts(own),
             "flipped": self._flipped(own),
@@ -138,11 +141,9 @@ class FreezeRecord:
         return columns
 
     def _flipped(self, own: Mapping[str, bool]) -> list[int]:
-        found = [(name, *each) for name, mine in own.items() if mine for each in self._flips.get(name, ())]
-        flipped = dict.fromkeys(own, 0)
-        for (name, _, size), count in zip(found, numbers([count for _, count, _ in found]), strict=True):
-            flipped[name] += int(count) * size // _real_parts(self._freezer.parameters[name])
-        return list(flipped.values())
+        counts = numbers([self._flips.get(name, 0) if mine else 0 for name, mine in own.items()])
+        parameters = self._freezer.parameters
+        return [int(count) // _real_parts(parameters[name]) for name, count in zip(own, counts, strict=True)]
 
     def _squares(self, own: Mapping[str, bool]) -> Columns:
         """The squared norms of weights before the update, of their change, and of gradients."""
@@ -227,7 +228,7 @@ def _norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _real_parts(parameter: Tensor) -> int:
-    """How many numbers an entry is to the optimizer, which updates real and imaginary parts each by itself."""
+    """How many numbers an entry is to the optimizer, which updates real and imaginary parts alone."""
     return 2 if parameter.is_complex() else 1
 
 
@@ -237,8 +238,6 @@ def _real_size(parameter: Tensor) -> int:
 
 def _is_first_replica(parameter: Tensor) -> bool:
     """Whether this process is the first of those that hold the same entries."""
-    if not dist.is_initialized():
-        return True
     if not is_sharded(parameter):
         return dist.get_rank() == 0
     sharded: Any = parameter

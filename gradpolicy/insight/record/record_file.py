@@ -171,7 +171,11 @@ def _rows_of(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     shared = {key: value for key, value in line.items() if not isinstance(value, list)}
     lists = {key: value for key, value in line.items() if isinstance(value, list)}
     return [
-        {**shared, "layer": values[0].rpartition(".")[0], **dict(zip(("parameter", *lists), values, strict=True))}
+        {
+            **shared,
+            "layer": values[0].rpartition(".")[0],
+            **dict(zip(("parameter", *lists), values, strict=True)),
+        }
         for values in zip(line["parameter"], *lists.values(), strict=True)
     ]
 
