@@ -272,7 +272,7 @@ def test_two_ranks_give_one_record(pair: ProcessPool, tmp_path: Path, kind: str)
         held = [column for column in numbers if column != "state_bytes" or strategy == "ddp"]
         pandas.testing.assert_frame_equal(together[held], alone[held], rtol=1e-4)
         memory = (table.query("kind == 'memory'")["state_bytes"].to_numpy() for table in (together, alone))
-        assert next(memory) == pytest.approx(next(memory), rel=0.3 if strategy == "zero1" else 0.05)
+        assert next(memory) == pytest.approx(next(memory), rel=0.4 if strategy == "zero1" else 0.05)
 
 
 # ---- a kill

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,12 @@ def added(of_ranks: Sequence[Mapping[str, list[Any]]]) -> Columns:
     """The columns of all processes together: numbers are added, None is nothing; samples are joined."""
     if len(of_ranks) == 1:
         return dict(of_ranks[0])
-    return {
+    summed = {
         key: [_together(values) for values in zip(*(each[key] for each in of_ranks), strict=True)]
         for key in of_ranks[0]
+        if key != "parameter"
     }
+    return {"parameter": of_ranks[0]["parameter"], **summed}
 
 
 def _together(values: Sequence[Any]) -> Any:
@@ -52,45 +55,55 @@ def age_quartiles(samples: Sequence[np.ndarray]) -> Columns:
     return {name: [ages[place] for ages in found] for place, name in enumerate(AGES)}
 
 
-def sample_ages(parameters: Sequence[tuple[MaskedParameter, int]]) -> list[np.ndarray]:
-    """Ages of evenly spaced entries, so that each stands for as many, whichever process holds it.
+@dataclass(frozen=True)
+class AgeSample:
+    """Signed ages of evenly spaced entries of parameters, as they lie on their device.
 
-    Args:
-        parameters: What this process holds of each parameter, and how many entries the whole one has.
+    Attributes:
+        signed: Those of all parameters, one after the other; None where there is no parameter.
+        lengths: How many are of each.
+        uncounted: Updates of each parameter's active entries that these ages do not tell.
+        without: How many more entries of each are of age 0, since they have no state.
     """
-    samples: list[Tensor] = []
-    for masked, entries in parameters:
-        held, stride = _held(masked), _stride(entries)
-        if masked.block == 1:
-            samples.append(masked.ages[:held:stride])
-        else:
-            places = torch.arange(0, held, stride, device=masked.ages.device)
-            samples.append(masked.ages[places // masked.block])
-    found = []
-    for (masked, entries), sample in zip(parameters, _arrays(samples), strict=True):
-        signed = sample.astype(np.int32)
-        # What is not held has no state: it is of age 0.
-        without = np.zeros((masked.layout.size - _held(masked)) // _stride(entries), np.int32)
-        ages = np.where(signed > 0, signed + (masked.uncounted - 1), -1 - signed)
-        found.append(np.concatenate([ages, without]) if len(without) else ages)
-    return found
 
+    signed: Tensor | None
+    lengths: list[int]
+    uncounted: list[int]
+    without: list[int]
 
-def _held(masked: MaskedParameter) -> int:
-    """Of how many of this process's entries there are ages."""
-    return masked.ages.numel() * masked.block if masked.layout.size else 0
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[MaskedParameter, int]]) -> AgeSample:
+        """Takes a sample in which each age stands for as many entries, whichever process holds them.
 
+        Args:
+            parameters: What this process holds of each parameter, and how many entries the whole one has.
+        """
+        samples, uncounted, without = [], [], []
+        for masked, entries in parameters:
+            stride = max(-(-entries // SAMPLE), 1)
+            held = masked.ages.numel() * masked.block if masked.layout.size else 0
+            if masked.block == 1:
+                samples.append(masked.ages[:held:stride])
+            else:
+                places = torch.arange(0, held, stride, device=masked.ages.device)
+                samples.append(masked.ages[places // masked.block])
+            uncounted.append(masked.uncounted)
+            without.append((masked.layout.size - held) // stride)
+        signed = torch.cat(samples) if samples else None
+        return cls(signed, [len(sample) for sample in samples], uncounted, without)
 
-def _stride(entries: int) -> int:
-    return max(-(-entries // SAMPLE), 1)
-
-
-def _arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """The tensors' values, from an accelerator all at once: each reading waits for it."""
-    if all(tensor.is_cpu for tensor in tensors):
-        return [tensor.numpy() for tensor in tensors]
-    ends = np.cumsum([tensor.numel() for tensor in tensors])
-    return np.split(torch.cat(list(tensors)).cpu().numpy(), ends[:-1])
+    def read(self) -> list[np.ndarray]:
+        """The ages of each parameter."""
+        if self.signed is None:
+            return []
+        signed = self.signed.cpu().numpy().astype(np.int32)
+        added = np.repeat(np.array(self.uncounted, np.int32) - 1, self.lengths)
+        ages = np.where(signed > 0, signed + added, -1 - signed)
+        parts = np.split(ages, np.cumsum(self.lengths)[:-1])
+        return [
+            np.concatenate([part, np.zeros(count, np.int32)]) if count else part
+            for part, count in zip(parts, self.without, strict=True)
+        ]
 
 
 Flags = tuple[Any, int]
@@ -98,7 +111,7 @@ Flags = tuple[Any, int]
 
 
 def active_flags(masked: MaskedParameter) -> Flags:
-    """Which of this process's entries train now: a tensor, or on a CPU an array, with which NumPy is faster."""
+    """Which of this process's entries train now: a tensor, or on a CPU, where NumPy is faster, an array."""
     ages = masked.uncounted_ages()
     return (ages.numpy() if ages.is_cpu else ages) > 0, masked.block
 

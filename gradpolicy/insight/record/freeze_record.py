@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradpolicy.insight.record.columns import (
+    AgeSample,
     Columns,
     Flags,
     active_flags,
@@ -19,7 +20,6 @@ from gradpolicy.insight.record.columns import (
     flipped_entries,
     numbers,
     roots,
-    sample_ages,
 )
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.optim import MaskedOptimizer
@@ -105,6 +105,8 @@ class FreezeRecord:
     def take(self, *, measured: bool) -> dict[str, Any]:
         """What this process knows of an update, and what changed before it; the next begins.
 
+        What lies on a device stays there until `read`.
+
         Args:
             measured: Of all parameters, with what `keep_weights` and the policies' norms tell; otherwise
                 counts in the layers where masks were set.
@@ -114,16 +116,15 @@ class FreezeRecord:
         names = [name for name in parameters if measured or layer_of(name) in layers]
         alone = not dist.is_initialized()
         own = {name: alone or _is_first_replica(parameters[name]) for name in names}
-        columns: Columns = {
-            **self._counts(own),
-            "flipped": self._flipped(own),
-            **(self._squares(own) if measured else {}),
+        taken: dict[str, Any] = {
+            "names": names,
+            "first": self._first,
+            "counts": self._counts(own),
+            "flips": {name: self._flips.get(name, 0) for name in names if own[name]},
         }
         if measured:
-            held = [(self._masked(name), _real_size(parameters[name])) for name in names if own[name]]
-            samples = dict(zip((name for name in names if own[name]), sample_ages(held), strict=True))
-            columns["ages"] = [samples.get(name, _NO_AGES) for name in names]
-        taken = {"names": names, "first": self._first, "columns": columns}
+            held = ((self._masked(name), _real_size(parameters[name])) for name in names if own[name])
+            taken |= {"norms": self._norms(own), "ages": AgeSample.of(held)}
         self._flips, self._first, self._weights = {}, set(), {}
         return taken
 
@@ -140,13 +141,8 @@ class FreezeRecord:
             columns["state_bytes"].append(optimizer.state_bytes(parameter) if counts else 0)
         return columns
 
-    def _flipped(self, own: Mapping[str, bool]) -> list[int]:
-        counts = numbers([self._flips.get(name, 0) if mine else 0 for name, mine in own.items()])
-        parameters = self._freezer.parameters
-        return [int(count) // _real_parts(parameters[name]) for name, count in zip(own, counts, strict=True)]
-
-    def _squares(self, own: Mapping[str, bool]) -> Columns:
-        """The squared norms of weights before the update, of their change, and of gradients."""
+    def _norms(self, own: Mapping[str, bool]) -> dict[str, dict[str, Tensor]]:
+        """The norms of weights before the update, of their change, and of gradients."""
         parameters = self._freezer.parameters
         now = {name: local_shard(parameters[name].detach()) for name, mine in own.items() if mine}
         old = {name: weight for name, weight in self._weights.items() if name in now}
@@ -157,26 +153,44 @@ class FreezeRecord:
         gradients = (self._policies.norms_before, self._policies.norms_after)
         for column, norms in zip(MEASURED[2:], gradients, strict=True):
             found[column] = {name: local_shard(norms[name]) for name in now if name in norms}
-        values = iter(numbers([norm for norms in found.values() for norm in norms.values()]))
-        squares = {column: {name: next(values) ** 2 for name in norms} for column, norms in found.items()}
-        for column in ("update_norm", "gradient_norm_after"):
-            # What is frozen as a whole neither moves nor keeps a gradient.
-            squares[column] = {**dict.fromkeys(now, 0.0), **squares[column]}
-        return {column: [values.get(name) for name in own] for column, values in squares.items()}
+        return found
+
+    def read(self, taken: Mapping[str, Any]) -> Columns:
+        """The columns of what `take` gave."""
+        names, parameters = taken["names"], self._freezer.parameters
+        flips = dict(zip(taken["flips"], numbers(list(taken["flips"].values())), strict=True))
+        columns: Columns = {
+            "parameter": names,
+            **taken["counts"],
+            "flipped": [int(flips.get(name, 0)) // _real_parts(parameters[name]) for name in names],
+        }
+        if "norms" in taken:
+            values = iter(numbers([norm for norms in taken["norms"].values() for norm in norms.values()]))
+            squares = {
+                column: {name: next(values) ** 2 for name in norms}
+                for column, norms in taken["norms"].items()
+            }
+            for column in ("update_norm", "gradient_norm_after"):
+                # What is frozen as a whole neither moves nor keeps a gradient.
+                squares[column] = {**dict.fromkeys(taken["flips"], 0.0), **squares[column]}
+            columns |= {column: [found.get(name) for name in names] for column, found in squares.items()}
+            ages = dict(zip(taken["flips"], taken["ages"].read(), strict=True))
+            columns["ages"] = [ages.get(name, _NO_AGES) for name in names]
+        return columns
 
     # ---- rows
 
-    def rows(self, of_ranks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    def rows(self, of_ranks: Sequence[Columns], first: Collection[str]) -> Iterator[dict[str, Any]]:
         """A row for each policy, of lists with a value for each parameter.
 
         Args:
-            of_ranks: What `take` gave on each process that knows something of its own.
+            of_ranks: What `read` gave on each process that knows something of its own.
+            first: The parameters that had no mask before.
         """
-        names, columns = of_ranks[0]["names"], added([each["columns"] for each in of_ranks])
-        columns["parameter"] = names
+        names, columns = of_ranks[0]["parameter"], added(of_ranks)
+        flipped = zip(names, columns["flipped"], strict=True)
+        columns["changed"] = [name in first or count > 0 for name, count in flipped]
         columns["frozen_state"] = [self._masked(name).frozen_state for name in names]
-        first, flipped = of_ranks[0]["first"], columns["flipped"]
-        columns["changed"] = [name in first or count > 0 for name, count in zip(names, flipped, strict=True)]
         measured = "ages" in columns
         if measured:
             columns |= {column: roots(columns[column]) for column in MEASURED}
