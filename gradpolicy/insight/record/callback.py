@@ -11,7 +11,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from gradpolicy.insight.costs import optimizer_bytes
 from gradpolicy.insight.record.flow_record import FlowRecord
