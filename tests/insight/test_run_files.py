@@ -180,13 +180,13 @@ def test_mlflow_has_parameters_and_plan_and_its_page_starts(tmp_path: Path) -> N
         port = free.getsockname()[1]
     program = Path(sys.executable).parent / "mlflow"
     command = [program, "ui", "--backend-store-uri", store, "--port", str(port), "--workers", "1"]
-    log = (tmp_path / "ui.log").open("w")
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
-    try:
-        assert b"MLflow" in page(f"http://127.0.0.1:{port}/", process)
-    finally:
-        process.terminate()
-        process.wait(30)
+    with (tmp_path / "ui.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
+        try:
+            assert b"MLflow" in page(f"http://127.0.0.1:{port}/", process)
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 def page(address: str, process: subprocess.Popen, seconds: float = 120) -> bytes:

@@ -1,12 +1,9 @@
 """What a run prints, and what it leaves out."""
 
 import json
-import warnings
 
 import pytest
 import yaml
-
-from gradpolicy.launch.run import quieter
 
 from .conftest import SHORT
 
@@ -15,14 +12,6 @@ def test_a_profilers_report_is_said(train, caplog) -> None:
     ended = train(*SHORT, "debug=profiler", quick=False)
     assert ended.code == 0
     assert "Profiler Report" in caplog.text
-
-
-def test_a_warning_is_one_line_without_its_place_in_the_code() -> None:
-    before = warnings.formatwarning
-    with quieter():
-        line = warnings.formatwarning("no\n  value", UserWarning, "run.py", 1)
-    assert line == "warning: no value\n"
-    assert warnings.formatwarning is before
 
 
 def test_what_a_run_printed_is_in_its_log_and_the_plan_beside_it(train) -> None:
