@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,11 @@ def _thinned(frame: pd.DataFrame, most: int = POINTS) -> pd.DataFrame:
 def _numbers(values: Iterable[float]) -> np.ndarray:
     """Values in single precision, which the page holds in few bytes."""
     return np.asarray(list(values), dtype=np.float32)
+
+
+def _mode(points: pd.DataFrame) -> str:
+    """Few points are marked: a single one has no line."""
+    return "lines+markers" if len(points) < 8 else "lines"
 
 
 # ---- curves
@@ -245,7 +251,10 @@ def timeline(run: Run) -> Figure | None:
     height = 120 + 18 * min(int(layers.groupby("policy")["layer"].nunique().max()), 60)
     figure = new_figure("step", "", height=height)
     figure.update_layout(hovermode="closest")
-    figure.update_yaxes(autorange="reversed", type="category")
+    names = list(layers["layer"].unique())
+    figure.update_yaxes(
+        autorange="reversed", type="category", tickvals=names, ticktext=_without_common_parents(names)
+    )
     usable = []
     for quantity in QUANTITIES:
         if quantity.column not in layers or not layers[quantity.column].notna().any():
@@ -258,6 +267,13 @@ def timeline(run: Run) -> Figure | None:
     note = "Columns are steps at which something was recorded. A mask holds until the next change."
     shown = {key: choice for key, choice in choices.items() if len(choice[1]) > 1}
     return Figure("Timeline of masks", figure, shown, note, wide=True)
+
+
+def _without_common_parents(names: Sequence[str]) -> list[str]:
+    """Qualified names without the parents that all of them have: a phone is narrow."""
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
+    return [".".join(name.split(".")[common:]) for name in names]
 
 
 def _with_parameters(layers: pd.DataFrame, parameters: pd.DataFrame) -> pd.DataFrame:
@@ -352,7 +368,7 @@ def ages(run: Run) -> Figure | None:
                 meta=meta,
             )
         figure.add_scatter(
-            x=own["step"], y=_numbers(own["age_median"]), mode="lines", name="median", meta=meta
+            x=own["step"], y=_numbers(own["age_median"]), mode=_mode(own), name="median", meta=meta
         )
     choices = {"parameter": ("parameter", names)}
     _shown_first(figure, choices)
@@ -378,7 +394,7 @@ def memory(runs: Mapping[str, Run]) -> Figure | None:
             y=_numbers(rows["state_bytes"]),
             name=label,
             line={"color": colour, "shape": "hv"},
-            mode="lines",
+            mode=_mode(rows),
         )
         # Runs of one model share it.
         if "adam_bytes" in rows and beside.setdefault(tuple(rows["adam_bytes"]), label) == label:
@@ -387,7 +403,7 @@ def memory(runs: Mapping[str, Run]) -> Figure | None:
                 y=_numbers(rows["adam_bytes"]),
                 name="plain Adam" if len(runs) == 1 or len(beside) == 1 else f"plain Adam · {label}",
                 line={"color": PLAIN if len(beside) == 1 else colour, "dash": "dash"},
-                mode="lines",
+                mode=_mode(rows),
             )
     return Figure("Optimizer memory", figure, wide=len(runs) == 1) if figure.data else None
 
@@ -441,7 +457,7 @@ def _add_flow_curve(
         x=own["step"],
         y=_numbers(own[column]),
         name=label,
-        mode="lines+markers" if len(own) < 8 else "lines",
+        mode=_mode(own),
         line={"color": COLOURS[index % len(COLOURS)], "dash": ("solid", "dot")[place]},
         meta={"quantity": quantity, "phase": phase},
     )

@@ -92,7 +92,8 @@ def gradient_map(run: Run) -> Figure | None:
     figure.update_yaxes(visible=False, range=[leaves - 0.3, -0.8])
     note = (
         "A band's width is the gradient norm of what lies in a module, a root mean square over the run: pale "
-        "before the policies, coloured what they let through. Dotted: no freeze policy, so not measured."
+        "before the policies, coloured what they let through. Dotted: not measured, without a freeze policy "
+        "or a gradient."
     )
     if everywhere:
         note += f" In the whole model: {'; '.join(f'{name} ({told})' for name, told in everywhere.items())}."
