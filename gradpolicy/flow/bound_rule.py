@@ -32,24 +32,38 @@ _DISCRETE_IN_COMPILED_CODE: set[str] = set()
 
 
 class GradientNorms:
-    """Adds up squared norms while it is on. The tensors stay on their device until somebody reads them."""
+    """Adds up squared norms while it is on. The tensors stay on their device until somebody reads them.
+
+    Attributes:
+        on: Whether it measures.
+        counts_zeros: Whether it counts zeros too.
+        zeros: How many entries of the gradients let through were 0; None if none were counted.
+        entries: How many entries these had.
+    """
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = self.counts_zeros = False
         self.clear()
 
     def clear(self) -> None:
         """Forgets what was measured."""
         self._before: Tensor | None = None
         self._after: Tensor | None = None
+        self.zeros: Tensor | None = None
+        self.entries = 0
 
     def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
         """Adds a gradient, or a tuple of them, before and after the rule; nothing in compiled code."""
         if not self.on or torch.compiler.is_compiling():
             return
         with torch.no_grad():
+            passed = [tensor for tensor in after if tensor is not None]
             self._before = _add_squares(self._before, before if isinstance(before, tuple) else (before,))
-            self._after = _add_squares(self._after, after)
+            self._after = _add_squares(self._after, passed)
+            for tensor in passed if self.counts_zeros else ():
+                zeros = tensor.numel() - tensor.count_nonzero()
+                self.zeros = zeros if self.zeros is None else self.zeros + zeros
+                self.entries += tensor.numel()
 
     def read(self) -> tuple[Tensor, Tensor] | None:
         """The norms over everything measured since the last clearing; None if that is nothing."""

@@ -182,15 +182,19 @@ class Installed:
         for state in self._states.values():
             state.set_loss_scale(scale)
 
-    def measure_norms(self, on: bool) -> None:
+    def measure_norms(self, on: bool, *, zeros: bool = False) -> None:
         """Measures the gradient's norm before and after each policy from now on. It is off at first.
 
         Switching it on forgets what was measured. Nothing is measured in compiled code.
+
+        Args:
+            on: Whether to measure.
+            zeros: Count zeros in what is let through too, for `zeros_passed`.
         """
         for state in self._states.values():
             if on:
                 state.norms.clear()
-            state.norms.on = on
+            state.norms.on, state.norms.counts_zeros = on, zeros
 
     @property
     def gradient_norms(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -212,6 +216,17 @@ class Installed:
         Policies that were met in compiled code are left out, since nobody counts there.
         """
         return {name: dict(state.matched) for name, state in self._states.items() if not state.compiled}
+
+    @property
+    def zeros_passed(self) -> dict[str, tuple[Tensor, int]]:
+        """For each measured policy: how many entries of what it let through were 0, and of how many."""
+        norms = {name: state.norms for name, state in self._states.items()}
+        return {name: (each.zeros, each.entries) for name, each in norms.items() if each.zeros is not None}
+
+    @property
+    def operation_counts(self) -> dict[str, int]:
+        """How often each policy's rule was put on a call so far."""
+        return {name: state.matched.total() for name, state in self._states.items()}
 
     def report(self) -> Report:
         """What each policy matched and met so far."""
