@@ -133,11 +133,11 @@ class Audit(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
         """Notes which flow policies hold, where a look is due."""
-        if not self._watches:
+        if not self._watches or self._policies is None:
             return
-        updates = self._count_updates(trainer)
+        updates = self._policies.updates(trainer)
         self._looks = self.entries is None or updates % self.every == 0
-        if not self._looks or self._policies is None:
+        if not self._looks:
             return
         if updates != self._updates:
             self._updates, epoch = updates, trainer.current_epoch
@@ -160,12 +160,12 @@ class Audit(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
         """Checks what flow policies did in the batch."""
-        if not self._looks:
+        if not self._looks or self._policies is None:
             return
         if self._met is not None:
             self._tell(self._met.end_batch(self._updates, self._active))
         # Under manual optimization gradients may be gone by now.
-        updates = self._count_updates(trainer)
+        updates = self._policies.updates(trainer)
         if self._stopped is not None and updates > self._updates and pl_module.automatic_optimization:
             self._tell(self._stopped.end_update(updates, self._active, self._frozen_names))
 
@@ -277,9 +277,6 @@ class Audit(Callback):
         part.write_text(json.dumps(report, indent=2) + "\n")
         os.replace(part, directory / FILE)
         return report
-
-    def _count_updates(self, trainer: Trainer) -> int:
-        return trainer.global_step if self._frozen is None else self._frozen.updates
 
     def _frozen_names(self) -> set[str]:
         """The parameters of which no entry trains."""

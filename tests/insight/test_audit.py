@@ -294,3 +294,29 @@ def test_an_audit_without_policies_does_nothing(two_layers, loader, make_trainer
     make_trainer(callbacks=[Audit(tmp_path)]).fit(two_layers, loader)
     assert written(tmp_path)["intervals"] == 0
     assert capsys.readouterr().out == ""
+
+
+# ---- what writes to frozen entries by design, when masks change
+
+
+SOURCES = {
+    "block_cyclic": lambda: gp.masks.BlockCyclic(every=2),
+    "gradual": lambda: gp.masks.Gradual(),
+    "layerwise": lambda: gp.masks.Layerwise(active=1, every=2),
+    "progressive": lambda: gp.masks.Progressive(8),
+    "prune_and_grow": lambda: gp.masks.PruneAndGrow(0.3, every=3, stop=9),
+    "prune_and_grow at random": lambda: gp.masks.PruneAndGrow(0.3, grow="random", every=2),
+    "rows": lambda: gp.masks.Rows([1]),
+    "topk": lambda: gp.masks.TopK(0.3, every=3),
+    "topk with rewind": lambda: gp.masks.TopK(0.3, by="change", start=3, rewind=True),
+    "topk of tensors": lambda: gp.masks.TopK(0.5, level="tensor", every=3),
+}
+
+
+@pytest.mark.parametrize("state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_mask_source_that_keeps_its_word_is_no_difference(fit, source, state):
+    policies = {"some": gp.Freeze(SOURCES[source](), params="*", frozen_state=state)}
+    report = fit(policies, audit={**FULL, "every": 5}, accumulate_grad_batches=2, max_epochs=6)
+    assert report["intervals"] > 0
+    assert report["differences"] == []
