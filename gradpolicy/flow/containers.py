@@ -141,7 +141,8 @@ def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:
 
 
 def _is_dataclass(values: Any) -> bool:
-    return dataclasses.is_dataclass(values) and not isinstance(values, type)
+    # Not `dataclasses.is_dataclass`, which torch 2.11 cannot compile.
+    return hasattr(values, "__dataclass_fields__") and not isinstance(values, type)
 
 
 def _fields(values: Any) -> list[str]:

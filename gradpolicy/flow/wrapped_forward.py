@@ -27,6 +27,7 @@ from gradpolicy.flow.table_rule import TableRule
 from gradpolicy.flow.through import Through
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
+_is_traced = torch.compiler.is_dynamo_compiling
 _relu = torch.relu
 _without_modes = torch._C.DisableTorchFunction
 
@@ -106,9 +107,27 @@ class WrappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward."""
+        # The compiler follows each call, and gives up where calls are nested too deeply. So this makes none.
+        if _is_traced() and self._adds_nothing():
+            if self.inner is not None:
+                return self.inner(*args, **kwargs)
+            return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
         if self.parameter_rules:
             return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
         return self._run_in_session(args, kwargs)
+
+    def _adds_nothing(self) -> bool:
+        """Whether the forward would run in the same way as what is around it."""
+        has_rules = self.parameter_rules or self.entering or self.leaving or self.through or self.counted
+        if has_rules or not torch.is_grad_enabled():
+            return False
+        mode = self._mode()
+        return mode is not None and mode.table is self.table
+
+    def _mode(self) -> InstallMode | None:
+        """The mode of this installation on this thread."""
+        own = (mode for mode in active_modes() if isinstance(mode, InstallMode))
+        return next((mode for mode in own if mode.session is self.session), None)
 
     def put_on(self) -> None:
         """Takes the place of the forward."""
@@ -179,7 +198,7 @@ class WrappedForward:
         table, session = self.table, self.session
         if table is None:
             return self._forward(args, kwargs)
-        mode = next((m for m in active_modes() if isinstance(m, InstallMode) and m.session is session), None)
+        mode = self._mode()
         if mode is None:
             with InstallMode(session, table) as mode:
                 self._name_module(mode, self.name)

@@ -96,7 +96,9 @@ class RunDirectory:
 
 def _is_unused(path: Path) -> bool:
     """Whether a directory holds nothing except what Hydra writes before a job starts."""
-    return not os.path.exists(path) or all(
+    if not os.path.isdir(path):
+        return not os.path.exists(path)
+    return all(
         entry.name == ".hydra" or (entry.suffix == ".log" and not entry.stat().st_size)
         for entry in path.iterdir()
     )

@@ -179,7 +179,7 @@ def _message_at(key: str, message: str) -> str:
 
 
 def _hint(path: str) -> str:
-    package = path.split(".")[0]
+    package = brief(path.split(".")[0])
     if package in {known.split(".")[0] for known in KNOWN}:
         return "; the kinds of classes that it may are listed in docs/security.md"
     return f"; if you trust the package, allow it on the command line: allowed_targets=[{package}]"

@@ -1,6 +1,6 @@
 """Checks, before anything trains, that a checkpoint is of this model and that a run can resume from it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradpolicy.distributed.sharded_checkpoint import has_key, saved_shapes
 from gradpolicy.errors import PolicyError, shortened, shown
 from gradpolicy.lightning.checkpoint_reading import KEY, VERSION, WEIGHTS, check_checkpoint, read_checkpoint
+from gradpolicy.optim.update_rules import rule_for
 from gradpolicy.tasks.task import Task
 
 CANNOT_RESUME = (
@@ -137,6 +138,7 @@ def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
             f"{CANNOT_RESUME}"
         )
     groups = states[0].get("param_groups", [])
+    _check_entries(optimizer, groups, states[0].get("state", {}), checkpoint)
     # This fills in options that newer versions of torch have added, as loading a state does.
     optimizer.__setstate__({"state": {}, "param_groups": [{**group, "params": []} for group in groups]})
     lacking = [name for name in optimizer.defaults for group in optimizer.param_groups if name not in group]
@@ -152,6 +154,41 @@ def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
                 raise PolicyError(
                     f"ckpt_path: {checkpoint} holds {shown(value)} as the optimizer's {name}: {CANNOT_RESUME}"
                 )
+
+
+def _check_entries(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[int, Any],
+    checkpoint: Path,
+) -> None:
+    """Checks that what an optimizer keeps for each parameter is of that parameter's size.
+
+    Raises:
+        PolicyError: If one is missing, or something else is in its place.
+    """
+    rule = rule_for(optimizer)
+    for own, group in zip(optimizer.param_groups, groups, strict=False):
+        names = () if rule is None else tuple(rule.state({**own, **group}))
+        for number, parameter in zip(group.get("params", ()), own["params"], strict=False):
+            state = states.get(number, {})
+            wrong = _wrong_entry(state, names, parameter)
+            if wrong is not None:
+                raise PolicyError(
+                    f"ckpt_path: {checkpoint} holds no usable {wrong} of the optimizer's parameter {number}: "
+                    f"{CANNOT_RESUME}"
+                )
+
+
+def _wrong_entry(state: Any, names: Sequence[str], parameter: Tensor) -> str | None:
+    """The name of what is not as a parameter's state should be; None if all is."""
+    if not isinstance(state, Mapping):
+        return "state"
+    # What is frozen and dropped has none.
+    if all(state.get(name) is None for name in names):
+        return None
+    sizes = {name: state[name].numel() for name in names if isinstance(state.get(name), Tensor)}
+    return next((name for name in names if sizes.get(name) != parameter.numel()), None)
 
 
 def _is_alike(value: Any, default: Any) -> bool:

@@ -100,7 +100,7 @@ def test_an_experiment_shows_its_policy_its_command_and_a_picture(page: Path) ->
 
 
 def test_every_page_is_in_the_table() -> None:
-    assert len(EXPERIMENTS) >= 6
+    assert len(EXPERIMENTS) >= 7
     text = (FOLDER / "README.md").read_text()
     assert all(f"({page.name})" in text for page in PAGES if page.stem != "README")
 

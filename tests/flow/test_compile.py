@@ -357,3 +357,21 @@ def test_inductor_with_changing_shapes(parameter_gradients, same):
         for rows in (3, 5, 8):
             x = torch.randn(rows, 4)
             assert same(parameter_gradients(model, x, call=compiled), parameter_gradients(twin, x), 1e-5)
+
+
+def test_a_model_of_many_modules_within_each_other_compiles():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    for _ in range(10):
+        model = torch.nn.Sequential(model, torch.nn.ReLU())
+    inputs = torch.randn(4, 3)
+
+    def gradients(run):
+        model.zero_grad()
+        run(inputs).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    with gp.install(model, [gp.Guided()]):
+        expected = gradients(model)
+        compiled = gradients(torch.compile(model, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(compiled, expected)
+    assert any(gradient.any() for gradient in expected)

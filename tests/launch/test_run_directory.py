@@ -41,6 +41,13 @@ def test_wrong_input_leaves_nothing_of_a_run_that_never_began(fresh: Path) -> No
     assert list(fresh.iterdir()) == []
 
 
+def test_a_file_where_the_directory_should_be_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(PolicyError, match="wrong"), run_directory(tmp_path / "file"):
+        raise PolicyError("wrong")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_an_empty_directory_that_a_person_made_stays(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()

@@ -228,6 +228,12 @@ def test_other_classes_of_hugging_face_are_refused(hugging_face) -> None:
             at(path)
 
 
+def test_a_long_name_is_shortened_wherever_the_message_says_it() -> None:
+    with pytest.raises(PolicyError, match="is not among") as caught:
+        at("a" * 5000)
+    assert len(str(caught.value)) < 400
+
+
 # ---- every public callable there is
 
 

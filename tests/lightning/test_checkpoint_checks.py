@@ -55,3 +55,31 @@ def test_an_option_of_the_optimizer_of_another_kind_is_refused(option: dict, tmp
     torch.save({"state_dict": {}, "optimizer_states": [state]}, tmp_path / "made.ckpt")
     with pytest.raises(PolicyError, match=f"as the optimizer's {next(iter(option))}"):
         check_optimizer(model, tmp_path / "made.ckpt")
+
+
+def saved_after_a_step(model: nn.Module, make: partial, path: Path, **changes: object) -> Path:
+    """A checkpoint of the optimizer's state, with these changes to that of its first parameter."""
+    optimizer = make(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0] = {**state["state"].get(0, {}), **changes}
+    torch.save({"state_dict": {}, "optimizer_states": [state]}, path)
+    return path
+
+
+MAKERS = [partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.SGD, lr=0.1)]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["adamw", "sgd"])
+def test_an_optimizers_state_as_it_was_saved_is_taken(make: partial, tmp_path: Path) -> None:
+    model = Classifier(nn.Linear(2, 2), optimizer=make)
+    check_optimizer(model, saved_after_a_step(nn.Linear(2, 2), make, tmp_path / "made.ckpt"))
+
+
+@pytest.mark.parametrize("value", [None, -1, "abc", [], torch.zeros(3)])
+def test_an_optimizers_state_of_another_kind_is_refused(value: object, tmp_path: Path) -> None:
+    model = Classifier(nn.Linear(2, 2), optimizer=MAKERS[0])
+    path = saved_after_a_step(nn.Linear(2, 2), MAKERS[0], tmp_path / "made.ckpt", exp_avg=value)
+    with pytest.raises(PolicyError, match="no usable exp_avg of the optimizer's parameter 0"):
+        check_optimizer(model, path)

@@ -211,6 +211,25 @@ def test_without_its_policy_nothing_before_a_quantiser_learns(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_compiled_layers_have_the_same_gradients(name):
+    inputs = torch.rand(16, 64)
+
+    def gradients(backend):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Quantized(MultilayerPerceptron(64, [32], 10), *LAYERS[name])
+        model(inputs)
+        with gp.install(model, POLICIES[name], strict=True):
+            run = model if backend is None else torch.compile(model, backend=backend)
+            run(inputs).square().mean().backward()
+        return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients(None)
+    assert expected
+    torch.testing.assert_close(gradients("aot_eager"), expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_training_with_four_bits_learns_the_digits(name):
     data = DigitsDataModule(batch_size=64, seed=0)
     data.prepare_data()
