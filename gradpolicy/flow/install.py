@@ -223,7 +223,7 @@ class Installed(Displayed):
 
     @property
     def zeros_passed(self) -> dict[str, tuple[Tensor, int]]:
-        """For each measured policy how many entries of the gradient it let through were 0, and of how many."""
+        """For each measured policy: how many entries of what it let through were 0, and of how many."""
         norms = {name: state.norms for name, state in self._states.items()}
         return {name: (each.zeros, each.entries) for name, each in norms.items() if each.zeros is not None}
 

@@ -69,7 +69,10 @@ def fit(policies: dict[str, Policy], *more: Callback) -> Iterator[Callable[[], N
             callbacks=[*more, gp.GradientPolicies(policies), paced],
         )
         network = QuantizedConvNet(channels=1, size=8, classes=10, width=32, levels=4, dropout=0.25)
-        module, data = Classifier(network, partial(torch.optim.AdamW, lr=1e-3)), DigitsDataModule(batch_size=64, seed=0)
+        module, data = (
+            Classifier(network, partial(torch.optim.AdamW, lr=1e-3)),
+            DigitsDataModule(batch_size=64, seed=0),
+        )
         thread = threading.Thread(target=trainer.fit, args=(module, data), daemon=True)
         thread.start()
         yield paced.advance

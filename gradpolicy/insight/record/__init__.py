@@ -4,10 +4,12 @@
 >>> from pathlib import Path
 >>> from gradpolicy.insight import record
 >>> run = Path(tempfile.mkdtemp())
->>> _ = (run / "record.jsonl").write_text('{"kind": "freeze", "step": 5, "parameter": "a", "active_share": 0.5}\\n')
+>>> numbers = '"step": 5, "epoch": 0, "active": [3], "entries": [4]'
+>>> line = '{"kind": "freeze", "parameter": ["fc.weight"], ' + numbers + "}\\n"
+>>> _ = (run / "record.jsonl").write_text(line)
 >>> record.load(run).query("kind == 'freeze'")[["step", "parameter", "active_share"]]
-   step parameter  active_share
-0     5         a           0.5
+   step  parameter  active_share
+0     5  fc.weight          0.75
 """
 
 from gradpolicy.insight.record.callback import Record

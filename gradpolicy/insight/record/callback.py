@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,25 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from gradpolicy.insight.costs import optimizer_bytes
-from gradpolicy.insight.record.flow_record import FlowRecord
+from gradpolicy.insight.record.flow_record import FlowRecord, flow_rows
 from gradpolicy.insight.record.freeze_record import FreezeRecord
 from gradpolicy.insight.record.record_file import FILE, RecordFile
 from gradpolicy.lightning.callback import GradientPolicies, log_interval
 from gradpolicy.optim.zero_redundancy import MaskedZero
 from gradpolicy.tensors.sharding import is_sharded
 
+SECONDS = 1.0
+"""How long rows wait at most until they are written."""
+
 
 class Record(Callback):
     """Writes what policies do into ``record.jsonl`` in the run's directory, a JSON object a line.
 
-    Rows are written once an update is done: of every ``log_every_n_steps``-th, and, without what takes a look
-    at every weight, of every one before which masks changed; for flow policies also at the end of a validation, test or prediction. ``step`` counts the
-    updates so far. docs/insight/record.md says what a row holds; :func:`gradpolicy.insight.record.load` reads
-    the file as a table.
+    Rows are of updates: of every ``log_every_n_steps``-th, and of every one before which masks changed, then
+    without what takes a look at every weight; for flow policies also of every validation, test or prediction.
+    ``step`` counts the updates so far. They are in the file at most a second later.
+    docs/insight/record.md says what a row holds; :func:`gradpolicy.insight.record.load` reads the file as a
+    table.
 
     A checkpoint holds how long the file was. A resumed run begins with that much of it, also in another
     directory, so that there is neither a gap nor a row twice. On several processes the first one writes the
@@ -47,6 +52,9 @@ class Record(Callback):
         # The number of updates at the last look, and the evaluation whose end is still to be written.
         self._updates = 0
         self._ended: str | None = None
+        # What is still to be written, and when something was written last.
+        self._pending: list[tuple[int, int, str, dict[str, Any]]] = []
+        self._written = 0.0
 
     # ---- the beginning and the end
 
@@ -77,8 +85,9 @@ class Record(Callback):
         self._restored = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lets go of the file, and of the policies."""
+        """Writes the rest; lets go of the file, and of the policies."""
         self._write_evaluation()
+        self._write()
         if self._policies is not None:
             self._policies.recorded = False
             if self._write_evaluation in self._policies.before_removal:
@@ -88,6 +97,11 @@ class Record(Callback):
         self._freeze, self._restored = None, None
         if self.file is not None:
             self.file.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Writes what is known of a run that fails."""
+        if trainer.world_size == 1:
+            self._write()
 
     def _begin(self, file: RecordFile, restored: dict[str, Any]) -> None:
         if not restored:
@@ -118,8 +132,7 @@ class Record(Callback):
         logs = updates % log_interval(trainer) == 0 if policies is None else policies.records_now
         changes = self._freeze is not None and self._freeze.has_changes
         if logs or changes:
-            with torch.no_grad():
-                self._write(self._update_parts(trainer, logs), trainer)
+            self._note(trainer, **self._update_parts(trainer, logs))
 
     def _update_parts(self, trainer: Trainer, logs: bool) -> dict[str, Any]:
         """What this process knows of an update."""
@@ -170,38 +183,57 @@ class Record(Callback):
     def _write_evaluation(self) -> None:
         phase, self._ended = self._ended, None
         if phase is not None and self._flow is not None:
-            self._write({"flow": self._flow.take(phase)}, self._trainer, phase)
+            self._note(self._trainer, phase, flow=self._flow.take(phase))
+            self._write()
 
     # ---- writing
 
-    def _write(self, parts: dict[str, Any], trainer: Trainer, phase: str = "fit") -> None:
-        """Puts what all processes know together and appends it; every process must call it."""
-        of_ranks = [parts]
-        if trainer.world_size > 1 and (_is_divided(trainer.optimizers) or parts.get("flow")):
-            of_ranks = _on_first_rank(parts, trainer)
+    def _note(self, trainer: Trainer, phase: str = "fit", **parts: Any) -> None:
+        """Keeps what is to be written, at most for a second: read together, numbers take far less time."""
+        self._pending.append((self._updates_of(trainer), trainer.current_epoch, phase, parts))
+        # Processes must put theirs together at the same moment, which a clock does not tell.
+        if trainer.world_size > 1 or time.monotonic() - self._written >= SECONDS:
+            self._write()
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        """Appends what was kept."""
+        pending, self._pending = self._pending, []
+        rows = [row for each in pending for row in self._rows(*each)]
+        if self.file is not None and rows:
+            self.file.append(rows)
+        self._written = time.monotonic()
+
+    def _rows(self, step: int, epoch: int, phase: str, parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The rows of an update or of an evaluation, with what all processes know; on the first of them."""
+        trainer, first = self._trainer, parts["freeze"]["first"] if "freeze" in parts else ()
+        own = {**parts}
+        if "freeze" in parts and self._freeze is not None:
+            own["freeze"] = self._freeze.read(parts["freeze"])
+        if "flow" in parts:
+            own["flow"] = FlowRecord.read(parts["flow"])
+        of_ranks, is_divided = [own], trainer.world_size > 1 and _is_divided(trainer.optimizers)
+        if trainer.world_size > 1 and (is_divided or own.get("flow")):
+            of_ranks = _on_first_rank(own, trainer)
         if self.file is None:
             return
         rows: list[dict[str, Any]] = []
         if "freeze" in parts and self._freeze is not None:
-            rows += self._freeze.rows([each["freeze"] for each in of_ranks])
-        if "flow" in parts and self._flow is not None:
-            rows += self._flow.rows(phase, [each["flow"] for each in of_ranks])
+            columns = [each["freeze"] for each in of_ranks] if is_divided else [own["freeze"]]
+            rows += self._freeze.rows(columns, first)
+        if "flow" in parts:
+            rows += flow_rows(phase, [each["flow"] for each in of_ranks])
         if "bytes" in parts:
-            held = of_ranks if _is_divided(trainer.optimizers) else [parts]
-            rows.append(
-                {
-                    "kind": "memory",
-                    "state_bytes": sum(each["bytes"] for each in held),
-                    "adam_bytes": adam_bytes(trainer.optimizers),
-                }
-            )
-        time = {"step": self._updates_of(trainer), "epoch": trainer.current_epoch}
-        self.file.append({"kind": row.pop("kind"), **time, **row} for row in rows)
+            held = sum(each["bytes"] for each in of_ranks) if is_divided else own["bytes"]
+            rows.append({"kind": "memory", "state_bytes": held, "adam_bytes": adam_bytes(trainer.optimizers)})
+        for row in rows:
+            yield {"kind": row.pop("kind"), "step": step, "epoch": epoch, **row}
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """How long the record is, and what was counted since its last rows."""
+        self._write()
         if self._flow is not None:
             self._flow.count("fit")
         return {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,12 @@ def added(of_ranks: Sequence[Mapping[str, list[Any]]]) -> Columns:
     """The columns of all processes together: numbers are added, None is nothing; samples are joined."""
     if len(of_ranks) == 1:
         return dict(of_ranks[0])
-    return {
+    summed = {
         key: [_together(values) for values in zip(*(each[key] for each in of_ranks), strict=True)]
         for key in of_ranks[0]
+        if key != "parameter"
     }
+    return {"parameter": of_ranks[0]["parameter"], **summed}
 
 
 def _together(values: Sequence[Any]) -> Any:
@@ -49,60 +52,81 @@ def age_quartiles(samples: Sequence[np.ndarray]) -> Columns:
     for sample in samples:
         places = (_SHARES * (len(sample) - 1)).astype(np.intp)
         found.append(np.sort(sample)[places].tolist() if len(sample) else [None] * len(AGES))
-    return dict(zip(AGES, map(list, zip(*found, strict=True)), strict=True)) if found else {}
+    return {name: [ages[place] for ages in found] for place, name in enumerate(AGES)}
 
 
-def sample_ages(parameters: Sequence[tuple[MaskedParameter, int]]) -> list[np.ndarray]:
-    """Ages of evenly spaced entries, so that each stands for as many, whichever process holds it.
+@dataclass(frozen=True)
+class AgeSample:
+    """Signed ages of evenly spaced entries of parameters, as they lie on their device.
 
-    Args:
-        parameters: What this process holds of each parameter, and how many entries the whole one has.
+    Attributes:
+        signed: Those of all parameters, one after the other; None where there is no parameter.
+        lengths: How many are of each.
+        uncounted: Updates of each parameter's active entries that these ages do not tell.
+        without: How many more entries of each are of age 0, since they have no state.
     """
-    samples: list[Tensor] = []
-    frozen: list[int] = []
-    for masked, entries in parameters:
-        stride = max(-(-entries // SAMPLE), 1)
-        held = masked.ages.numel() * masked.block if masked.layout.size else 0
-        if masked.block == 1:
-            samples.append(masked.ages[:held:stride])
-        else:
-            samples.append(
-                masked.ages[torch.arange(0, held, stride, device=masked.ages.device) // masked.block]
-            )
-        # What is not held has no state: it is of age 0.
-        frozen.append((masked.layout.size - held) // stride)
-    if not samples:
-        return []
-    # Read at once: each reading would wait for an accelerator.
-    signed = torch.cat(samples).cpu().numpy()
-    lengths = [len(sample) for sample in samples]
-    uncounted = np.repeat([masked.uncounted for masked, _ in parameters], lengths)
-    ages = np.where(signed > 0, signed + (uncounted - 1), -1 - signed)
-    parts = np.split(ages, np.cumsum(lengths)[:-1])
-    return [
-        np.concatenate([part, np.zeros(count, part.dtype)]) if count else part
-        for part, count in zip(parts, frozen, strict=True)
-    ]
+
+    signed: Tensor | None
+    lengths: list[int]
+    uncounted: list[int]
+    without: list[int]
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[MaskedParameter, int]]) -> AgeSample:
+        """Takes a sample in which each age stands for as many entries, whichever process holds them.
+
+        Args:
+            parameters: What this process holds of each parameter, and how many entries the whole one has.
+        """
+        samples, uncounted, without = [], [], []
+        for masked, entries in parameters:
+            stride = max(-(-entries // SAMPLE), 1)
+            held = masked.ages.numel() * masked.block if masked.layout.size else 0
+            if masked.block == 1:
+                samples.append(masked.ages[:held:stride])
+            else:
+                places = torch.arange(0, held, stride, device=masked.ages.device)
+                samples.append(masked.ages[places // masked.block])
+            uncounted.append(masked.uncounted)
+            without.append((masked.layout.size - held) // stride)
+        signed = torch.cat(samples) if samples else None
+        return cls(signed, [len(sample) for sample in samples], uncounted, without)
+
+    def read(self) -> list[np.ndarray]:
+        """The ages of each parameter."""
+        if self.signed is None:
+            return []
+        signed = self.signed.cpu().numpy().astype(np.int32)
+        added = np.repeat(np.array(self.uncounted, np.int32) - 1, self.lengths)
+        ages = np.where(signed > 0, signed + added, -1 - signed)
+        parts = np.split(ages, np.cumsum(self.lengths)[:-1])
+        return [
+            np.concatenate([part, np.zeros(count, np.int32)]) if count else part
+            for part, count in zip(parts, self.without, strict=True)
+        ]
 
 
-Signs = tuple[Tensor, int]
-"""1 for each block of consecutive entries that is active and -1 for others, and how many are in a block."""
+Flags = tuple[Any, int]
+"""Whether each block of consecutive entries is active, and how many entries are in a block."""
 
 
-def signs(masked: MaskedParameter) -> Signs:
-    """Which of this process's entries train now."""
-    return masked.uncounted_ages().sign(), masked.block
+def active_flags(masked: MaskedParameter) -> Flags:
+    """Which of this process's entries train now: a tensor, or on a CPU, where NumPy is faster, an array."""
+    ages = masked.uncounted_ages()
+    return (ages.numpy() if ages.is_cpu else ages) > 0, masked.block
 
 
-def flipped_blocks(before: Signs, after: Signs) -> Signs:
-    """How many blocks train in one and not in the other, as a tensor, and how many entries are in a block."""
+def flipped_entries(before: Flags, after: Flags) -> int | Tensor:
+    """How many entries train in one and not in the other; of tensors, a tensor."""
     (old, _), (new, block) = (before, after) if before[1] >= after[1] else (after, before)
-    difference = old - new if old.shape == new.shape else old.view(-1, 1) - new.view(old.numel(), -1)
-    return difference.count_nonzero(), block
+    different = old.reshape(-1, 1) != new.reshape(len(old), -1)
+    return block * (
+        int(np.count_nonzero(different)) if isinstance(different, np.ndarray) else different.sum()
+    )
 
 
-def numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """Tensors of one element as numbers: read at once, since each reading would wait for an accelerator."""
-    if all(tensor.is_cpu for tensor in tensors):
-        return [tensor.item() for tensor in tensors]
-    return torch.stack([tensor.double() for tensor in tensors]).tolist()
+def numbers(values: Sequence[Tensor | int]) -> list[float]:
+    """Tensors of one element as numbers, from an accelerator all at once: each reading waits for it."""
+    if all(isinstance(value, int) or value.is_cpu for value in values):
+        return [value if isinstance(value, int) else value.item() for value in values]
+    return torch.stack([torch.as_tensor(value).double() for value in values]).tolist()

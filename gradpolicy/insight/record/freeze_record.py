@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradpolicy.insight.record.columns import (
+    AgeSample,
     Columns,
-    Signs,
+    Flags,
+    active_flags,
     added,
     age_quartiles,
-    flipped_blocks,
+    flipped_entries,
     numbers,
     roots,
-    sample_ages,
-    signs,
 )
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.optim import MaskedOptimizer
@@ -43,13 +43,13 @@ class FreezeRecord:
         self._policies = policies
         self._freezer = policies.freezer
         self._found: dict[str, tuple[MaskedOptimizer, MaskedParameter]] = {}
-        self._signs: dict[str, Signs] = {}
+        self._flags: dict[str, Flags] = {}
         self._weights: dict[str, Tensor] = {}
-        # What was set since the last update: the blocks that flipped; and what had no mask before.
-        self._flips: dict[str, list[Signs]] = {}
+        # What was set since the last update, with the entries that flipped; and what had no mask before.
+        self._flips: dict[str, int | Tensor] = {}
         self._first: set[str] = set()
         if changes:
-            self._flips = {name: [(torch.tensor(flips), 1)] for name, flips in changes["flips"].items()}
+            self._flips = dict(changes["flips"])
             self._first = set(changes["first"])
 
     def remove(self) -> None:
@@ -66,15 +66,16 @@ class FreezeRecord:
             if known is None or known[1].mask_shape is None:
                 self._first.add(name)
             elif known[1].layout.size:
-                self._signs[name] = signs(known[1])
+                self._flags[name] = active_flags(known[1])
 
     @torch.no_grad()
     def after_masks(self, names: Collection[str]) -> None:
         """Counts the entries that flipped."""
         for name in names:
-            flips = self._flips.setdefault(name, [])
-            if name in self._signs:
-                flips.append(flipped_blocks(self._signs.pop(name), signs(self._masked(name))))
+            flips: int | Tensor = 0
+            if name in self._flags:
+                flips = flipped_entries(self._flags.pop(name), active_flags(self._masked(name)))
+            self._flips[name] = self._flips.get(name, 0) + flips
 
     @property
     def has_changes(self) -> bool:
@@ -83,8 +84,10 @@ class FreezeRecord:
 
     def state(self) -> dict[str, Any]:
         """The changes that no row tells yet, as within a window of accumulated batches."""
-        flips = {name: sum(int(count) * size for count, size in found) for name, found in self._flips.items()}
-        return {"flips": flips, "first": sorted(self._first)}
+        return {
+            "flips": {name: int(count) for name, count in self._flips.items()},
+            "first": sorted(self._first),
+        }
 
     # ---- updates
 
@@ -92,16 +95,17 @@ class FreezeRecord:
     def keep_weights(self) -> None:
         """Keeps the weights until `take`. Those of parameters that are frozen as a whole will not change."""
         if not self._weights:
-            moving = {
-                name: local_shard(parameter.detach())
+            self._weights = {
+                name: local_shard(parameter.detach()).clone()
                 for name, parameter in self._freezer.parameters.items()
                 if not self._masked(name).frozen_everywhere
             }
-            self._weights = {name: weight.clone() for name, weight in moving.items()}
 
     @torch.no_grad()
     def take(self, *, measured: bool) -> dict[str, Any]:
         """What this process knows of an update, and what changed before it; the next begins.
+
+        What lies on a device stays there until `read`.
 
         Args:
             measured: Of all parameters, with what `keep_weights` and the policies' norms tell; otherwise
@@ -110,17 +114,17 @@ class FreezeRecord:
         parameters = self._freezer.parameters
         layers = {layer_of(name) for name in self._flips}
         names = [name for name in parameters if measured or layer_of(name) in layers]
-        own = {name: _is_first_replica(parameters[name]) for name in names}
-        columns: Columns = {
-            **self._counts(own),
-            "flipped": self._flipped(own),
-            **(self._squares(own) if measured else {}),
+        alone = not dist.is_initialized()
+        own = {name: alone or _is_first_replica(parameters[name]) for name in names}
+        taken: dict[str, Any] = {
+            "names": names,
+            "first": self._first,
+            "counts": self._counts(own),
+            "flips": {name: self._flips.get(name, 0) for name in names if own[name]},
         }
         if measured:
-            held = [(self._masked(name), _real_size(parameters[name])) for name in names if own[name]]
-            samples = dict(zip((name for name in names if own[name]), sample_ages(held), strict=True))
-            columns["ages"] = [samples.get(name, _NO_AGES) for name in names]
-        taken = {"names": names, "first": self._first, "columns": columns}
+            held = ((self._masked(name), _real_size(parameters[name])) for name in names if own[name])
+            taken |= {"norms": self._norms(own), "ages": AgeSample.of(held)}
         self._flips, self._first, self._weights = {}, set(), {}
         return taken
 
@@ -137,15 +141,8 @@ class FreezeRecord:
             columns["state_bytes"].append(optimizer.state_bytes(parameter) if counts else 0)
         return columns
 
-    def _flipped(self, own: Mapping[str, bool]) -> list[int]:
-        found = [(name, *each) for name, mine in own.items() if mine for each in self._flips.get(name, ())]
-        flipped = dict.fromkeys(own, 0)
-        for (name, _, size), count in zip(found, numbers([count for _, count, _ in found]), strict=True):
-            flipped[name] += int(count) * size // _real_parts(self._freezer.parameters[name])
-        return list(flipped.values())
-
-    def _squares(self, own: Mapping[str, bool]) -> Columns:
-        """The squared norms of weights before the update, of their change, and of gradients."""
+    def _norms(self, own: Mapping[str, bool]) -> dict[str, dict[str, Tensor]]:
+        """The norms of weights before the update, of their change, and of gradients."""
         parameters = self._freezer.parameters
         now = {name: local_shard(parameters[name].detach()) for name, mine in own.items() if mine}
         old = {name: weight for name, weight in self._weights.items() if name in now}
@@ -156,26 +153,44 @@ class FreezeRecord:
         gradients = (self._policies.norms_before, self._policies.norms_after)
         for column, norms in zip(MEASURED[2:], gradients, strict=True):
             found[column] = {name: local_shard(norms[name]) for name in now if name in norms}
-        values = iter(numbers([norm for norms in found.values() for norm in norms.values()]))
-        squares = {column: {name: next(values) ** 2 for name in norms} for column, norms in found.items()}
-        for column in ("update_norm", "gradient_norm_after"):
-            # What is frozen as a whole neither moves nor keeps a gradient.
-            squares[column] = {**dict.fromkeys(now, 0.0), **squares[column]}
-        return {column: [values.get(name) for name in own] for column, values in squares.items()}
+        return found
+
+    def read(self, taken: Mapping[str, Any]) -> Columns:
+        """The columns of what `take` gave."""
+        names, parameters = taken["names"], self._freezer.parameters
+        flips = dict(zip(taken["flips"], numbers(list(taken["flips"].values())), strict=True))
+        columns: Columns = {
+            "parameter": names,
+            **taken["counts"],
+            "flipped": [int(flips.get(name, 0)) // _real_parts(parameters[name]) for name in names],
+        }
+        if "norms" in taken:
+            values = iter(numbers([norm for norms in taken["norms"].values() for norm in norms.values()]))
+            squares = {
+                column: {name: next(values) ** 2 for name in norms}
+                for column, norms in taken["norms"].items()
+            }
+            for column in ("update_norm", "gradient_norm_after"):
+                # What is frozen as a whole neither moves nor keeps a gradient.
+                squares[column] = {**dict.fromkeys(taken["flips"], 0.0), **squares[column]}
+            columns |= {column: [found.get(name) for name in names] for column, found in squares.items()}
+            ages = dict(zip(taken["flips"], taken["ages"].read(), strict=True))
+            columns["ages"] = [ages.get(name, _NO_AGES) for name in names]
+        return columns
 
     # ---- rows
 
-    def rows(self, of_ranks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    def rows(self, of_ranks: Sequence[Columns], first: Collection[str]) -> Iterator[dict[str, Any]]:
         """A row for each policy, of lists with a value for each parameter.
 
         Args:
-            of_ranks: What `take` gave on each process that knows something of its own.
+            of_ranks: What `read` gave on each process that knows something of its own.
+            first: The parameters that had no mask before.
         """
-        names, columns = of_ranks[0]["names"], added([each["columns"] for each in of_ranks])
-        columns["parameter"] = names
+        names, columns = of_ranks[0]["parameter"], added(of_ranks)
+        flipped = zip(names, columns["flipped"], strict=True)
+        columns["changed"] = [name in first or count > 0 for name, count in flipped]
         columns["frozen_state"] = [self._masked(name).frozen_state for name in names]
-        first, flipped = of_ranks[0]["first"], columns["flipped"]
-        columns["changed"] = [name in first or count > 0 for name, count in zip(names, flipped, strict=True)]
         measured = "ages" in columns
         if measured:
             columns |= {column: roots(columns[column]) for column in MEASURED}
@@ -227,7 +242,7 @@ def _norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _real_parts(parameter: Tensor) -> int:
-    """How many numbers an entry is to the optimizer, which updates real and imaginary parts each by itself."""
+    """How many numbers an entry is to the optimizer, which updates real and imaginary parts alone."""
     return 2 if parameter.is_complex() else 1
 
 
@@ -237,8 +252,6 @@ def _real_size(parameter: Tensor) -> int:
 
 def _is_first_replica(parameter: Tensor) -> bool:
     """Whether this process is the first of those that hold the same entries."""
-    if not dist.is_initialized():
-        return True
     if not is_sharded(parameter):
         return dist.get_rank() == 0
     sharded: Any = parameter

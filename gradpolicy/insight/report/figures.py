@@ -124,7 +124,8 @@ def run_curves(run: Run) -> list[Figure]:
                 mode="markers" if single else "lines",
                 marker={"size": 10, "symbol": "diamond"},
             )
-        if any(len(trace.x) for trace in figure.data):
+        # A number that was logged once stands in the table.
+        if any(len(trace.x) > 1 for trace in figure.data):
             found.append(Figure(title, figure))
     return found
 
@@ -268,7 +269,8 @@ def _with_parameters(layers: pd.DataFrame, parameters: pd.DataFrame) -> pd.DataF
     weighted = parameters[keys].assign(entries=parameters["entries"])
     for name in known:
         weighted[name] = parameters[name] * parameters["entries"]
-    sums = weighted.groupby(keys, as_index=False).sum()
+    # Without a value in any parameter there is none in the layer.
+    sums = weighted.groupby(keys, as_index=False).sum(min_count=1)
     for name in known:
         sums[name] = sums[name] / sums["entries"].clip(lower=1)
     return layers.drop(columns=known, errors="ignore").merge(sums[[*keys, *known]], on=keys, how="left")
@@ -317,6 +319,8 @@ def ages(run: Run) -> Figure | None:
     if rows.empty or "age_median" not in rows or rows["age_median"].isna().all():
         return None
     figure = new_figure("step", "age in updates")
+    # Masks may change at steps at which no ages are recorded.
+    rows = rows.dropna(subset="age_median")
     names = list(rows["parameter"].unique())
     most = max(30, POINTS * 20 // max(len(names), 1))
     for name in names:

@@ -17,7 +17,7 @@ from gradpolicy.insight import record
 Content = TypeVar("Content")
 
 # What differs between any two runs, whatever was asked.
-BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags")
+BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name")
 # The names of files by which a directory is known as that of a run.
 MARKS = ("config.yaml", "result.json", "plan.json", "record.jsonl", "run.json", "audit.json", "csv")
 WARNING = re.compile(r"\bwarning: (.*)", re.IGNORECASE)
@@ -93,6 +93,8 @@ class Run:
         if "kind" not in self.record:
             return pd.DataFrame()
         found = self.record[self.record["kind"] == kind]
+        if found.empty:
+            return pd.DataFrame()
         return found.dropna(axis="columns", how="all").sort_values("step", kind="stable")
 
 
