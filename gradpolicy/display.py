@@ -1,10 +1,11 @@
 """Shows results as tables: printed, in rich's consoles, and in notebooks."""
 
 import io
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 # Text without colours is written for files and pages, where lines do not fold.
 WIDTH = 120
@@ -25,6 +26,13 @@ class Displayed:
     def _repr_html_(self) -> str:
         """Renders this for a notebook."""
         return as_html(self)
+
+
+def wide_console() -> "Console":
+    """Gives a console as wide as the terminal; 120 columns wide where the output is none."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
 def as_text(shown: "RenderableType") -> str:

@@ -25,8 +25,8 @@ if __name__ == "__main__":
 import optuna
 import yaml
 from optuna.trial import FrozenTrial, Trial, TrialState
-from rich.console import Console
 
+from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.results import REPORT, RESULT, Result, replace_unencodable, write_report
@@ -320,7 +320,7 @@ def show(search: Search) -> None:
     """Prints and saves the table of all trials, pictures of the study, and a report of the runs."""
     results = [as_result(trial) for trial in search.study.trials]
     mode = "min" if search.space["metric"]["goal"] == "minimize" else "max"
-    summary, console = SweepSummary(results, search.metric, mode), Console()
+    summary, console = SweepSummary(results, search.metric, mode), wide_console()
     summary.show(console)
     summary.write(search.directory.with_suffix(".csv"), console, importances(search.study))
     if summary.runs:

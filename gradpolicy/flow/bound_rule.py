@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,30 +32,54 @@ _DISCRETE_IN_COMPILED_CODE: set[str] = set()
 
 
 class GradientNorms:
-    """Adds up squared norms while it is on. The tensors stay on their device until somebody reads them."""
+    """Adds up squared norms while it is on. The tensors stay on their device until somebody reads them.
+
+    Attributes:
+        on: Whether it measures.
+        counts_zeros: Whether it counts zeros too.
+        zeros: How many entries of the gradients let through were 0; None if none were counted.
+        entries: How many entries these had.
+    """
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = self.counts_zeros = False
         self.clear()
 
     def clear(self) -> None:
         """Forgets what was measured."""
         self._before: Tensor | None = None
         self._after: Tensor | None = None
+        self.zeros: Tensor | None = None
+        self.entries = 0
 
     def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
         """Adds a gradient, or a tuple of them, before and after the rule; nothing in compiled code."""
         if not self.on or torch.compiler.is_compiling():
             return
         with torch.no_grad():
+            passed = [tensor for tensor in after if tensor is not None]
             self._before = _add_squares(self._before, before if isinstance(before, tuple) else (before,))
-            self._after = _add_squares(self._after, after)
+            self._after = _add_squares(self._after, passed)
+            for tensor in passed if self.counts_zeros else ():
+                zeros = tensor.numel() - tensor.count_nonzero()
+                self.zeros = zeros if self.zeros is None else self.zeros + zeros
+                self.entries += tensor.numel()
 
     def read(self) -> tuple[Tensor, Tensor] | None:
         """The norms over everything measured since the last clearing; None if that is nothing."""
         if self._before is None or self._after is None:
             return None
         return self._before.sqrt(), self._after.sqrt()
+
+
+class FlowObserver(Protocol):
+    """Is told what a policy did; see :meth:`gradpolicy.flow.install.Installed.observe`."""
+
+    def cut(self, policy: str, location: str, tensors: Iterable[Tensor], results: Any) -> None:
+        """The policy cut results off from the graph of these tensors."""
+
+    def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
+        """The policy let these gradients through."""
 
 
 class RuleState:
@@ -101,6 +125,7 @@ class RuleState:
         numbers = {key: _number(schedule(0)) for key, schedule in self.schedules.items()}
         self.rule = replace(rule, parameters={**rule.parameters, **numbers})
         self.norms = GradientNorms()
+        self.observer: FlowObserver | None = None
         self.matched: Counter[str] = Counter()
         self.without_gradient: set[str] = set()
         # Operations with discrete results, and the functions in which the gradient of these was lost.
@@ -117,6 +142,11 @@ class RuleState:
         else:
             self.matched[location] += 1
             RuleState.uses += 1
+
+    def note_cut(self, location: str, tensors: Iterable[Tensor], results: Any = ()) -> None:
+        """Notes that results were cut off from the graph of some tensors."""
+        if not torch.compiler.is_compiling() and self.observer is not None:
+            self.observer.cut(self.name, location, tensors, results)
 
     def note_without_gradient(self, operation: str) -> None:
         """Notes an operation that ran where no gradient is recorded, so that there was nothing to do."""
@@ -198,6 +228,10 @@ class RuleState:
         if self.is_reported:
             self.key = f"policy {next(_NUMBERS)}"
             _STATES[self.key] = self
+
+    def __getstate__(self) -> dict:
+        # A copied model is nobody's to observe.
+        return {**self.__dict__, "observer": None}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -291,6 +325,8 @@ class BoundRule:
             for number, (gradient, tensor, needed) in enumerate(zip(gradients, inputs, wanted, strict=True))
         ]
         self.state.norms.measure(grad, checked)
+        if not torch.compiler.is_compiling() and self.state.observer is not None:
+            self.state.observer.passed(self.state.name, checked)
         return checked
 
     def _call(self, module: str | None, function: Callable, *arguments: Any) -> Any:

@@ -80,6 +80,8 @@ class Boundary:
                 # Under torch.compile a copy costs nothing, and an alias that is written to cannot be traced.
                 value = result.clone() if torch.compiler.is_compiling() else result
                 result = value.detach() if state.detaches else insert_rule(bound_rule, value)
+                if state.detaches:
+                    state.note_cut(self.location, [value], result)
         if crossed is not None:
             crossed.append((tensor, result))
         return result

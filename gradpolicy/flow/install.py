@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.arguments import Argument, find_argument
-from gradpolicy.flow.bound_rule import RuleState
+from gradpolicy.flow.bound_rule import FlowObserver, RuleState
 from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.counted_calls import CountedCalls
 from gradpolicy.flow.dispatch import DispatchTable
@@ -186,21 +186,51 @@ class Installed(Displayed):
         for state in self._states.values():
             state.set_loss_scale(scale)
 
-    def measure_norms(self, on: bool) -> None:
+    def measure_norms(self, on: bool, *, zeros: bool = False) -> None:
         """Measures the gradient's norm before and after each policy from now on. It is off at first.
 
         Switching it on forgets what was measured. Nothing is measured in compiled code.
+
+        Args:
+            on: Whether to measure.
+            zeros: Count zeros in what is let through too, for `zeros_passed`.
         """
         for state in self._states.values():
             if on:
                 state.norms.clear()
-            state.norms.on = on
+            state.norms.on, state.norms.counts_zeros = on, zeros
 
     @property
     def gradient_norms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The gradient's norm before and after each measured policy, over all its locations."""
         measured = {name: state.norms.read() for name, state in self._states.items()}
         return {name: norms for name, norms in measured.items() if norms is not None}
+
+    def observe(self, name: str, observer: FlowObserver | None) -> None:
+        """Has an observer told what a policy does from now on, but in compiled code; None ends that.
+
+        Raises:
+            PolicyError: If there is no such policy.
+        """
+        self._state(name).observer = observer
+
+    def met(self) -> dict[str, dict[str, int]]:
+        """For each policy how often its rule was put on each operation, or passed at each location, so far.
+
+        Policies that were met in compiled code are left out, since nobody counts there.
+        """
+        return {name: dict(state.matched) for name, state in self._states.items() if not state.compiled}
+
+    @property
+    def zeros_passed(self) -> dict[str, tuple[Tensor, int]]:
+        """For each measured policy: how many entries of what it let through were 0, and of how many."""
+        norms = {name: state.norms for name, state in self._states.items()}
+        return {name: (each.zeros, each.entries) for name, each in norms.items() if each.zeros is not None}
+
+    @property
+    def operation_counts(self) -> dict[str, int]:
+        """How often each policy's rule was put on a call so far."""
+        return {name: state.matched.total() for name, state in self._states.items()}
 
     def __rich__(self) -> "RenderableType":
         """Renders the report."""

@@ -95,7 +95,9 @@ class OperationRule(TableRule):
             args, kwargs = map_tensors(Tensor.detach, (args, dict(kwargs)))
             if self.state.detaches:
                 self.state.count(self.name)
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                self.state.note_cut(self.name, inputs, result)
+                return result
             with torch.no_grad():
                 values = function(*args, **kwargs)
             return self.replaced(values, inputs, module, self._bound_to(function, args, kwargs))
@@ -142,6 +144,7 @@ class OperationRule(TableRule):
             values = function(target.clone(), *args, **kwargs)
         if self.state.detaches:
             self.state.count(self.name)
+            self.state.note_cut(self.name, inputs)
             return target.copy_(values)
         bound_rule = self._bound_to(function, (before.detach(), *args), kwargs)
         inputs = [before if tensor is target else tensor for tensor in inputs]

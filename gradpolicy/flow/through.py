@@ -115,8 +115,11 @@ class ThroughRule:
         return parts
 
     def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:
+        if self.state.detaches and self.keeps_own:
+            return tensor
         if self.state.detaches:
-            return tensor if self.keeps_own else tensor.detach()
+            self.state.note_cut(self.location, [tensor, *inputs], tensor.detach())
+            return tensor.detach()
         if self.passes_on:
             self._check_shape(tensor, inputs)
         ruled = replace_gradient(bound_rule, tensor.detach(), inputs)

@@ -7,7 +7,7 @@ It knows neither Lightning nor the optimizer's arithmetic. A training loop calls
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,16 @@ from gradpolicy.where import named_parameters, once_each, pick, plain_name
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
+class MaskObserver(Protocol):
+    """Is told when masks change; one that is among :attr:`Freezer.observers`."""
+
+    def before_masks(self, names: Collection[str]) -> None:
+        """Masks of these parameters are about to be set, some perhaps as they were."""
+
+    def after_masks(self, names: Collection[str]) -> None:
+        """They are set, and sources have written to the weights what the masks demand."""
+
+
 class Freezer:
     """Runs freeze policies on a model and its optimizers.
 
@@ -53,6 +63,9 @@ class Freezer:
             source needs their gradients: the backward pass then skips them. In compiled modules it stays as
             it is, unless masks never change. Not under DistributedDataParallel, which must know its
             parameters beforehand, nor where the training step as a whole is a compiled function.
+
+    Attributes:
+        observers: Who is told when masks change; add to it, and take away.
 
     Raises:
         PolicyError: If a policy does not freeze, an optimizer takes no masks, a pattern matches nothing,
@@ -88,6 +101,7 @@ class Freezer:
         _check_optimizers(self.optimizers)
         check_named(policies)
         self.toggle_requires_grad = toggle_requires_grad
+        self.observers: list[MaskObserver] = []
         self._seed = seed
         self._model = model if isinstance(model, nn.Module) else _named_parameters(model)
         self._requires_grad = RequiresGrad({})
@@ -211,14 +225,19 @@ class Freezer:
         changed = set().union(*(names for _, names in changes)) if self._combined else set(self.parameters)
         resetting = [each for each in self._policies if each.in_effect and each.source.resets_state]
         reset = set().union(*(each.parameters for each in resetting))
-        if reset:
+        concerned = changed | reset
+        if concerned:
+            for observer in self.observers:
+                observer.before_masks(concerned)
             self._empty_state(reset)
-        if changed or reset:
-            self._set_masks(changed | reset)
+            self._set_masks(concerned)
             training = {name for name in self.parameters if self._combined.get(name) is not False}
             self._warn_of_missing(self._missing.follow(training))
         self._apply([each for each, names in changes if each in resetting or (each.in_effect and names)])
         self._toggle(bool(changed))
+        if concerned:
+            for observer in self.observers:
+                observer.after_masks(concerned)
 
     @torch.no_grad()
     def observe(self, optimizer: MaskingOptimizer | None = None) -> None:

@@ -50,6 +50,10 @@ class VaryingOnly(Logger):
         """Called once for a number that is not written."""
 
 
+class MLFlowLogger(VaryingOnly, loggers.MLFlowLogger):
+    """Lightning's ``MLFlowLogger``, without charts of what never changes."""
+
+
 class TensorBoardLogger(VaryingOnly, loggers.TensorBoardLogger):
     """Lightning's ``TensorBoardLogger``, without charts of what never changes."""
 

@@ -41,8 +41,9 @@ def as_matrix(values: Tensor) -> NDArray[np.float32]:
 
     Args:
         values: Any shape. A vector becomes one row. Of a convolution's weight, (out, in, …), each kernel
-            becomes a tile: row = output channel, column = input channel. Where the whole is larger than a
-            picture, tiles have no gaps.
+            becomes a tile: row = output channel, column = input channel. Where there are many more rows than
+            columns, parts of them stand side by side. Where the whole is larger than a picture, tiles have
+            no gaps.
 
     Returns:
         Shape (rows, columns).
@@ -50,17 +51,23 @@ def as_matrix(values: Tensor) -> NDArray[np.float32]:
     Example:
         >>> as_matrix(torch.zeros(8)).shape, as_matrix(torch.zeros(4, 2, 3, 3)).shape
         ((1, 8), (15, 7))
+        >>> as_matrix(torch.zeros(32, 1, 3, 3)).shape  # six columns of filters
+        (23, 23)
     """
     array = values.detach().float().cpu().numpy()
     if array.ndim <= 2:
         return array.reshape(-1, array.shape[-1]) if array.ndim else array.reshape(1, 1)
     rows, columns = array.shape[:2]
     tiles = array.reshape(rows, columns, -1, array.shape[-1])
-    if rows * (tiles.shape[2] + 1) <= LARGEST and columns * (tiles.shape[3] + 1) <= LARGEST:
-        # A row and a column more for each kernel, of which the last are cut off.
-        tiles = np.pad(tiles, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)
-        return _joined(tiles)[:-1, :-1]
-    return _joined(tiles)
+    height, width = rows * (tiles.shape[2] + 1), columns * (tiles.shape[3] + 1)
+    if max(height, width) > LARGEST:
+        return _joined(tiles)
+    # A row and a column more for each kernel, of which the last are cut off.
+    tiles = np.pad(tiles, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)
+    parts = max(1, round((height / width) ** 0.5))
+    tiles = np.pad(tiles, ((0, -rows % parts), (0, 0), (0, 0), (0, 0)), constant_values=np.nan)
+    side_by_side = [_joined(part) for part in np.split(tiles, parts)]
+    return np.concatenate(side_by_side, axis=1)[:-1, :-1]
 
 
 def _joined(tiles: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -14,8 +14,9 @@ from gradpolicy.insight.plan_table import HEADINGS, Plan, cells
 PLAN_JSON, PLAN_TEXT = "plan.json", "plan.txt"
 # Keys of the config that say where a run writes, not what it does.
 PLACES = ("paths", "logger", "extras")
-# What the name of a run leaves out, beside these.
-UNNAMED = (*PLACES, "policy", "callbacks", "tags", "ckpt_path", "hydra", "allowed_targets", "extensions")
+PERMISSIONS = ("allowed_targets", "extensions")
+# What the name of a run leaves out.
+UNNAMED = (*PLACES, *PERMISSIONS, "policy", "callbacks", "tags", "ckpt_path", "hydra")
 # The longest name that W&B takes, in characters.
 LONGEST_NAME = 128
 # What MLflow does not take in the name of a parameter.
@@ -31,11 +32,13 @@ def write_plan(plan: Plan, directory: Path) -> None:
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """A resolved config as one number, text or truth value a key, for loggers that filter by these.
 
+    Callbacks are left out, and where the run writes: they would hide what tells runs apart.
+
     Example:
         >>> hyperparameters({"seed": 3, "policy": {"half": {"mask": {"density": 0.5}}}, "paths": {}})
         {'policies': 'half', 'seed': 3, 'policy.half.mask.density': 0.5}
     """
-    kept = {key: value for key, value in config.items() if key not in PLACES}
+    kept = {key: value for key, value in config.items() if key not in (*PLACES, *PERMISSIONS, "callbacks")}
     return {"policies": policies_of(config), **dict(_leaves(kept))}
 
 
@@ -56,11 +59,10 @@ def name_loggers(config: Mapping[str, Any], overrides: Sequence[str], sweep: str
         sweep: The name of the sweep that it belongs to.
     """
     policies = policies_of(config)
-    told = [line for line in overrides if not line.lstrip("+~").startswith(UNNAMED)]
-    told += [line for line in overrides if line.lstrip("+~").startswith("policy.")]
-    if not any(line.startswith("seed=") for line in told):
-        told.append(f"seed={config.get('seed', 0)}")
-    name = " ".join([policies, *told])[:LONGEST_NAME]
+    plain = [line.lstrip("+~") for line in overrides]
+    own = [line for line in plain if line.startswith("policy.")]
+    others = [line for line in plain if not line.startswith((*UNNAMED, "seed="))]
+    name = " ".join([policies, f"seed={config['seed']}", *own, *others])[:LONGEST_NAME]
     group = (f"{policies} sweep {sweep}" if sweep else policies)[:LONGEST_NAME]
     names = {"WandbLogger": {"name": name, "group": group}, "MLFlowLogger": {"run_name": name}}
     for node in filter(None, (config.get("logger") or {}).values()):

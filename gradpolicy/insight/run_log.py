@@ -1,8 +1,10 @@
 """Keeps what a run prints in a file: tables, warnings and errors, without colours and progress bars."""
 
+import logging
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -19,6 +21,18 @@ TRAIN_LOG = "train.log"
 ANSI = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 # A bar of tqdm is drawn over itself.
 REDRAWN = ("\r", "\x1b[A")
+
+
+# Warnings that every small run gives and that need no change.
+QUIET = (
+    ".*does not have many workers.*",
+    ".*smaller than the logging interval.*",
+    ".*Checkpoint directory .* exists and is not empty.*",
+    ".*treespec, LeafSpec.*",
+    ".*Grad strides do not match bucket view strides.*",
+    ".*could not find the monitored key in the returned metrics.*",
+    ".*You defined a `validation_step` but have no `val_dataloader`.*",
+)
 
 
 @contextmanager
@@ -96,3 +110,30 @@ def _last_words(error: BaseException) -> str:
     if isinstance(error, Exception):
         return "".join(traceback.format_exception(error))
     return f"ended by {type(error).__name__}\n"
+
+
+@contextmanager
+def quieter() -> Iterator[None]:
+    """Hides messages that Lightning gives in every run, and prints each warning in one line."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    # A profiler's report is what it was asked for.
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        for message in QUIET:
+            warnings.filterwarnings("ignore", message)
+        formatted, warnings.formatwarning = warnings.formatwarning, _one_line
+        try:
+            yield
+        finally:
+            warnings.formatwarning = formatted
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"warning: {' '.join(str(message).split())}\n"

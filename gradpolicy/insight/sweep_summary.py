@@ -121,8 +121,8 @@ class SweepSummary:
         table = _table("Sweep")
         table.add_column("job", justify="right")
         for key in self.varied:
-            table.add_column(escape(key), overflow="fold")
-        table.add_column(escape(self.heading), justify="right")
+            table.add_column(_in_lines(key), overflow="fold")
+        table.add_column(escape(self.heading), justify="right", overflow="fold")
         table.add_column("best", justify="center")
         for index, (result, given) in enumerate(zip(self.results, self.settings, strict=True)):
             value = result.error or "–" if result.optimized is None else f"{result.optimized:.6g}"
@@ -141,8 +141,8 @@ class SweepSummary:
         table = _table("Over seeds: mean ± standard deviation")
         others = list(folded.columns[:-3])
         for key in others:
-            table.add_column(escape(key), overflow="fold")
-        table.add_column(escape(self.heading), justify="right")
+            table.add_column(_in_lines(key), overflow="fold")
+        table.add_column(escape(self.heading), justify="right", overflow="fold")
         table.add_column("seeds", justify="right")
         means = folded["mean"]
         best = None if means.isna().all() else (means.idxmin() if self.mode == "min" else means.idxmax())
@@ -205,6 +205,11 @@ def collect(sweep_dir: Path) -> list[Result]:
 def _key_and_value(override: str) -> tuple[str, str]:
     key, given, value = override.partition("=")
     return key.lstrip("+"), value if given else "removed"
+
+
+def _in_lines(key: str) -> str:
+    """A key as the heading of a narrow column."""
+    return escape(key.replace(".", ".\n"))
 
 
 def _axis(key: str, texts: list[str]) -> dict[str, Any]:

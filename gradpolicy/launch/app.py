@@ -17,8 +17,8 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from rich.console import Console
 
+from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.imports import allowed_packages, limited_to
 from gradpolicy.insight.results import REPORT, Result, replace_unencodable, write_report
@@ -295,7 +295,7 @@ def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:
     results = collect(directory)
     if any(result.status != "failed" or Path(result.directory).is_dir() for result in results):
         metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"
-        summary, console = SweepSummary(results, metric, mode), Console()
+        summary, console = SweepSummary(results, metric, mode), wide_console()
         summary.show(console)
         summary.write(directory / SUMMARY, console)
         if summary.runs and OmegaConf.select(config, "extras.report"):

@@ -142,6 +142,16 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
     return config
 
 
+def default_config() -> DictConfig | None:
+    """The config of the job that runs as it would be without overrides; None where Hydra is not set up.
+
+    A launcher that runs jobs in processes of its own does not set Hydra up there.
+    """
+    if not GlobalHydra.instance().is_initialized() or not HydraConfig.initialized():
+        return None
+    return compose(HydraConfig.get().job.config_name)
+
+
 def fixed_overrides(overrides: list[str]) -> list[str]:
     """The overrides that do not sweep, which all jobs have in common."""
     return [

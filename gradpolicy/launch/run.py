@@ -1,9 +1,7 @@
 """Does one run: builds its parts, plans, fits, tests, reports."""
 
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +9,8 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,9 +27,10 @@ from gradpolicy.insight.results import (
     write_report,
 )
 from gradpolicy.insight.run_files import LogRun, name_loggers, write_plan
-from gradpolicy.insight.run_log import TRAIN_LOG, kept_output
+from gradpolicy.insight.run_log import TRAIN_LOG, kept_output, quieter
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
-from gradpolicy.launch.config import Settings, check_config
+from gradpolicy.launch.compose import default_config
+from gradpolicy.launch.config import Settings, check_config, resolved
 from gradpolicy.launch.processes import (
     agreed,
     is_first_rank,
@@ -43,21 +40,14 @@ from gradpolicy.launch.processes import (
 )
 from gradpolicy.launch.run_directory import RunDirectory, check_destinations, run_directory
 from gradpolicy.lightning.batch_limits import check_batches
+from gradpolicy.lightning.best_checkpoints import best_checkpoint, best_scores
 from gradpolicy.lightning.checked_resume import checked_restore
 from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.lightning.run_record import record_of
 
-# Warnings that every small run gives and that need no change.
-QUIET = (
-    ".*does not have many workers.*",
-    ".*smaller than the logging interval.*",
-    ".*Checkpoint directory .* exists and is not empty.*",
-    ".*treespec, LeafSpec.*",
-    ".*Grad strides do not match bucket view strides.*",
-    ".*could not find the monitored key in the returned metrics.*",
-    ".*You defined a `validation_step` but have no `val_dataloader`.*",
-)
+# The config without overrides, in the directory of a run.
+DEFAULTS = "defaults.yaml"
 
 
 def run(config: DictConfig, overrides: list[str]) -> Result:
@@ -110,6 +100,7 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
             return Result(overrides, status="planned")
         if is_first_rank():
             save_config(container, directory.path)
+            save_defaults(directory.path)
             record_of(directory.path, settings.task_name, settings.callbacks, _in_sweep()).save()
             if planned is not None:
                 write_plan(planned, directory.path)
@@ -202,6 +193,13 @@ def save_config(container: Mapping[str, Any], directory: Path) -> None:
     (directory / "config.yaml").write_text(yaml.safe_dump(dict(container), sort_keys=False))
 
 
+def save_defaults(directory: Path) -> None:
+    """Writes the config without overrides beside it, so that a report can say what was asked."""
+    config = default_config()
+    if config is not None:
+        (directory / DEFAULTS).write_text(yaml.safe_dump(resolved(config), sort_keys=False))
+
+
 def check_optimized_metric(settings: Settings, subject: Subject, trainer: Trainer) -> None:
     """Says before training that what a sweep compares will not be logged, with the nearest that is.
 
@@ -241,29 +239,6 @@ def prepare_wandb(container: Mapping[str, Any]) -> None:
         wandb.setup()
 
 
-def best_scores(trainer: Trainer) -> dict[str, float]:
-    """The best value of each metric that a checkpoint callback watches, under the name ``…_best``."""
-    return {
-        f"{callback.monitor}_best": float(callback.best_model_score)
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint)
-        and callback.monitor
-        and callback.best_model_score is not None
-    }
-
-
-def best_checkpoint(trainer: Trainer) -> Path | None:
-    """The best checkpoint of this run; None if none was kept, which means the weights as they are."""
-    kept = [
-        callback
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint) and callback.best_model_path
-    ]
-    # One that watches no metric keeps the newest, not the best.
-    kept.sort(key=lambda callback: callback.monitor is None)
-    return Path(kept[0].best_model_path) if kept else None
-
-
 def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float | None:
     """The value that a sweep compares; None, with a warning, if it was not logged.
 
@@ -284,7 +259,8 @@ def _made_by_hydra() -> Path | None:
 
 
 def _in_sweep() -> bool:
-    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+    # Hydra numbers the jobs of a sweep. Their mode is that of a single run unless a config sets it.
+    return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
 
 
 @contextmanager
@@ -324,33 +300,6 @@ def finished_loggers() -> Iterator[None]:
     finally:
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish()
-
-
-@contextmanager
-def quieter() -> Iterator[None]:
-    """Hides messages that Lightning gives in every run, and prints each warning in one line."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    # A profiler's report is what it was asked for.
-    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
-    with warnings.catch_warnings():
-        for message in QUIET:
-            warnings.filterwarnings("ignore", message)
-        formatted, warnings.formatwarning = warnings.formatwarning, _one_line
-        try:
-            yield
-        finally:
-            warnings.formatwarning = formatted
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
-def _one_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    return f"warning: {' '.join(str(message).split())}\n"
 
 
 def _text(path: Path | None) -> str | None:

@@ -233,3 +233,26 @@ def _for_here(state: State, here: Mapping[str, str], callback: ModelCheckpoint) 
         "kth_value": callback.kth_value,
     }
     return {**moved, **fewer}
+
+
+def best_scores(trainer: Trainer) -> dict[str, float]:
+    """The best value of each metric that a checkpoint callback watches, under the name ``…_best``."""
+    return {
+        f"{callback.monitor}_best": float(callback.best_model_score)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+        and callback.monitor
+        and callback.best_model_score is not None
+    }
+
+
+def best_checkpoint(trainer: Trainer) -> Path | None:
+    """The best checkpoint of this run; None if none was kept, which means the weights as they are."""
+    kept = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint) and callback.best_model_path
+    ]
+    # One that watches no metric keeps the newest, not the best.
+    kept.sort(key=lambda callback: callback.monitor is None)
+    return Path(kept[0].best_model_path) if kept else None

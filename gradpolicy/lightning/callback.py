@@ -1,6 +1,6 @@
 """The Lightning callback: when policies are installed, updated, measured, saved and removed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -61,6 +61,17 @@ class GradientPolicies(Callback):
             masks, ages and weights; None never compares.
         communication: Under DistributedDataParallel: sends the gradients of active entries only.
 
+    Attributes:
+        installed: The flow policies on the model, from the start of a stage to its end.
+        freezer: Runs the freeze policies of a fit.
+        masked_optimizers: The optimizers that hold what freeze policies match.
+        recorded: Whether somebody reads what is measured at every ``log_every_n_steps``-th update, also where
+            no logger does.
+        records_now: Whether the update that is being prepared is such a one.
+        norms_before, norms_after: The gradient norm of each parameter of a freeze policy before and after its
+            mask, at the update that was last measured.
+        before_removal: Called at the end of a stage, while policies are still installed.
+
     Raises:
         PolicyError: If an entry is no policy; when the run starts, if a pattern matches nothing, two policies
             contradict each other, or a policy was not installed; after the first batch, if an operation that
@@ -102,7 +113,11 @@ class GradientPolicies(Callback):
         self.ranks: Ranks | None = None
         self.installed: Installed | None = None
         self.freezer: Freezer | None = None
-        self._masked: list[MaskedOptimizer] = []
+        self.masked_optimizers: list[MaskedOptimizer] = []
+        self.recorded = self.records_now = False
+        self.norms_before: dict[str, Tensor] = {}
+        self.norms_after: dict[str, Tensor] = {}
+        self.before_removal: list[Callable[[], None]] = []
         self._hooks: list[RemovableHandle] = []
         self._restored: dict[str, Any] | None = None
         # The number of updates when the policies were last updated; a window of accumulated batches, or a
@@ -140,8 +155,6 @@ class GradientPolicies(Callback):
         """Installs flow policies for testing."""
         self._begin_evaluation(trainer, pl_module, "test")
         self._met_before = {}
-        if self.installed is not None:
-            self.installed.measure_norms(self.log_policies)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs flow policies for prediction."""
@@ -151,6 +164,8 @@ class GradientPolicies(Callback):
         """Leaves the model as it was found."""
         if stage == "test":
             self._log_test(trainer)
+        for tell in self.before_removal:
+            tell()
         self._remove(quiet=stage != "fit")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -171,20 +186,24 @@ class GradientPolicies(Callback):
         matched = pick_each(named, {name: policy.params for name, policy in policies.items()})
         wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
         optimizers = [_masked_if_needed(optimizer, wanted) for optimizer in trainer.strategy.optimizers]
-        self._masked = [optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)]
-        _check_optimized(named, wanted, self._masked)
+        self.masked_optimizers = [
+            optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)
+        ]
+        _check_optimized(named, wanted, self.masked_optimizers)
         trainer.strategy.optimizers = optimizers
-        self.freezer = Freezer(pl_module, self._masked, policies, seed=self.seed)
+        self.freezer = Freezer(pl_module, self.masked_optimizers, policies, seed=self.seed)
         # At once after the update: other callbacks may save or average the weights, and under manual
         # optimization another loss may be computed with them.
-        self._hooks = [optimizer.register_step_post_hook(self._finish_step) for optimizer in self._masked]
+        self._hooks = [
+            optimizer.register_step_post_hook(self._finish_step) for optimizer in self.masked_optimizers
+        ]
 
     def _join_ranks(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ranks = Ranks(
             trainer.strategy.model,
             once_each(named_parameters(pl_module)),
             self.freezer,
-            self._masked,
+            self.masked_optimizers,
             # One process has nothing to send: the same configuration runs there too.
             communication=self.communication if trainer.world_size > 1 else None,
             agreement_every=self.agreement_every,
@@ -229,8 +248,9 @@ class GradientPolicies(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Updates the policies before the first batch of each effective step."""
-        updates = self._updates(trainer)
+        updates = self.updates(trainer)
         if updates != self._updates_seen:
+            self.norms_before, self.norms_after = {}, {}
             self._update_flow(trainer, "fit")
             if self.freezer is not None:
                 self.freezer.begin_step(updates, trainer.current_epoch)
@@ -238,10 +258,11 @@ class GradientPolicies(Callback):
                 times = (updates, trainer.current_epoch)
                 self.ranks.begin_step(updates, cut=self._cuts_now(*times), wanted=self._wanted_gradients())
             self._updates_seen = updates
+            self.records_now = self.recorded and (updates + 1) % log_interval(trainer) == 0
         if self.installed is not None:
             self.installed.set_loss_scale(_loss_scale(trainer))
             logs = self.log_policies and self._logs_now(trainer)
-            self.installed.measure_norms(logs)
+            self.installed.measure_norms(logs or self.records_now, zeros=self.records_now)
             # Counts of a batch, since those of a run would start anew where it is resumed.
             rows = self.installed.report().rows if logs else ()
             self._met_before = {row.name: row.operations_matched for row in rows}
@@ -264,7 +285,7 @@ class GradientPolicies(Callback):
         if pl_module.automatic_optimization or self.freezer is None:
             return
         if not self._wanted_gradients():
-            for optimizer in self._masked:
+            for optimizer in self.masked_optimizers:
                 with _one_gradient_left(trainer, optimizer):
                     optimizer.mask_gradients()
 
@@ -273,16 +294,20 @@ class GradientPolicies(Callback):
     ) -> None:
         """Shows sources the gradients, and masks them if they are clipped or logged; after unscaling."""
         logs = self.log_policies and self._logs_now(trainer)
-        if logs or self._wanted_gradients():
+        measures = logs or self.records_now
+        if measures or self._wanted_gradients():
             _unscale(trainer, optimizer)
-        before = self._freeze_norms() if logs else {}
-        if self.freezer is not None and optimizer in self._masked:
+        if self.freezer is not None and optimizer in self.masked_optimizers:
+            if measures:
+                self.norms_before |= self._gradient_norms(optimizer)
             self.freezer.observe(optimizer)
-            if logs or self._gradients_are_read(trainer, pl_module):
+            if measures or self._gradients_are_read(trainer, pl_module):
                 with _one_gradient_left(trainer, optimizer):
                     optimizer.mask_gradients()
+            if measures:
+                self.norms_after |= self._gradient_norms(optimizer)
         if logs:
-            pl_module.log_dict({**self._flow_metrics("fit"), **self._freeze_metrics(before)})
+            pl_module.log_dict({**self._flow_metrics("fit"), **self._freeze_metrics()})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -305,20 +330,23 @@ class GradientPolicies(Callback):
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         self._install_flow(pl_module)
         self._update_flow(trainer, phase)
+        if self.installed is not None:
+            logs = self.log_policies and phase == "test"
+            self.installed.measure_norms(logs or self.recorded, zeros=self.recorded)
 
     def _update_flow(self, trainer: Trainer, phase: str) -> None:
         if self.installed is not None:
-            self.installed.update(phase=phase, step=self._updates(trainer), epoch=trainer.current_epoch)
+            self.installed.update(phase=phase, step=self.updates(trainer), epoch=trainer.current_epoch)
 
-    def _updates(self, trainer: Trainer) -> int:
+    def updates(self, trainer: Trainer) -> int:
         """Updates that took place; if no optimizer is masked, the trainer's count."""
-        if self._masked:
-            return max(optimizer.effective_steps for optimizer in self._masked)
+        if self.masked_optimizers:
+            return max(optimizer.effective_steps for optimizer in self.masked_optimizers)
         return trainer.global_step
 
     def _add_former_steps(self, trainer: Trainer) -> None:
         """Adds the steps that the trainer took without masks, in a former fit or before a checkpoint."""
-        for optimizer in self._masked:
+        for optimizer in self.masked_optimizers:
             if not optimizer.effective_steps:
                 # The trainer counts the steps of all optimizers together.
                 optimizer.effective_steps = trainer.global_step // len(trainer.optimizers)
@@ -356,7 +384,7 @@ class GradientPolicies(Callback):
     # ---- what the loggers get
 
     def _logs_now(self, trainer: Trainer) -> bool:
-        return bool(trainer.loggers) and (trainer.global_step + 1) % _log_interval(trainer) == 0
+        return bool(trainer.loggers) and (trainer.global_step + 1) % log_interval(trainer) == 0
 
     def _flow_metrics(self, phase: str) -> dict[str, float | Tensor]:
         """What the flow policies of a phase did since they were last updated."""
@@ -384,22 +412,28 @@ class GradientPolicies(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
 
-    def _freeze_norms(self) -> dict[str, Tensor]:
-        if self.freezer is None:
-            return {}
-        return {
-            name: _gradient_norm(self.freezer.parameters_of(name).values()) for name in self.freeze_policies
+    def _gradient_norms(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The norm of each gradient that freeze policies act on and the optimizer is about to use."""
+        assert self.freezer is not None
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self.freezer.parameters.items()
+            if parameter.grad is not None and id(parameter) in own
         }
+        norms = torch._foreach_norm(list(gradients.values())) if gradients else ()
+        return dict(zip(gradients, norms, strict=True))
 
-    def _freeze_metrics(self, before: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+    def _freeze_metrics(self) -> dict[str, float | Tensor]:
         if self.freezer is None:
             return {}
         metrics: dict[str, float | Tensor] = {}
-        after = self._freeze_norms()
         for row in self.freezer.report():
+            names = self.freezer.parameters_of(row.name)
             metrics[f"policy/{row.name}/active_share"] = row.active_share
-            metrics[f"policy/{row.name}/gradient_norm_before"] = before[row.name]
-            metrics[f"policy/{row.name}/gradient_norm_after"] = after[row.name]
+            for when, norms in (("before", self.norms_before), ("after", self.norms_after)):
+                total = _total_norm(norms[name] for name in names if name in norms)
+                metrics[f"policy/{row.name}/gradient_norm_{when}"] = total
         return metrics
 
     # ---- checkpoints
@@ -492,11 +526,13 @@ def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> It
         first.grad = gradient.zero_()
 
 
-def _gradient_norm(parameters: Any) -> Tensor:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+def _total_norm(norms: Iterable[Tensor]) -> Tensor:
+    """The norm of all tensors together, from the norm of each."""
+    each = list(norms)
+    return torch.nn.utils.get_total_norm(each) if each else torch.zeros(())
 
 
-def _log_interval(trainer: Trainer) -> int:
+def log_interval(trainer: Trainer) -> int:
+    """How many updates lie between two that are logged."""
     # Lightning sets the attribute from outside the class, where a type checker does not see it.
     return max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]

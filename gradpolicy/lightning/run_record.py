@@ -2,13 +2,17 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 RECORD = "run.json"
 RUN, SWEEP, TRIAL = "run", "sweep", "trial"
+PACKAGES = ("torch", "lightning", "numpy", "hydra-core")
 KINDS = {RUN: "a run", SWEEP: "a job of a sweep", TRIAL: "a trial of a study"}
 
 
@@ -21,12 +25,14 @@ class RunRecord:
         kind: ``"run"``, ``"sweep"`` for a job of a sweep, ``"trial"`` for a trial of a study.
         started: When it last began to train or test, in seconds since 1970.
         directory: Where it was written. A copy of the run still names the original directory.
+        versions: Versions of Python and of the packages that decide results.
     """
 
     task: str
     kind: str
     started: float
     directory: str
+    versions: dict[str, str] = field(default_factory=dict)
 
     def save(self) -> None:
         """Writes it into the run's directory."""
@@ -60,4 +66,9 @@ def record_of(directory: Path, task: str, callbacks: dict[str, Any] | None, in_s
     targets = [str((node or {}).get("_target_")) for node in (callbacks or {}).values()]
     kind = SWEEP if in_sweep or "WANDB_SWEEP_ID" in os.environ else RUN
     kind = TRIAL if any(target.endswith(".ReportToStudy") for target in targets) else kind
-    return RunRecord(task, kind, datetime.now(UTC).timestamp(), str(directory.absolute()))
+    versions = {
+        "gradpolicy": sys.modules["gradpolicy"].__version__,
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+    }
+    return RunRecord(task, kind, datetime.now(UTC).timestamp(), str(directory.absolute()), versions)

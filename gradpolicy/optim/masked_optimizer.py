@@ -271,9 +271,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Counts on from here, where an optimizer is wrapped in the middle of a training."""
         self._effective_steps = steps
 
-    def state_bytes(self) -> int:
-        """Bytes held on this process for the optimizer's state: moments, steps, masks and ages."""
-        return bytes_of(self.state) + sum(masked.bytes for masked in self._masked.values())
+    def state_bytes(self, parameter: Tensor | None = None) -> int:
+        """Bytes held on this process for the state of one parameter, or of all.
+
+        That is moments, steps, masks and ages.
+        """
+        if parameter is None:
+            return bytes_of(self.state) + sum(masked.bytes for masked in self._masked.values())
+        masked = self._masked.get(parameter)
+        return bytes_of(self.state.get(parameter, {})) + (0 if masked is None else masked.bytes)
 
     def masked_parameters(self) -> Mapping[Tensor, MaskedParameter]:
         """What is known of each parameter that has, or once had, a mask."""

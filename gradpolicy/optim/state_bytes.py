@@ -12,6 +12,10 @@ from gradpolicy.tensors.sharding import local_shard
 
 def bytes_of(state: Mapping[Any, Any]) -> int:
     """Bytes that an optimizer's state holds on this process; some of it may be the whole optimizer's."""
-    tensors = [local_shard(value) for value in state.values() if isinstance(value, Tensor)]
-    own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return own + sum(bytes_of(part) for part in state.values() if isinstance(part, Mapping))
+    total = 0
+    for value in state.values():
+        if isinstance(value, Tensor):
+            total += local_shard(value).nbytes
+        elif isinstance(value, Mapping):
+            total += bytes_of(value)
+    return total

@@ -104,9 +104,9 @@ class MaskedZero(MaskedOptimizer):
             if self.owns(parameter):
                 self.local.restore(parameter, record)
 
-    def state_bytes(self) -> int:
-        """Bytes held on this rank for the optimizer's state."""
-        return super().state_bytes() + self.local.state_bytes()
+    def state_bytes(self, parameter: Tensor | None = None) -> int:
+        """Bytes held on this rank for the state of one parameter, or of all."""
+        return super().state_bytes(parameter) + self.local.state_bytes(parameter)
 
     def _step_and_restore(
         self, restored: Sequence[MaskedParameter], closure: Callable[[], Any] | None

@@ -1,4 +1,4 @@
-"""Processes joined by a process group, and run directories made without a run."""
+"""Processes joined by a process group, and the programs beside the tests."""
 
 import sys
 from pathlib import Path

@@ -171,59 +171,40 @@ def write_metrics(directory: Path, seed: int, steps: int) -> None:
 
 
 def record(seed: int, steps: int) -> list[dict[str, Any]]:
-    """The record: a change every five steps."""
+    """The lines of a record with a change every five steps."""
     generator = np.random.default_rng(seed)
-    rows: list[dict[str, Any]] = []
+    count = len(LAYERS)
+    lines: list[dict[str, Any]] = []
     for step in range(0, steps, 5):
         time = {"step": step, "epoch": step // 20}
-        for index, (layer, entries) in enumerate(LAYERS.items()):
-            active = int(entries * (0.5 + 0.1 * math.sin(step / 9 + index)))
-            common = {
+        shares = [0.5 + 0.1 * math.sin(step / 9 + index) for index in range(count)]
+        active = [int(entries * share) for entries, share in zip(LAYERS.values(), shares, strict=True)]
+        quartiles = {"min": 0.0, "q25": 0.2, "median": 0.4, "q75": 0.7, "max": 1.0}
+        lines.append(
+            {
                 **time,
+                "kind": "freeze",
                 "policy": "freeze",
-                "layer": layer,
-                "entries": entries,
+                "frozen_state": "drop",
+                "changed": True,
+                "parameter": [f"{layer}.weight" for layer in LAYERS],
+                "entries": list(LAYERS.values()),
                 "active": active,
-                "active_share": active / entries,
-                "flipped": int(generator.integers(entries // 2)) if step else 0,
-                "gradient_norm_before": 2.0 / (index + 1),
-                "gradient_norm_after": 1.4 / (index + 1),
-                "state_bytes": 8 * active,
+                "flipped": [int(generator.integers(100)) if step else 0 for _ in LAYERS],
+                "weight_norm": [1.0] * count,
+                "update_norm": [1e-3] * count,
+                "gradient_norm_before": [2.0 / (index + 1) for index in range(count)],
+                "gradient_norm_after": [1.4 / (index + 1) for index in range(count)],
+                "state_bytes": [8 * each for each in active],
+                **{f"age_{name}": [step * share] * count for name, share in quartiles.items()},
             }
-            ages = {
-                f"age_{name}": step * share
-                for name, share in zip(
-                    ("min", "q25", "median", "q75", "max"), (0, 0.2, 0.4, 0.7, 1), strict=True
-                )
-            }
-            rows.append(
-                {
-                    **common,
-                    "kind": "freeze",
-                    "parameter": f"{layer}.weight",
-                    "changed": True,
-                    "update_size": 1e-3,
-                    "frozen_state": "drop",
-                    **ages,
-                }
-            )
-            rows.append({**common, "kind": "layer"})
-        for policy in ("cut", "through"):
-            rows.append(
-                {
-                    **time,
-                    "kind": "flow",
-                    "policy": policy,
-                    "phase": "fit",
-                    "operations": 3,
-                    "gradient_norm_before": 0.04,
-                    "gradient_norm_after": None if policy == "cut" else 0.03,
-                    "zeros_passed": 0.2,
-                    "active": True,
-                }
-            )
-        rows.append({**time, "kind": "memory", "state_bytes": 12_000 + step, "adam_bytes": 24_704})
-    return rows
+        )
+        for policy, after in (("cut", None), ("through", 0.03)):
+            norms = {"gradient_norm_before": 0.04, "gradient_norm_after": after}
+            flow = {"phase": "fit", "operations": 3, "zeros_passed": 0.2, "active": True}
+            lines.append({**time, "kind": "flow", "policy": policy, **flow, **norms})
+        lines.append({**time, "kind": "memory", "state_bytes": 12_000 + step, "adam_bytes": 24_704})
+    return lines
 
 
 def write_pictures(directory: Path) -> None:

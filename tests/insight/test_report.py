@@ -14,6 +14,7 @@ from scipy import stats
 
 from gradpolicy.insight.report import write
 from gradpolicy.insight.report.comparison import compare, config_differences, groups_of, holm, spread, welch
+from gradpolicy.insight.report.figures import ages, timeline
 from gradpolicy.insight.report.gradient_map import gradient_map, make_tree
 from gradpolicy.insight.report.images import inlined
 from gradpolicy.insight.report.page import LARGEST
@@ -121,6 +122,49 @@ def test_a_report_of_a_damaged_file_says_so(run: Path, tmp_path: Path, name: str
     assert "cannot be read" in page_of([run], tmp_path / "report.html")
 
 
+@pytest.mark.parametrize(
+    ("kind", "heading"),
+    [("freeze", "Timeline of masks"), ("flow", "Flow policies"), ("memory", "Optimizer memory")],
+)
+def test_a_record_without_some_rows_leaves_their_figures_out(
+    run: Path, tmp_path: Path, kind: str, heading: str
+) -> None:
+    lines = (run / "record.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["kind"] != kind]
+    (run / "record.jsonl").write_text("".join(kept))
+    page = page_of([run], tmp_path / "report.html")
+    assert heading not in page
+    assert "Map of the gradient" in page
+
+
+def test_a_record_that_is_empty_so_far_leaves_its_figures_out(run: Path, tmp_path: Path) -> None:
+    (run / "record.jsonl").write_text('{"kind": "fre')
+    page = page_of([run], tmp_path / "report.html")
+    assert "Timeline of masks" not in page
+    assert "It was not recorded." in page
+
+
+def test_ages_and_norms_that_a_change_does_not_record_are_no_zeros(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    changes = [
+        {key: value for key, value in line.items() if not key.startswith(("age_", "gradient_", "update_"))}
+        | {"step": line["step"] + 1}
+        for line in lines
+        if line["kind"] == "freeze"
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in [*lines, *changes])
+    (run / "record.jsonl").write_text(text)
+    drawn = ages(read_run(run))
+    assert drawn is not None
+    medians = [trace for trace in drawn.figure.data if trace.name == "median"]
+    assert [list(trace.x) for trace in medians] == [list(range(0, 60, 5))] * 3
+    table = timeline(read_run(run))
+    assert table is not None
+    of_ages = next(trace for trace in table.figure.data if trace.meta["quantity"] == "median age")
+    assert of_ages.x[:4].tolist() == [0, 1, 5, 6]
+    assert of_ages.z[0][:4].tolist() == [0, 0, 2, 2]  # 0.4 times the step, held until the next
+
+
 def test_an_empty_directory_gives_a_report_that_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     page = page_of([tmp_path / "empty"], tmp_path / "report.html")
@@ -180,6 +224,20 @@ def test_only_keys_that_differ_are_shown() -> None:
         ("b", ("2", "3")),
         ("c", ("–", "None")),
     ]
+
+
+def test_a_node_that_one_config_lacks_is_one_difference() -> None:
+    policy = {"policy.cut._target_": "gradpolicy.Stop", "policy.cut.modules": "probe"}
+    shared = {"policy.half.mask.density": 0.5}
+    (difference,) = config_differences([shared, shared | policy])
+    assert (difference.key, difference.values) == ("policy.cut", ("–", "Stop modules=probe"))
+
+
+def test_a_key_that_refers_to_another_one_is_left_out() -> None:
+    configs = [{"model.optimizer.lr": lr, "optimizer.lr": lr, "data.seed": 3, "seed": lr} for lr in (1, 2)]
+    assert [each.key for each in config_differences(configs)] == ["optimizer.lr", "seed"]
+    follows = [{"data.seed": seed, "seed": seed} for seed in (1, 2)]
+    assert config_differences(follows, skip=["seed"]) == []
 
 
 def test_means_spreads_and_the_test_are_those_of_scipy() -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.run_log import kept_output
+from gradpolicy.insight.run_log import kept_output, quieter
 
 
 class Terminal(io.StringIO):
@@ -89,3 +89,11 @@ def test_other_ranks_print_no_tables_and_write_no_file(
         console.print("plan")
     assert not capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_warning_is_one_line_without_its_place_in_the_code() -> None:
+    before = warnings.formatwarning
+    with quieter():
+        line = warnings.formatwarning("no\n  value", UserWarning, "run.py", 1)
+    assert line == "warning: no value\n"
+    assert warnings.formatwarning is before

@@ -23,7 +23,13 @@ SHORT = (
     "trainer.limit_test_batches=1",
     "trainer.accelerator=cpu",
 )
-QUICK = (*SHORT, "logger=csv", "callbacks=model_checkpoint", "extras.print_config=false")
+QUICK = (
+    *SHORT,
+    "logger=csv",
+    "callbacks=model_checkpoint",
+    "extras.print_config=false",
+    "extras.report=false",
+)
 
 
 @dataclass

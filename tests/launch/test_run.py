@@ -1,8 +1,9 @@
 """What a run prints, and what it leaves out."""
 
-import warnings
+import json
 
-from gradpolicy.launch.run import quieter
+import pytest
+import yaml
 
 from .conftest import SHORT
 
@@ -13,9 +14,56 @@ def test_a_profilers_report_is_said(train, caplog) -> None:
     assert "Profiler Report" in caplog.text
 
 
-def test_a_warning_is_one_line_without_its_place_in_the_code() -> None:
-    before = warnings.formatwarning
-    with quieter():
-        line = warnings.formatwarning("no\n  value", UserWarning, "run.py", 1)
-    assert line == "warning: no value\n"
-    assert warnings.formatwarning is before
+def test_what_a_run_printed_is_in_its_log_and_the_plan_beside_it(train) -> None:
+    ended = train()
+    log = "\n".join(line.rstrip() for line in (ended.run / "train.log").read_text().splitlines())
+    for said in ("Plan", "random_freeze", "test/accuracy"):
+        assert said in log
+    assert (ended.run / "plan.txt").read_text() in log
+    assert json.loads((ended.run / "plan.json").read_text())["rows"][0]["name"] == "stop"
+    assert yaml.safe_load((ended.run / "csv/version_0/hparams.yaml").read_text())["seed"] == 0
+
+
+def test_the_log_of_a_run_that_failed_says_why(train, tmp_path, monkeypatch) -> None:
+    (tmp_path / "failing.py").write_text(
+        "from lightning.pytorch import Callback\n\n\n"
+        "class Fails(Callback):\n"
+        "    def on_train_batch_end(self, *arguments):\n"
+        "        print('about to fail')\n"
+        "        raise ArithmeticError('on purpose')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "outputs"
+    with pytest.raises(ArithmeticError):
+        train("+callbacks.fails._target_=failing.Fails", "allowed_targets=[failing]", folder=folder)
+    (log,) = folder.glob("*/runs/*/train.log")
+    lines = log.read_text().splitlines()
+    assert "about to fail" in lines
+    assert lines[-1] == "ArithmeticError: on purpose"
+
+
+def test_a_report_that_fails_is_one_warning(train, monkeypatch) -> None:
+    def fails(*arguments: object) -> None:
+        raise OSError("no space\nleft")
+
+    monkeypatch.setattr("gradpolicy.insight.report.write", fails)
+    ended = train("extras.report=true")
+    assert ended.code == 0
+    assert "warning: no report: OSError: no space left" in ended.out.splitlines()
+
+
+def test_a_run_whose_optimized_metric_is_misspelt_says_so_before_it_trains(train, monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("gradpolicy.launch.run.rank_zero_warn", told.append)
+    monkeypatch.setattr("gradpolicy.launch.run.checked_restore", lambda checkpoint: told.append("train"))
+    with pytest.raises(TypeError):
+        train("optimized_metric=val/acuracy")
+    assert told[0].startswith("optimized_metric: 'val/acuracy' is not logged; did you mean 'val/accuracy'")
+    assert told[1] == "train"
+
+
+def test_a_sweep_over_a_metric_that_no_job_logs_ends_before_it_trains(train) -> None:
+    ended = train("-m", "seed=1,2", "optimized_metric=val/acuracy_best")
+    assert ended.code != 0
+    assert "'val/acuracy_best' is not logged; did you mean 'val/accuracy_best'" in ended.message
+    assert not list(ended.folder.rglob("*.ckpt"))

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
+from gradpolicy.lightning.run_record import RunRecord
 
 from .conftest import CONF, QUICK, ROOT, Ended
 
@@ -220,3 +221,10 @@ def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(tmp_path: Pa
     _, err = stop_when(process, (tmp_path / "importing").exists, signal.SIGINT)
     assert process.returncode == 130
     assert len(err.splitlines()) <= 1
+
+
+def test_a_job_of_a_sweep_is_recorded_as_one(train) -> None:
+    ended = train("-m", "seed=1", "test=false")
+    record = RunRecord.load(sweep_of(ended) / "0")
+    assert record is not None
+    assert record.kind == "sweep"

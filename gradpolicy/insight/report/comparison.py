@@ -69,17 +69,49 @@ class Comparison:
 def config_differences(configs: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -> list[Difference]:
     """The keys whose values are not the same in all configs, apart from where runs are kept.
 
+    A node that some configs lack as a whole, such as a policy, is one difference. A key that refers to
+    another one, as ``data.seed`` does to ``seed``, has its name and its values, and is left out.
+
     Args:
         configs: Flat configs.
         skip: Further keys to leave out.
     """
-    keys = dict.fromkeys(key for config in configs for key in config)
-    found = []
+    keys = list(dict.fromkeys(key for config in configs for key in config if not is_bookkeeping(key)))
+    nodes = [_nodes(config) for config in configs]
+    differing: dict[tuple[str, tuple[str, ...]], Difference] = {}
     for key in keys:
-        values = tuple(str(config[key]) if key in config else ABSENT for config in configs)
-        if len(set(values)) > 1 and not is_bookkeeping(key) and key not in skip:
-            found.append(Difference(key, values))
-    return found
+        # The outermost node around it that a config lacks.
+        above = [".".join(_parts(key)[:depth]) for depth in range(1, key.count(".") + 1)]
+        whole = next((node for node in above if any(node not in each for each in nodes)), key)
+        values = tuple(_told(config, whole) for config in configs)
+        if len(set(values)) > 1:
+            name = (_parts(whole)[-1], values)
+            former = differing.get(name)
+            if former is None or len(whole) < len(former.key):
+                differing[name] = Difference(whole, values)
+    groups = list(dict.fromkeys(_parts(key)[0] for key in keys))
+    found = [each for each in differing.values() if each.key not in skip]
+    return sorted(found, key=lambda each: groups.index(_parts(each.key)[0]))
+
+
+def _nodes(config: Mapping[str, Any]) -> set[str]:
+    """The keys that have others below them."""
+    return {".".join(_parts(key)[:depth]) for key in config for depth in range(1, key.count(".") + 1)}
+
+
+def _parts(key: str) -> list[str]:
+    return key.split(".")
+
+
+def _told(config: Mapping[str, Any], key: str) -> str:
+    """The value of a key, or all that lies below it."""
+    if key in config:
+        return str(config[key])
+    below = {
+        name.removeprefix(f"{key}."): value for name, value in config.items() if name.startswith(f"{key}.")
+    }
+    kind = [str(below.pop("_target_")).rpartition(".")[2]] if "_target_" in below else []
+    return " ".join([*kind, *(f"{name}={value}" for name, value in below.items())]) or ABSENT
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,11 @@ def _numbers(values: Iterable[float]) -> np.ndarray:
     return np.asarray(list(values), dtype=np.float32)
 
 
+def _mode(points: pd.DataFrame) -> str:
+    """Few points are marked: a single one has no line."""
+    return "lines+markers" if len(points) < 8 else "lines"
+
+
 # ---- curves
 
 
@@ -124,7 +130,8 @@ def run_curves(run: Run) -> list[Figure]:
                 mode="markers" if single else "lines",
                 marker={"size": 10, "symbol": "diamond"},
             )
-        if any(len(trace.x) for trace in figure.data):
+        # A number that was logged once stands in the table.
+        if any(len(trace.x) > 1 for trace in figure.data):
             found.append(Figure(title, figure))
     return found
 
@@ -244,7 +251,10 @@ def timeline(run: Run) -> Figure | None:
     height = 120 + 18 * min(int(layers.groupby("policy")["layer"].nunique().max()), 60)
     figure = new_figure("step", "", height=height)
     figure.update_layout(hovermode="closest")
-    figure.update_yaxes(autorange="reversed", type="category")
+    names = list(layers["layer"].unique())
+    figure.update_yaxes(
+        autorange="reversed", type="category", tickvals=names, ticktext=_without_common_parents(names)
+    )
     usable = []
     for quantity in QUANTITIES:
         if quantity.column not in layers or not layers[quantity.column].notna().any():
@@ -259,6 +269,13 @@ def timeline(run: Run) -> Figure | None:
     return Figure("Timeline of masks", figure, shown, note, wide=True)
 
 
+def _without_common_parents(names: Sequence[str]) -> list[str]:
+    """Qualified names without the parents that all of them have: a phone is narrow."""
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
+    return [".".join(name.split(".")[common:]) for name in names]
+
+
 def _with_parameters(layers: pd.DataFrame, parameters: pd.DataFrame) -> pd.DataFrame:
     """Adds what is only recorded for parameters: means over a layer's, weighted by their entries."""
     keys = ["policy", "layer", "step"]
@@ -268,7 +285,8 @@ def _with_parameters(layers: pd.DataFrame, parameters: pd.DataFrame) -> pd.DataF
     weighted = parameters[keys].assign(entries=parameters["entries"])
     for name in known:
         weighted[name] = parameters[name] * parameters["entries"]
-    sums = weighted.groupby(keys, as_index=False).sum()
+    # Without a value in any parameter there is none in the layer.
+    sums = weighted.groupby(keys, as_index=False).sum(min_count=1)
     for name in known:
         sums[name] = sums[name] / sums["entries"].clip(lower=1)
     return layers.drop(columns=known, errors="ignore").merge(sums[[*keys, *known]], on=keys, how="left")
@@ -317,6 +335,8 @@ def ages(run: Run) -> Figure | None:
     if rows.empty or "age_median" not in rows or rows["age_median"].isna().all():
         return None
     figure = new_figure("step", "age in updates")
+    # Masks may change at steps at which no ages are recorded.
+    rows = rows.dropna(subset="age_median")
     names = list(rows["parameter"].unique())
     most = max(30, POINTS * 20 // max(len(names), 1))
     for name in names:
@@ -348,7 +368,7 @@ def ages(run: Run) -> Figure | None:
                 meta=meta,
             )
         figure.add_scatter(
-            x=own["step"], y=_numbers(own["age_median"]), mode="lines", name="median", meta=meta
+            x=own["step"], y=_numbers(own["age_median"]), mode=_mode(own), name="median", meta=meta
         )
     choices = {"parameter": ("parameter", names)}
     _shown_first(figure, choices)
@@ -374,7 +394,7 @@ def memory(runs: Mapping[str, Run]) -> Figure | None:
             y=_numbers(rows["state_bytes"]),
             name=label,
             line={"color": colour, "shape": "hv"},
-            mode="lines",
+            mode=_mode(rows),
         )
         # Runs of one model share it.
         if "adam_bytes" in rows and beside.setdefault(tuple(rows["adam_bytes"]), label) == label:
@@ -383,7 +403,7 @@ def memory(runs: Mapping[str, Run]) -> Figure | None:
                 y=_numbers(rows["adam_bytes"]),
                 name="plain Adam" if len(runs) == 1 or len(beside) == 1 else f"plain Adam · {label}",
                 line={"color": PLAIN if len(beside) == 1 else colour, "dash": "dash"},
-                mode="lines",
+                mode=_mode(rows),
             )
     return Figure("Optimizer memory", figure, wide=len(runs) == 1) if figure.data else None
 
@@ -437,7 +457,7 @@ def _add_flow_curve(
         x=own["step"],
         y=_numbers(own[column]),
         name=label,
-        mode="lines+markers" if len(own) < 8 else "lines",
+        mode=_mode(own),
         line={"color": COLOURS[index % len(COLOURS)], "dash": ("solid", "dot")[place]},
         meta={"quantity": quantity, "phase": phase},
     )

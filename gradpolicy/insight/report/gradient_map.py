@@ -81,6 +81,8 @@ def gradient_map(run: Run) -> Figure | None:
     _place(root)
     kinds = {str(row["name"]): kind_of(str(row.get("what", ""))) for row in run.plan.get("rows", [])}
     leaves = sum(not node.children for node in root.walk())
+    everywhere = _everywhere(root, run)
+    root.policies = (*root.policies, *everywhere)
     figure = new_figure("", "", height=max(220, 70 + ROW * leaves))
     _draw_edges(figure, root, kinds)
     _draw_nodes(figure, root, kinds, _flow_notes(run))
@@ -90,8 +92,11 @@ def gradient_map(run: Run) -> Figure | None:
     figure.update_yaxes(visible=False, range=[leaves - 0.3, -0.8])
     note = (
         "A band's width is the gradient norm of what lies in a module, a root mean square over the run: pale "
-        "before the policies, coloured what they let through. Dotted: no freeze policy, so not measured."
+        "before the policies, coloured what they let through. Dotted: not measured, without a freeze policy "
+        "or a gradient."
     )
+    if everywhere:
+        note += f" In the whole model: {'; '.join(f'{name} ({told})' for name, told in everywhere.items())}."
     return Figure("Map of the gradient", figure, note=note, wide=True)
 
 
@@ -162,10 +167,20 @@ def _sum_up(node: Node, measured: Mapping[str, Mapping[str, float]]) -> dict[str
     return sums
 
 
+def _everywhere(root: Node, run: Run) -> dict[str, str]:
+    """What acts on operations wherever they are: the policies that are at no module, and what they are."""
+    placed = {policy for node in root.walk() for policy in node.policies}
+    found = {}
+    for row in run.plan.get("rows", []):
+        if row["name"] not in placed:
+            calls = ", ".join(f"{count} {name}" for name, count in (row.get("operations") or {}).items())
+            told = (str(row.get("what", "")), calls, str(row.get("when", "")))
+            found[str(row["name"])] = " ".join(filter(None, told))
+    return found
+
+
 def _prune(root: Node) -> None:
-    """Leaves out modules without parameters or policies, where the tree is large."""
-    if sum(not node.children for node in root.walk()) <= LEAVES // 2:
-        return
+    """Leaves out modules that hold neither parameters nor policies."""
     for node in list(root.walk()):
         node.children = [
             child

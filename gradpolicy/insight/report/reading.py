@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 import pandas as pd
 import yaml
 
+from gradpolicy.insight import record
+
 Content = TypeVar("Content")
 
 # What differs between any two runs, whatever was asked.
-BOOKKEEPING = ("paths.", "hydra.", "logger.", "ckpt_path", "tags")
+BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name")
 # The names of files by which a directory is known as that of a run.
 MARKS = ("config.yaml", "result.json", "plan.json", "record.jsonl", "run.json", "audit.json", "csv")
 WARNING = re.compile(r"\bwarning: (.*)", re.IGNORECASE)
@@ -91,6 +93,8 @@ class Run:
         if "kind" not in self.record:
             return pd.DataFrame()
         found = self.record[self.record["kind"] == kind]
+        if found.empty:
+            return pd.DataFrame()
         return found.dropna(axis="columns", how="all").sort_values("step", kind="stable")
 
 
@@ -108,14 +112,13 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     """
     files = _Files(directory)
     config = files.read("config.yaml", "what was asked", _read_config) or {}
+    defaults = files.read("defaults.yaml", "how the config differs from the defaults", _read_config) or {}
     plan = files.read("plan.json", "the plan and the map of the gradient", _read_object) or {}
     audit = files.read("audit.json", "the proof", _read_object) or {}
     result = files.read("result.json", "final results; the run did not end well", _read_object) or {}
     log = files.read("train.log", "warnings given during training", _read_text) or ""
-    record = files.read(
-        "record.jsonl",
-        "the timeline of masks, gradient norms, memory and ages",
-        lambda _: _load_record(directory),
+    recorded = files.read(
+        "record.jsonl", "the timeline of masks, gradient norms, memory and ages", _read_record
     )
     curves = sorted(directory.glob("csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
     metrics_file = str(curves[-1].relative_to(directory)) if curves else "csv/*/metrics.csv"
@@ -129,16 +132,16 @@ def read_run(directory: Path, name: str | None = None) -> Run:
         directory=directory,
         name=name or directory.name,
         config=config,
-        defaults=_read_config(directory / "defaults.yaml") if (directory / "defaults.yaml").is_file() else {},
+        defaults=defaults,
         overrides=tuple(map(str, overrides)),
         plan=plan,
         result=result,
         metrics=pd.DataFrame() if metrics is None else metrics,
-        record=pd.DataFrame() if record is None else record,
+        record=pd.DataFrame() if recorded is None else recorded,
         audit=audit,
         started=_moment(run.get("started")),
         warnings=tuple(dict.fromkeys(map(str, warnings))),
-        versions=audit.get("versions") or run.get("versions") or {},
+        versions={**(audit.get("versions") or {}), **(run.get("versions") or {})},
         pictures=tuple(sorted((directory / "pictures").glob("*.png"))),
         masks=_mask_pictures(directory / "masks"),
         missing=files.missing,
@@ -218,8 +221,10 @@ def _read_curves(path: Path) -> pd.DataFrame:
     return table
 
 
-def _load_record(directory: Path) -> pd.DataFrame:
-    return pd.read_json(directory / "record.jsonl", lines=True)
+def _read_record(path: Path) -> pd.DataFrame:
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    return record.load(path.parent)
 
 
 def _moment(seconds: Any) -> str:

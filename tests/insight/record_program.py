@@ -1,0 +1,82 @@
+"""A small recorded run that a test kills: ``record_program.py FOLDER [--kill-at N] [--resume FILE]``."""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+import gradpolicy as gp
+from gradpolicy.insight.record import Record
+from gradpolicy.lightning.exact_resume import ExactResume
+from gradpolicy.tasks.digits import DigitsDataModule
+
+
+class Network(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(16, 10)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.head(torch.round(8 * self.trunk(batch[0])) / 8), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Kill(Callback):
+    """Ends the process at once after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: Path, *more: Callback, resume: Path | None = None, **settings: Any) -> None:
+    """Trains the network, and records that in a folder."""
+    torch.manual_seed(0)
+    phases = gp.When(phases=("fit", "validate"))
+    policies = {
+        "trunk": gp.Freeze(gp.masks.Random(0.5, every=3), params="trunk.*", frozen_state="drop"),
+        "rounding": gp.StraightThrough(ops=["round"], when=phases),
+    }
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=-1,
+        log_every_n_steps=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[ExactResume(), Record(folder), gp.GradientPolicies(policies), *more],
+        **settings,
+    )
+    trainer.fit(Network(), DigitsDataModule(batch_size=64, seed=0), ckpt_path=resume, weights_only=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument("--resume", type=Path)
+    chosen = parser.parse_args()
+    saving = ModelCheckpoint(chosen.folder / "checkpoints", every_n_train_steps=7, save_last=True)
+    train(
+        chosen.folder, Kill(chosen.kill_at), saving, resume=chosen.resume, max_steps=30, val_check_interval=6
+    )
+
+
+if __name__ == "__main__":
+    main()

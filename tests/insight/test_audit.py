@@ -1,0 +1,322 @@
+"""The audit: what holds is counted, and each planted fault is found."""
+
+import json
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.freezing import Freezer
+from gradpolicy.insight.audit import Audit
+from gradpolicy.insight.frozen_intervals import FrozenIntervals
+
+FULL = {"entries": None}
+
+
+def half(name, parameter, step):
+    return (torch.arange(parameter.numel()) % 2 == 0).reshape(parameter.shape)
+
+
+def frozen(frozen_state="keep"):
+    mask = gp.masks.Function(half, every=100)
+    return {"half": gp.Freeze(mask, params="trunk.*", frozen_state=frozen_state)}
+
+
+def turning(every=1):
+    return {"turns": gp.Freeze(gp.masks.Random(0.5, every=every), params="trunk.*", frozen_state="keep")}
+
+
+@pytest.fixture
+def fit(two_layers, loader, make_trainer, tmp_path):
+    """Trains with an audit and gives what it wrote."""
+
+    def run(policies, *others, audit=(), max_epochs=3, model=two_layers, ckpt_path=None, **settings):
+        watcher = Audit(tmp_path, **dict(audit))
+        callbacks = [watcher, gp.GradientPolicies(policies), *others]
+        trainer = make_trainer(callbacks=callbacks, max_epochs=max_epochs, **settings)
+        trainer.fit(model, loader, ckpt_path=ckpt_path, weights_only=True)
+        return written(tmp_path)
+
+    return run
+
+
+def written(directory):
+    return json.loads((directory / "audit.json").read_text())
+
+
+class Meddler(Callback):
+    """Does something to the model after its fourth batch."""
+
+    def __init__(self, act, hook="on_train_batch_end", at=3):
+        self.act, self.at, self.batches = act, at, 0
+        setattr(self, hook, self.do)
+
+    def do(self, trainer, pl_module, *_):
+        if self.batches == self.at:
+            with torch.no_grad():
+                self.act(trainer, pl_module)
+        self.batches += 1
+
+
+def write_one(trainer, pl_module):
+    pl_module.trunk[0].weight[0, 1] += 1e-3
+
+
+# ---- what holds
+
+
+@pytest.mark.parametrize("state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("audit", [FULL, {}])
+def test_frozen_entries_are_found_unchanged(fit, state, audit):
+    report = fit(frozen(state), audit=audit)
+    assert report["intervals"] > 0
+    assert report["entries"] > 0
+    assert (report["changed"], report["differences"]) == (0, [])
+    assert report["sampled"] is (not audit)
+
+
+def test_all_entries_of_each_interval_are_compared(fit, capsys):
+    report = fit(turning(every=4), audit={**FULL, "every": 100})
+    # Four tensors, and changes at 4, 8 and 12; the first update makes the state that is kept.
+    assert report["intervals"] == 4 * (3 + 1)
+    assert report["share"] == 1.0
+    assert "frozen entries: 16 intervals, 0 changed" in capsys.readouterr().out
+
+
+def test_masks_that_change_every_step_are_compared_within_the_step(fit):
+    report = fit(turning(), audit=FULL)
+    assert report["intervals"] == 12 * 4
+    assert report["changed"] == 0
+
+
+def test_after_as_many_looks_as_there_are_boxes_each_was_looked_at(two_layers):
+    weight = two_layers.trunk[2].weight
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    freezer = Freezer(
+        two_layers, optimizer, {"all": gp.Freeze(gp.masks.Fixed(False), params="trunk.2.weight")}
+    )
+    found = []
+    intervals = FrozenIntervals(freezer, entries=16, every=1, seed=0, found=found.extend)
+    freezer.begin_step(0)
+    for step in range(1, 8):
+        if step == 4:
+            # Once, after each of the four boxes was looked at, and before any is looked at again.
+            weight.data.add_(1)
+        optimizer.effective_steps = step
+        intervals.look()
+    assert intervals.counts.intervals == len(found) == 4
+    assert {(each.since, each.step) for each in found} == {(step, step + 4) for step in range(4)}
+
+
+# ---- planted faults
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start", "on_before_zero_grad"])
+@pytest.mark.parametrize("audit", [FULL, {}])
+def test_a_callback_that_writes_to_a_frozen_weight_is_found(fit, tmp_path, hook, audit):
+    write = Meddler(lambda _, module: module.trunk[0].weight.add_(1e-3), hook)
+    audit = {**audit, "entries": None} if audit else {"every": 1}
+    with pytest.raises(PolicyError, match=r"trunk\.") as error:
+        fit({"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.*")}, write, audit=audit)
+    assert "policy.trunk" in str(error.value)
+    (found,) = written(tmp_path)["differences"]
+    assert found["tensor"] == "trunk.0.weight"
+    assert found["what"] == "weight"
+
+
+def test_the_exact_entries_and_the_step_are_named(fit, tmp_path):
+    with pytest.raises(PolicyError, match=r"1 of 16 frozen entries of the weight .* update 5, at \(0, 1\)"):
+        fit(frozen(), Meddler(write_one), audit={**FULL, "every": 5})
+    report = written(tmp_path)
+    (found,) = report["differences"]
+    assert report["changed"] == found["count"] == 1
+    assert (found["step"], found["indices"], found["policy"]) == (5, [[0, 1]], "half")
+
+
+def test_a_zero_that_changes_its_sign_and_a_nan_are_seen_bit_by_bit(fit, tmp_path, two_layers):
+    with torch.no_grad():
+        two_layers.trunk[0].weight[0, 1], two_layers.trunk[0].weight[0, 3] = 0.0, float("nan")
+    negate = Meddler(lambda _, module: module.trunk[0].weight[0, 1].neg_())
+    policies = {"half": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.weight")}
+    with pytest.raises(PolicyError, match=r"1 of 32 frozen"):
+        fit(policies, negate, audit=FULL, detect_anomaly=False)
+    assert written(tmp_path)["differences"][0]["indices"] == [[0, 1]]
+
+
+def test_a_write_to_kept_optimizer_state_is_found(fit, tmp_path):
+    def write(trainer, pl_module):
+        trainer.optimizers[0].state[pl_module.trunk[0].weight]["exp_avg"].add_(1e-9)
+
+    with pytest.raises(PolicyError, match="of the state exp_avg changed"):
+        fit(frozen(), Meddler(write), audit=FULL)
+    assert written(tmp_path)["differences"][0]["what"] == "state exp_avg"
+
+
+def test_averaged_weights_are_found_when_training_ends(fit, tmp_path):
+    with pytest.raises(PolicyError, match="frozen entries of the weight changed"):
+        fit(turning(every=4), EMAWeightAveraging(decay=0.9), audit=FULL)
+    assert written(tmp_path)["changed"] > 1
+
+
+def test_a_step_of_an_optimizer_outside_is_found(fit):
+    def step(trainer, pl_module):
+        for parameter in pl_module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(pl_module.parameters(), lr=0.1).step()
+
+    with pytest.raises(PolicyError, match="frozen entries of the weight changed"):
+        fit(frozen(), Meddler(step))
+
+
+def test_a_mask_taken_off_behind_the_policies_back_is_found(fit):
+    def release(trainer, pl_module):
+        trainer.optimizers[0].set_mask(pl_module.trunk[0].weight, None)
+
+    with pytest.raises(PolicyError, match="frozen entries of the weight changed"):
+        fit(frozen(), Meddler(release), audit=FULL)
+
+
+def test_a_warning_lets_the_run_go_on(fit):
+    with pytest.warns(UserWarning, match=r"audit: trunk\.0\.weight .* 1 of 16 frozen"):
+        report = fit(frozen(), Meddler(write_one), audit={**FULL, "on_difference": "warn", "every": 5})
+    assert report["changed"] == 1
+    assert report["intervals"] == 4 * 4
+
+
+# ---- flow policies
+
+
+@pytest.mark.parametrize("mode", ["detach", "zero"])
+def test_a_stopped_branch_gets_exactly_zero(fit, mode, capsys):
+    report = fit({"cut": gp.Stop(mode, modules="head")}, audit=FULL)
+    assert report["stopped_branches"]["checked"] >= 12
+    assert report["stopped_branches"]["nonzero"] == 0
+    assert report["operations"] == {"checked": 12, "differing": 0}
+    assert "stopped branches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [(gp.Stop(modules="head"), "trunk.0.weight"), (gp.Stop(params="head.bias"), "head.bias")],
+)
+def test_a_gradient_in_a_stopped_branch_is_found(fit, tmp_path, policy, name):
+    def write(trainer, pl_module):
+        parameter = pl_module.get_parameter(name)
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.view(-1)[0] = 1e-30
+
+    with pytest.raises(PolicyError, match=rf"policy\.cut: {name} is stopped, .* 1 entries in update 4"):
+        fit({"cut": policy}, Meddler(write, "on_before_optimizer_step"), audit=FULL)
+    (found,) = written(tmp_path)["differences"]
+    assert (found["tensor"], found["what"], found["count"], found["step"]) == (name, "gradient", 1, 4)
+
+
+@pytest.mark.parametrize("act", ["switch", "unwrap"])
+def test_a_policy_that_no_longer_acts_is_found(fit, tmp_path, act):
+    def switch(trainer, pl_module):
+        trainer.callbacks[1].installed.set_active("cut", False)
+
+    def unwrap(trainer, pl_module):
+        del pl_module.head.forward
+
+    doing = Meddler({"switch": switch, "unwrap": unwrap}[act], "on_train_batch_start")
+    with pytest.raises(
+        PolicyError, match=r"policy\.cut: .*head.* was met 0 times .* and 1 times in the first"
+    ):
+        fit({"cut": gp.Stop(modules="head")}, doing, audit=FULL)
+    assert written(tmp_path)["operations"]["differing"] == 1
+
+
+def test_policies_that_come_and_go_by_their_schedule_are_no_difference(fit):
+    policies = {
+        "cut": gp.Stop(modules="head", when=gp.When(start=2, every=3)),
+        "round": gp.StraightThrough(ops=["round"], when=gp.When(every=2)),
+    }
+    report = fit(policies, audit=FULL)
+    assert report["operations"]["checked"] > 6
+    assert report["stopped_branches"]["checked"] > 3
+    assert report["differences"] == []
+
+
+# ---- checkpoints
+
+
+def test_a_resumed_run_adds_to_what_was_counted_before(fit, tmp_path):
+    def keep():
+        return ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
+
+    whole = fit(turning(every=5), keep(), audit=FULL, enable_checkpointing=True)
+    torch.manual_seed(0)
+    resumed = fit(
+        turning(every=5),
+        keep(),
+        audit=FULL,
+        ckpt_path=tmp_path / "step=6.ckpt",
+        enable_checkpointing=True,
+        max_epochs=3,
+    )
+    assert resumed == whole
+
+
+@pytest.mark.parametrize("audit", [FULL, {"entries": 16}])
+def test_nothing_is_lost_between_a_checkpoint_and_the_next_batch(fit, tmp_path, audit):
+    class Late(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            if trainer.global_step == 6:
+                with torch.no_grad():
+                    pl_module.trunk[0].weight += 1
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            pass
+
+    keep = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=6)
+    policies = {"one": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.weight")}
+    with pytest.raises(PolicyError, match="frozen entries of the weight changed"):
+        fit(policies, keep, Late(), audit={**audit, "every": 100}, enable_checkpointing=True)
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [({"entries": 0}, "entries"), ({"every": 0}, "every"), ({"on_difference": "stopp"}, "on_difference")],
+)
+def test_wrong_arguments_are_refused(arguments, key):
+    with pytest.raises(PolicyError, match=rf"callbacks\.audit\.{key}"):
+        Audit(**arguments)
+
+
+def test_an_audit_without_policies_does_nothing(two_layers, loader, make_trainer, tmp_path, capsys):
+    make_trainer(callbacks=[Audit(tmp_path)]).fit(two_layers, loader)
+    assert written(tmp_path)["intervals"] == 0
+    assert capsys.readouterr().out == ""
+
+
+# ---- what writes to frozen entries by design, when masks change
+
+
+SOURCES = {
+    "block_cyclic": lambda: gp.masks.BlockCyclic(every=2),
+    "gradual": lambda: gp.masks.Gradual(),
+    "layerwise": lambda: gp.masks.Layerwise(active=1, every=2),
+    "progressive": lambda: gp.masks.Progressive(8),
+    "prune_and_grow": lambda: gp.masks.PruneAndGrow(0.3, every=3, stop=9),
+    "prune_and_grow at random": lambda: gp.masks.PruneAndGrow(0.3, grow="random", every=2),
+    "rows": lambda: gp.masks.Rows([1]),
+    "topk": lambda: gp.masks.TopK(0.3, every=3),
+    "topk with rewind": lambda: gp.masks.TopK(0.3, by="change", start=3, rewind=True),
+    "topk of tensors": lambda: gp.masks.TopK(0.5, level="tensor", every=3),
+}
+
+
+@pytest.mark.parametrize("state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_mask_source_that_keeps_its_word_is_no_difference(fit, source, state):
+    policies = {"some": gp.Freeze(SOURCES[source](), params="*", frozen_state=state)}
+    report = fit(policies, audit={**FULL, "every": 5}, accumulate_grad_batches=2, max_epochs=6)
+    assert report["intervals"] > 0
+    assert report["differences"] == []

@@ -1,0 +1,93 @@
+"""The audit on two processes: each checks what it holds, and one file tells of both."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from process_pool import ProcessPool, here
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import gradpolicy as gp
+from gradpolicy.freezing import Freezer
+from gradpolicy.insight.audit import Audit
+from gradpolicy.insight.frozen_intervals import FrozenIntervals
+from gradpolicy.tensors.sharding import local_shard
+
+
+def watched(entries: int | None, masks: str, planted: bool) -> tuple[int, list]:
+    """Entries compared over a few updates of a sharded model, and what was found."""
+    torch.manual_seed(0)
+    # Five rows on two ranks do not divide evenly.
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).to(here())
+    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh)
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    sources = {
+        "entries": lambda: gp.masks.Random(0.5, every=2),
+        "rows": lambda: gp.masks.Random(0.5, every=2, level="row"),
+        "whole": lambda: gp.masks.Fixed(False),
+    }
+    freezer = Freezer(model, optimizer, {"some": gp.Freeze(sources[masks](), params="0.*")}, seed=0)
+    found: list = []
+    intervals = FrozenIntervals(freezer, entries=entries, every=2, seed=0, found=found.extend)
+    for step in range(6):
+        freezer.begin_step(step)
+        intervals.look()
+        model(torch.ones(2, 4, device=here())).sum().backward()
+        freezer.observe()
+        optimizer.step()
+        freezer.finish_step()
+        optimizer.zero_grad()
+        if planted and step == 2 and dist.get_rank() == 1:
+            local_shard(model[0].weight.detach()).add_(1)
+    found += intervals.look_once_more(goes_on=False)
+    return intervals.counts.entries, [
+        (each.tensor, each.what, each.count, each.indices[:1]) for each in found
+    ]
+
+
+@pytest.mark.parametrize("masks", ["entries", "rows", "whole"])
+@pytest.mark.parametrize("entries", [None, 4])
+def test_shards_of_frozen_entries_keep_their_bits(pair: ProcessPool, entries: int | None, masks: str) -> None:
+    for compared, found in pair(watched, entries, masks, False):
+        assert compared > 0
+        assert found == []
+
+
+def test_a_write_to_one_shard_is_found_on_its_rank(pair: ProcessPool) -> None:
+    # Rank 1 holds two rows of four.
+    (_, first), (_, second) = pair(watched, None, "whole", True)
+    assert first == []
+    assert second == [("0.weight", "weight", 8, ((0, 0),))]
+
+
+class WriteOnRankOne(Callback):
+    """Writes to a frozen weight when training ends, in one process."""
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        if trainer.global_rank == 1:
+            pl_module.trunk[0].weight.data[0, 0] += 1
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_one_file_tells_of_both_ranks(two_layers, loader, make_trainer, tmp_path, planted) -> None:
+    policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*"), "cut": gp.Stop(modules="head")}
+    callbacks = [
+        Audit(tmp_path, entries=None, on_difference="warn"),
+        gp.GradientPolicies(policies),
+        *([WriteOnRankOne()] if planted else []),
+    ]
+    make_trainer(callbacks=callbacks, strategy="ddp_fork", devices=2, max_steps=2).fit(two_layers, loader)
+    report = json.loads((tmp_path / "audit.json").read_text())
+    # Four tensors, each for the first update and the second, on two ranks.
+    assert report["intervals"] == 4 * 2 * 2
+    assert report["operations"] == {"checked": 2 * 2, "differing": 0}
+    assert report["changed"] == planted
+    assert [(each["tensor"], each["rank"]) for each in report["differences"]] == (
+        [("trunk.0.weight", 1)] if planted else []
+    )

@@ -1,0 +1,53 @@
+"""Dashboards have no chart of what never changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from gradpolicy.insight.loggers import TensorBoardLogger, VaryingOnly
+
+
+class Kept(VaryingOnly, CSVLogger):
+    """A logger of which rows and held-back numbers can be read."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.held: dict[str, float] = {}
+
+    def hold_back(self, name: str, value: float) -> None:
+        self.held[name] = value
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.experiment.metrics
+
+
+def test_a_policys_number_is_written_once_it_changes_with_the_steps_before(tmp_path: Path) -> None:
+    logger = Kept(tmp_path)
+    for step, active in enumerate([1.0, 1.0, 1.0, 0.0, 0.0]):
+        logger.log_metrics({"policy/a/active": active, "policy/a/operations": 3.0}, step)
+    written = [(row["step"], row["policy/a/active"]) for row in logger.rows]
+    assert written == [(0, 1.0), (2, 1.0), (3, 0.0), (4, 0.0)]
+    assert not any("policy/a/operations" in row for row in logger.rows)
+    assert logger.held == {"policy/a/active": 1.0, "policy/a/operations": 3.0}
+
+
+def test_other_numbers_are_written_as_they_come(tmp_path: Path) -> None:
+    logger = Kept(tmp_path)
+    for step in range(2):
+        logger.log_metrics({"train/loss": 1.0, "test/policy/a/active": 1.0}, step)
+    assert logger.rows == [{"train/loss": 1.0, "step": step} for step in range(2)]
+
+
+def test_tensorboard_gets_no_flat_lines(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = TensorBoardLogger(tmp_path, name="")
+    for step in range(3):
+        logger.log_metrics({"policy/a/active": 1.0, "policy/a/active_share": 0.1 * step}, step)
+    logger.save()
+    events = accumulator.EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert events.Tags()["scalars"] == ["policy/a/active_share"]
+    assert [event.step for event in events.Scalars("policy/a/active_share")] == [0, 1, 2]

@@ -1,0 +1,297 @@
+"""The record tells what policies did, costs nothing where it is off, and resumes without gap or doubling."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
+from process_pool import ProcessPool
+from record_program import train
+from torch import Tensor
+
+import gradpolicy as gp
+from gradpolicy.insight import record
+from gradpolicy.insight.record import Record
+from gradpolicy.insight.record.record_file import FILE, RecordFile
+
+PROGRAM = Path(__file__).with_name("record_program.py")
+
+
+def freeze(**settings: Any) -> gp.Freeze:
+    mask = gp.masks.Random(0.5, every=settings.pop("every", 2))
+    return gp.Freeze(mask, **{"params": "trunk.*", "frozen_state": "zero", **settings})
+
+
+def fit(model, loader, make_trainer, directory, policies, *more, ckpt_path=None, **settings):
+    trainer = make_trainer(
+        callbacks=[*more, Record(directory), gp.GradientPolicies(policies)],
+        **{"max_epochs": 2, "log_every_n_steps": 4, **settings},
+    )
+    trainer.fit(model, loader, ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+class Reference(Callback):
+    """Computes the numbers of each update anew from what torch and the optimizer tell."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.rows: dict[tuple[int, str], dict[str, float]] = {}
+        self.masks: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer, pl_module):
+        self.parameters = {name: p for name, p in pl_module.named_parameters() if name in self.names}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.weights = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def on_after_backward(self, trainer, pl_module):
+        self.gradients = {name: p.grad.clone() for name, p in self.parameters.items()}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        optimizer = trainer.optimizers[0]
+        for name, parameter in self.parameters.items():
+            mask = optimizer.get_mask(parameter).expand(parameter.shape)
+            ages = optimizer.age(parameter).expand(parameter.shape).flatten().numpy()
+            before, gradient = self.weights[name], self.gradients[name]
+            state = optimizer.state[parameter]
+            moved = parameter.detach() - before
+            self.rows[trainer.global_step, name] = {
+                "active": float(mask.sum()),
+                "flipped": float((mask != self.masks.get(name, mask)).sum()),
+                "age_q25": float(np.quantile(ages, 0.25, method="lower")),
+                "age_median": float(np.quantile(ages, 0.5, method="lower")),
+                "age_max": float(ages.max()),
+                "update_size": float(moved.norm() / before.norm()),
+                "gradient_norm_before": float(gradient.norm()),
+                "gradient_norm_after": float((gradient * mask).norm()),
+                "moments": float(sum(state[key].nbytes for key in ("exp_avg", "exp_avg_sq"))),
+            }
+            self.masks[name] = mask.clone()
+
+
+def test_each_parameter_is_measured_at_every_logged_step(two_layers, loader, make_trainer, tmp_path):
+    names = [name for name, _ in two_layers.named_parameters() if name.startswith("trunk")]
+    reference = Reference(names)
+    fit(two_layers, loader, make_trainer, tmp_path, {"trunk": freeze(every=3)}, reference)
+    table = record.load(tmp_path).query("kind == 'freeze'")
+    assert sorted({*zip(table["step"], table["parameter"], strict=True)}) == sorted(
+        (step, name) for step in (1, 4, 7, 8) for name in names
+    )
+    for row in table.to_dict("records"):
+        expected = reference.rows[row["step"], row["parameter"]]
+        logged = row["step"] % 4 == 0
+        for key in ("active", "flipped"):
+            assert row[key] == expected[key]
+        assert row["state_bytes"] > expected["moments"]
+        assert bool(row["changed"]) == (row["step"] in (1, 4, 7))
+        assert row["active_share"] == row["active"] / row["entries"]
+        for key in ("update_size", "gradient_norm_before", "gradient_norm_after"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-5) if logged else np.isnan(row[key])
+        for key in ("age_q25", "age_median", "age_max"):
+            assert row[key] == expected[key] if logged else np.isnan(row[key])
+    assert table.query("step == 7")["flipped"].sum() > 0
+
+
+def test_a_layer_is_the_sum_of_its_parameters(two_layers, loader, make_trainer, tmp_path):
+    fit(two_layers, loader, make_trainer, tmp_path, {"trunk": freeze()})
+    table = record.load(tmp_path)
+    whole = table.query("kind == 'layer' and step == 4 and layer == 'trunk.0'").iloc[0]
+    parts = table.query("kind == 'freeze' and step == 4 and layer == 'trunk.0'")
+    assert list(parts["parameter"]) == ["trunk.0.weight", "trunk.0.bias"]
+    for key in ("entries", "active", "flipped", "state_bytes"):
+        assert whole[key] == parts[key].sum()
+    for key in ("gradient_norm_before", "gradient_norm_after", "weight_norm"):
+        assert whole[key] == pytest.approx((parts[key] ** 2).sum() ** 0.5)
+    moved = ((parts["update_size"] * parts["weight_norm"]) ** 2).sum() ** 0.5
+    assert whole["update_size"] == pytest.approx(moved / whole["weight_norm"])
+
+
+def test_memory_stands_beside_what_adam_would_hold(two_layers, loader, make_trainer, tmp_path):
+    policy = gp.Freeze(gp.masks.Fixed(), params="trunk.*", frozen_state="drop")
+    trainer = fit(two_layers, loader, make_trainer, tmp_path, {"trunk": policy})
+    row = record.load(tmp_path).query("kind == 'memory'").iloc[-1]
+    entries, tensors = (f(p.numel() for p in two_layers.parameters()) for f in (sum, lambda x: len(list(x))))
+    assert row["adam_bytes"] == 8 * entries + 4 * tensors
+    assert row["state_bytes"] == trainer.optimizers[0].state_bytes() < row["adam_bytes"] / 2
+
+
+@gp.rule("record_test_first_half")
+def first_half(grad, inputs, output):
+    """Lets the first half of each sample's gradient through, twice as large."""
+    keep = torch.arange(grad.shape[-1]) < grad.shape[-1] // 2
+    return torch.where(keep, 2 * grad, torch.zeros_like(grad))
+
+
+def test_flow_policies_are_measured_and_phases_kept_apart(two_layers, loader, make_trainer, tmp_path):
+    seen = {}
+
+    class Gradients(Callback):
+        def on_before_backward(self, trainer, pl_module, loss):
+            (seen[trainer.global_step + 1],) = torch.autograd.grad(loss, pl_module.rounded, retain_graph=True)
+
+    class Rounding(type(two_layers)):
+        def forward(self, x):
+            self.rounded = torch.round(self.trunk(x) * 4)
+            return self.head(self.rounded / 4)
+
+    model = Rounding()
+    rule = gp.UseRule("record_test_first_half", ops=["round"], when=gp.When(phases=("fit", "test")))
+    trainer = fit(model, loader, make_trainer, tmp_path, {"half": rule}, Gradients())
+    trainer.test(model, loader, verbose=False)
+    table = record.load(tmp_path).query("kind == 'flow' and policy == 'half'")
+    assert list(table["phase"]) == ["fit", "fit", "test"]
+    # Rounding ran once a batch: four until each row, and not where no gradient is recorded.
+    assert list(table["operations"]) == [4, 4, 0]
+    for row in table.query("phase == 'fit'").to_dict("records"):
+        gradient = seen[row["step"]]
+        assert row["gradient_norm_before"] == pytest.approx(float(gradient.norm()))
+        assert row["gradient_norm_after"] == pytest.approx(float(2 * gradient[:, :4].norm()))
+        assert row["zeros_passed"] == 0.5
+        assert row["active"]
+    assert table["gradient_norm_before"].isna().iloc[-1]
+
+
+class SaveAt(Checkpoint):
+    """Saves after these batches, once every other callback has seen them."""
+
+    def __init__(self, folder: Path, batches: tuple[int, ...]) -> None:
+        self.folder, self.batches = folder, batches
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx in self.batches:
+            trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
+
+
+@pytest.mark.parametrize(("accumulated", "batches"), [(1, (2, 3, 9)), (2, (6, 7, 10))])
+def test_a_resumed_run_has_the_record_of_the_undisturbed_one(tmp_path, accumulated, batches):
+    settings = {
+        "max_steps": 14 // accumulated,
+        "accumulate_grad_batches": accumulated,
+        "val_check_interval": 5,
+        "limit_val_batches": 1,
+        "limit_train_batches": 15,
+    }
+    alone = tmp_path / "alone"
+    train(alone, SaveAt(tmp_path, batches), **settings)
+    text = (alone / FILE).read_text()
+    for batch in batches:
+        for folder in (tmp_path / f"from{batch}", alone):
+            train(folder, resume=tmp_path / f"{batch}.ckpt", **settings)
+            assert (folder / FILE).read_text() == text
+
+
+def test_a_former_record_that_is_gone_is_told(two_layers, loader, make_trainer, tmp_path):
+    trainer = fit(two_layers, loader, make_trainer, tmp_path / "a", {"trunk": freeze()})
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    (tmp_path / "a" / FILE).unlink()
+    with pytest.warns(UserWarning, match=r"lacks rows of the run before: .*record\.jsonl is gone"):
+        fit(
+            two_layers,
+            loader,
+            make_trainer,
+            tmp_path / "b",
+            {"trunk": freeze()},
+            ckpt_path=tmp_path / "a.ckpt",
+            max_epochs=3,
+        )
+    assert record.load(tmp_path / "b")["step"].min() > 8
+
+
+def test_a_new_run_in_an_old_directory_begins_anew(two_layers, loader, make_trainer, tmp_path):
+    for _ in range(2):
+        fit(two_layers, loader, make_trainer, tmp_path, {"trunk": freeze()})
+    table = record.load(tmp_path).query("kind == 'freeze'")
+    assert not table.duplicated(["step", "parameter"]).any()
+
+
+def test_nothing_is_measured_where_it_is_off(two_layers, loader, make_trainer, tmp_path):
+    policies = gp.GradientPolicies({"trunk": freeze(), "round": gp.StraightThrough(ops=["round"])})
+    measured = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, *arguments):
+            measured.append((policies.norms_before, policies.installed.gradient_norms))
+
+    make_trainer(callbacks=[policies, Look()], log_every_n_steps=1).fit(two_layers, loader)
+    assert measured == [({}, {})] * 4
+    assert policies.freezer.observers == []
+    assert not list(tmp_path.rglob(FILE))
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    file = RecordFile(tmp_path)
+    file.begin()
+    file.append([{"kind": "memory", "step": 1, "epoch": 0, "state_bytes": 3}])
+    file.append([{"kind": "memory", "step": 2, "epoch": 0, "state_bytes": float("nan")}])
+    whole = (tmp_path / FILE).read_bytes()
+    assert b"null" in whole
+    (tmp_path / FILE).write_bytes(whole + b'{"kind":"mem')
+    assert list(record.load(tmp_path)["step"]) == [1, 2]
+    again = RecordFile(tmp_path)
+    again.append([{"kind": "memory", "step": 3, "epoch": 0, "state_bytes": 4}])
+    assert list(record.load(tmp_path)["step"]) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "holds no record.jsonl"), ("[1]\n", "line 1")])
+def test_what_is_no_record_is_told(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / FILE).write_text(content)
+    with pytest.raises(gp.PolicyError, match=message):
+        record.load(tmp_path)
+
+
+# ---- many processes
+
+
+def recorded(strategy: str, kind: str, directory: str) -> None:
+    from runs import fit as run
+
+    run(strategy, kind, settings={"callbacks": [Record(directory)], "log_every_n_steps": 2})
+
+
+@pytest.mark.parametrize("kind", ["entries", "all kinds"])
+def test_two_ranks_give_one_record(pair: ProcessPool, tmp_path: Path, kind: str) -> None:
+    recorded("one process", kind, str(tmp_path / "alone"))
+    alone = record.load(tmp_path / "alone")
+    for strategy in ("ddp", "zero1", "fsdp2") if kind == "entries" else ("ddp",):
+        pair(recorded, strategy, kind, str(tmp_path / strategy))
+        together = record.load(tmp_path / strategy)
+        numbers = [column for column in alone if alone[column].dtype == "float64"]
+        words = [column for column in alone if column not in numbers]
+        pandas.testing.assert_frame_equal(together[words], alone[words])
+        # Counts and small ages are held on every rank, of ZeRO all ages.
+        held = [column for column in numbers if column != "state_bytes" or strategy == "ddp"]
+        pandas.testing.assert_frame_equal(together[held], alone[held], rtol=1e-4)
+        memory = (table.query("kind == 'memory'")["state_bytes"].to_numpy() for table in (together, alone))
+        assert next(memory) == pytest.approx(next(memory), rel=0.4 if strategy == "zero1" else 0.05)
+
+
+# ---- a kill
+
+
+@pytest.mark.slow
+def test_a_killed_and_resumed_run_has_the_record_of_the_undisturbed_one(tmp_path: Path) -> None:
+    def run(name: str, *options: str) -> int:
+        command = [sys.executable, str(PROGRAM), str(tmp_path / name), *options]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.run(command, env=environment, timeout=300, check=False).returncode
+
+    assert run("alone") == 0
+    assert run("killed", "--kill-at", "17") == -signal.SIGKILL
+    text = (tmp_path / "alone" / FILE).read_text()
+    # What happened in the last second before the kill may be missing.
+    left = (tmp_path / "killed" / FILE).read_text()
+    assert text.startswith(left)
+    assert record.load(tmp_path / "killed")["step"].max() >= 7
+    last = tmp_path / "killed" / "checkpoints" / "last.ckpt"
+    assert run("killed", "--resume", str(last)) == 0
+    assert (tmp_path / "killed" / FILE).read_text() == text

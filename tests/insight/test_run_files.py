@@ -1,0 +1,201 @@
+"""Every logger gets config and plan; the plan lies in the run directory."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from torch import nn
+
+import gradpolicy as gp
+from gradpolicy.insight.loggers import TensorBoardLogger, WandbLogger
+from gradpolicy.insight.run_files import LogRun, custom_scalars, hyperparameters, name_loggers, write_plan
+
+CONFIG: dict[str, Any] = {
+    "policy": {
+        "half": {"_target_": "gradpolicy.Freeze", "mask": {"density": 0.5}, "params": ["0.*"]},
+        "gone": None,
+        "cut": {"_target_": "gradpolicy.Stop"},
+        "seen": {"_target_": "gradpolicy.Guided", "when": {"phases": ["test"]}},
+        "ro[und]": {"_target_": "gradpolicy.StraightThrough"},
+    },
+    "seed": 3,
+    "ckpt_path": None,
+    "paths": {"output_dir": "/somewhere"},
+}
+FLAT = {
+    "policies": "half+cut+seen+ro[und]",
+    "policy.half._target_": "gradpolicy.Freeze",
+    "policy.half.mask.density": 0.5,
+    "policy.half.params": "['0.*']",
+    "seed": 3,
+}
+
+
+def planned() -> Any:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    policies = {"half": gp.Freeze(gp.masks.Random(0.5), params="0.*")}
+    return gp.plan(model, policies, lambda copy: copy(torch.ones(1, 2)).sum())
+
+
+def tell(logger: Any, *, first_rank: bool = True) -> None:
+    reporter = LogRun(CONFIG, planned(), ["val/loss"])
+    trainer = SimpleNamespace(is_global_zero=first_rank, loggers=[logger])
+    # A run that fits and then tests sets up twice.
+    for stage in ("fit", "test"):
+        reporter.setup(trainer, None, stage)  # type: ignore[arg-type]
+
+
+def test_hyperparameters_are_one_value_a_key_without_where_the_run_writes() -> None:
+    found = hyperparameters(CONFIG)
+    assert {key: found[key] for key in FLAT} == FLAT
+    assert not any(key.startswith(("paths", "ckpt_path", "policy.gone")) for key in found)
+
+
+def test_the_plan_is_a_file_to_read_and_a_file_to_look_at(tmp_path: Path) -> None:
+    write_plan(planned(), tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["rows"][0]["name"] == "half"
+    lines = (tmp_path / "plan.txt").read_text().splitlines()
+    assert lines[0] == "Plan"
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize(
+    ("sweep", "group"), [(None, "half+cut+seen+ro[und]"), ("lr", "half+cut+seen+ro[und] sweep lr")]
+)
+def test_names_say_policies_overrides_and_sweep(sweep: str | None, group: str) -> None:
+    loggers: dict[str, Any] = {
+        "wandb": {"_target_": "gradpolicy.insight.loggers.WandbLogger", "name": None, "group": None},
+        "mlflow": {"_target_": "lightning.pytorch.loggers.MLFlowLogger", "run_name": None},
+        "mine": {"_target_": "lightning.pytorch.loggers.WandbLogger", "name": "mine", "group": None},
+        "csv": {"_target_": "lightning.pytorch.loggers.CSVLogger", "name": None},
+        "none": None,
+    }
+    name_loggers(
+        {**CONFIG, "logger": loggers},
+        ["optimizer.lr=0.1", "policy=[a,b]", "policy.half.mask.density=0.2", "logger=wandb", "+paths.x=1"],
+        sweep,
+    )
+    name = "half+cut+seen+ro[und] seed=3 policy.half.mask.density=0.2 optimizer.lr=0.1"
+    assert (loggers["wandb"]["name"], loggers["wandb"]["group"]) == (name, group)
+    assert loggers["mlflow"]["run_name"] == name
+    assert loggers["mine"]["name"] == "mine"
+    assert loggers["csv"]["name"] is None
+
+
+def test_tensorboards_layout_has_a_section_for_each_policy_with_something_to_chart() -> None:
+    layout = custom_scalars(CONFIG["policy"])
+    assert list(layout) == ["results", "policy half", "policy ro[und]"]
+    assert list(layout["policy half"]) == ["gradient norm", "active share"]
+    assert layout["policy ro[und]"] == {
+        "gradient norm": ["Multiline", [r"policy/ro\[und\]/gradient_norm_(before|after)$"]]
+    }
+
+
+def test_csv_has_the_config_beside_its_rows(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="")
+    tell(logger)
+    logger.save()
+    found = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+    assert found["policy"]["half"]["mask"]["density"] == 0.5
+    assert found["policies"] == FLAT["policies"]
+
+
+def test_other_ranks_tell_nothing(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="")
+    tell(logger, first_rank=False)
+    assert not logger.experiment.hparams
+
+
+def test_tensorboard_has_a_table_of_runs_a_layout_and_the_plan(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    logger = TensorBoardLogger(tmp_path, name="", default_hp_metric=False)
+    tell(logger)
+    logger.save()
+    events = accumulator.EventAccumulator(logger.log_dir)
+    events.Reload()
+
+    def said(tag: str) -> HParamsPluginData:
+        return HParamsPluginData.FromString(events.summary_metadata[tag].plugin_data.content)
+
+    hparams = said("_hparams_/session_start_info").session_start_info.hparams
+    assert hparams["policy.half.mask.density"].number_value == 0.5
+    assert hparams["policies"].string_value == FLAT["policies"]
+    (metric,) = said("_hparams_/experiment").experiment.metric_infos
+    assert metric.name.tag == "val/loss"
+    (text,) = events.Tensors("plan/text_summary")
+    assert text.tensor_proto.string_val[0].decode().startswith("| policy | what |")
+    (layout,) = events.Tensors("custom_scalars__config__")
+    assert b"policy half" in layout.tensor_proto.string_val[0]
+
+
+@pytest.mark.slow
+def test_wandb_has_config_and_plan(tmp_path: Path) -> None:
+    import wandb
+
+    logger = WandbLogger(save_dir=tmp_path, mode="offline", settings={"silent": True})
+    tell(logger)
+    logger.log_metrics({"policy/half/active": 1.0, "train/loss": 2.0}, 0)
+    config: Mapping[str, Any] = dict(logger.experiment.config)
+    assert config["policy"]["half"]["mask"]["density"] == 0.5
+    assert config["policies"] == FLAT["policies"]
+    wandb.finish()
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    (table,) = folder.rglob("*.table.json")
+    assert json.loads(table.read_text())["data"][0][:2] == ["half", "Freeze · Random"]
+    program = Path(sys.executable).parent / "wandb"
+    read = subprocess.run(
+        [program, "leet", "inspect", "--json", folder], capture_output=True, text=True, timeout=60
+    )
+    charted = [line for line in read.stdout.splitlines() if '"history"' in line]
+    assert any("train/loss" in line for line in charted)
+    assert not any("policy/half/active" in line for line in charted)
+
+
+@pytest.mark.slow
+def test_mlflow_has_parameters_and_plan_and_its_page_starts(tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    logger = MLFlowLogger("mine", "named", store, artifact_location=str(tmp_path / "mlflow"))
+    tell(logger)
+    run = logger.experiment.get_run(logger.run_id)
+    assert run.info.run_name == "named"
+    assert run.data.params["policy.half.mask.density"] == "0.5"
+    assert run.data.params["policy.ro_und_._target_"] == "gradpolicy.StraightThrough"
+    kept = {file.path for file in logger.experiment.list_artifacts(logger.run_id)}
+    assert kept == {"config.yaml", "plan.json", "plan.txt"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = Path(sys.executable).parent / "mlflow"
+    command = [program, "ui", "--backend-store-uri", store, "--port", str(port), "--workers", "1"]
+    with (tmp_path / "ui.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
+        try:
+            assert b"MLflow" in page(f"http://127.0.0.1:{port}/", process)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def page(address: str, process: subprocess.Popen, seconds: float = 120) -> bytes:
+    """What a server gives once it is up."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(address, timeout=5) as answer:
+                return answer.read()
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"nothing at {address}")

@@ -1,0 +1,44 @@
+"""The audit's configs: what a run writes and prints."""
+
+import json
+
+import pytest
+
+
+def audit_of(ended):
+    return json.loads((ended.run / "audit.json").read_text())
+
+
+@pytest.mark.parametrize("audit", ["sampled", "full"])
+def test_a_run_says_that_nothing_frozen_changed(train, audit) -> None:
+    ended = train(f"audit={audit}")
+    report = audit_of(ended)
+    assert report["sampled"] is (audit == "sampled")
+    assert report["intervals"] > 0
+    assert (
+        report["changed"] == report["stopped_branches"]["nonzero"] == report["operations"]["differing"] == 0
+    )
+    assert f"frozen entries: {report['intervals']} intervals, 0 changed" in ended.out
+
+
+def test_a_run_without_an_audit_writes_none(train) -> None:
+    ended = train("audit=off")
+    assert not (ended.run / "audit.json").exists()
+    assert "frozen entries" not in ended.out
+
+
+def test_a_resumed_run_counts_on(train, tmp_path) -> None:
+    settings = ("audit=full", f"hydra.run.dir={tmp_path / 'one'}")
+    train(*settings, "trainer.max_epochs=1")
+    first = json.loads((tmp_path / "one" / "audit.json").read_text())
+    train(*settings, "trainer.max_epochs=2", "ckpt_path=last")
+    second = json.loads((tmp_path / "one" / "audit.json").read_text())
+    assert second["operations"]["checked"] == 2 * first["operations"]["checked"] > 0
+    assert second["intervals"] > first["intervals"] > 0
+    assert second["changed"] == 0
+
+
+def test_a_wrong_argument_is_refused_before_training(train) -> None:
+    ended = train("callbacks.audit.on_difference=stopp")
+    assert ended.code != 0
+    assert "'stop'" in ended.err + ended.out

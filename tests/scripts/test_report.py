@@ -1,0 +1,80 @@
+"""The report program finds runs, writes the file, and says in one line what is wrong with its input."""
+
+import re
+from pathlib import Path
+
+import pytest
+import report
+from report import main
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two run directories below one folder, and what Hydra keeps in one of them."""
+    found = [tmp_path / "multiruns" / name for name in ("0", "1")]
+    for path in found:
+        (path / ".hydra").mkdir(parents=True)
+        (path / ".hydra" / "config.yaml").write_text("seed: 1\n")
+        (path / "config.yaml").write_text(f"seed: {path.name}\n")
+    return found
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Path]]:
+    """What the program has a report made of, and where."""
+    calls: list[tuple[list[str], Path]] = []
+
+    def write(runs: list[Path], output: Path) -> Path:
+        calls.append(([run.name for run in runs], output))
+        return output
+
+    monkeypatch.setattr(report, "write", write)
+    return calls
+
+
+def test_one_run_gets_its_report_in_its_directory(runs: list[Path]) -> None:
+    assert main([str(runs[0])]) == 0
+    assert "seed 0" in (runs[0] / "report.html").read_text()
+
+
+def test_a_folder_stands_for_the_runs_in_it(
+    runs: list[Path], written: list[tuple[list[str], Path]], tmp_path: Path
+) -> None:
+    assert main([str(tmp_path / "multiruns")]) == 0
+    assert main([*map(str, runs), str(runs[0])]) == 0
+    assert main([str(runs[1]), "--output", str(tmp_path / "other.html")]) == 0
+    both = (["0", "1"], tmp_path / "multiruns" / "report.html")
+    assert written == [both, both, (["1"], tmp_path / "other.html")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["multirun"], "RUN: .* does not exist; in .*: did you mean 'multiruns'?"),
+        (["multiruns/0/config.yaml"], "RUN: .* is a file; name the run directory, such as .*/0"),
+        (["empty"], "RUN: .* holds neither a run's files nor run directories"),
+        (["multiruns/0", "--output", "empty"], "--output: .* is a directory; name a file, such as"),
+        (["multiruns/0", "--output", "multiruns/0/config.yaml/x.html"], "--output: .* cannot be written"),
+    ],
+)
+def test_wrong_input_gives_one_line(
+    runs: list[Path],
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert re.search(message, said)
+
+
+def test_the_help_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["--help"])
+    assert leaving.value.code == 0
+    assert "python scripts/report.py outputs/train/runs/DATE" in capsys.readouterr().out
