@@ -168,9 +168,9 @@ class FrozenIntervals:
             self._look_at([(name, 0) for name in self._grids() if name in names])
         self.look()
 
-    def look(self) -> None:
-        """Takes the next look, if it is due."""
-        if self.updates < self._next_look:
+    def look(self, *, now: bool = False) -> None:
+        """Takes the next look, if it is due or wanted `now`."""
+        if self.updates < self._next_look and not now:
             return
         # The first update makes the state. Later looks fall together with masks that change as often.
         self._next_look = (self.updates // self._every + 1) * self._every if self.updates else 1
@@ -249,8 +249,9 @@ class FrozenIntervals:
             if begin is not None and frozen:
                 differences += self._compared(look, begin, prints, frozen)
             if goes_on:
-                kept = {what: bits.cpu().clone() for what, bits in look.bits.items()}
-                self._begun[look.key] = Begin(self.updates, prints, {} if self._entries else kept)
+                kept = look.bits if self._entries is None else {}
+                copies = {what: bits.to("cpu", copy=True) for what, bits in kept.items()}
+                self._begun[look.key] = Begin(self.updates, prints, copies)
         return differences
 
     def _take(self, name: str, number: int) -> Look:
