@@ -55,6 +55,8 @@ class Record(Callback):
         # What is still to be written, and when something was written last.
         self._pending: list[tuple[int, int, str, dict[str, Any]]] = []
         self._written = 0.0
+        # How many parameters optimizers had, and what plain Adam would hold for them.
+        self._counted, self._adam = 0, 0
 
     # ---- the beginning and the end
 
@@ -142,7 +144,7 @@ class Record(Callback):
         if self._flow is not None and logs:
             parts["flow"] = self._flow.take("fit")
         if logs:
-            parts["bytes"] = sum(optimizer_bytes(each) for each in trainer.optimizers)
+            parts["state_bytes"] = sum(optimizer_bytes(each) for each in trainer.optimizers)
         return parts
 
     def _updates_of(self, trainer: Trainer) -> int:
@@ -223,11 +225,18 @@ class Record(Callback):
             rows += self._freeze.rows(columns, first)
         if "flow" in parts:
             rows += flow_rows(phase, [each["flow"] for each in of_ranks])
-        if "bytes" in parts:
-            held = sum(each["bytes"] for each in of_ranks) if is_divided else own["bytes"]
-            rows.append({"kind": "memory", "state_bytes": held, "adam_bytes": adam_bytes(trainer.optimizers)})
+        if "state_bytes" in parts:
+            held = sum(each["state_bytes"] for each in of_ranks) if is_divided else own["state_bytes"]
+            rows.append({"kind": "memory", "state_bytes": held, "adam_bytes": self._adam_bytes(trainer)})
         for row in rows:
             yield {"kind": row.pop("kind"), "step": step, "epoch": epoch, **row}
+
+    def _adam_bytes(self, trainer: Trainer) -> int:
+        """What plain Adam would hold; counted anew where parameters have joined an optimizer."""
+        count = sum(len(group["params"]) for each in trainer.optimizers for group in each.param_groups)
+        if self._counted != count:
+            self._counted, self._adam = count, adam_bytes(trainer.optimizers)
+        return self._adam
 
     # ---- checkpoints
 

@@ -11,7 +11,7 @@ from gradpolicy.insight.record.columns import numbers
 from gradpolicy.lightning.callback import GradientPolicies
 
 Measured = dict[str, dict[str, float]]
-"""By policy: squared norms ``before`` and ``after``; how many ``zeros`` passed, and of how many ``entries``."""
+"""By policy: squared norms ``before`` and ``after``; how many ``zeros`` passed, of how many ``entries``."""
 
 
 class FlowRecord:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,53 @@ from gradpolicy.tensors.sharding import is_sharded, local_shard
 MEASURED = ("weight_norm", "update_norm", "gradient_norm_before", "gradient_norm_after")
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter of freeze policies, and where what is known of it lies.
+
+    Attributes:
+        name, parameter: The parameter.
+        layer: The name of the module that holds it.
+        optimizer: The first optimizer that knows a mask of it.
+        masked: What that knows.
+        parts: How many numbers an entry is: the optimizer updates real and imaginary parts each alone.
+        is_sharded: Whether several processes hold parts of it.
+        is_told: Whether this process tells what it holds; otherwise another one that holds the same does.
+        adds_bytes: Whether its optimizer state is not what that other one holds.
+    """
+
+    name: str
+    parameter: Tensor
+    layer: str
+    optimizer: MaskedOptimizer
+    masked: MaskedParameter
+    parts: int
+    is_sharded: bool
+    is_told: bool
+    adds_bytes: bool
+
+    @classmethod
+    def of(cls, name: str, parameter: Tensor, optimizer: MaskedOptimizer) -> Place:
+        """Finds it out."""
+        told = _is_first_replica(parameter)
+        return cls(
+            name,
+            parameter,
+            layer_of(name),
+            optimizer,
+            optimizer.masked_parameters()[parameter],
+            2 if parameter.is_complex() else 1,
+            is_sharded(parameter),
+            told,
+            told or isinstance(optimizer, MaskedZero),
+        )
+
+    @property
+    def held(self) -> Tensor:
+        """The entries that this process holds."""
+        return local_shard(self.parameter) if self.is_sharded else self.parameter
+
+
 class FreezeRecord:
     """Follows the masks of a fit, and measures updates. An observer of the :class:`~gradpolicy.Freezer`.
 
@@ -42,7 +90,7 @@ class FreezeRecord:
         assert policies.freezer is not None
         self._policies = policies
         self._freezer = policies.freezer
-        self._found: dict[str, tuple[MaskedOptimizer, MaskedParameter]] = {}
+        self._places: dict[str, Place] = {}
         self._flags: dict[str, Flags] = {}
         self._weights: dict[str, Tensor] = {}
         # What was set since the last update, with the entries that flipped; and what had no mask before.
@@ -62,11 +110,11 @@ class FreezeRecord:
     def before_masks(self, names: Collection[str]) -> None:
         """Keeps which entries trained so far."""
         for name in names:
-            known = self._find(name)
-            if known is None or known[1].mask_shape is None:
+            place = self._find(name)
+            if place is None or place.masked.mask_shape is None:
                 self._first.add(name)
-            elif known[1].layout.size:
-                self._flags[name] = active_flags(known[1])
+            elif place.masked.layout.size:
+                self._flags[name] = active_flags(place.masked)
 
     @torch.no_grad()
     def after_masks(self, names: Collection[str]) -> None:
@@ -74,7 +122,7 @@ class FreezeRecord:
         for name in names:
             flips: int | Tensor = 0
             if name in self._flags:
-                flips = flipped_entries(self._flags.pop(name), active_flags(self._masked(name)))
+                flips = flipped_entries(self._flags.pop(name), active_flags(self._place(name).masked))
             self._flips[name] = self._flips.get(name, 0) + flips
 
     @property
@@ -95,10 +143,9 @@ class FreezeRecord:
     def keep_weights(self) -> None:
         """Keeps the weights until `take`. Those of parameters that are frozen as a whole will not change."""
         if not self._weights:
+            places = map(self._place, self._freezer.parameters)
             self._weights = {
-                name: local_shard(parameter.detach()).clone()
-                for name, parameter in self._freezer.parameters.items()
-                if not self._masked(name).frozen_everywhere
+                place.name: place.held.clone() for place in places if not place.masked.frozen_everywhere
             }
 
     @torch.no_grad()
@@ -111,40 +158,37 @@ class FreezeRecord:
             measured: Of all parameters, with what `keep_weights` and the policies' norms tell; otherwise
                 counts in the layers where masks were set.
         """
-        parameters = self._freezer.parameters
-        layers = {layer_of(name) for name in self._flips}
-        names = [name for name in parameters if measured or layer_of(name) in layers]
-        alone = not dist.is_initialized()
-        own = {name: alone or _is_first_replica(parameters[name]) for name in names}
+        places = [self._place(name) for name in self._freezer.parameters]
+        if not measured:
+            layers = {layer_of(name) for name in self._flips}
+            places = [place for place in places if place.layer in layers]
+        told = [place for place in places if place.is_told]
         taken: dict[str, Any] = {
-            "names": names,
             "first": self._first,
-            "counts": self._counts(own),
-            "flips": {name: self._flips.get(name, 0) for name in names if own[name]},
+            "counts": {
+                "parameter": [place.name for place in places],
+                "entries": [
+                    place.masked.layout.size // place.parts if place.is_told else 0 for place in places
+                ],
+                "active": [
+                    place.masked.active_entries // place.parts if place.is_told else 0 for place in places
+                ],
+                "state_bytes": [
+                    place.optimizer.state_bytes(place.parameter) if place.adds_bytes else 0
+                    for place in places
+                ],
+            },
+            "flips": {place.name: self._flips.get(place.name, 0) for place in told},
         }
         if measured:
-            held = ((self._masked(name), _real_size(parameters[name])) for name in names if own[name])
-            taken |= {"norms": self._norms(own), "ages": AgeSample.of(held)}
+            sizes = ((place.masked, place.parameter.numel() * place.parts) for place in told)
+            taken |= {"norms": self._norms(told), "ages": AgeSample.of(sizes)}
         self._flips, self._first, self._weights = {}, set(), {}
         return taken
 
-    def _counts(self, own: Mapping[str, bool]) -> Columns:
-        """Entries, active ones and bytes; of what another process tells too, only bytes that it lacks."""
-        columns: Columns = {"entries": [], "active": [], "state_bytes": []}
-        for name, mine in own.items():
-            parameter = self._freezer.parameters[name]
-            optimizer, masked = self._known(name)
-            parts = _real_parts(parameter)
-            counts = mine or isinstance(optimizer, MaskedZero)
-            columns["entries"].append(masked.layout.size // parts if mine else 0)
-            columns["active"].append(masked.active_entries // parts if mine else 0)
-            columns["state_bytes"].append(optimizer.state_bytes(parameter) if counts else 0)
-        return columns
-
-    def _norms(self, own: Mapping[str, bool]) -> dict[str, dict[str, Tensor]]:
+    def _norms(self, told: Iterable[Place]) -> dict[str, dict[str, Tensor]]:
         """The norms of weights before the update, of their change, and of gradients."""
-        parameters = self._freezer.parameters
-        now = {name: local_shard(parameters[name].detach()) for name, mine in own.items() if mine}
+        now = {place.name: place.held for place in told}
         old = {name: weight for name, weight in self._weights.items() if name in now}
         found = {"weight_norm": _norms({**now, **old})}
         if old:
@@ -157,12 +201,11 @@ class FreezeRecord:
 
     def read(self, taken: Mapping[str, Any]) -> Columns:
         """The columns of what `take` gave."""
-        names, parameters = taken["names"], self._freezer.parameters
+        names = taken["counts"]["parameter"]
         flips = dict(zip(taken["flips"], numbers(list(taken["flips"].values())), strict=True))
         columns: Columns = {
-            "parameter": names,
             **taken["counts"],
-            "flipped": [int(flips.get(name, 0)) // _real_parts(parameters[name]) for name in names],
+            "flipped": [int(flips.get(name, 0)) // self._place(name).parts for name in names],
         }
         if "norms" in taken:
             values = iter(numbers([norm for norms in taken["norms"].values() for norm in norms.values()]))
@@ -190,18 +233,17 @@ class FreezeRecord:
         names, columns = of_ranks[0]["parameter"], added(of_ranks)
         flipped = zip(names, columns["flipped"], strict=True)
         columns["changed"] = [name in first or count > 0 for name, count in flipped]
-        columns["frozen_state"] = [self._masked(name).frozen_state for name in names]
+        columns["frozen_state"] = [self._place(name).masked.frozen_state for name in names]
         measured = "ages" in columns
         if measured:
             columns |= {column: roots(columns[column]) for column in MEASURED}
             columns |= age_quartiles(columns.pop("ages"))
-        layers = {layer_of(name) for name, changed in zip(names, columns["changed"], strict=True) if changed}
+        changed = {name for name, changes in zip(names, columns["changed"], strict=True) if changes}
+        layers = {self._place(name).layer for name in (names if measured else changed)}
         for policy in self._freezer.policies:
             own = self._freezer.parameters_of(policy)
             places = [
-                place
-                for place, name in enumerate(names)
-                if name in own and (measured or layer_of(name) in layers)
+                place for place, name in enumerate(names) if name in own and self._place(name).layer in layers
             ]
             if places:
                 chosen = {column: [values[place] for place in places] for column, values in columns.items()}
@@ -209,23 +251,20 @@ class FreezeRecord:
 
     # ---- where things are
 
-    def _find(self, name: str) -> tuple[MaskedOptimizer, MaskedParameter] | None:
-        """The first optimizer that knows a mask of a parameter, and what it knows."""
-        if name not in self._found:
+    def _find(self, name: str) -> Place | None:
+        """Where a parameter is known; None if it never had a mask."""
+        if name not in self._places:
             parameter = self._freezer.parameters[name]
             for optimizer in self._policies.masked_optimizers:
                 if parameter in optimizer.masked_parameters():
-                    self._found[name] = optimizer, optimizer.masked_parameters()[parameter]
+                    self._places[name] = Place.of(name, parameter, optimizer)
                     break
-        return self._found.get(name)
+        return self._places.get(name)
 
-    def _known(self, name: str) -> tuple[MaskedOptimizer, MaskedParameter]:
-        found = self._find(name)
-        assert found is not None, "masks are set before the first update"
-        return found
-
-    def _masked(self, name: str) -> MaskedParameter:
-        return self._known(name)[1]
+    def _place(self, name: str) -> Place:
+        place = self._find(name)
+        assert place is not None, "masks are set before the first update"
+        return place
 
 
 _NO_AGES = np.empty(0, np.int64)
@@ -241,17 +280,10 @@ def _norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(tensors, norms, strict=True))
 
 
-def _real_parts(parameter: Tensor) -> int:
-    """How many numbers an entry is to the optimizer, which updates real and imaginary parts alone."""
-    return 2 if parameter.is_complex() else 1
-
-
-def _real_size(parameter: Tensor) -> int:
-    return parameter.numel() * _real_parts(parameter)
-
-
 def _is_first_replica(parameter: Tensor) -> bool:
     """Whether this process is the first of those that hold the same entries."""
+    if not dist.is_initialized():
+        return True
     if not is_sharded(parameter):
         return dist.get_rank() == 0
     sharded: Any = parameter
