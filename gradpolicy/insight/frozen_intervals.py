@@ -53,10 +53,12 @@ class Difference:
         places = f", at {', '.join(map(str, self.indices[:3]))}{', …' if self.count > 3 else ''}"
         if not self.indices:
             count, places = f"at least 1 of the {self.compared} compared", " (audit=full counts them)"
+        when = f"between update {self.since} and update {self.step}"
+        if self.since == self.step:
+            when = f"after update {self.step}"
         return (
             f"{self.tensor} (policy.{', policy.'.join(self.policies)}): {count} frozen entries of the "
-            f"{self.what} changed between update {self.since} and update {self.step}{places}; something "
-            "other than the masked optimizer wrote to them"
+            f"{self.what} changed {when}{places}; something other than the masked optimizer wrote to them"
         )
 
 
@@ -268,12 +270,12 @@ class FrozenIntervals:
         return Look((name, number), box, frozen, bits, prints)
 
     def _compared(self, look: Look, begin: Begin, prints: dict[str, int], frozen: int) -> list[Difference]:
-        # What was looked at twice between two updates is counted once.
-        if self.updates > begin.step:
-            self.counts.intervals += 1
-            self.counts.entries += frozen * len(begin.prints)
         # State that is gone has changed.
         changed = [what for what, number in begin.prints.items() if prints.get(what) != number]
+        # What was looked at twice between two updates is counted once.
+        if changed or self.updates > begin.step:
+            self.counts.intervals += 1
+            self.counts.entries += frozen * len(begin.prints)
         differences = [self._difference(look, begin, what, frozen) for what in changed]
         self.counts.changed += sum(each.count for each in differences)
         return differences
