@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import yaml
 
 from .conftest import SHORT
@@ -40,6 +41,22 @@ def test_the_log_of_a_run_that_failed_says_why(train, tmp_path, monkeypatch) -> 
     lines = log.read_text().splitlines()
     assert "about to fail" in lines
     assert lines[-1] == "ArithmeticError: on purpose"
+
+
+def test_a_run_leaves_a_report_of_what_was_asked_and_what_came_of_it(train) -> None:
+    callbacks = "callbacks=[model_checkpoint,record,mask_pictures]"
+    ended = train("optimizer.lr=0.5", "extras.report=true", callbacks)
+    assert yaml.safe_load((ended.run / "defaults.yaml").read_text())["optimizer"]["lr"] != 0.5
+    assert json.loads((ended.run / "run.json").read_text())["versions"]["torch"] == torch.__version__
+    report = (ended.run / "report.html").read_text()
+    for said in (
+        "<td><code>optimizer.lr</code></td>",
+        "Timeline of masks",
+        "Map of the gradient",
+        "model.trunk.0.conv.weight: age",
+        f"<td>torch</td><td>{torch.__version__}</td>",
+    ):
+        assert said in report, said
 
 
 def test_a_report_that_fails_is_one_warning(train, monkeypatch) -> None:
