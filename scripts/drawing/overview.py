@@ -91,7 +91,7 @@ def draw_guided(axes: Axes, model: QuantizedConvNet, data: FashionMNISTDataModul
     axes.set_axis_off()
     for column, name in enumerate(SHOWN):
         garment, own = images[column], attribution[column]
-        for row, pixels in enumerate((1 - garment[0], overlay(1 - garment, own))):
+        for row, pixels in enumerate((1 - garment[0].numpy(), overlay(1 - garment, own))):
             picture = axes.inset_axes((0.25 * column, 0.48 - 0.47 * row, 0.24, 0.45))
             picture.imshow(pixels, cmap="gray", vmin=0, vmax=1)
             picture.set_axis_off()
