@@ -144,9 +144,10 @@ class FreezeRecord:
         """Keeps the weights until `take`. Those of parameters that are frozen as a whole will not change."""
         if not self._weights:
             places = map(self._place, self._freezer.parameters)
-            self._weights = {
-                place.name: place.held.clone() for place in places if not place.masked.frozen_everywhere
-            }
+            moving = {place.name: place.held for place in places if not place.masked.frozen_everywhere}
+            # One call for all copies.
+            copies = torch._foreach_mul(list(moving.values()), 1.0) if moving else ()
+            self._weights = dict(zip(moving, copies, strict=True))
 
     @torch.no_grad()
     def take(self, *, measured: bool) -> dict[str, Any]:
@@ -246,7 +247,9 @@ class FreezeRecord:
                 place for place, name in enumerate(names) if name in own and self._place(name).layer in layers
             ]
             if places:
-                chosen = {column: [values[place] for place in places] for column, values in columns.items()}
+                chosen = columns
+                if len(places) < len(names):
+                    chosen = {key: [values[place] for place in places] for key, values in columns.items()}
                 yield {"kind": "freeze", "policy": policy, **chosen}
 
     # ---- where things are
