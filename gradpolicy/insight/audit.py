@@ -169,6 +169,11 @@ class Audit(Callback):
         if self._stopped is not None and updates > self._updates and pl_module.automatic_optimization:
             self._tell(self._stopped.end_update(updates, self._active, self._frozen_names))
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes a look, so that something is watched while other callbacks end an epoch or the training."""
+        if self._frozen is not None:
+            self._frozen.look(now=True)
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compares for the last time, after what other callbacks do when training ends; writes and prints."""
         self._compare_once_more(goes_on=False)

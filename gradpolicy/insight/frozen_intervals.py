@@ -53,10 +53,12 @@ class Difference:
         places = f", at {', '.join(map(str, self.indices[:3]))}{', …' if self.count > 3 else ''}"
         if not self.indices:
             count, places = f"at least 1 of the {self.compared} compared", " (audit=full counts them)"
+        when = f"between update {self.since} and update {self.step}"
+        if self.since == self.step:
+            when = f"after update {self.step}"
         return (
             f"{self.tensor} (policy.{', policy.'.join(self.policies)}): {count} frozen entries of the "
-            f"{self.what} changed between update {self.since} and update {self.step}{places}; something "
-            "other than the masked optimizer wrote to them"
+            f"{self.what} changed {when}{places}; something other than the masked optimizer wrote to them"
         )
 
 
@@ -168,9 +170,9 @@ class FrozenIntervals:
             self._look_at([(name, 0) for name in self._grids() if name in names])
         self.look()
 
-    def look(self) -> None:
-        """Takes the next look, if it is due."""
-        if self.updates < self._next_look:
+    def look(self, *, now: bool = False) -> None:
+        """Takes the next look, if it is due or wanted `now`."""
+        if self.updates < self._next_look and not now:
             return
         # The first update makes the state. Later looks fall together with masks that change as often.
         self._next_look = (self.updates // self._every + 1) * self._every if self.updates else 1
@@ -249,8 +251,9 @@ class FrozenIntervals:
             if begin is not None and frozen:
                 differences += self._compared(look, begin, prints, frozen)
             if goes_on:
-                kept = {what: bits.cpu().clone() for what, bits in look.bits.items()}
-                self._begun[look.key] = Begin(self.updates, prints, {} if self._entries else kept)
+                kept = look.bits if self._entries is None else {}
+                copies = {what: bits.to("cpu", copy=True) for what, bits in kept.items()}
+                self._begun[look.key] = Begin(self.updates, prints, copies)
         return differences
 
     def _take(self, name: str, number: int) -> Look:
@@ -267,12 +270,12 @@ class FrozenIntervals:
         return Look((name, number), box, frozen, bits, prints)
 
     def _compared(self, look: Look, begin: Begin, prints: dict[str, int], frozen: int) -> list[Difference]:
-        # What was looked at twice between two updates is counted once.
-        if self.updates > begin.step:
-            self.counts.intervals += 1
-            self.counts.entries += frozen * len(begin.prints)
         # State that is gone has changed.
         changed = [what for what, number in begin.prints.items() if prints.get(what) != number]
+        # What was looked at twice between two updates is counted once.
+        if changed or self.updates > begin.step:
+            self.counts.intervals += 1
+            self.counts.entries += frozen * len(begin.prints)
         differences = [self._difference(look, begin, what, frozen) for what in changed]
         self.counts.changed += sum(each.count for each in differences)
         return differences
