@@ -32,11 +32,11 @@ from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import Attribution, find_convolution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
 from gradpolicy.insight.results import replace_unencodable
+from gradpolicy.insight.run_log import quieter
 from gradpolicy.launch.allowed_targets import KEY, trusted_packages
 from gradpolicy.launch.app import parse_command_line
 from gradpolicy.launch.build import Subject, build_subject
 from gradpolicy.launch.messages import WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.run import quieter
 from gradpolicy.launch.targets import check_targets
 from gradpolicy.lightning.checkpoint_checks import check_fits
 from gradpolicy.lightning.checkpoint_reading import read_weights
