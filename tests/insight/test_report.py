@@ -296,11 +296,11 @@ def test_nothing_is_claimed_of_single_runs(tmp_path: Path) -> None:
 def test_a_report_stays_small_and_names_the_runs_it_leaves_out(
     runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradpolicy.insight.report.page.LARGEST", 5_300_000)
+    monkeypatch.setattr("gradpolicy.insight.report.page.LARGEST", 5_000_000)
     page = page_of(runs[:3], tmp_path / "report.html")
-    assert (tmp_path / "report.html").stat().st_size <= 5_300_000
-    assert "stays below 6 MB: lr0.01_2." in page
-    assert page.count('<section class="run"') == 2
+    assert (tmp_path / "report.html").stat().st_size <= 5_000_000
+    assert re.search(r"stays below 6 MB: .*lr0.01_2\.", page)
+    assert 1 <= page.count('<section class="run"') <= 2
 
 
 # ---- in a browser

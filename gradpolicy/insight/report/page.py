@@ -53,8 +53,11 @@ def render(runs: Sequence[Run]) -> str:
     details: list[dict[str, Any]] = []
     left_out: list[str] = []
     block = environment.get_template("run.html")
+    pictures = min(PICTURES, (LARGEST - used) // (2 * len(runs)))
     for run in runs:
-        shown = block.render(detail(run), numbers=numbers, index=len(details), several=len(runs) > 1)
+        shown = block.render(
+            detail(run, pictures), numbers=numbers, index=len(details), several=len(runs) > 1
+        )
         size = len(shown.encode())
         if used + size > LARGEST:
             left_out.append(run.name)
@@ -64,8 +67,8 @@ def render(runs: Sequence[Run]) -> str:
     return page.render(runs=runs, details=details, left_out=left_out, **common)
 
 
-def detail(run: Run) -> dict[str, Any]:
-    """What the report shows of one run."""
+def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
+    """What the report shows of one run, with so many bytes of pictures at most."""
     found = [
         figures.timeline(run),
         gradient_map(run),
@@ -74,7 +77,7 @@ def detail(run: Run) -> dict[str, Any]:
         figures.ages(run),
     ]
     timeline, tree, flow, memory, ages = found
-    pictures, strips, failed = _pictures(run)
+    pictures, strips, failed = _pictures(run, pictures_bytes)
     changed = config_differences([run.defaults, run.config]) if run.defaults and run.config else []
     return {
         "run": run,
@@ -166,12 +169,14 @@ def _memory_ratio(run: Run) -> float:
     return float(rows["state_bytes"].max() / rows["adam_bytes"].max())
 
 
-def _pictures(run: Run) -> tuple[dict[str, str], dict[str, list[dict[str, Any]]], dict[str, str]]:
+def _pictures(
+    run: Run, most_bytes: int
+) -> tuple[dict[str, str], dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Attribution pictures by name; film strips of masks by weight; what could not be read."""
     pictures: dict[str, str] = {}
     strips: dict[str, list[dict[str, Any]]] = {}
     failed: dict[str, str] = {}
-    left = PICTURES
+    left = most_bytes
 
     def take(path: Path, most: int) -> str | None:
         nonlocal left
@@ -187,13 +192,13 @@ def _pictures(run: Run) -> tuple[dict[str, str], dict[str, list[dict[str, Any]]]
         return address
 
     for path in run.pictures:
-        address = take(path, PICTURES // 3)
+        address = take(path, most_bytes // 3)
         if address is not None:
             pictures[path.stem] = address
     for weight, kinds in run.masks.items():
         for kind, paths in kinds.items():
             frames = [
-                {"step": int(path.stem.rpartition("_")[2]), "address": take(path, PICTURES // 40)}
+                {"step": int(path.stem.rpartition("_")[2]), "address": take(path, most_bytes // 40)}
                 for path in paths
             ]
             kept = [frame for frame in frames if frame["address"]]
