@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.logged_metrics import missing_metric
@@ -66,53 +67,68 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
     container = settings.model_dump(exclude_unset=True)
     output = Path(settings.paths.output_dir)
     prepare_wandb(container)
-    with (
-        termination_exits(),
-        quieter(),
-        run_directory(output, _made_by_hydra()) as directory,
-        kept_output(output / TRAIN_LOG, keeps=is_first_rank()) as console,
-    ):
+    with termination_exits(), quieter(), run_directory(output, _made_by_hydra()) as directory:
         if is_first_rank():
             check_destinations(container)
-        if settings.extras.print_config:
-            print_config(OmegaConf.to_container(config), console)
-        seed_everything(settings.seed, workers=True, verbose=False)
-        checkpoint = chosen_checkpoint(settings, directory)
-        subject = build_subject(container)
+        with kept_output(output / TRAIN_LOG, keeps=is_first_rank()) as console:
+            if settings.extras.print_config:
+                print_config(OmegaConf.to_container(config), console)
+            return plan_and_run(settings, container, overrides, directory, console)
+
+
+def plan_and_run(
+    settings: Settings,
+    container: dict[str, Any],
+    overrides: list[str],
+    directory: RunDirectory,
+    console: Console,
+) -> Result:
+    """Checks, plans, trains, tests and reports.
+
+    Args:
+        settings: The config.
+        container: The same as plain containers.
+        overrides: What the command line set.
+        directory: Where the run writes.
+        console: Where it prints.
+    """
+    seed_everything(settings.seed, workers=True, verbose=False)
+    checkpoint = chosen_checkpoint(settings, directory)
+    subject = build_subject(container)
+    if checkpoint is not None:
+        check_fits(checkpoint, subject.model)
+    if settings.train:
         if checkpoint is not None:
-            check_fits(checkpoint, subject.model)
-        if settings.train:
-            if checkpoint is not None:
-                check_resumable(checkpoint)
-            check_optimizer(subject.model, checkpoint)
-        if checkpoint is None and not settings.train and not settings.plan_only:
-            rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
-        if checkpoint is not None and settings.train:
-            console.print(f"going on from {checkpoint}", markup=False, soft_wrap=True)
-        if settings.plan_only:
-            check_trainer(settings, subject, directory)
-        planned = None
-        if is_first_rank() and (settings.plan_only or settings.extras.plan):
-            planned = make_run_plan(subject, settings.seed)
-            console.print(planned)
-        if settings.plan_only:
-            directory.clear_unless_begun()
-            return Result(overrides, status="planned")
-        if is_first_rank():
-            save_config(container, directory.path)
-            save_defaults(directory.path)
-            record_of(directory.path, settings.task_name, settings.callbacks, _in_sweep()).save()
-            if planned is not None:
-                write_plan(planned, directory.path)
-        reporter = LogRun(container, planned, compared_metrics(settings))
-        metrics = train_and_test(settings, subject, checkpoint, directory, reporter)
-        result = Result(overrides, metrics, optimized_value(settings, metrics), directory=str(directory.path))
-        if is_first_rank():
-            result.save(directory.path / RESULT)
-            if settings.extras.report:
-                write_report([directory.path], directory.path / REPORT, console)
-            print_results(result, saved_in(directory.path), console)
-        return result
+            check_resumable(checkpoint)
+        check_optimizer(subject.model, checkpoint)
+    if checkpoint is None and not settings.train and not settings.plan_only:
+        rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
+    if checkpoint is not None and settings.train:
+        console.print(f"going on from {checkpoint}", markup=False, soft_wrap=True)
+    if settings.plan_only:
+        check_trainer(settings, subject, directory)
+    planned = None
+    if is_first_rank() and (settings.plan_only or settings.extras.plan):
+        planned = make_run_plan(subject, settings.seed)
+        console.print(planned)
+    if settings.plan_only:
+        directory.clear_unless_begun()
+        return Result(overrides, status="planned")
+    if is_first_rank():
+        save_config(container, directory.path)
+        save_defaults(directory.path)
+        record_of(directory.path, settings.task_name, settings.callbacks, _in_sweep()).save()
+        if planned is not None:
+            write_plan(planned, directory.path)
+    reporter = LogRun(container, planned, compared_metrics(settings))
+    metrics = train_and_test(settings, subject, checkpoint, directory, reporter)
+    result = Result(overrides, metrics, optimized_value(settings, metrics), directory=str(directory.path))
+    if is_first_rank():
+        result.save(directory.path / RESULT)
+        if settings.extras.report:
+            write_report([directory.path], directory.path / REPORT, console)
+        print_results(result, saved_in(directory.path), console)
+    return result
 
 
 def chosen_checkpoint(settings: Settings, directory: RunDirectory) -> Path | None:
