@@ -66,7 +66,8 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
     name_loggers(dict(settings), overrides, sweep_name(settings))
     container = settings.model_dump(exclude_unset=True)
     output = Path(settings.paths.output_dir)
-    prepare_wandb(container)
+    if not settings.plan_only:
+        prepare_wandb(container)
     with termination_exits(), quieter(), run_directory(output, _made_by_hydra()) as directory:
         if is_first_rank():
             check_destinations(container)
