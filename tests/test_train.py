@@ -10,6 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+LEFT = (
+    "config.yaml",
+    "plan.json",
+    "plan.txt",
+    "train.log",
+    "record.jsonl",
+    "audit.json",
+    "report.html",
+    "checkpoints/best.ckpt",
+    "checkpoints/last.ckpt",
+    "pictures/guided.png",
+)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +50,16 @@ def test_the_default_job_reaches_its_accuracy(default_run: Path) -> None:
 
 
 def test_it_leaves_what_it_promises(default_run: Path) -> None:
-    for left in ("config.yaml", "checkpoints/best.ckpt", "checkpoints/last.ckpt", "pictures/guided.png"):
-        assert (default_run / left).is_file(), left
+    for left in LEFT:
+        assert (default_run / left).stat().st_size, left
+    assert "Results" in (default_run / "train.log").read_text()
     assert list(default_run.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def test_frozen_entries_kept_their_bits(default_run: Path) -> None:
+    audit = json.loads((default_run / "audit.json").read_text())
+    assert audit["intervals"] > 0
+    assert (audit["changed"], audit["differences"]) == (0, [])
 
 
 def test_metrics_tell_of_each_policy(default_run: Path) -> None:

@@ -327,7 +327,14 @@ def test_an_index_is_no_quantity():
         assert not x.argmax().float().requires_grad
 
 
-COMPILED = ["float", "times floats", "where, tensors", "not", "and", "permuted", "indexed", "joined", "a sum"]
+COMPILED = [
+    "float",
+    "indexed",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("times floats", "where, tensors", "not", "and", "permuted", "joined", "a sum")
+    ),
+]
 
 
 @pytest.mark.parametrize("name", COMPILED)

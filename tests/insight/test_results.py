@@ -42,6 +42,7 @@ def test_help_plan_config_and_errors_are_printed_in_ascii(printed: str) -> None:
         assert said in printed
 
 
+@pytest.mark.slow
 def test_letters_lose_their_accents_and_dashes_become_plain(printed: str) -> None:
     assert "got 'e'" in printed
     assert "policy=gided-:" in printed

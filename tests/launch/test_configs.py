@@ -9,16 +9,19 @@ from .conftest import CONF, QUICK
 # What a config needs beside itself stands in one of its lines.
 NEEDS = "# Goes with:"
 TESTED_ELSEWHERE = {"trainer=ddp_sim"}
+# Groups of many files, of which the quick tests use several elsewhere.
+SLOW = ("debug", "experiment", "model", "policy")
 DATA = CONF.parents[1] / "shared/data"
 
 
 def choices() -> list[str]:
     """Every config of every group, as it is chosen on the command line."""
-    return [
+    found = [
         f"{path.relative_to(CONF).parent.as_posix()}={path.stem}"
         for path in sorted(CONF.glob("*/**/*.yaml"))
         if not path.is_relative_to(CONF / "hydra")
     ]
+    return sorted(set(found) - TESTED_ELSEWHERE)
 
 
 def needs_of(choice: str) -> list[str]:
@@ -40,7 +43,13 @@ def needs_gpu(choice: str) -> bool:
     "ignore:You requested to overfit",
     "ignore:The ``noload`` loader strategy",
 )
-@pytest.mark.parametrize("choice", sorted(set(choices()) - TESTED_ELSEWHERE))
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param(choice, marks=[pytest.mark.slow] if choice.startswith(SLOW) else [])
+        for choice in choices()
+    ],
+)
 def test_two_steps_under(train, choice: str) -> None:
     if needs_gpu(choice) and not torch.cuda.is_available():
         ended = train(choice, "trainer.accelerator=gpu")
