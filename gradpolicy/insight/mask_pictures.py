@@ -1,5 +1,6 @@
 """Pictures of masks: a weight's mask as an image, the ages of its entries, its history as a film strip."""
 
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gradpolicy.checks import check_sizes
 from gradpolicy.errors import under
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.tensors.mask import Mask, as_tensor
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.where import as_patterns, pick
 
@@ -198,6 +200,8 @@ class MaskPictures(Callback):
         self._weights: dict[str, Tensor] = {}
         self._seen: dict[str, Any] = {}
         self._changes: dict[str, int] = {}
+        # Checksums of the masks that were in force at a checkpoint: a resumed run begins with them.
+        self._restored: dict[str, int] = {}
         self._intervals: dict[str, int] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -232,7 +236,9 @@ class MaskPictures(Callback):
             # A new mask is a new object; one that says the same as before is not set.
             if mask is self._seen.get(name):
                 continue
-            self._seen[name] = mask
+            is_first, self._seen[name] = name not in self._seen, mask
+            if is_first and self._restored.get(name) == _checksum(mask, parameter):
+                continue
             changes = self._changes.get(name, 0)
             self._changes[name] = changes + 1
             if changes % self._intervals.setdefault(name, self.every) == 0:
@@ -249,13 +255,15 @@ class MaskPictures(Callback):
                     self._keep(trainer, strip, self._folder / name / f"{HISTORY}_{kind}.png", kind=HISTORY)
 
     def state_dict(self) -> dict[str, Any]:
-        """How often masks have changed, and how often they are drawn."""
-        return {"changes": self._changes, "intervals": self._intervals}
+        """How often masks have changed, how often they are drawn, and which are in force."""
+        masks = {name: _checksum(self._seen[name], self._weights[name]) for name in self._seen}
+        return {"changes": self._changes, "intervals": self._intervals, "masks": masks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on counting."""
         self._changes = dict(state_dict["changes"])
         self._intervals = dict(state_dict["intervals"])
+        self._restored = dict(state_dict["masks"])
 
     def _draw(self, trainer: Trainer, name: str, parameter: Tensor) -> None:
         optimizer = next(
@@ -282,6 +290,12 @@ class MaskPictures(Callback):
         label = path.stem if kind == HISTORY else kind
         for logger in trainer.loggers:
             log_image(logger, f"masks/{path.parent.name}/{label}", picture, path, trainer.global_step)
+
+
+def _checksum(mask: Mask, parameter: Tensor) -> int:
+    """A number that tells masks of a parameter apart."""
+    flags = as_tensor(mask, parameter.shape).expand(parameter.shape)
+    return zlib.crc32(flags.cpu().numpy().tobytes())
 
 
 def _step_of(path: Path) -> int:

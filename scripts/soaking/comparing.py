@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gradpolicy.distributed.sharded_checkpoint import read_as_one
+from gradpolicy.insight.audit import Audit
 from gradpolicy.insight.results import RESULT, Result
 
 # Where a run's directory ends in a path. What comes before differs from run to run and is not compared.
-RUN = re.compile(r".*/runs/[^/]+/")
+RUN = re.compile(r".*/runs/[^/]+(?:/|$)")
 
 
 def compare(first: Path, second: Path) -> list[str]:
@@ -57,7 +58,10 @@ def differences(first: Any, second: Any, place: str = "") -> list[str]:
 
 
 def _content(checkpoint: Path) -> Any:
-    return read_as_one(checkpoint) if checkpoint.is_dir() else torch.load(checkpoint, weights_only=True)
+    content = read_as_one(checkpoint) if checkpoint.is_dir() else torch.load(checkpoint, weights_only=True)
+    # A resumed run begins to look anew, and so counts other intervals.
+    content.pop(Audit.KEY, None)
+    return content
 
 
 def _plain(value: Any) -> Any:
