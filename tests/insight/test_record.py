@@ -189,6 +189,17 @@ def test_a_resumed_run_has_the_record_of_the_undisturbed_one(tmp_path, accumulat
             assert (folder / FILE).read_text() == text
 
 
+def test_a_run_that_has_nothing_left_to_train_takes_up_the_record(two_layers, loader, make_trainer, tmp_path):
+    settings = {"max_epochs": 2}
+    trainer = fit(two_layers, loader, make_trainer, tmp_path / "a", {"trunk": freeze()}, **settings)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed = {**settings, "ckpt_path": tmp_path / "a.ckpt"}
+    fit(two_layers, loader, make_trainer, tmp_path / "b", {"trunk": freeze()}, **resumed)
+    text = (tmp_path / "a" / FILE).read_text()
+    assert text
+    assert (tmp_path / "b" / FILE).read_text() == text
+
+
 def test_a_former_record_that_is_gone_is_told(two_layers, loader, make_trainer, tmp_path):
     trainer = fit(two_layers, loader, make_trainer, tmp_path / "a", {"trunk": freeze()})
     trainer.save_checkpoint(tmp_path / "a.ckpt")

@@ -86,6 +86,12 @@ class Record(Callback):
             self._begin(self.file, restored)
         self._restored = None
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes up the record of a run that had nothing left to train: no training started."""
+        if self.file is not None and self._restored:
+            self._begin(self.file, self._restored)
+        self._restored = None
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes the rest; lets go of the file, and of the policies."""
         self._write_evaluation()
