@@ -2,6 +2,7 @@
 
 import io
 import sys
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,12 +14,12 @@ WIDTH = 120
 HTML = '<pre style="overflow-x: auto; line-height: 1.2">{code}</pre>'
 
 
-class Displayed:
+class Displayed(ABC):
     """Gives whatever has ``__rich__`` the same look in ``print`` and in a notebook."""
 
+    @abstractmethod
     def __rich__(self) -> "RenderableType":
         """Renders this for rich."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         return as_text(self)

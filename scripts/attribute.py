@@ -213,7 +213,8 @@ def attribute(options: argparse.Namespace) -> Path:
         curves[name], curves[RANDOM] = attribute_by(name, method, explained, options, device, directory)
         if options.check == "randomise":
             check_by_random_weights(name, method, explained, options, device, directory)
-    save_scores({**curves, RANDOM: curves.pop(RANDOM)}, explained.name, base)
+    random = curves.pop(RANDOM)
+    save_scores({**curves, RANDOM: random}, explained.name, base)
     return base if len(methods) > 1 else directory
 
 

@@ -79,10 +79,12 @@ def test_the_picture_shows_every_room_and_no_other() -> None:
 
 
 def test_no_module_imports_in_a_circle() -> None:
+    circle: list[str] = []
     try:
         TopologicalSorter({module: imports_of(module) for module in INSIDE}).prepare()
     except CycleError as error:
-        pytest.fail(f"these import each other: {' → '.join(error.args[1])}")
+        circle = error.args[1]
+    assert circle == []
 
 
 @pytest.mark.parametrize("module", INSIDE)

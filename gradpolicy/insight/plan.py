@@ -109,13 +109,7 @@ def plan(
     return Plan(
         rows=planned,
         entries=sum(sizes.values()),
-        training_entries=round(
-            sum(
-                size * _share(duplicate, first, name)
-                for name, size in sizes.items()
-                if gets_gradient(gradients[name])
-            )
-        ),
+        training_entries=_training_entries(duplicate, first, sizes, gradients),
         combined=combined,
         combined_entries={name: sizes[name] for name in combined},
         cuts=_cuts(flow, rows),
@@ -134,6 +128,14 @@ def plan(
         ),
         modules=_modules(model, planned),
     )
+
+
+def _training_entries(
+    model: nn.Module, masks: Any, sizes: Mapping[str, int], gradients: Mapping[str, Any]
+) -> int:
+    """How many entries get a gradient and are active in the first step."""
+    getting = (name for name in sizes if gets_gradient(gradients[name]))
+    return round(sum(sizes[name] * _share(model, masks, name) for name in getting))
 
 
 def training_loss(module: Any, batch: Any) -> Tensor:
