@@ -11,6 +11,12 @@ def _seed():
     torch.manual_seed(0)
 
 
+GPU = pytest.param(
+    "gpu",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+
+
 @pytest.fixture
 def use(monkeypatch):
     """Has these kernels do the work from then on."""
@@ -18,13 +24,16 @@ def use(monkeypatch):
     def choose(kernels):
         if kernels == "reference":
             monkeypatch.setattr(native, "supports", lambda *_: False)
+        elif kernels == "gpu":
+            torch.set_default_device("cuda")
 
-    return choose
+    yield choose
+    torch.set_default_device(None)
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=[*KERNELS, GPU])
 def kernels(request, use):
-    """Runs a test with the C kernels, and as where there is no compiler."""
+    """Runs a test with the C kernels, as where there is no compiler, and on a GPU."""
     use(request.param)
     return request.param
 

@@ -375,19 +375,21 @@ def test_fused_sgd_takes_tensors_that_join_later(frozen_state, dampening):
     assert not torch.equal(ends[0], small_model()[0].weight)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "nadam"])
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 def test_the_callers_modes_and_default_device_do_not_matter(kernels, kind, frozen_state):
     """Lightning validates in inference mode; a default device may be another than an optimizer's."""
     ends = []
-    for elsewhere in (False, True):
+    # On a GPU torch's own step makes a tensor of the default device, which may then be the CPU at most.
+    other, usual = ("cpu", "cuda") if kernels == "gpu" else ("meta", "cpu")
+    for elsewhere in (True, False):
         torch.manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(6, 5))
         optimizer = MaskedOptimizer(STEPPING[kind]([weight]), frozen_state=frozen_state)
         for step in range(12):
             shape = [(6, 5), (6, 5), (6, 1), (1, 1)][step % 4]
             mask, gradient = torch.rand(shape) < 0.5, torch.randn(6, 5)
-            mode, device = (torch.inference_mode(), "meta") if elsewhere else (torch.no_grad(), "cpu")
+            mode, device = (torch.inference_mode(), other) if elsewhere else (torch.no_grad(), usual)
             with mode, torch.device(device):
                 optimizer.set_mask(weight, None if step in (4, 9) else mask)
             weight.grad = gradient

@@ -76,7 +76,7 @@ class NAdam(UpdateRule):
 @functools.lru_cache(maxsize=16)
 def _products(length: int, beta1: float, decay: float, default_dtype: torch.dtype) -> Tensor:
     """mu_1, mu_1 mu_2, ... (float64), rounded at each step as torch's count of them is."""
-    factors = _mu(torch.arange(1, length + 1, dtype=torch.float64), beta1, decay).numpy()
+    factors = _mu(torch.arange(1, length + 1, dtype=torch.float64, device="cpu"), beta1, decay).numpy()
     exact = default_dtype == torch.float64
     return torch.from_numpy(np.multiply.accumulate(factors if exact else factors.astype(np.float32))).double()
 
