@@ -16,15 +16,15 @@ CALLS = 20
 """Calls to a timing on a GPU."""
 
 
-def seconds(function: Callable[[], Any]) -> float:
+def seconds(function: Callable[[], Any], calls: int = CALLS) -> float:
     """How long a call takes here."""
     if HERE.type == "cpu":
         return wall_seconds(function)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
-    for _ in range(CALLS):
+    for _ in range(calls):
         function()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / CALLS
+    return begin.elapsed_time(end) / 1e3 / calls

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ def _packed_stretches(index: Tensor, blocks: int, block: int) -> Iterator[tuple[
 
 def _update_dense(rule: UpdateRule, settings: tuple[Any, ...], numbers: Tensor, update: EntryUpdate) -> None:
     """Entries that all have state, each with an age of its own."""
-    function = _in_place(rule, numbers.device)
+    function = _in_place(rule, update.parameter.dtype, numbers.device)
     for part in _stretches(update.ages.numel(), numbers.device):
         # `data` is no view of another tensor: Dynamo would compile anew for every kind of view.
         parameter, gradient, ages, *values = (
@@ -205,14 +206,17 @@ def _update_in_place(
         state[name].copy_(torch.where(active, value.to(state[name].dtype), state[name]))
 
 
-def _in_place(rule: UpdateRule, device: torch.device) -> Callable[..., None]:
-    return compiled_update(rule) if compiles(device) else functools.partial(_update_in_place, rule)
+def _in_place(rule: UpdateRule, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
+    function = compiled_update(type(rule), dtype) if compiles(device) else _update_in_place
+    return functools.partial(function, rule)
 
 
 @functools.lru_cache(maxsize=64)
-def compiled_update(rule: UpdateRule) -> Callable[..., None]:
-    """One function for vectors of every length and every age."""
-    return torch.compile(functools.partial(_update_in_place, rule), dynamic=True, backend=BACKEND)
+def compiled_update(kind: type[UpdateRule], dtype: torch.dtype) -> Callable[..., None]:
+    """One function for all optimizers of a kind, vectors of every length and every age."""
+    # Dynamo counts compilations by the code object and gives up at the eighth, so each has its own.
+    function = FunctionType(_update_in_place.__code__.replace(), globals())
+    return torch.compile(function, dynamic=True, backend=BACKEND)
 
 
 def _joined(updates: Sequence[EntryUpdate]) -> Iterator[EntryUpdate]:

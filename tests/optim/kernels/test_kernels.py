@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
+from gradpolicy import MaskedOptimizer
 from gradpolicy.compiling import compiler
-from gradpolicy.optim.kernels import EntryUpdate, reference
+from gradpolicy.optim.kernels import EntryUpdate, native, reference
 from gradpolicy.optim.kernels.native import NATIVE, supports
 from gradpolicy.optim.kernels.reference import REFERENCE
 from gradpolicy.optim.update_rules.adam import Adam
@@ -126,27 +128,33 @@ def test_updates_agree(dtype, blocks, block, packed, shared, ages_dtype):
     numbers = torch.stack(rule.numbers(ages, 0.9, 0.999), 1).to(exact).contiguous()
     ends = []
     for kernels in (NATIVE, REFERENCE):
-        own = [copied(update) for update in updates]
-        kernels.update(rule, settings, numbers, own)
-        ends.append([tensor for each in own for tensor in (each.parameter, *each.state.values())])
+        copies = [copied(update) for update in updates]
+        kernels.update(rule, settings, numbers, copies)
+        ends.append([tensor for each in copies for tensor in (each.parameter, *each.state.values())])
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
-    for native, other in zip(*ends, strict=True):
-        torch.testing.assert_close(native, other, rtol=tolerance, atol=tolerance)
+    for own, other in zip(*ends, strict=True):
+        torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
 
 
-def test_an_accelerators_code_is_compiled_once_whatever_ages_masks_and_shapes(monkeypatch):
-    """Inductor stands in for a device here: what is counted is how often Dynamo asks it to compile."""
-    monkeypatch.setattr(reference, "compiles", lambda device: True)
-    rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
-    settings = rule.settings(rule.optimizer.param_groups[0])
+@pytest.fixture
+def compilations(monkeypatch):
+    """Sends updates through Dynamo, as on an accelerator; a graph for each time that it compiles."""
     compiled = []
 
     def backend(graph, inputs):
         compiled.append(graph)
         return graph.forward
 
+    monkeypatch.setattr(reference, "compiles", lambda device: True)
     monkeypatch.setattr(reference, "BACKEND", backend)
     reference.compiled_update.cache_clear()
+    yield compiled
+    reference.compiled_update.cache_clear()
+
+
+def test_an_accelerators_code_is_compiled_once_whatever_ages_masks_and_shapes(compilations, monkeypatch):
+    rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
+    settings = rule.settings(rule.optimizer.param_groups[0])
     ages = torch.arange(1, 4097, dtype=torch.float64)
     for length, sizes in ((1024, [50, 300]), (1024, [7, 9, 11]), (2048, [1 << 18]), (4096, [1 << 18, 77])):
         numbers = torch.stack(rule.numbers(ages[:length], 0.9, 0.999), 1).float().contiguous()
@@ -166,5 +174,19 @@ def test_an_accelerators_code_is_compiled_once_whatever_ages_masks_and_shapes(mo
                 )
             for own, other in zip(updates, expected, strict=True):
                 torch.testing.assert_close(own.parameter, other.parameter)
-    assert len(compiled) == 1
-    reference.compiled_update.cache_clear()
+    assert len(compilations) == 1
+
+
+def test_every_rule_and_dtype_is_compiled_once_whatever_the_optimizers(compilations):
+    """In one process more is compiled than Dynamo allows of one function."""
+    kinds = ("Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam")
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    for _ in range(2):
+        for kind, dtype in itertools.product(kinds, dtypes):
+            weight = torch.nn.Parameter(torch.randn(40, dtype=dtype))
+            optimizer = MaskedOptimizer(getattr(torch.optim, kind)([weight], lr=0.1))
+            with mock.patch.object(native, "supports", return_value=False):
+                optimizer.set_mask(weight, torch.rand(40) < 0.5)
+                weight.grad = torch.ones_like(weight)
+                optimizer.step()
+    assert len(compilations) == len(kinds) * len(dtypes)
