@@ -89,7 +89,11 @@ def write_safetensors(path: str | Path, tensors: dict[str, Tensor], metadata: di
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        part.touch()
+        mode = part.stat().st_mode
         save_file(tensors, part, metadata)
+        # safetensors makes files that nobody else may read.
+        part.chmod(mode)
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
         raise PolicyError(f"delta: {path} cannot be written: {brief(str(error), most=120)}") from error

@@ -170,6 +170,11 @@ def test_wrong_values_of_the_base_are_found_before_anything_is_written(
     assert not any(tensor.any() for tensor in model.values())
 
 
+def test_others_may_read_the_file(whole_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    assert whole_file.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"nowhere.x\.safetensors cannot be written"):
         gp.delta.save(tmp_path / "nowhere" / "x.safetensors", {"a": torch.ones(3)}, {"a": torch.zeros(3)})
