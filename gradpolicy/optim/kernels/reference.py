@@ -191,7 +191,7 @@ def _update_in_place(
     settings: tuple[Any, ...],
     numbers: Tensor,
 ) -> None:
-    """Update the active ones of a vector of entries."""
+    """Updates the active ones of a vector of entries."""
     dtype = numbers.dtype
     active = ages.to(torch.float32) > 0
     values = {name: value.to(dtype) for name, value in state.items()}
@@ -215,7 +215,7 @@ def _update_gathered(
     settings: tuple[Any, ...],
     numbers: Tensor,
 ) -> None:
-    """Update the blocks at some positions; packed: state and ages are theirs alone."""
+    """Updates the blocks at some positions; packed: state and ages are theirs alone."""
     dtype = numbers.dtype
     own = slice(None) if packed else positions
     values = {name: value[own].to(dtype) for name, value in state.items()}
