@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from gradpolicy.errors import PolicyError, constructors
+from gradpolicy.errors import constructors
 from gradpolicy.imports import follow
 from gradpolicy.launch import kinds
 from gradpolicy.launch.arguments import KEY_TYPES, PLAIN, argument_names
@@ -39,6 +39,8 @@ Schema = dict[str, Any]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 ENDING = ".schema.json"
+# How editors are told of a file's schema.
+MODELINE = "# yaml-language-server: $schema="
 # A reference to a definition, while schemas are made: pydantic would look for it among its own.
 _OWN = "gradpolicy"
 REFERENCE: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A reference: ${key}"}
@@ -87,12 +89,18 @@ def main(arguments: Sequence[str]) -> int:
         description="JSON schemas of config files, for editors (docs/editors.md).",
     )
     parser.add_argument("directory", nargs="?", default="conf", help="where they go; conf unless given")
-    directory = Path(parser.parse_args(arguments).directory)
+    parser.add_argument(
+        "--name-in-files", action="store_true", help="have each YAML file below it name its schema"
+    )
+    options = parser.parse_args(arguments)
+    directory = Path(options.directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             path = directory / f"{name}{ENDING}"
             path.write_text(as_text(schema_of(name)))
+            print(path)
+        for path in name_schemas(directory) if options.name_in_files else ():
             print(path)
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
@@ -367,6 +375,11 @@ def _generator(builder: Builder) -> type[GenerateJsonSchema]:
                 return super().dataclass_schema(schema)
             return self._of_class(schema["cls"])
 
+        def model_schema(self, schema: Any) -> Schema:
+            # W&B's settings have defaults that differ from process to process.
+            own = schema["cls"].__module__.startswith("gradpolicy.")
+            return super().model_schema(schema) if own else {"type": "object"}
+
         def is_subclass_schema(self, schema: Any) -> Schema:
             return builder._any_value()
 
@@ -486,20 +499,29 @@ def _finished(schema: Any) -> Any:
     return [_finished(each) for each in schema] if isinstance(schema, list) else schema
 
 
-def modeline(config: Path, root: Path) -> str:
-    """The comment by which a config file names its schema.
+def name_schemas(root: Path) -> list[Path]:
+    """Puts the line that names its schema into each config file below a directory, or brings it up to date.
 
     Args:
-        config: The file.
         root: The directory of configs, where the schemas lie.
 
-    Raises:
-        PolicyError: For a file in a group that has no schema.
+    Returns:
+        The files that were written. Files of groups that have no schema are left alone.
     """
-    group = config.relative_to(root).parts[0] if config.parent != root else "train"
-    names = {"audit": "callbacks", "debug": "experiment"}
-    name = "experiment" if config.stem == "grid" and group == "sweep" else names.get(group, group)
-    if name not in FILES:
-        raise PolicyError(f"{config}: there is no schema for the group {group!r}")
-    up = "../" * (len(config.relative_to(root).parts) - 1) or "./"
-    return f"# yaml-language-server: $schema={up}{name}{ENDING}"
+    written = []
+    for path in sorted(root.rglob("*.yaml")):
+        inner = path.relative_to(root).parts
+        group = inner[0] if len(inner) > 1 else "train"
+        # A sweep of Hydra's is a job, and the others are of W&B's format.
+        is_job = "# @package _global_" in path.read_text()
+        name = "experiment" if is_job else {"audit": "callbacks"}.get(group, group)
+        if name not in FILES:
+            continue
+        lines = [line for line in path.read_text().splitlines(keepends=True) if not line.startswith(MODELINE)]
+        # Hydra reads its own comment in the first line only.
+        place = 1 if lines and lines[0].startswith("# @package") else 0
+        lines.insert(place, f"{MODELINE}{'../' * (len(inner) - 1) or './'}{name}{ENDING}\n")
+        if "".join(lines) != path.read_text():
+            path.write_text("".join(lines))
+            written.append(path)
+    return written

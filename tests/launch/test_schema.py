@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 from gradpolicy.imports import follow
 from gradpolicy.launch.app import main as run_program
 from gradpolicy.launch.arguments import argument_names, misfits
-from gradpolicy.launch.schema import FILES, as_text, main, schema_of
+from gradpolicy.launch.schema import FILES, as_text, main, name_schemas, schema_of
 from gradpolicy.policies import Freeze
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -155,6 +156,21 @@ def test_the_schemas_that_are_shipped_are_those_of_the_signatures(tmp_path: Path
     )
     for name in FILES if all_pinned else ("policy", "mask"):
         assert (tmp_path / f"{name}.schema.json").read_text() == (CONF / f"{name}.schema.json").read_text()
+
+
+def test_files_are_made_to_name_their_schemas(tmp_path: Path) -> None:
+    shutil.copytree(CONF, tmp_path / "conf")
+    assert name_schemas(tmp_path / "conf") == []
+    mine = tmp_path / "conf" / "policy" / "mine.yaml"
+    mine.write_text("trunk: {_target_: gradpolicy.Stop}\n")
+    experiment = tmp_path / "conf" / "experiment" / "mine.yaml"
+    experiment.write_text("# @package _global_\nseed: 3\n")
+    other = tmp_path / "conf" / "my_group" / "mine.yaml"
+    other.parent.mkdir()
+    other.write_text("a: 1\n")
+    assert set(name_schemas(tmp_path / "conf")) == {mine, experiment}
+    assert mine.read_text().startswith("# yaml-language-server: $schema=../policy.schema.json\ntrunk")
+    assert experiment.read_text().splitlines()[1].endswith("$schema=../experiment.schema.json")
 
 
 def test_a_place_that_cannot_be_written_is_one_line(
