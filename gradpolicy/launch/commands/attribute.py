@@ -1,8 +1,8 @@
 """Shows which pixels speak for a class.
 
-    python scripts/attribute.py --ckpt_path last --method guided --images test
-    python scripts/attribute.py --ckpt_path last --method all --check randomise
-    python scripts/attribute.py --model timm:resnet18 --images photographs/
+    gradpolicy attribute --ckpt_path last --method guided --images test
+    gradpolicy attribute --ckpt_path last --method all --check randomise
+    gradpolicy attribute --model timm:resnet18 --images photographs/
 
 Writes an overlay for each image, a grid of them, and how the probability of the class changes while pixels
 are inserted and deleted in the order of the attribution. Options may also be written without dashes, as
@@ -12,18 +12,11 @@ train.py takes its own: ckpt_path=last method=guided.
 import argparse
 import itertools
 import json
-import os
-import signal
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 import yaml
@@ -62,7 +55,6 @@ from gradpolicy.tasks.named_models import load_named_model
 PARTS = ("data", "model", "policy")
 GRID = 64
 """The most images in a grid, and about as many are checked by inserting and deleting pixels."""
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -99,8 +91,13 @@ class Picture:
     truth: int | None = None
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the program and gives its exit code: 0, or 2 for wrong input."""
+def main(arguments: Sequence[str], config_dir: Path) -> int:
+    """Runs the program and gives its exit code: 0, or 2 for wrong input.
+
+    Args:
+        arguments: The command line.
+        config_dir: The directory of configs, beside which a file may name packages to trust.
+    """
     replace_unencodable()
     parser = make_parser()
     if not arguments:
@@ -111,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
         options = read_options(parser, arguments)
         show_traceback = options.debug == "true"
         allowing = [f"{KEY}={options.allowed_targets}"] if options.allowed_targets else []
-        with quieter(), limited_to(trusted_packages(allowing, ROOT)):
+        with quieter(), limited_to(trusted_packages(allowing, config_dir.parent)):
             directory = attribute(options)
     except wrong_input_errors() as error:
         report_error(error, show_traceback)
@@ -123,7 +120,10 @@ def main(arguments: Sequence[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The command line of the program."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="gradpolicy attribute",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--ckpt_path", help="a checkpoint of train.py, its run directory, or `last`")
@@ -416,8 +416,3 @@ def _device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise PolicyError(f"device: {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:]))

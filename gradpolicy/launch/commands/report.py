@@ -1,7 +1,7 @@
 """Writes the report of one run, or of several beside each other.
 
-    python scripts/report.py outputs/train/runs/DATE
-    python scripts/report.py outputs/train/multiruns/DATE/* --output sweep.html
+    gradpolicy report outputs/train/runs/DATE
+    gradpolicy report outputs/train/multiruns/DATE/* --output sweep.html
 
 A directory that holds run directories stands for all of these. The report is one HTML file, which opens
 offline.
@@ -9,14 +9,9 @@ offline.
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.insight.report import REPORT, looks_like_run, write
@@ -48,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The command line of the program."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="gradpolicy report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, or a directory of them")
     parser.add_argument(
@@ -94,7 +92,3 @@ def _why_not(path: Path) -> str:
     names = [each.name for each in parent.iterdir() if each.is_dir()]
     hint = nearest(missing, names) or "it holds no directories"
     return f"RUN: {path} does not exist; in {parent}: {hint}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Searches the space of a sweep config with Optuna.
 
-    python scripts/sweep.py sweep=learning_rate --trials 20
-    python scripts/sweep.py sweep=learning_rate --trials 20 trainer.max_epochs=5    # any override of train.py
+    gradpolicy sweep sweep=learning_rate --trials 20
+    gradpolicy sweep sweep=learning_rate --trials 20 trainer.max_epochs=5    # any override of a run
 
 The study lies in an sqlite file: run the same command again to go on where it was stopped, run it twice at
 the same time to search with two processes, open it with `optuna-dashboard sqlite:///outputs/study.db`.
@@ -9,18 +9,12 @@ Ctrl-C and SIGTERM stop the search: the trial that ran is put back, and is the f
 """
 
 import argparse
-import os
-import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import optuna
 import yaml
@@ -39,8 +33,6 @@ from gradpolicy.launch.processes import quoted, termination_exits
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.lightning.optuna_pruning import PRUNED, make_pruner
 
-ROOT = Path(__file__).parents[1]
-CONF = ROOT / "conf"
 DIRECTORY = "directory"
 PUT_BACK = "put_back"
 # What the table and the report call the states of a trial.
@@ -80,6 +72,7 @@ class Search:
         overrides: What all trials have in common.
         directory: Where trials go.
         monitor: The metric that tells whether a trial goes on.
+        config_dir: The directory of configs.
     """
 
     study: optuna.Study
@@ -88,6 +81,7 @@ class Search:
     overrides: list[str]
     directory: Path
     monitor: str
+    config_dir: Path
 
     @property
     def metric(self) -> str:
@@ -95,14 +89,22 @@ class Search:
         return self.space["metric"]["name"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the program; the exit code is 2 for wrong input, 130 for Ctrl-C, 143 when told to go."""
+def main(arguments: Sequence[str], config_dir: Path) -> int:
+    """Runs the program.
+
+    Args:
+        arguments: The command line.
+        config_dir: The directory of configs.
+
+    Returns:
+        The exit code: 0, 2 for wrong input, 130 for Ctrl-C, 143 when told to go.
+    """
     replace_unencodable()
     options = parse(arguments)
     code = 0
     try:
         with termination_exits():
-            search = prepare(options)
+            search = prepare(options, config_dir)
             code = run_trials(search, options.trials)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -115,12 +117,12 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="gradpolicy sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", help="sweep=NAME of conf/sweep, and overrides of train.py")
+    parser.add_argument("overrides", nargs="*", help="sweep=NAME of conf/sweep, and overrides of a run")
     parser.add_argument("--trials", type=int, default=20, help="how many in all, with those already done")
     parser.add_argument("--study", help="the study's name; the sweep's unless given")
     parser.add_argument("--storage", help="where it is kept; sqlite:///DIRECTORY/study.db unless given")
@@ -196,19 +198,19 @@ def draw(trial: Trial, space: Mapping[str, Any]) -> list[str]:
     return overrides
 
 
-def prepare(options: argparse.Namespace) -> Search:
+def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
     """Reads the space and opens the study, or makes it."""
     name, overrides = split(options.overrides)
-    space = read_space(CONF / "sweep" / f"{name}.yaml")
-    source = Source(CONF)
-    with limited_to(trusted_packages(overrides, ROOT)), hydra_at(source):
+    space = read_space(config_dir / "sweep" / f"{name}.yaml")
+    source = Source(config_dir)
+    with limited_to(trusted_packages(overrides, config_dir.parent)), hydra_at(source):
         check_job(compose_job(source, [*overrides, *first_values(space)]), overrides)
     directory = Path(options.directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = options.storage or f"sqlite:///{directory / 'study.db'}"
     study = open_study(url, options.study or name, space["metric"], options.seed)
     monitor = options.monitor or space["metric"]["name"].removesuffix("_best")
-    return Search(study, url, space, overrides, directory / study.study_name, monitor)
+    return Search(study, url, space, overrides, directory / study.study_name, monitor, config_dir)
 
 
 def open_study(url: str, name: str, metric: Mapping[str, Any], seed: int) -> optuna.Study:
@@ -278,7 +280,7 @@ def run_trial(trial: Trial, search: Search) -> float:
         "monitor": search.monitor,
     }
     code = train(
-        CONF,
+        search.config_dir,
         [
             *search.overrides,
             *draw(trial, search.space),
@@ -350,8 +352,3 @@ def as_result(trial: FrozenTrial) -> Result:
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
