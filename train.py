@@ -5,5 +5,11 @@ from pathlib import Path
 
 from gradpolicy.launch.cli import main
 
+
+def start() -> int:
+    """Runs the program with the configs beside this file."""
+    return main(config_dir=Path(__file__).parent / "conf")
+
+
 if __name__ == "__main__":
-    sys.exit(main(config_dir=Path(__file__).parent / "conf"))
+    sys.exit(start())

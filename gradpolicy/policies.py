@@ -51,9 +51,7 @@ class Policy:
             when = When(**{str(name): value for name, value in when.items()})
         self.when = when if when is not None else When()
         if not isinstance(self.when, When):
-            raise PolicyError(
-                f"{type(self).__name__}: when must be a gradpolicy.When or a mapping, got {shown(when)}"
-            )
+            raise PolicyError(f"{type(self).__name__}: when must be a gradpolicy.When, got {shown(when)}")
 
     def __repr__(self) -> str:
         when = [] if self.when == When() else [f"when={self.when!r}"]
