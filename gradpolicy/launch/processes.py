@@ -81,13 +81,16 @@ def _now() -> str:
     return datetime.now().strftime(START_FORMAT)[:-3]
 
 
-def program_name() -> str:
-    """How a person calls this program, for help and reports."""
-    return f"python {Path(sys.argv[0]).name}" if sys.argv[0].endswith("train.py") else COMMAND
+def _called() -> str:
+    return _as_typed(Path(sys.argv[0]))
+
+
+def _as_typed(started: Path) -> str:
+    return "python train.py" if started.name == "train.py" else COMMAND
 
 
 OmegaConf.register_new_resolver("started", started, use_cache=True, replace=True)
-OmegaConf.register_new_resolver("program", program_name, replace=True)
+OmegaConf.register_new_resolver("program", _called, replace=True)
 
 
 @contextmanager
@@ -183,6 +186,11 @@ def program(hydra: Any) -> Path:
     configs = next(Path(source.path) for source in hydra.runtime.config_sources if source.provider == "main")
     beside = configs.parent / "train.py"
     return beside if beside.is_file() else Path(sysconfig.get_path("scripts")) / COMMAND
+
+
+def program_name() -> str:
+    """What a person types to have this job run again."""
+    return _as_typed(program(HydraConfig.get()) if HydraConfig.initialized() else Path(sys.argv[0]))
 
 
 def _is_package(spec: ModuleSpec | None) -> bool:
