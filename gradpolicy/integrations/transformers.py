@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
       entries are removed, so that they count neither there nor in the logged ``grad_norm``;
     - when the Trainer logs: what the policies did goes with it, to all of its trackers;
     - when it saves: masks, ages and what mask sources remember lie in ``optimizer.pt``;
-    - as training ends: the model and the optimizer are left as they were found.
+    - as training ends, or fails: the model and the optimizer are left as they were found.
 
     Policies hold while the model trains. The Trainer's evaluation takes no gradients: a policy for the phases
     ``validate``, ``test`` or ``predict`` does nothing there.
@@ -80,14 +81,27 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuses what policies cannot be right under, before anything is prepared."""
-        _check_supported(_calling_trainer())
+        """Refuses what policies cannot be right under, before anything is prepared.
+
+        It also sees to it that a training that fails leaves no policies behind, which no event tells of.
+        """
+        trainer = _calling_trainer()
+        _check_supported(trainer)
+        train = trainer.train
+
+        @wraps(train)
+        def train_and_remove(*arguments: Any, **settings: Any) -> Any:
+            try:
+                return train(*arguments, **settings)
+            finally:
+                self.remove()
+
+        trainer.train = train_and_remove
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Installs all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
-        self.remove()  # a former training that failed has left them
         self._trainer = trainer = _calling_trainer()
         _check_supported(trainer)
         model, wrapped = trainer.model, trainer.model_wrapped
@@ -119,7 +133,10 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self._remove(quiet=False)
 
     def remove(self) -> None:
-        """Leaves the model and the optimizer as they were found, where training failed."""
+        """Leaves the model and the optimizer as they were found.
+
+        Only a callback that came by ``trainer.add_callback`` needs it, after a training that failed.
+        """
         self._remove()
 
     def _remove(self, *, quiet: bool = True) -> None:
@@ -270,9 +287,7 @@ def _calling_trainer() -> Trainer:
         if isinstance(caller, Trainer):
             return caller
         frame = frame.f_back
-    raise PolicyError(
-        "GradientPoliciesCallback: no transformers.Trainer calls it; pass it as callbacks=[...]"
-    )
+    raise PolicyError("GradientPoliciesCallback: no Trainer calls it; give it to one as callbacks=[...]")
 
 
 def _check_supported(trainer: Trainer) -> None:
@@ -287,8 +302,8 @@ def _check_supported(trainer: Trainer) -> None:
     if accelerator.distributed_type == DistributedType.FSDP:
         raise PolicyError(
             "FSDP: policies are refused under accelerate's FSDP: version 1 flattens the parameters of a "
-            "block into one, in which names, rows and entries are lost, and version 2 writes optimizer "
-            f"checkpoints without masks and ages; {instead}"
+            "block into one, in which names, rows and entries are lost, and version 2 restores optimizers "
+            f"without their masks and ages; {instead}"
         )
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise PolicyError(
