@@ -19,6 +19,7 @@ from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
 from gradpolicy.flow.install import Installed
+from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.flow.report import check_met
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
@@ -202,6 +203,15 @@ class TrainingPolicies:
             policy = self.flow_policies[row.name]
             if row.active and policy.when.active(phase=phase):
                 check_met(row.name, row.met, may_get_gradient=thaws)
+
+    def _check_cuts(self) -> None:
+        """Names the policy that cut the loss off from all parameters, which torch says less clearly.
+
+        Raises:
+            PolicyError: If there is such a policy.
+        """
+        rows = self.installed.report().rows if self.installed is not None else ()
+        check_cuts({row.name: self.flow_policies[row.name] for row in rows if row.active and row.matched})
 
     # ---- what the loggers get
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
-from accelerate.utils.other import is_compiled_module
+from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.flow.policy_checks import is_cut
 from gradpolicy.optim.zero_redundancy import deepspeed_refused
 from gradpolicy.policies import Policy
 from gradpolicy.training_policies import TrainingPolicies
@@ -93,10 +93,14 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         def train_and_remove(*arguments: Any, **settings: Any) -> Any:
             try:
                 return train(*arguments, **settings)
+            except RuntimeError as error:
+                if is_cut(error):
+                    self._check_cuts()
+                raise
             finally:
                 self.remove()
 
-        trainer.train = train_and_remove
+        trainer.train = train_and_remove  # type: ignore[method-assign]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -164,7 +168,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             scaler = self._trainer.accelerator.scaler
             self.installed.set_loss_scale(float(scaler.get_scale()) if scaler is not None else 1.0)
             self.installed.measure_norms(self._measures)
-            self._begin_counting()
+            if self._measures:
+                self._begin_counting()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -174,6 +179,10 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         Raises:
             PolicyError: If they were not.
         """
+        assert self._trainer is not None
+        if not args.max_grad_norm:
+            # Nothing is clipped; older Trainers then do not ask for the norm either.
+            self._trainer.accelerator.unscale_gradients()
         if not self._has_taken:
             raise PolicyError(
                 f"GradientPoliciesCallback: {type(self._trainer).__name__} clipped the gradients in a way of "
@@ -208,15 +217,14 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         unscale = trainer.accelerator.unscale_gradients
 
         def unscale_gradients(optimizer: Any = None) -> None:
-            unscale(optimizer)
-            self._take_gradients()
+            if not self._has_taken:
+                unscale(optimizer)
+                self._take_gradients()
 
         trainer.accelerator.unscale_gradients = unscale_gradients
 
     def _take_gradients(self) -> None:
         """Shows sources the gradients, and removes those of frozen entries."""
-        if self._has_taken:
-            return
         self._has_taken = True
         assert self._trainer is not None
         assert self._trainer.model is not None

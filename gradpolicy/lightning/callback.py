@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from gradpolicy.distributed.compression import ActiveEntries
-from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.optim.zero_redundancy import deepspeed_refused
 from gradpolicy.policies import Policy
 from gradpolicy.training_policies import TrainingPolicies
@@ -165,9 +164,8 @@ class GradientPolicies(TrainingPolicies, Callback):
         Raises:
             PolicyError: If there is such a policy.
         """
-        if not loss.requires_grad and self.installed is not None:
-            rows = self.installed.report().rows
-            check_cuts({row.name: self.flow_policies[row.name] for row in rows if row.active and row.matched})
+        if not loss.requires_grad:
+            self._check_cuts()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Masks gradients under manual optimization, where the module may clip before the step begins.

@@ -214,13 +214,20 @@ class Shown(gp.masks.MaskSource):
         self.seen.append(torch.cat([gradient.flatten() for gradient in gradients.values()]).clone())
 
 
-@pytest.mark.parametrize("max_grad_norm", [1e-4, 0.0])
-def test_sources_see_whole_gradients_before_they_are_clipped(train, bert, max_grad_norm):
+class NoNorm(Trainer):
+    """As transformers was before it logged the norm of what it does not clip."""
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return grad_norm
+
+
+@pytest.mark.parametrize(("max_grad_norm", "kind"), [(1e-4, Trainer), (0.0, Trainer), (0.0, NoNorm)])
+def test_sources_see_whole_gradients_before_they_are_clipped(train, bert, max_grad_norm, kind):
     source, first = Shown(), copy.deepcopy(bert)
     batch = [torch.stack([row[key] for row in make_data()[:4]]) for key in ("input_ids", "labels")]
     first(input_ids=batch[0], labels=batch[1]).loss.backward()
     policies = {"shown": gp.Freeze(source, params="classifier.*")}
-    train(bert, policies, max_grad_norm=max_grad_norm)
+    train(bert, policies, max_grad_norm=max_grad_norm, kind=kind)
     assert len(source.seen) == 12
     expected = torch.cat([p.grad.flatten() for p in first.classifier.parameters()])
     torch.testing.assert_close(source.seen[0], expected)
@@ -428,6 +435,10 @@ def test_wrong_policies_are_named(train, bert):
         GradientPoliciesCallback({"half": {}})
     with pytest.raises(gp.PolicyError, match=r"policy.half.params: .*bert\.encodr\.\*"):
         train(bert, {"half": gp.Freeze(half, params="bert.encodr.*")})
+    with pytest.raises(gp.PolicyError, match="cut"):
+        train(
+            bert, {"cut": gp.Stop(modules="classifier"), "rest": gp.Freeze(gp.masks.Fixed(), params="class*")}
+        )
     with pytest.raises(gp.PolicyError, match="round"):
         train(bert, {"rounding": gp.StraightThrough(ops=["round"])})
     assert "forward" not in vars(bert.bert)
