@@ -76,16 +76,16 @@ class MaskedZero(MaskedOptimizer):
         return any(known is parameter for group in self.local.param_groups for known in group["params"])
 
     def set_masks(self, masks: Mapping[Tensor, Any], **options: Any) -> None:
-        """Set masks, as MaskedOptimizer does; every rank must set the same."""
+        """Sets masks, as MaskedOptimizer does; every rank must set the same."""
         super().set_masks(masks, **options)
         self.local.set_masks({key: mask for key, mask in masks.items() if self.owns(key)}, **options)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring all state to one rank, as must be done on every rank before ``state_dict`` there."""
+        """Brings all state to one rank, as must be done on every rank before ``state_dict`` there."""
         self.inner.consolidate_state_dict(to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state; each rank keeps what it owns."""
+        """Loads a whole state; each rank keeps what it owns."""
         own, saved = checkpoint.split(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         # Torch's optimizer empties the state that it is given.
@@ -116,7 +116,7 @@ class MaskedZero(MaskedOptimizer):
 
 
 def as_masked(optimizer: Optimizer) -> MaskedOptimizer:
-    """Wrap an optimizer unless it is wrapped already."""
+    """Wraps an optimizer unless it is wrapped already."""
     return optimizer if isinstance(optimizer, MaskedOptimizer) else MaskedOptimizer(optimizer)
 
 

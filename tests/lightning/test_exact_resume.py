@@ -176,6 +176,12 @@ def test_resuming_inside_an_epoch_keeps_windows_validation_and_schedulers(tmp_pa
     assert departures(tmp_path, "1_*", **settings) == ([], 5 + 2 + 1)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_resuming_on_a_gpu_gives_the_same_bits(tmp_path: Path) -> None:
+    assert departures(tmp_path, "1_*", accelerator="gpu") == ([], 5 + 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "checkpoints"),
