@@ -106,6 +106,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Installs all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
+        self.remove()  # after it ran out of memory, auto_find_batch_size begins again
         self._trainer = trainer = _calling_trainer()
         _check_supported(trainer)
         model, wrapped = trainer.model, trainer.model_wrapped
@@ -113,7 +114,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self._install_flow(model)
         optimizer = _innermost(trainer.optimizer)
         if self.freeze_policies:
-            # Both would leave out what lies behind a layer whose requires_grad has changed.
+            # Compiled code would be made anew each time that requires_grad changes, and what is recomputed
+            # reentrantly gets no gradient where its input needs none.
             toggles = not (is_compiled_module(wrapped) or _recomputes_reentrantly(model))
             (optimizer,) = self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
             _put_inside(trainer.optimizer, optimizer)
@@ -183,7 +185,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         if not args.max_grad_norm:
             # Nothing is clipped; older Trainers then do not ask for the norm either.
             self._trainer.accelerator.unscale_gradients()
-        if not self._has_taken:
+        if self.masked_optimizers and not self._has_taken:
             raise PolicyError(
                 f"GradientPoliciesCallback: {type(self._trainer).__name__} clipped the gradients in a way of "
                 "its own, so that mask sources did not see them; let it call accelerator.clip_grad_norm_"
@@ -264,8 +266,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         saved = optimizer.state_dict()
         wrapped = super()._install_freeze(model, [optimizer], toggle_requires_grad=toggle_requires_grad)
         (masked,) = self.masked_optimizers
-        if saved["state"]:
-            masked.load_state_dict(saved)
+        masked.load_state_dict(saved)
         state = masked.param_groups[0].pop(STATE, None)
         assert self._trainer is not None
         steps = self._trainer.state.global_step
