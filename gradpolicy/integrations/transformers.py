@@ -55,7 +55,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     Raises:
         PolicyError: If an entry is no policy; when training begins, if a pattern matches nothing, two
             policies contradict each other, or the Trainer uses DeepSpeed, FSDP, tensor parallelism or
-            ``nn.DataParallel``; before the first update, if an operation that a policy names was never met.
+            ``nn.DataParallel``; after the first update, if an operation that a policy names was never met.
 
     Example:
         >>> import gradpolicy as gp
@@ -191,6 +191,15 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
                 "its own, so that mask sources did not see them; let it call accelerator.clip_grad_norm_"
             )
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Checks after the first update that every operation was met."""
+        assert self._trainer is not None
+        assert self._trainer.model is not None
+        trains = (parameter.requires_grad for parameter in self._trainer.model.parameters())
+        self._check_operations_met("fit", thaws=not all(trains))
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -228,10 +237,6 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def _take_gradients(self) -> None:
         """Shows sources the gradients, and removes those of frozen entries."""
         self._has_taken = True
-        assert self._trainer is not None
-        assert self._trainer.model is not None
-        trains = (parameter.requires_grad for parameter in self._trainer.model.parameters())
-        self._check_operations_met("fit", thaws=not all(trains))
         for optimizer in self.masked_optimizers:
             assert self.freezer is not None
             if self._measures:

@@ -277,6 +277,22 @@ def test_a_step_that_fp16_skips_is_no_step(train, bert, optim):
 
 
 @pytest.mark.parametrize(
+    ("settings", "prepare"), [({"bf16": True}, id), ({}, with_loss_scaler)], ids=["bf16", "fp16"]
+)
+def test_mixed_precision_resumes_bit_for_bit(train, tmp_path, settings, prepare):
+    ends = []
+    for resume in (None, str(tmp_path / "run" / "checkpoint-6")):
+        model = make_bert(hidden_dropout_prob=0.1)
+        policies = recipe("child_tuning_d")
+        train(
+            model, policies, resume=resume, prepare=prepare, save_strategy="steps", save_steps=6, **settings
+        )
+        ends.append(bits(model))
+    assert same(*ends)
+    assert not same(ends[0], bits(make_bert()))
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"bf16": True},
