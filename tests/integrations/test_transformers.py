@@ -259,7 +259,7 @@ def test_a_step_that_fp16_skips_is_no_step(train, bert, optim):
     policies = {
         "shown": gp.Freeze(source, params="classifier.weight"),
         "turns": gp.Freeze(alternating, params="bert.pooler.dense.weight"),
-        "slow": gp.Clip(norm=1e-3, modules="bert.encoder.layer.0"),
+        "bound": gp.Clip(norm=1.0, modules="bert.encoder.layer.0"),
     }
     trainer, _ = train(bert, policies, callbacks=(watch,), prepare=with_loss_scaler, optim=optim)
     updates = len(source.seen)
@@ -274,6 +274,10 @@ def test_a_step_that_fp16_skips_is_no_step(train, bert, optim):
     assert step == updates
     unscaled = [entry for entry in trainer.state.log_history if entry.get("grad_norm", torch.inf) < 1e3]
     assert len(unscaled) == updates
+    # The bound is that of gradients without the loss scale, and these are smaller.
+    for entry in unscaled:
+        before, after = (entry[f"policy/bound/gradient_norm_{when}"] for when in ("before", "after"))
+        assert after == pytest.approx(before)
 
 
 @pytest.mark.parametrize(
