@@ -38,6 +38,17 @@ SUMMED = (
     "operations_checked",
     "operations_differing",
 )
+# What is known of a difference, with its type.
+DIFFERENCE = {
+    "tensor": str,
+    "what": str,
+    "policy": str,
+    "count": int,
+    "step": int,
+    "rank": int,
+    "indices": list,
+    "message": str,
+}
 
 
 class Audit(Callback):
@@ -247,7 +258,10 @@ class Audit(Callback):
     ) -> None:
         """Keeps what was counted before, until training starts."""
         if trainer.state.fn is TrainerFn.FITTING:
-            self._former = checkpoint.get(self.KEY, {})
+            former = checkpoint.get(self.KEY, {})
+            if former and not _is_total(former):
+                raise ValueError(f"its entry {self.KEY!r} is not what an audit counts")
+            self._former = former
 
     def _own(self, trainer: Trainer) -> dict[str, Any]:
         """What this process counted; on rank 0 with what all had counted before the run was resumed."""
@@ -295,6 +309,29 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     total["chosen"] = max(part["chosen"] for part in parts)
     total["differences"] = [each for part in parts for each in part["differences"]]
     return total
+
+
+def _is_total(value: Any) -> bool:
+    """Whether a value is what `merged` gives."""
+    if not isinstance(value, dict) or value.keys() != {*SUMMED, "chosen", "differences"}:
+        return False
+    counts = [value[key] for key in (*SUMMED, "chosen")]
+    differences = value["differences"]
+    return (
+        all(type(count) is int and count >= 0 for count in counts)
+        and isinstance(differences, list)
+        and all(map(_is_difference, differences))
+    )
+
+
+def _is_difference(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == DIFFERENCE.keys()
+        and all(type(value[key]) is kind for key, kind in DIFFERENCE.items())
+        and all(isinstance(index, list) for index in value["indices"])
+        and all(type(number) is int for index in value["indices"] for number in index)
+    )
 
 
 def described(total: dict[str, Any], *, sampled: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ TRAINER_LEAST = {
     "accumulate_grad_batches": 1,
     "check_val_every_n_epoch": 1,
     "gradient_clip_val": 0,
+    "log_every_n_steps": 0,
     "num_sanity_val_steps": -1,
 }
 
