@@ -28,6 +28,8 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
+    # The project that `gradpolicy init` writes, and the configs, are data.
+    if not {"starter", "conf"} & set(path.relative_to(PACKAGE).parts)
 }
 FILES = {str(path): path.relative_to(PACKAGE).as_posix() for path in MODULES.values()}
 

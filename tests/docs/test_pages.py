@@ -124,7 +124,9 @@ def chosen_policies():
     found = set()
     for file in files:
         text = file.read_text()
-        lines = re.findall(r"\bpython train\.py ([^`\n]+)|make train \[?ARGS=\"([^\"]+)\"", text)
+        lines = re.findall(
+            r"(?:\bpython train\.py|\$\{program:\}) ([^`\n]+)|make train \[?ARGS=\"([^\"]+)\"", text
+        )
         for command in ("".join(line) for line in lines):
             words = re.split(r"\s{2,}|\s#", command)[0].replace('"', "").split()
             # A grid of choices is made of such as are shown by themselves.

@@ -5,20 +5,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attribute
 import numpy as np
 import pytest
 import torch
 import yaml
-from attribute import main, make_parser, model_policies, read_options
 from lightning.pytorch import Trainer
 from PIL import Image
 
 from gradpolicy import Guided, Scale, Stop, StraightThrough, When
 from gradpolicy.distributed.sharded_checkpoint import save_whole
+from gradpolicy.launch import cli
+from gradpolicy.launch.commands import attribute
+from gradpolicy.launch.commands.attribute import make_parser, model_policies, read_options
 from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet, named_models
 from gradpolicy.tasks.images import ImageShape
 from gradpolicy.tasks.named_models import NamedModel
+
+
+def main(arguments: list[str]) -> int:
+    """Runs `gradpolicy attribute`."""
+    return cli.main(["attribute", *arguments])
+
 
 CONFIG: dict[str, Any] = {
     "data": {"_target_": "gradpolicy.tasks.DigitsDataModule"},
