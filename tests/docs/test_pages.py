@@ -95,6 +95,7 @@ def configs(tmp_path_factory):
     return Source(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[command for _, command in COMMANDS])
 def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     words = [word for word in shlex.split(command, comments=True) if word != "-m"]
@@ -125,7 +126,9 @@ def chosen_policies():
     found = set()
     for file in files:
         text = file.read_text()
-        lines = re.findall(r"\bpython train\.py ([^`\n]+)|make train \[?ARGS=\"([^\"]+)\"", text)
+        lines = re.findall(
+            r"(?:\bpython train\.py|\$\{program:\}) ([^`\n]+)|make train \[?ARGS=\"([^\"]+)\"", text
+        )
         for command in ("".join(line) for line in lines):
             words = re.split(r"\s{2,}|\s#", command)[0].replace('"', "").split()
             # A grid of choices is made of such as are shown by themselves.
