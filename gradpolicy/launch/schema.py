@@ -18,7 +18,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import quote
 
 from docstring_parser import parse
@@ -34,6 +34,7 @@ from gradpolicy.launch.config import Group, Node, Paths, Settings
 from gradpolicy.launch.targets import TARGET
 from gradpolicy.masks import MaskSource
 from gradpolicy.policies import Policy
+from gradpolicy.when import When
 
 Schema = dict[str, Any]
 
@@ -337,6 +338,9 @@ class Builder:
         if not schema:
             return {}
         alternatives = [*schema.get("anyOf", [schema]), self._any_value()]
+        if When in get_args(parameter.annotation):
+            # It may be a table, whose keys are those of the class.
+            alternatives = [each for each in alternatives if each.get("type") != "object"]
         if parameter.default is None:
             alternatives.append({"type": "null"})
         return _or_reference(*alternatives)
