@@ -99,13 +99,22 @@ def test_a_module_imports_only_rooms_that_arrows_lead_to(module: str) -> None:
 
 
 def test_lightning_and_hydra_are_known_to_few_rooms() -> None:
-    known: dict[str, set[str]] = {"lightning": set(), "hydra": set()}
+    known: dict[str, set[str]] = {"lightning": set(), "hydra": set(), "accelerate": set()}
     for module in INSIDE:
         for line in MODULES[module].read_text().splitlines():
-            found = re.match(r"\s*(?:from|import) (lightning|hydra)\b", line)
+            found = re.match(r"\s*(?:from|import) (lightning|hydra|accelerate)\b", line)
             if found:
                 known[found[1]].add(room_of(module))
-    assert known == {"lightning": {"lightning", "tasks", "insight", "launch"}, "hydra": {"launch"}}
+    assert known == {
+        "lightning": {"lightning", "tasks", "insight", "launch"},
+        "hydra": {"launch"},
+        "accelerate": {"integrations"},
+    }
+
+
+def test_the_callback_for_transformers_needs_neither_lightning_nor_hydra() -> None:
+    forbidden = {"lightning", "tasks", "insight", "launch"}
+    assert forbidden.isdisjoint(arrows()["integrations"])
 
 
 # ---- the two walks

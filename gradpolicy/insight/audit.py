@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from pydantic import BaseModel, NonNegativeInt
 
 from gradpolicy.checks import check_choice, check_flag, check_whole
 from gradpolicy.errors import PolicyError
@@ -38,17 +39,35 @@ SUMMED = (
     "operations_checked",
     "operations_differing",
 )
-# What is known of a difference, with its type.
-DIFFERENCE = {
-    "tensor": str,
-    "what": str,
-    "policy": str,
-    "count": int,
-    "step": int,
-    "rank": int,
-    "indices": list,
-    "message": str,
-}
+
+
+class SavedDifference(BaseModel, extra="forbid", strict=True):
+    """A difference in a checkpoint."""
+
+    tensor: str
+    what: str
+    policy: str
+    count: int
+    step: int
+    rank: int
+    indices: list[list[int]]
+    message: str
+
+
+class SavedCounts(BaseModel, extra="forbid", strict=True):
+    """What a checkpoint says was counted."""
+
+    intervals: NonNegativeInt
+    entries: NonNegativeInt
+    changed: NonNegativeInt
+    watched: NonNegativeInt
+    candidates: NonNegativeInt
+    chosen: NonNegativeInt
+    stopped_checked: NonNegativeInt
+    stopped_nonzero: NonNegativeInt
+    operations_checked: NonNegativeInt
+    operations_differing: NonNegativeInt
+    differences: list[SavedDifference]
 
 
 class Audit(Callback):
@@ -259,8 +278,8 @@ class Audit(Callback):
         """Keeps what was counted before, until training starts."""
         if trainer.state.fn is TrainerFn.FITTING:
             former = checkpoint.get(self.KEY, {})
-            if former and not _is_total(former):
-                raise ValueError(f"its entry {self.KEY!r} is not what an audit counts")
+            if former:
+                SavedCounts.model_validate(former)
             self._former = former
 
     def _own(self, trainer: Trainer) -> dict[str, Any]:
@@ -309,29 +328,6 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     total["chosen"] = max(part["chosen"] for part in parts)
     total["differences"] = [each for part in parts for each in part["differences"]]
     return total
-
-
-def _is_total(value: Any) -> bool:
-    """Whether a value is what `merged` gives."""
-    if not isinstance(value, dict) or value.keys() != {*SUMMED, "chosen", "differences"}:
-        return False
-    counts = [value[key] for key in (*SUMMED, "chosen")]
-    differences = value["differences"]
-    return (
-        all(type(count) is int and count >= 0 for count in counts)
-        and isinstance(differences, list)
-        and all(map(_is_difference, differences))
-    )
-
-
-def _is_difference(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == DIFFERENCE.keys()
-        and all(type(value[key]) is kind for key, kind in DIFFERENCE.items())
-        and all(isinstance(index, list) for index in value["indices"])
-        and all(type(number) is int for index in value["indices"] for number in index)
-    )
 
 
 def described(total: dict[str, Any], *, sampled: bool) -> dict[str, Any]:

@@ -120,10 +120,13 @@ def as_masked(optimizer: Optimizer) -> MaskedOptimizer:
     return optimizer if isinstance(optimizer, MaskedOptimizer) else MaskedOptimizer(optimizer)
 
 
-def deepspeed_refused(what: str) -> PolicyError:
-    """The error that says why there is no freezing under DeepSpeed."""
+def deepspeed_refused(
+    what: str,
+    instead: str = "use trainer=ddp, trainer=zero1 (sharded optimizer state) or trainer=fsdp2 (everything "
+    "sharded)",
+) -> PolicyError:
+    """The error that says why there is no freezing under DeepSpeed, and what to use instead."""
     return PolicyError(
         f"{what}: freeze policies are refused under DeepSpeed: its engine updates flat copies of the weights "
-        "within its own step, where masks, ages and moments are out of reach; use trainer=ddp, trainer=zero1 "
-        "(sharded optimizer state) or trainer=fsdp2 (everything sharded)"
+        f"within its own step, where masks, ages and moments are out of reach; {instead}"
     )

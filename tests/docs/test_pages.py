@@ -94,6 +94,7 @@ def configs(tmp_path_factory):
     return Source(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[command for _, command in COMMANDS])
 def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     words = [word for word in shlex.split(command, comments=True) if word != "-m"]

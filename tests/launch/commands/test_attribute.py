@@ -64,6 +64,7 @@ def photographs(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["guided", "deconv", "gradient", "smoothgrad", "guided_gradcam"])
 def test_each_method_writes_overlays_and_a_grid(method: str, run: Path, tmp_path: Path) -> None:
     arguments = [
@@ -95,6 +96,7 @@ def test_photographs_for_a_model_of_small_pictures_are_warned_of(run: Path, tmp_
         main([f"ckpt_path={run}", f"images={tmp_path}", f"output={tmp_path / 'out'}"])
 
 
+@pytest.mark.slow
 def test_several_methods_are_compared_and_checked_by_random_weights(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
