@@ -17,7 +17,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.when import When
 
 if TYPE_CHECKING:
-    from gradpolicy import masks, schedules
+    from gradpolicy import delta, masks, schedules
     from gradpolicy.flow.apply import apply
     from gradpolicy.flow.gradcheck import gradcheck_rule
     from gradpolicy.flow.install import install
@@ -65,7 +65,7 @@ _HOMES = {
 }
 _MODULES = {
     "curvature": "gradpolicy.insight.curvature",
-    **{name: f"gradpolicy.{name}" for name in ("masks", "rules", "schedules")},
+    **{name: f"gradpolicy.{name}" for name in ("delta", "masks", "rules", "schedules")},
 }
 
 __all__ = [
@@ -88,6 +88,7 @@ __all__ = [
     "When",
     "apply",
     "curvature",
+    "delta",
     "get_rule",
     "gradcheck_rule",
     "gradient_of",

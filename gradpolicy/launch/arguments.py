@@ -16,6 +16,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from gradpolicy.errors import NAMED, PolicyError, brief, constructors, nearest, shown
 from gradpolicy.launch.messages import type_error
 from gradpolicy.launch.targets import TARGET, check_has_target, locate_target
+from gradpolicy.masks import MaskSource
 from gradpolicy.policies import Policy
 
 # The keys of a node that say how it is built, and the type of each.
@@ -73,7 +74,7 @@ def _check_number(value: Any, key: str) -> None:
 def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Gives the arguments that a target takes by name, and whether it takes others, too.
 
-    A policy passes arguments on to its base classes, so theirs are included.
+    A policy or a mask source passes arguments on to its base classes, so theirs are included.
     """
     known: dict[str, inspect.Parameter] = {}
     for function in _signed(target):
@@ -89,7 +90,7 @@ def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parame
 
 
 def _signed(target: Callable[..., Any]) -> list[Callable[..., Any]]:
-    if isinstance(target, type) and issubclass(target, Policy):
+    if isinstance(target, type) and issubclass(target, Policy | MaskSource):
         return constructors(target)
     if getattr(target, "__name__", "") == "WandbLogger":
         # Lightning's logger passes other arguments on to W&B.

@@ -50,7 +50,8 @@ def own_modules(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_the_python_of_a_page_runs(page, own_modules):
+def test_the_python_of_a_page_runs(page, own_modules, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     x = torch.randn(100, requires_grad=True)
     names = {"torch": torch, "gp": gp, "np": np, "x": x, "a": x, "b": x, "__name__": "page"}
     python = blocks(page, "python")

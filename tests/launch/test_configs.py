@@ -67,10 +67,12 @@ def test_two_steps_under(train, choice: str) -> None:
     assert len(runs) >= 1
 
 
-def test_every_config_says_in_its_first_line_what_it_is_or_is_one_class() -> None:
+def test_every_config_says_at_its_beginning_what_it_is_or_is_one_class() -> None:
     bare = [
         path
         for path in sorted(CONF.glob("**/*.yaml"))
-        if "#" not in path.read_text() and "_target_" not in yaml.safe_load(path.read_text())
+        # Behind the line that names its schema.
+        if "#" not in path.read_text().replace("# yaml-language-server:", "")
+        and "_target_" not in yaml.safe_load(path.read_text())
     ]
     assert bare == [CONF / "callbacks/default.yaml", CONF / "trainer/cpu.yaml", CONF / "trainer/gpu.yaml"]

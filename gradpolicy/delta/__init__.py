@@ -1,0 +1,28 @@
+"""Files of what a training changed: small, shareable, exact both ways.
+
+A file holds, for each tensor that changed, the indices and the values of what changed: single entries, rows,
+or the tensor as a whole, whichever is smallest. Beside each new value stands the base's, so that
+:func:`revert` restores its bits. The fingerprint of every tensor of the base lies in the file, and another
+base is refused by name.
+
+Example:
+    >>> import tempfile, pathlib, torch
+    >>> import gradpolicy as gp
+    >>> model = torch.nn.Linear(1000, 10)
+    >>> base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    >>> with torch.no_grad():
+    ...     _ = model.weight[0, ::100].add_(1.0)
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "change.safetensors"
+    >>> [(tensor.name, tensor.form, tensor.stored) for tensor in gp.delta.save(path, model, base).tensors]
+    [('weight', 'entries', 10)]
+    >>> gp.delta.revert(model, path)
+    >>> torch.equal(model.weight, base["weight"])
+    True
+"""
+
+from gradpolicy.delta.apply import apply, revert
+from gradpolicy.delta.info import Info, TensorInfo, info
+from gradpolicy.delta.merge import merge
+from gradpolicy.delta.save import save
+
+__all__ = ["Info", "TensorInfo", "apply", "info", "merge", "revert", "save"]

@@ -1,0 +1,80 @@
+"""Takes a model from its base to what a file says, and back."""
+
+from pathlib import Path
+
+from torch import nn
+
+from gradpolicy.delta.change import BASE, NEW
+from gradpolicy.delta.file import Delta, read
+from gradpolicy.delta.state import DTYPES, State, check_same_tensors, overwrite, print_of, tensors_of, whole
+from gradpolicy.errors import PolicyError, shortened
+
+
+def apply(model: nn.Module | State, path: str | Path) -> None:
+    """Writes a file's changes into its base, in place.
+
+    Nothing is written unless every parameter and buffer has the base's bits.
+
+    Args:
+        model: The base, as a module or a state_dict; may be sharded, then every process calls this.
+        path: A file of :func:`gradpolicy.delta.save` or :func:`gradpolicy.delta.merge`.
+
+    Raises:
+        PolicyError: If the file cannot be read, is damaged, or has another base: the names of the tensors
+            that differ.
+    """
+    _move(model, path, BASE, NEW)
+
+
+def revert(model: nn.Module | State, path: str | Path) -> None:
+    """Takes a file's changes back, in place: every bit is the base's again.
+
+    Nothing is written unless the result is the base.
+
+    Args:
+        model: What :func:`gradpolicy.delta.apply` gave, as a module or a state_dict.
+        path: The same file.
+
+    Raises:
+        PolicyError: If the file cannot be read, is damaged, or the model is not its base with its changes:
+            the names of the tensors that differ.
+    """
+    _move(model, path, NEW, BASE)
+
+
+def _move(model: nn.Module | State, path: str | Path, start: int, end: int) -> None:
+    """Writes the values of one side, if the model is the base with those of the other."""
+    delta = read(path)
+    tensors = tensors_of(model)
+    check_same_tensors(tensors, delta.base, "delta: the model", f"the base of {path}")
+    other_base, other_side = [], []
+    for name, tensor in tensors.items():
+        expected, change = delta.base[name], delta.changes.get(name)
+        if (tuple(tensor.shape), tensor.dtype) != (expected.shape, DTYPES[expected.dtype]):
+            other_base.append(f"{name} (not {expected.dtype} {list(expected.shape)})")
+            continue
+        found = whole(tensor)
+        if print_of(found if change is None else change.written_to(found, BASE)) != expected:
+            other_base.append(name)
+        elif change is not None and not change.is_in(found, start):
+            other_side.append(name)
+    if other_base:
+        verb = "differs" if len(other_base) == 1 else "differ"
+        raise PolicyError(
+            f"delta: {path} has another base ({delta.fingerprint}) than the model: "
+            f"{shortened(other_base)} {verb}"
+        )
+    if other_side:
+        raise _not_at(start, delta, other_side, path)
+    for name, change in delta.changes.items():
+        overwrite(tensors[name], change.written_to(whole(tensors[name]), end))
+
+
+def _not_at(start: int, delta: Delta, names: list[str], path: str | Path) -> PolicyError:
+    """The error where the tensors that a file changes do not have the values that they should start from."""
+    if start == NEW:
+        return PolicyError(f"delta: {path} is not applied to the model: see {shortened(names)}")
+    applied = " (is it applied already?)" if len(names) == len(delta.changes) else ""
+    return PolicyError(
+        f"delta: {path} needs its base, and the model has changed{applied}: see {shortened(names)}"
+    )

@@ -1,0 +1,74 @@
+"""The command ``gradpolicy delta``: files of what changed, without writing Python."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from gradpolicy.delta.apply import apply, revert
+from gradpolicy.delta.info import info
+from gradpolicy.delta.merge import merge
+from gradpolicy.delta.save import save
+from gradpolicy.delta.weights import read_weights, write_weights
+from gradpolicy.display import wide_console
+from gradpolicy.errors import PolicyError
+
+WRONG_INPUT = 2
+WEIGHTS = "a .safetensors file, or a checkpoint of torch.save or Lightning"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: What follows ``gradpolicy delta``.
+
+    Returns:
+        The exit code: 0, or 2 for wrong input.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        _run(options)
+    except PolicyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    console = wide_console()
+    match options.action:
+        case "info":
+            console.print(info(options.delta))
+        case "save":
+            console.print(save(options.delta, read_weights(options.model), read_weights(options.base)))
+        case "merge":
+            weights = options.weights or [1.0] * len(options.deltas)
+            console.print(merge(options.deltas, weights, options.out))
+        case action:
+            weights = read_weights(options.model)
+            (apply if action == "apply" else revert)(weights, options.delta)
+            write_weights(options.out, weights)
+            console.print(f"wrote {options.out}", highlight=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradpolicy delta", description="Files of what a training changed (docs/delta.md)."
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    each = actions.add_parser("info", help="what a file holds")
+    each.add_argument("delta", metavar="DELTA")
+    each = actions.add_parser("save", help="write what MODEL and BASE differ in")
+    each.add_argument("delta", metavar="DELTA", help="the file that is written")
+    each.add_argument("model", metavar="MODEL", help=WEIGHTS)
+    each.add_argument("base", metavar="BASE", help="the same before the training")
+    for name, text in (("apply", "take a base to what DELTA says"), ("revert", "take it back, bit for bit")):
+        each = actions.add_parser(name, help=text)
+        each.add_argument("model", metavar="MODEL", help=WEIGHTS)
+        each.add_argument("delta", metavar="DELTA")
+        each.add_argument("--out", required=True, help="the .safetensors file that is written")
+    each = actions.add_parser("merge", help="put several files of one base together")
+    each.add_argument("deltas", metavar="DELTA", nargs="+")
+    each.add_argument("--weights", type=float, nargs="+", help="a number for each file; 1 unless given")
+    each.add_argument("--out", required=True, help="the file that is written")
+    return parser

@@ -1,0 +1,210 @@
+"""The file: safetensors, with the base's fingerprints and a checksum in its header.
+
+Tensors, for each tensor NAME that changed:
+
+- ``values:NAME``: the base's values and the new ones; see :class:`gradpolicy.delta.change.Change`;
+- ``gaps:NAME``: where they stand; see :mod:`gradpolicy.delta.gaps`. Absent where the whole tensor is stored.
+
+Metadata: ``format``; ``base``: JSON, the digest, dtype and shape of every tensor of the base; ``same``: JSON,
+names that share the tensor of another name; ``checksum``: over all of this.
+
+A file may come from a stranger: whatever is read is checked, and nothing in it is run.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gradpolicy.delta.change import Change
+from gradpolicy.delta.gaps import decode, encode
+from gradpolicy.delta.state import DTYPES, Print, Prints, content, fingerprint
+from gradpolicy.errors import PolicyError, brief, shown
+
+FORMAT = "gradpolicy.delta 1"
+_VALUES, _GAPS = "values", "gaps"
+_LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """What a file holds.
+
+    Args:
+        base: The fingerprint of each tensor of the base, in the order of their names.
+        changes: What changed, by the tensor's name. Names that share a tensor share a change.
+    """
+
+    base: Prints
+    changes: Mapping[str, Change]
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the base as a whole."""
+        return fingerprint(self.base)
+
+
+class _DamagedError(Exception):
+    """What is wrong with a file: a clause that follows "is damaged: "."""
+
+
+def write(path: str | Path, delta: Delta) -> None:
+    """Writes a file; one that is there already is replaced once the new one is whole.
+
+    Raises:
+        PolicyError: If it cannot be written.
+    """
+    owners: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    same: dict[str, str] = {}
+    for name, change in delta.changes.items():
+        owner = owners.setdefault(id(change), name)
+        if owner != name:
+            same[name] = owner
+            continue
+        tensors[f"{_VALUES}:{name}"] = change.values.contiguous()
+        if change.indices is not None:
+            tensors[f"{_GAPS}:{name}"] = encode(change.indices)
+    metadata = {"format": FORMAT, "base": _compact(delta.base), "same": _compact(same)}
+    metadata["checksum"] = _checksum(tensors, metadata)
+    write_safetensors(path, tensors, metadata)
+
+
+def write_safetensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file; one that is there already is replaced once the new one is whole.
+
+    Raises:
+        PolicyError: If it cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.touch()
+        mode = part.stat().st_mode
+        save_file(tensors, part, metadata)
+        # safetensors makes files that nobody else may read.
+        part.chmod(mode)
+        os.replace(part, path)
+    except (OSError, SafetensorError) as error:
+        raise PolicyError(f"delta: {path} cannot be written: {brief(str(error), most=120)}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read(path: str | Path) -> Delta:
+    """Reads a file and checks all that it says.
+
+    Raises:
+        PolicyError: If it cannot be read, is no such file, or is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise PolicyError(f"delta: {path} is no file of gradpolicy.delta{_other_format(metadata)}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return _checked(tensors, metadata)
+    except OSError as error:
+        raise PolicyError(f"delta: {path} cannot be read: {error.strerror or error}") from error
+    except (_DamagedError, SafetensorError) as error:
+        raise PolicyError(f"delta: {path} is damaged: {brief(str(error), most=120)}") from error
+
+
+def _other_format(metadata: Mapping[str, str]) -> str:
+    given = metadata.get("format", "")
+    return f": it is {shown(given)}, and {FORMAT!r} is read" if given.startswith("gradpolicy") else ""
+
+
+def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
+    for key, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values():
+            raise _DamagedError(f"it holds {shown(key)} as {tensor.dtype}")
+    given = metadata.pop("checksum", None)
+    if given != _checksum(tensors, metadata):
+        raise _DamagedError("its content differs from its checksum")
+    base = _read_base(_parsed(metadata, "base"))
+    changes = {}
+    for key in tensors:
+        kind, _, name = key.partition(":")
+        if kind not in (_VALUES, _GAPS) or name not in base or f"{_VALUES}:{name}" not in tensors:
+            raise _DamagedError(f"it holds {shown(key)}, which belongs to no tensor of the base")
+        if kind == _VALUES:
+            try:
+                changes[name] = _read_change(base[name], tensors[key], tensors.get(f"{_GAPS}:{name}"))
+            except PolicyError as error:
+                raise _DamagedError(f"{shown(name)}: {error}") from error
+    shared = {}
+    for name, owner in _parsed(metadata, "same").items():
+        if not isinstance(owner, str) or owner not in changes or name in changes:
+            raise _DamagedError(f"{shown(name)} cannot be the same as {shown(owner)}")
+        if base.get(name) != base[owner]:
+            raise _DamagedError(f"{shown(name)} is not the same as {shown(owner)} in the base")
+        shared[name] = changes[owner]
+    return Delta(base, dict(sorted({**changes, **shared}.items())))
+
+
+def _parsed(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
+    try:
+        found = json.loads(metadata[key])
+    # json raises ValueError, and RecursionError for what is nested too deeply.
+    except (KeyError, ValueError, RecursionError) as error:
+        raise _DamagedError(f"its metadata {key!r} cannot be read") from error
+    if not isinstance(found, dict):
+        raise _DamagedError(f"its metadata {key!r} is no table")
+    return found
+
+
+def _read_base(found: dict[str, Any]) -> dict[str, Print]:
+    base = {}
+    for name, entry in found.items():
+        match entry:
+            case [str(digest), str(kind), list(shape)] if (
+                re.fullmatch("[0-9a-f]{16}", digest)
+                and kind in DTYPES
+                and all(type(size) is int and 0 <= size <= _LARGEST for size in shape)
+                and math.prod(shape) <= _LARGEST
+            ):
+                base[name] = Print(digest, kind, tuple(shape))
+            case _:
+                raise _DamagedError(f"it describes the base's {shown(name)} as {shown(entry)}")
+    return base
+
+
+def _read_change(of: Print, values: Tensor, gaps: Tensor | None) -> Change:
+    if values.dtype != DTYPES[of.dtype]:
+        raise PolicyError(f"its values are {values.dtype}, the base's are {of.dtype}")
+    if not values.numel():
+        raise PolicyError("there are no values")
+    shape, indices, expected = tuple(values.shape), None, (2, *of.shape)
+    if gaps is not None:
+        by_row = values.dim() > 2 and bool(of.shape)
+        indices = decode(gaps, of.shape[0] if by_row else math.prod(of.shape))
+        expected = (2, len(indices), *(of.shape[1:] if by_row else ()))
+    if shape != expected:
+        raise PolicyError(f"its values have the shape {shape}, not {expected}")
+    return Change(of.shape, indices, values)
+
+
+def _compact(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    found = hashlib.blake2b(json.dumps(sorted(metadata.items())).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(content(tensor))
+    return found.hexdigest()

@@ -1,0 +1,104 @@
+"""What a file holds, as a table."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradpolicy.delta.file import Delta, read
+from gradpolicy.delta.state import DTYPES
+from gradpolicy.display import Displayed
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file holds of one tensor.
+
+    Args:
+        name: Its name in the state_dict.
+        dtype: Such as ``"float32"``.
+        shape: Its shape.
+        form: ``"entries"``, ``"rows"`` or ``"whole"``.
+        stored: How many entries have a value in the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    form: str
+    stored: int
+
+
+@dataclass(frozen=True)
+class Info(Displayed):
+    """What a file holds; a table where it is printed.
+
+    Args:
+        path: The file.
+        bytes: Its size.
+        base: The fingerprint of the base, 16 hexadecimal digits.
+        base_bytes: What the base's tensors take.
+        entries: How many entries the base has.
+        tensors: What changed, by name.
+    """
+
+    path: Path
+    bytes: int
+    base: str
+    base_bytes: int
+    entries: int
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def stored(self) -> int:
+        """How many entries have a value in the file."""
+        return sum(tensor.stored for tensor in self.tensors)
+
+    def __rich__(self) -> "RenderableType":
+        """A row a tensor."""
+        from rich.table import Table
+
+        title = (
+            f"{self.path.name}: {self.stored:,} of {self.entries:,} entries, {self.bytes:,} bytes "
+            f"({self.bytes / max(self.base_bytes, 1):.2%} of the model's), base {self.base}"
+        )
+        table = Table(title=title, title_justify="left")
+        for column in ("tensor", "dtype", "shape", "stored as"):
+            table.add_column(column)
+        table.add_column("entries", justify="right")
+        for tensor in self.tensors:
+            shape = "×".join(map(str, tensor.shape)) or "scalar"
+            table.add_row(tensor.name, tensor.dtype, shape, tensor.form, f"{tensor.stored:,}")
+        return table
+
+
+def info(path: str | Path) -> Info:
+    """Tells what a file holds.
+
+    Args:
+        path: A file of :func:`gradpolicy.delta.save` or :func:`gradpolicy.delta.merge`.
+
+    Raises:
+        PolicyError: If it cannot be read or is damaged.
+    """
+    return describe(path, read(path))
+
+
+def describe(path: str | Path, delta: Delta) -> Info:
+    """What a file holds that has been read, or written, just now."""
+    tensors = tuple(
+        TensorInfo(name, delta.base[name].dtype, change.shape, change.form, change.stored)
+        for name, change in delta.changes.items()
+    )
+    sizes = [(math.prod(each.shape), DTYPES[each.dtype].itemsize) for each in delta.base.values()]
+    return Info(
+        path=Path(path),
+        bytes=Path(path).stat().st_size,
+        base=delta.fingerprint,
+        base_bytes=sum(count * size for count, size in sizes),
+        entries=sum(count for count, _ in sizes),
+        tensors=tensors,
+    )

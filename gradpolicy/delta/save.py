@@ -1,0 +1,66 @@
+"""Writes what a model and its base differ in."""
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from gradpolicy.delta.change import Change, difference
+from gradpolicy.delta.file import Delta, write
+from gradpolicy.delta.info import Info, describe
+from gradpolicy.delta.state import Print, State, check_same_tensors, print_of, tensors_of, whole
+from gradpolicy.errors import PolicyError, shown
+from gradpolicy.tensors.sharding import local_shard
+
+
+def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) -> Info:
+    """Writes a file of what changed from a base to a model: parameters and buffers.
+
+    Args:
+        path: The safetensors file; one that is there is replaced.
+        model: After the change; may be sharded, then every process calls this.
+        base: Before the change; its names, dtypes and shapes are the model's.
+
+    Returns:
+        What the file holds.
+
+    Raises:
+        PolicyError: If names, dtypes or shapes differ, the base is the model itself, or the file cannot be
+            written.
+    """
+    after, before = tensors_of(model), tensors_of(base)
+    check_same_tensors(after, before, "delta: the model", "the base")
+    if after and all(_place(tensor) == _place(before[name]) for name, tensor in after.items()):
+        raise PolicyError(
+            "delta: the base shares the model's memory: keep a copy before training, such as "
+            "copy.deepcopy(model.state_dict())"
+        )
+    prints: dict[str, Print] = {}
+    changes: dict[str, Change] = {}
+    tied: dict[tuple[object, ...], tuple[Print, Change | None]] = {}
+    for name, tensor in after.items():
+        old = before[name]
+        if (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+            raise PolicyError(
+                f"delta: {shown(name)} is {_kind(tensor)} in the model and {_kind(old)} in the base"
+            )
+        old = whole(old)
+        prints[name] = print_of(old)
+        former, change = tied.get(_place(tensor), (None, None))
+        if former != prints[name]:
+            change = difference(old, whole(tensor))
+            tied.setdefault(_place(tensor), (prints[name], change))
+        if change is not None:
+            changes[name] = change
+    delta = Delta(prints, changes)
+    write(path, delta)
+    return describe(path, delta)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Where a tensor lies: tied names have one place. An empty one lies nowhere."""
+    local = local_shard(tensor)
+    return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

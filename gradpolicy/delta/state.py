@@ -1,0 +1,110 @@
+"""The tensors of a model by name, and the fingerprint of each."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradpolicy.delta.change import bits
+from gradpolicy.errors import PolicyError, nearest, shortened, shown
+from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard, shard_like
+from gradpolicy.where import plain_name
+
+State = Mapping[str, Tensor]
+# What safetensors files hold, by the name that stands in ours.
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+        *(torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.uint16, torch.uint32, torch.uint64, torch.complex64),
+    )
+}
+
+
+class Print(NamedTuple):
+    """The fingerprint of one tensor: a digest of its bits, its dtype and its shape."""
+
+    digest: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Prints = Mapping[str, Print]
+
+
+def tensors_of(model: nn.Module | State) -> dict[str, Tensor]:
+    """The tensors of a model's state, parameters and buffers, in the order of their names.
+
+    Raises:
+        PolicyError: For what is no tensor, or one that no file can hold.
+    """
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    if not isinstance(state, Mapping):
+        raise PolicyError(f"delta: needs a module or a state_dict, got {type(state).__name__}")
+    found = {}
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise PolicyError(
+                f"delta: {shown(name)} is a {type(tensor).__name__}; files of changes hold tensors"
+            )
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
+            kind = "meta" if tensor.is_meta else f"{tensor.layout}".removeprefix("torch.")
+            raise PolicyError(f"delta: {shown(name)} cannot be stored: it is {kind}, {tensor.dtype}")
+        found[plain_name(name)] = tensor.detach()
+    return dict(sorted(found.items()))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU, as one piece in memory, gathered where it is sharded."""
+    return full_tensor(tensor).detach().cpu().contiguous()
+
+
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Writes whole values into a tensor, wherever it lies and however it is sharded."""
+    with torch.no_grad():
+        if is_sharded(tensor):
+            tensor, values = local_shard(tensor), local_shard(shard_like(values, tensor))
+        tensor.copy_(values)
+
+
+def print_of(tensor: Tensor) -> Print:
+    """The fingerprint of a tensor, whole and on the CPU."""
+    kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    found = hashlib.blake2b(f"{kind} {shape} ".encode(), digest_size=8)
+    found.update(content(tensor))
+    return Print(found.hexdigest(), kind, shape)
+
+
+def fingerprint(prints: Prints) -> str:
+    """One fingerprint of a whole state: 16 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(sorted(prints.items())).encode(), digest_size=8).hexdigest()
+
+
+def content(tensor: Tensor) -> memoryview:
+    """A tensor's bytes."""
+    return bits(tensor).view(torch.uint8).numpy().data
+
+
+def check_same_tensors(names: Iterable[str], expected: Iterable[str], owner: str, other: str) -> None:
+    """Makes sure that two states have the same names.
+
+    Args:
+        names: Those of the one.
+        expected: Those of the other.
+        owner: What has the names.
+        other: What has the expected ones.
+
+    Raises:
+        PolicyError: If they differ: the names, and the nearest.
+    """
+    names, expected = set(names), set(expected)
+    missing, added = sorted(expected - names), sorted(names - expected)
+    if missing:
+        hint = nearest(missing[0], added or names, count=1)
+        raise PolicyError(f"{owner} has no tensor {shortened(missing)}, which {other} has; {hint}")
+    if added:
+        raise PolicyError(f"{owner} has {shortened(added)}, which {other} has not")

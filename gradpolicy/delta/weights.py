@@ -1,0 +1,59 @@
+"""Weights in files: read from safetensors files and checkpoints, written as safetensors."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from gradpolicy.checkpoint_file import read_file
+from gradpolicy.delta.file import write_safetensors
+from gradpolicy.delta.state import tensors_of
+from gradpolicy.errors import PolicyError, brief
+
+ENDING = ".safetensors"
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Reads a state_dict, without running what is in the file.
+
+    Args:
+        path: A ``.safetensors`` file, or what ``torch.save`` wrote: a state_dict, or a checkpoint that holds
+            one as ``state_dict``, as Lightning's do.
+
+    Raises:
+        PolicyError: If it cannot be read, or holds no weights.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    if path.suffix != ENDING:
+        found = read_file(path, "delta")
+        found = found.get("state_dict", found) if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            raise PolicyError(f"delta: {path} holds no weights")
+        return tensors_of(found)
+    try:
+        return tensors_of(load_file(path))
+    except OSError as error:
+        raise PolicyError(f"delta: {path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise PolicyError(f"delta: {path} is damaged: {brief(str(error))}") from error
+
+
+def write_weights(path: str | Path, tensors: dict[str, Tensor]) -> None:
+    """Writes a state_dict as a safetensors file.
+
+    Raises:
+        PolicyError: If it cannot be written, or is to be of another format.
+    """
+    path = Path(path)
+    if path.suffix != ENDING:
+        raise PolicyError(f"delta: {path} must end with {ENDING}, the format that is written")
+    seen: set[int] = set()
+    alone = {}
+    for name, tensor in tensors.items():
+        # The format knows no tensors that share memory.
+        alone[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
+        seen.add(tensor.data_ptr())
+    # transformers reads no file that does not say of which framework it is.
+    write_safetensors(path, alone, {"format": "pt"})

@@ -1,0 +1,106 @@
+"""Writes what a training changed into a file of :mod:`gradpolicy.delta`."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+
+from gradpolicy.delta import save
+from gradpolicy.delta.state import check_same_tensors, tensors_of, whole
+from gradpolicy.delta.weights import read_weights, write_weights
+from gradpolicy.errors import PolicyError, nearest, shown
+
+KEY = "callbacks.delta"
+BASE, DELTA = "base.safetensors", "delta.safetensors"
+
+
+class SaveDelta(Callback):
+    """Writes ``delta.safetensors`` at the end of training: what differs from the base.
+
+    The base is what the training began with, after `InitialWeights` if that loads any. It is kept beside the
+    delta as ``base.safetensors``, and a resumed run goes on to compare with it.
+
+    Args:
+        directory: Where both files go.
+        base: A file of weights to compare with, in place of those that the training began with.
+        module: The name of the module whose weights are meant; None: the LightningModule.
+
+    Raises:
+        PolicyError: Before training, if there is no such module, or the base is absent, damaged, or of
+            another model.
+    """
+
+    def __init__(self, directory: str, base: str | None = None, module: str | None = None) -> None:
+        self.directory = Path(directory)
+        self.base = Path(base).expanduser() if base is not None else None
+        self.module = module
+        self._restored: Path | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps what a training begins with; a run that resumes has begun before."""
+        model = self._module_of(pl_module)
+        if self.base is None and trainer.ckpt_path is None:
+            begun = self._gathered(trainer, model)
+            if trainer.is_global_zero:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                write_weights(self.directory / BASE, begun)
+        trainer.strategy.barrier("gradpolicy.delta")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes sure that the base is there, and of this model, before hours are spent."""
+        names = tensors_of(self._module_of(pl_module))
+        if trainer.is_global_zero:
+            check_same_tensors(names, self._read_base(), f"{KEY}: the model", str(self._base_path()))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the file."""
+        trained = self._gathered(trainer, self._module_of(pl_module))
+        if trainer.is_global_zero:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            info = save(self.directory / DELTA, trained, self._read_base())
+            rank_zero_info(
+                f"{info.path}: {info.stored:,} of {info.entries:,} entries, {info.bytes:,} bytes, "
+                f"base {info.base}"
+            )
+        trainer.strategy.barrier("gradpolicy.delta")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the base lies."""
+        return {"base": str(self._base_path().absolute())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up the base of the run that is resumed."""
+        self._restored = Path(state_dict["base"])
+
+    def _base_path(self) -> Path:
+        return self.base or self._restored or self.directory / BASE
+
+    def _read_base(self) -> dict[str, Tensor]:
+        path = self._base_path()
+        if not path.is_file():
+            raise PolicyError(
+                f"{KEY}.base: {path} is not a file; name the weights that the training began with"
+            )
+        return read_weights(path)
+
+    def _module_of(self, pl_module: LightningModule) -> nn.Module:
+        if self.module is None:
+            return pl_module
+        modules = dict(pl_module.named_modules())
+        if self.module not in modules:
+            raise PolicyError(
+                f"{KEY}.module: there is no module {shown(self.module)}; {nearest(self.module, modules)}"
+            )
+        return modules[self.module]
+
+    @staticmethod
+    def _gathered(trainer: Trainer, model: nn.Module) -> dict[str, Tensor]:
+        """The weights on the first process; every process takes part in gathering them."""
+        found = {}
+        for name, tensor in tensors_of(model).items():
+            gathered = whole(tensor)
+            if trainer.is_global_zero:
+                found[name] = gathered
+        return found

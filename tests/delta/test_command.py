@@ -1,0 +1,74 @@
+"""`gradpolicy delta`: the same from a terminal."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gradpolicy.delta.command import main
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a base as safetensors, two trained models, one of them a checkpoint of Lightning."""
+    monkeypatch.chdir(tmp_path)
+    base = {"w": torch.zeros(40, 10), "b": torch.zeros(4)}
+    save_file(base, "base.safetensors")
+    for name, entry in (("one", 3), ("two", 9)):
+        after = {key: tensor.clone() for key, tensor in base.items()}
+        after["w"].view(-1)[entry] = 1.0
+        after["tied"] = after["w"]
+        torch.save({"epoch": 3, "state_dict": {key: after[key] for key in base}}, f"{name}.ckpt")
+    return tmp_path
+
+
+def run(*words: str) -> None:
+    assert main(words) == 0
+
+
+def test_save_apply_revert_merge_and_info(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("save", "one.delta", "one.ckpt", "base.safetensors")
+    run("save", "two.delta", "two.ckpt", "base.safetensors")
+    run("apply", "base.safetensors", "one.delta", "--out", "applied.safetensors")
+    assert load_file("applied.safetensors")["w"].view(-1).nonzero().flatten().tolist() == [3]
+    run("revert", "one.ckpt", "one.delta", "--out", "reverted.safetensors")
+    assert not load_file("reverted.safetensors")["w"].any()
+    run("merge", "one.delta", "two.delta", "--weights", "0.5", "-2", "--out", "both.delta")
+    run("apply", "base.safetensors", "both.delta", "--out", "applied.safetensors")
+    assert load_file("applied.safetensors")["w"].view(-1)[[3, 9]].tolist() == [0.5, -2.0]
+    run("merge", "one.delta", "two.delta", "--out", "both.delta")
+    capsys.readouterr()
+    run("info", "both.delta")
+    shown = capsys.readouterr().out
+    assert "2 of 404 entries" in shown
+    assert "w " in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["info", "base.safetensors"], "is no file of gradpolicy.delta"),
+        (["info", "missing"], "delta: missing cannot be read"),
+        (["save", "x.delta", "missing.ckpt", "base.safetensors"], "missing.ckpt"),
+        (
+            ["apply", "broken.safetensors", "one.delta", "--out", "x.safetensors"],
+            "broken.safetensors is damaged",
+        ),
+        (["apply", "one.ckpt", "one.delta", "--out", "x.safetensors"], "is it applied already"),
+        (["apply", "base.safetensors", "one.delta", "--out", "x.pt"], "x.pt must end with .safetensors"),
+        (["merge", "one.delta", "one.delta", "--weights", "1", "--out", "x"], "2 files need as many weights"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    files: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("save", "one.delta", "one.ckpt", "base.safetensors")
+    Path("broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    capsys.readouterr()
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert message in printed
+    assert printed.count("\n") == 1
+    assert not list(files.glob("x*"))

@@ -1,0 +1,357 @@
+"""Files of what changed: exact both ways, small, and refused where they do not fit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+State = dict[str, Tensor]
+
+
+def state(model: nn.Module) -> State:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same_bits(one: State, other: State) -> bool:
+    assert one.keys() == other.keys()
+    pairs = [
+        (tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
+        for name, tensor in one.items()
+    ]
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+def change_entries(model: nn.Module, share: float, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            chosen = torch.rand(parameter.shape, generator=generator) < share
+            parameter.copy_(torch.where(chosen, parameter * 1.1 + 0.3, parameter))
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Linear(30, 5))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "change.safetensors"
+
+
+# ---- there and back
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_applying_and_reverting_restore_every_bit(dtype: torch.dtype, path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 150), nn.Linear(150, 5)).to(dtype)
+    base = state(model)
+    change_entries(model, 0.01)
+    after = state(model)
+    gp.delta.save(path, model, base)
+    gp.delta.revert(model, path)
+    assert same_bits(state(model), base)
+    gp.delta.apply(model, path)
+    assert same_bits(state(model), after)
+
+
+def test_zeros_signs_infinities_and_nan_keep_their_bits(path: Path) -> None:
+    base = {"w": torch.tensor([0.0, 1.0, torch.inf, 1.0, *[2.0] * 20])}
+    odd_nan = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)
+    after = {"w": torch.cat([torch.tensor([-0.0, torch.inf, -torch.inf]), odd_nan, base["w"][4:]])}
+    assert gp.delta.save(path, after, base).stored == 4
+    model = {"w": base["w"].clone()}
+    gp.delta.apply(model, path)
+    assert same_bits(model, after)
+    gp.delta.revert(model, path)
+    assert same_bits(model, base)
+
+
+def test_buffers_of_other_dtypes_are_part_of_it(network: nn.Module, path: Path) -> None:
+    base = state(network)
+    network(torch.randn(8, 40))
+    info = gp.delta.save(path, network, base)
+    assert {tensor.name for tensor in info.tensors} == {
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    }
+    gp.delta.revert(network, path)
+    assert same_bits(state(network), base)
+
+
+def test_entries_rows_and_whole_tensors_are_stored_as_such(path: Path) -> None:
+    base = {name: torch.zeros(50, 20) for name in ("entries", "rows", "whole", "untouched")}
+    after = {name: tensor.clone() for name, tensor in base.items()}
+    after["entries"].view(-1)[::100] = 1.0
+    after["rows"][[3, 7]] = 1.0
+    after["whole"] += 1.0
+    info = gp.delta.save(path, after, base)
+    assert {tensor.name: (tensor.form, tensor.stored) for tensor in info.tensors} == {
+        "entries": ("entries", 10),
+        "rows": ("rows", 40),
+        "whole": ("whole", 1000),
+    }
+    gp.delta.apply(base, path)
+    assert same_bits(base, after)
+    assert "2" in str(info)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_percent_of_the_entries_takes_at_most_three_percent_of_the_file(
+    dtype: torch.dtype, tmp_path: Path, path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(400, 500), nn.Linear(500, 100)).to(dtype)
+    base = state(model)
+    save_file(base, tmp_path / "model.safetensors")
+    change_entries(model, 0.01)
+    gp.delta.save(path, model, base)
+    assert path.stat().st_size <= 0.03 * (tmp_path / "model.safetensors").stat().st_size
+
+
+def test_few_entries_of_a_large_tensor_take_little(path: Path) -> None:
+    base = {"w": torch.zeros(1_000_000)}
+    after = {"w": base["w"].clone()}
+    after["w"][[5, 999_999]] = 1.0
+    gp.delta.save(path, after, base)
+    assert path.stat().st_size < 1500
+    gp.delta.apply(base, path)
+    assert same_bits(base, after)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 20), nn.Linear(20, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_weights_are_stored_once(path: Path) -> None:
+    model = Tied()
+    base = state(model)
+    with torch.no_grad():
+        model.embedding.weight[3] += 1.0
+    after = state(model)
+    gp.delta.save(path, model, base)
+    assert path.stat().st_size < 2 * 20 * 4 + 700
+    gp.delta.revert(model, path)
+    assert same_bits(state(model), base)
+    apart = {name: tensor.clone() for name, tensor in base.items()}
+    gp.delta.apply(apart, path)
+    assert same_bits(apart, after)
+
+
+def test_the_names_that_compiling_adds_do_not_count(network: nn.Module, path: Path) -> None:
+    base = state(network)
+    change_entries(network, 0.1)
+    gp.delta.save(path, network, base)
+    compiled = {f"_orig_mod.{name}": tensor for name, tensor in network.state_dict().items()}
+    gp.delta.revert(compiled, path)
+    assert same_bits(state(network), base)
+
+
+def test_a_model_that_did_not_change_gives_an_empty_file(network: nn.Module, path: Path) -> None:
+    base = state(network)
+    assert gp.delta.save(path, network, base).tensors == ()
+    gp.delta.apply(network, path)
+    assert same_bits(state(network), base)
+
+
+# ---- what does not fit is refused, and nothing is written
+
+
+def test_another_base_is_refused_by_name(network: nn.Module, path: Path) -> None:
+    base = state(network)
+    change_entries(network, 0.1)
+    gp.delta.save(path, network, base)
+    other = {name: tensor.clone() for name, tensor in base.items()}
+    other["1.running_mean"][4] = -0.0
+    before = {name: tensor.clone() for name, tensor in other.items()}
+    with pytest.raises(PolicyError, match=r"another base \(\w{16}\) than the model: 1.running_mean differs"):
+        gp.delta.apply(other, path)
+    assert same_bits(other, before)
+
+
+def test_a_file_is_applied_once_and_taken_back_once(network: nn.Module, path: Path) -> None:
+    base = state(network)
+    change_entries(network, 0.1)
+    gp.delta.save(path, network, base)
+    with pytest.raises(PolicyError, match="is it applied already"):
+        gp.delta.apply(network, path)
+    gp.delta.revert(network, path)
+    with pytest.raises(PolicyError, match="not applied to the model"):
+        gp.delta.revert(network, path)
+
+
+def test_reverting_refuses_a_model_that_went_on_training(network: nn.Module, path: Path) -> None:
+    base = state(network)
+    change_entries(network, 0.1)
+    gp.delta.save(path, network, base)
+    change_entries(network, 0.1, seed=1)
+    after = state(network)
+    with pytest.raises(PolicyError, match=r"another base .* 0\.bias, 0\.weight"):
+        gp.delta.revert(network, path)
+    assert same_bits(state(network), after)
+
+
+def cut(base: State) -> None:
+    base["0.weight"] = base["0.weight"][:-1]
+
+
+def halve(base: State) -> None:
+    base["0.weight"] = base["0.weight"].half()
+
+
+def rename(base: State) -> None:
+    base["0.weights"] = base.pop("0.weight")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (cut, r"'0.weight' is float32 \[30, 40\] in the model and float32 \[29, 40\] in the base"),
+        (halve, "float16"),
+        (rename, "the model has no tensor 0.weights, which the base has; did you mean '0.weight'"),
+    ],
+)
+def test_a_base_of_another_kind_is_refused_by_name(
+    network: nn.Module, path: Path, spoil: Callable[[State], None], message: str
+) -> None:
+    base = state(network)
+    spoil(base)
+    with pytest.raises(PolicyError, match=message):
+        gp.delta.save(path, network, base)
+    gp.delta.save(path, network, state(network))
+    with pytest.raises(PolicyError, match="weight"):
+        gp.delta.apply(base, path)
+
+
+def test_the_model_itself_is_no_base(network: nn.Module, path: Path) -> None:
+    with pytest.raises(PolicyError, match="shares the model's memory"):
+        gp.delta.save(path, network, network.state_dict())
+
+
+# ---- merging
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[State, list[State], list[Path]]:
+    """A base, two changes of it that overlap, and their files."""
+    base = {"w": torch.linspace(-1, 1, 60).view(12, 5), "b": torch.zeros(4)}
+    changed, paths = [], []
+    for number in range(2):
+        after = {name: tensor.clone() for name, tensor in base.items()}
+        after["w"].view(-1)[number : 40 : 3 + number] += 0.1 * (number + 1)
+        changed.append(after)
+        paths.append(tmp_path / f"{number}.safetensors")
+    changed[1]["b"] += 1.0
+    for after, path in zip(changed, paths, strict=True):
+        gp.delta.save(path, after, base)
+    return base, changed, paths
+
+
+def test_merging_adds_up_the_weighted_changes(two: tuple[State, list[State], list[Path]], path: Path) -> None:
+    base, changed, paths = two
+    gp.delta.merge(paths, [0.5, -2.0], path)
+    expected = {
+        name: (
+            base[name].double()
+            + sum(
+                weight * (after[name].double() - base[name].double())
+                for weight, after in zip((0.5, -2.0), changed, strict=True)
+            )
+        ).float()
+        for name in base
+    }
+    merged = {name: tensor.clone() for name, tensor in base.items()}
+    gp.delta.apply(merged, path)
+    assert all(torch.equal(merged[name], expected[name]) for name in base)
+    gp.delta.revert(merged, path)
+    assert same_bits(merged, base)
+
+
+def test_what_one_file_alone_changes_with_weight_one_keeps_its_bits(tmp_path: Path, path: Path) -> None:
+    base = {"w": torch.tensor([1e30, 0.0, 1.0])}
+    for name, entry, value in (("a", 0, 1e-30), ("b", 1, -0.0)):
+        after = base["w"].clone()
+        after[entry] = value
+        gp.delta.save(tmp_path / name, {"w": after}, base)
+    gp.delta.merge([tmp_path / "a", tmp_path / "b"], [1.0, 1.0], path)
+    gp.delta.apply(base, path)
+    assert same_bits(base, {"w": torch.tensor([1e-30, -0.0, 1.0])})
+
+
+def test_merging_refuses_other_bases_and_weights(
+    two: tuple[State, list[State], list[Path]], tmp_path: Path, path: Path
+) -> None:
+    _, changed, paths = two
+    gp.delta.save(tmp_path / "other", changed[0], changed[1])
+    with pytest.raises(PolicyError, match=r"other has another base than .*0\.safetensors: see b, w"):
+        gp.delta.merge([paths[0], tmp_path / "other"], [1.0, 1.0], path)
+    for weights in ([1.0], [1.0, torch.nan], [1.0, "2"]):
+        with pytest.raises(PolicyError, match="weight"):
+            gp.delta.merge(paths, weights, path)
+    with pytest.raises(PolicyError, match="'b' would hold values that are not finite"):
+        gp.delta.merge(paths, [1.0, 1e300], path)
+    assert not path.exists()
+
+
+def test_counts_are_rounded(tmp_path: Path, path: Path) -> None:
+    base = {"count": torch.tensor(10)}
+    for number in (13, 14):
+        gp.delta.save(tmp_path / str(number), {"count": torch.tensor(number)}, base)
+    gp.delta.merge([tmp_path / "13", tmp_path / "14"], [0.5, 0.5], path)
+    gp.delta.apply(base, path)
+    assert base["count"].item() == 14
+
+
+def test_tied_weights_stay_shared_in_a_merged_file(tmp_path: Path, path: Path) -> None:
+    model = Tied()
+    base = state(model)
+    for number in range(2):
+        with torch.no_grad():
+            model.embedding.weight[number] += 1.0
+        gp.delta.save(tmp_path / str(number), model, base)
+    info = gp.delta.merge([tmp_path / "0", tmp_path / "1"], [0.5, 0.5], path)
+    assert path.stat().st_size < 2 * (tmp_path / "1").stat().st_size
+    assert [(tensor.name, tensor.form, tensor.stored) for tensor in info.tensors] == [
+        ("embedding.weight", "rows", 40),
+        ("head.weight", "rows", 40),
+    ]
+
+
+# ---- what a file says of itself
+
+
+def test_info_tells_what_a_file_holds(network: nn.Module, path: Path) -> None:
+    base = state(network)
+    with torch.no_grad():
+        network[0].weight[:2] += 1.0
+    saved = gp.delta.save(path, network, base)
+    info = gp.delta.info(path)
+    assert info == saved
+    assert (info.bytes, info.stored) == (path.stat().st_size, 80)
+    assert info.entries == sum(tensor.numel() for tensor in base.values())
+    (tensor,) = info.tensors
+    assert (tensor.name, tensor.dtype, tensor.shape, tensor.form) == ("0.weight", "float32", (30, 40), "rows")
+    assert info.base in str(info)
+    assert "0.weight" in str(info)
+
+
+def test_the_header_is_json_that_others_can_read(network: nn.Module, path: Path) -> None:
+    base = state(network)
+    change_entries(network, 0.1)
+    gp.delta.save(path, network, base)
+    raw = path.read_bytes()
+    metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+    assert metadata["format"] == "gradpolicy.delta 1"
+    assert json.loads(metadata["base"]).keys() == base.keys()

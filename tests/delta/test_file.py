@@ -1,0 +1,194 @@
+"""A file may come from a stranger: what is damaged, foreign or made up is refused in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import gradpolicy as gp
+from gradpolicy.delta.file import _checksum
+from gradpolicy.delta.gaps import decode, encode
+from gradpolicy.errors import PolicyError
+
+Metadata = dict[str, str]
+Content = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def whole_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = {"a": torch.zeros(40, 10), "b": torch.zeros(4), "c": torch.zeros(30, 3), "d": torch.zeros(30, 3)}
+    after = {name: tensor.clone() for name, tensor in base.items()}
+    after["a"].view(-1)[[3, 333]] = 1.0
+    after["b"] += 1.0
+    after["c"][[1, 29]] = 1.0
+    after["d"] = after["c"]
+    path = tmp_path_factory.mktemp("whole") / "whole.safetensors"
+    gp.delta.save(path, after, base)
+    return path
+
+
+def metadata_of(path: Path) -> Metadata:
+    raw = path.read_bytes()
+    return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+
+
+def refused(path: Path) -> str:
+    """The one line with which every function refuses a file."""
+    lines = set()
+    for function in (gp.delta.info, lambda path: gp.delta.apply({"a": torch.zeros(40, 10)}, path)):
+        with pytest.raises(PolicyError) as caught:
+            function(path)
+        lines.add(str(caught.value))
+    (line,) = lines
+    assert "\n" not in line
+    assert str(path) in line
+    assert len(line) < len(str(path)) + 200
+    return line
+
+
+def test_every_changed_bit_is_found(whole_file: Path, tmp_path: Path) -> None:
+    raw, path = whole_file.read_bytes(), tmp_path / "damaged"
+    for place in range(0, len(raw), 7):
+        path.write_bytes(raw[:place] + bytes([raw[place] ^ 4]) + raw[place + 1 :])
+        assert "delta: " in refused(path)
+
+
+def test_every_missing_or_added_byte_is_found(whole_file: Path, tmp_path: Path) -> None:
+    raw, path = whole_file.read_bytes(), tmp_path / "damaged"
+    for content in (*(raw[:size] for size in range(0, len(raw), 50)), raw[:-1], raw + b"\0"):
+        path.write_bytes(content)
+        assert "is damaged" in refused(path)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "foreign"
+    assert "cannot be read" in refused(path)
+    assert "cannot be read" in refused(tmp_path)
+    torch.save({"a": torch.zeros(3)}, path)
+    assert "is damaged" in refused(path)
+    save_file({"a": torch.zeros(3)}, path)
+    assert "is no file of gradpolicy.delta" in refused(path)
+    save_file({"a": torch.zeros(3)}, path, {"format": "gradpolicy.delta 2"})
+    assert "it is 'gradpolicy.delta 2', and 'gradpolicy.delta 1' is read" in refused(path)
+
+
+def altered(key: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Content, Metadata], None]:
+    """Alters a part of the metadata."""
+
+    def alter(_: Content, metadata: Metadata) -> None:
+        table = json.loads(metadata[key])
+        change(table)
+        metadata[key] = json.dumps(table)
+
+    return alter
+
+
+def replaced(name: str, tensor: Tensor) -> Callable[[Content, Metadata], None]:
+    return lambda content, _: content.update({name: tensor})
+
+
+DEEP = "[" * 100_000
+MADE_UP: dict[str, tuple[Callable[[Content, Metadata], None], str]] = {
+    "index_beyond": (
+        replaced("gaps:a", torch.tensor([3, 255, 254], dtype=torch.uint8)),
+        "index 513 is out of",
+    ),
+    "row_beyond": (
+        replaced("gaps:c", torch.tensor([1, 28], dtype=torch.uint8)),
+        "index 30 is out of range, there are 30",
+    ),
+    "gap_without_end": (replaced("gaps:a", torch.tensor([3, 255], dtype=torch.uint8)), "has no end"),
+    "gaps_of_floats": (replaced("gaps:a", torch.zeros(2)), "gaps must be"),
+    "gaps_of_two_dimensions": (replaced("gaps:a", torch.zeros(2, 1, dtype=torch.uint8)), "gaps must be"),
+    "too_few_values": (replaced("values:a", torch.zeros(2, 1)), "shape"),
+    "no_values": (replaced("values:a", torch.zeros(2, 0)), "there are no values"),
+    "one_side": (replaced("values:b", torch.zeros(4)), "shape"),
+    "other_rows": (replaced("values:c", torch.zeros(2, 2, 4)), "shape"),
+    "other_dtype": (replaced("values:b", torch.zeros(2, 4).half()), "its values are torch.float16"),
+    "unknown_name": (replaced("values:e", torch.zeros(2, 4)), "'values:e', which belongs to no tensor"),
+    "gaps_alone": (
+        lambda content, _: content.__delitem__("values:a"),
+        "'gaps:a', which belongs to no tensor",
+    ),
+    "no_kind": (replaced("a", torch.zeros(2)), "'a', which belongs to no tensor"),
+    "no_base": (lambda _, metadata: metadata.__delitem__("base"), "'base' cannot be read"),
+    "no_json": (lambda _, metadata: metadata.update(base="{"), "'base' cannot be read"),
+    "deep_json": (lambda _, metadata: metadata.update(base=DEEP), "'base' cannot be read"),
+    "no_table": (lambda _, metadata: metadata.update(same="[]"), "'same' is no table"),
+    "negative_size": (
+        altered("base", lambda base: base["b"][2].__setitem__(0, -4)),
+        "describes the base's 'b'",
+    ),
+    "huge_size": (altered("base", lambda base: base["b"][2].extend([2**62, 4])), "describes the base's 'b'"),
+    "size_true": (
+        altered("base", lambda base: base["b"][2].__setitem__(0, True)),
+        "describes the base's 'b'",
+    ),
+    "strange_digest": (altered("base", lambda base: base["b"].__setitem__(0, "x" * 16)), "describes"),
+    "strange_dtype": (altered("base", lambda base: base["b"].__setitem__(1, "object")), "describes"),
+    "base_is_text": (altered("base", lambda base: base.update(b="b")), "describes the base's 'b'"),
+    "same_as_nothing": (altered("same", lambda same: same.update(d="e")), "cannot be the same as 'e'"),
+    "same_as_a_list": (altered("same", lambda same: same.update(d=[])), "cannot be the same as"),
+    "same_as_itself": (altered("same", lambda same: same.update(a="a")), "cannot be the same as 'a'"),
+    "same_of_nothing": (altered("same", lambda same: same.update(e="a")), "is not the same as 'a'"),
+    "same_of_another_shape": (altered("same", lambda same: same.update(d="b")), "is not the same as 'b'"),
+}
+
+
+@pytest.mark.parametrize("kind", MADE_UP)
+def test_what_is_made_up_is_refused_though_its_checksum_is_right(
+    kind: str, whole_file: Path, tmp_path: Path
+) -> None:
+    make_up, message = MADE_UP[kind]
+    content, metadata = load_file(whole_file), metadata_of(whole_file)
+    assert json.loads(metadata["same"]) == {"d": "c"}
+    make_up(content, metadata)
+    del metadata["checksum"]
+    metadata["checksum"] = _checksum(content, metadata)
+    save_file(content, tmp_path / "made_up", metadata)
+    assert message in refused(tmp_path / "made_up")
+
+
+def test_wrong_values_of_the_base_are_found_before_anything_is_written(
+    whole_file: Path, tmp_path: Path
+) -> None:
+    content, metadata = load_file(whole_file), metadata_of(whole_file)
+    content["values:b"][0] = 7.0
+    del metadata["checksum"]
+    metadata["checksum"] = _checksum(content, metadata)
+    save_file(content, tmp_path / "made_up", metadata)
+    model = {"a": torch.zeros(40, 10), "b": torch.zeros(4), "c": torch.zeros(30, 3), "d": torch.zeros(30, 3)}
+    with pytest.raises(PolicyError, match="b differs"):
+        gp.delta.apply(model, tmp_path / "made_up")
+    assert not any(tensor.any() for tensor in model.values())
+
+
+def test_others_may_read_the_file(whole_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    assert whole_file.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"nowhere.x\.safetensors cannot be written"):
+        gp.delta.save(tmp_path / "nowhere" / "x.safetensors", {"a": torch.ones(3)}, {"a": torch.zeros(3)})
+
+
+# ---- gaps
+
+
+@given(st.sets(st.integers(0, 300_000)))
+def test_indices_come_back_from_their_gaps(chosen: set[int]) -> None:
+    indices = torch.tensor(sorted(chosen), dtype=torch.int64)
+    gaps = encode(indices)
+    assert gaps.dtype in (torch.uint8, torch.uint16)
+    assert torch.equal(decode(gaps, limit=300_001), indices)
+    if chosen:
+        with pytest.raises(PolicyError, match="out of range"):
+            decode(gaps, limit=max(chosen))

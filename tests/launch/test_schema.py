@@ -1,0 +1,198 @@
+"""Editors complete and underline config files by schemas that agree with what a run refuses."""
+
+import json
+import re
+import shutil
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import lightning
+import pytest
+import torch
+import yaml
+
+from gradpolicy.imports import follow
+from gradpolicy.launch.app import main as run_program
+from gradpolicy.launch.arguments import argument_names, misfits
+from gradpolicy.launch.schema import FILES, as_text, main, name_schemas, schema_of
+from gradpolicy.policies import Freeze
+
+CONF = Path(__file__).parents[2] / "conf"
+CONFIGS = sorted(CONF.rglob("*.yaml"))
+LINE = re.compile(r"# yaml-language-server: \$schema=(\S+)")
+
+
+@cache
+def validator(path: Path) -> Any:
+    schema = json.loads(path.read_text())
+    referred = re.fullmatch(r"(\w+)\.schema\.json", schema["allOf"][0].get("$ref", ""))
+    if referred:
+        return validator(path.parent / referred[0])
+    jsonschema.Draft7Validator.check_schema(schema)
+    return jsonschema.Draft7Validator(schema)
+
+
+def is_valid(kind: str, text: str) -> bool:
+    return validator(CONF / f"{kind}.schema.json").is_valid(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: str(path.relative_to(CONF)))
+def test_each_config_names_a_schema_in_its_first_line_and_is_valid(config: Path) -> None:
+    lines = config.read_text().splitlines()
+    # Hydra reads its own comment in the first line only.
+    line = LINE.fullmatch(lines[1] if lines[0].startswith("# @package") else lines[0])
+    assert line is not None
+    schema = (config.parent / line[1]).resolve()
+    assert schema.parent == CONF
+    found = yaml.safe_load(config.read_text())
+    assert [error.message for error in validator(schema).iter_errors(found)] == []
+
+
+POLICY = """
+trunk:
+  _target_: gradpolicy.Freeze
+  params: trunk.*
+  frozen_state: zero
+  mask: {_target_: gradpolicy.masks.Random, density: 0.5, every: 5}
+  when: {phases: [fit], start: 10}
+"""
+
+
+def test_a_policy_is_valid() -> None:
+    assert is_valid("policy", POLICY)
+    assert is_valid("policy", "mine: {_target_: my_package.MyPolicy, anything: 3}")
+    assert is_valid("policy", "reverse: {_target_: gradpolicy.Reverse, factor: '${user.factor}', modules: a}")
+    ramp = "{_target_: gradpolicy.schedules.Linear, start: 0, stop: 1, steps: 9}"
+    assert is_valid("policy", f"reverse: {{_target_: gradpolicy.Reverse, modules: a, factor: {ramp}}}")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("frozen_state", "frozen_stat"),
+        ("density", "densty"),
+        ("phases", "phase"),
+        ("0.5", "half"),
+        ("start: 10", "start: early"),
+        ("gradpolicy.Freeze", "gradpolicy.Freze"),
+        ("gradpolicy.masks.Random", "gradpolicy.masks.Randum"),
+        ("gradpolicy.masks.Random", "gradpolicy.Stop"),
+        ("_target_: gradpolicy.Freeze", "start: 1"),
+        ("_target_: gradpolicy.masks.Random, ", ""),
+        ("  mask: {_target_: gradpolicy.masks.Random, density: 0.5, every: 5}\n", ""),
+        ("trunk:\n", "trunk: 3\nother:\n"),
+    ],
+)
+def test_what_is_wrong_in_a_policy_is_found(right: str, wrong: str) -> None:
+    assert right in POLICY
+    assert not is_valid("policy", POLICY.replace(right, wrong))
+
+
+def test_an_experiment_may_set_some_arguments_of_a_policy() -> None:
+    part = "policy: {trunk: {frozen_state: zero, mask: {density: 0.2}}}\ntrainer: {max_epochs: 3}"
+    assert is_valid("experiment", part)
+    for right, wrong in (
+        ("frozen_state", "frozen_stat"),
+        ("density", "densty"),
+        ("0.2", "a lot"),
+        ("max_epochs", "max_epoch"),
+        ("trainer", "trianer"),
+    ):
+        assert not is_valid("experiment", part.replace(right, wrong))
+
+
+def test_masks_and_trainers_are_known_too() -> None:
+    assert is_valid("mask", "{_target_: gradpolicy.masks.Layerwise, active: 2, every: 20}")
+    assert not is_valid("mask", "{_target_: gradpolicy.masks.Layerwise, activ: 2}")
+    assert is_valid("trainer", "{defaults: [default], devices: 2}")
+    assert not is_valid("trainer", "{defaults: [default], device: 2}")
+
+
+def test_editors_show_what_the_docstrings_say() -> None:
+    freeze = json.loads((CONF / "policy.schema.json").read_text())["definitions"]["gradpolicy.Freeze"]
+    assert freeze["description"] == (Freeze.__doc__ or "").splitlines()[0]
+    assert freeze["properties"]["params"]["description"].startswith("Globs on parameter names")
+    assert freeze["properties"]["params"]["default"] == "*"
+    own_and_inherited = freeze["properties"].keys() >= {"mask", "params", "when", "_target_"}
+    assert own_and_inherited
+
+
+VALUES = [3, -2, 0.25, "text", True, None, [1, 2], ["a", "b"], {"a": 1}, []]
+
+
+def test_a_schema_refuses_a_value_where_the_check_of_a_run_does() -> None:
+    """Both are of one annotation: each argument of each policy and mask source, with values of each kind."""
+    definitions = json.loads((CONF / "policy.schema.json").read_text())["definitions"]
+    compared = 0
+    for name, definition in definitions.items():
+        if not name.startswith("gradpolicy."):
+            continue
+        for key, parameter in argument_names(follow(name))[0].items():
+            # The check can make nothing of some annotations.
+            if not misfits(object(), parameter.annotation):
+                continue
+            schema = {**deepcopy(definition["properties"][key]), "definitions": definitions}
+            for value in VALUES:
+                is_default = value == parameter.default and type(value) is type(parameter.default)
+                fits = is_default or not misfits(value, parameter.annotation)
+                # Text and tables may be iterated over, and what stands in them is checked by the class.
+                if not (fits and isinstance(value, str | list | dict)):
+                    assert jsonschema.Draft7Validator(schema).is_valid(value) == fits, (name, key, value)
+                    compared += 1
+    assert compared > 1000
+
+
+@pytest.mark.slow
+def test_the_schemas_that_are_shipped_are_those_of_the_signatures(tmp_path: Path) -> None:
+    assert main([str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in CONF.glob("*.json")}
+    # Other versions of torch and Lightning have other arguments; ours are the same under all of them.
+    pinned = (CONF.parent / "constraints.txt").read_text().splitlines()
+    all_pinned = {f"torch=={torch.__version__.split('+')[0]}", f"lightning=={lightning.__version__}"} <= set(
+        pinned
+    )
+    for name in FILES if all_pinned else ("policy", "mask"):
+        assert (tmp_path / f"{name}.schema.json").read_text() == (CONF / f"{name}.schema.json").read_text()
+
+
+def test_files_are_made_to_name_their_schemas(tmp_path: Path) -> None:
+    shutil.copytree(CONF, tmp_path / "conf")
+    assert name_schemas(tmp_path / "conf") == []
+    mine = tmp_path / "conf" / "policy" / "mine.yaml"
+    mine.write_text("trunk: {_target_: gradpolicy.Stop}\n")
+    experiment = tmp_path / "conf" / "experiment" / "mine.yaml"
+    experiment.write_text("# @package _global_\nseed: 3\n")
+    other = tmp_path / "conf" / "my_group" / "mine.yaml"
+    other.parent.mkdir()
+    other.write_text("a: 1\n")
+    assert set(name_schemas(tmp_path / "conf")) == {mine, experiment}
+    assert mine.read_text().startswith("# yaml-language-server: $schema=../policy.schema.json\ntrunk")
+    assert experiment.read_text().splitlines()[1].endswith("$schema=../experiment.schema.json")
+
+
+def test_a_place_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([str(tmp_path / "file" / "below")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_schema_is_written_with_a_line_for_each_definition() -> None:
+    schema = schema_of("paths")
+    assert json.loads(as_text(schema)) == schema
+
+
+def test_tab_completes_groups_options_and_keys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line, expected in (
+        ("gradpolicy policy=guid", "policy=guided"),
+        ("gradpolicy trainer.max_ep", "trainer.max_epochs="),
+    ):
+        monkeypatch.setenv("COMP_LINE", line)
+        assert run_program(CONF, ["-sc", "query=bash"]) == 0
+        assert capsys.readouterr().out.split() == [expected]

@@ -1,0 +1,83 @@
+"""A run writes what it changed, compared with what it began with, resumed or not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.lightning.delta_callback import SaveDelta
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_file_leads_from_the_first_weights_to_the_last(
+    two_layers, loader, make_trainer, tmp_path
+) -> None:
+    began = weights(two_layers)
+    names = list(began)
+    policies = gp.GradientPolicies({"rows": gp.Freeze(gp.masks.Rows(":2"), params=names[0])})
+    make_trainer(callbacks=[policies, SaveDelta(str(tmp_path))], max_steps=3).fit(two_layers, loader)
+    info = gp.delta.info(tmp_path / "delta.safetensors")
+    assert {tensor.name: tensor.form for tensor in info.tensors}[names[0]] == "rows"
+    base = load_file(tmp_path / "base.safetensors")
+    assert same(base, began)
+    gp.delta.apply(base, info.path)
+    assert same(base, two_layers.state_dict())
+
+
+def test_a_resumed_run_compares_with_what_the_first_began_with(
+    two_layers, loader, make_trainer, tmp_path: Path
+) -> None:
+    began = weights(two_layers)
+    trainer = make_trainer(callbacks=[SaveDelta(str(tmp_path / "first"))], max_steps=2)
+    trainer.fit(two_layers, loader)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = make_trainer(callbacks=[SaveDelta(str(tmp_path / "second"))], max_steps=4)
+    again.fit(two_layers, loader, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert not (tmp_path / "second" / "base.safetensors").exists()
+    gp.delta.revert(two_layers, tmp_path / "second" / "delta.safetensors")
+    assert same(two_layers.state_dict(), began)
+
+
+def test_a_base_and_a_module_can_be_named(two_layers, loader, make_trainer, tmp_path: Path) -> None:
+    name, child = next(iter(two_layers.named_children()))
+    save_file(
+        {key: torch.zeros_like(tensor) for key, tensor in child.state_dict().items()},
+        tmp_path / "zero.safetensors",
+    )
+    callback = SaveDelta(str(tmp_path), base=str(tmp_path / "zero.safetensors"), module=name)
+    make_trainer(callbacks=[callback], max_steps=1).fit(two_layers, loader)
+    gp.delta.revert(child, tmp_path / "delta.safetensors")
+    assert not any(tensor.any() for tensor in child.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"base": "nothing.safetensors"}, r"callbacks\.delta\.base: nothing\.safetensors is not a file"),
+        ({"module": "nothing"}, r"callbacks\.delta\.module: there is no module 'nothing'"),
+    ],
+)
+def test_what_is_absent_is_named_before_training(
+    two_layers, loader, make_trainer, tmp_path: Path, arguments, message: str
+) -> None:
+    with pytest.raises(PolicyError, match=message):
+        make_trainer(callbacks=[SaveDelta(str(tmp_path), **arguments)], max_steps=1).fit(two_layers, loader)
+
+
+def test_a_base_of_another_model_is_refused_before_training(
+    two_layers, loader, make_trainer, tmp_path: Path
+) -> None:
+    save_file({"other": torch.zeros(3)}, tmp_path / "other.safetensors")
+    callback = SaveDelta(str(tmp_path), base=str(tmp_path / "other.safetensors"))
+    with pytest.raises(PolicyError, match="the model has no tensor other"):
+        make_trainer(callbacks=[callback], max_steps=1).fit(two_layers, loader)
