@@ -20,7 +20,8 @@ from gradpolicy.when import When
 from gradpolicy.where import PLACES, STEP_OPERATIONS, ModulePattern, as_patterns
 
 ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
-Operations = str | Callable | Iterable[str | Callable] | None
+# In this order LightningCLI saves a list as one: it takes the first that fits.
+Operations = str | Iterable[str | Callable] | Callable | None
 NamePatterns = str | Iterable[str] | None
 RuleLike = str | Rule | RuleFunction
 # Which outputs of a module: indices, keys or attributes.

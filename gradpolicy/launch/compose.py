@@ -207,7 +207,11 @@ def _unknown_choice(error: MissingConfigException, source: Source) -> HydraExcep
 
 def _choices(group: str, source: Source) -> list[str]:
     """The names of a group's configs, in every directory and package of the search path."""
-    return GlobalHydra.instance().config_loader().get_group_options(group, config_name=source.name)
+    try:
+        return GlobalHydra.instance().config_loader().get_group_options(group, config_name=source.name)
+    except (OSError, ValueError):
+        # A name that no directory can have, such as one that is too long.
+        return []
 
 
 def _check_override(override: Override, source: Source) -> None:

@@ -108,6 +108,13 @@ def test_lightning_cli_trains_the_bits_of_python(tmp_path: Path, monkeypatch: py
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, gp.GradientPolicies)]
     assert repr(callback.policies["trunk"].when) == repr(gp.When(start=2))
 
+    # The config that it saves with the run says the same.
+    saved = yaml.safe_load(Path("config.yaml").read_text())["trainer"]["callbacks"][0]["init_args"][
+        "policies"
+    ]
+    assert saved["rounding"]["init_args"]["ops"] == ["round"]
+    assert saved["trunk"]["init_args"]["when"]["start"] == 2
+
     seed_everything(0, workers=True, verbose=False)
     model = names["Net"]()
     settings = yaml.safe_load(block("lightning_cli", "yaml"))["trainer"]

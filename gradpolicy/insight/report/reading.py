@@ -13,7 +13,6 @@ import pandas as pd
 import yaml
 
 from gradpolicy.insight import record
-from gradpolicy.insight.results import Result
 
 Content = TypeVar("Content")
 
@@ -87,7 +86,8 @@ class Run:
     @property
     def command(self) -> str:
         """The command that repeats the run."""
-        return f"{self.result.get('program', Result.program)} {shlex.join(self.overrides)}".rstrip()
+        program = self.result.get("program", "python train.py")
+        return f"{program} {shlex.join(self.overrides)}".rstrip()
 
     def rows(self, kind: str) -> pd.DataFrame:
         """The rows of one kind in the record, in the order of their steps."""
