@@ -9,6 +9,8 @@ import pytest
 import yaml
 from omegaconf import open_dict, read_write
 
+from gradpolicy.imports import limited_to
+from gradpolicy.launch.allowed_targets import trusted_packages
 from gradpolicy.launch.build import build_subject
 from gradpolicy.launch.compose import Source, check_job, compose_job, fixed_overrides, hydra_at
 from gradpolicy.launch.config import resolved
@@ -79,7 +81,7 @@ def test_a_snippet_is_a_file_with_a_command(name: str, text: str, command: str |
 )
 def test_a_snippet_is_planned_on_its_model(configs: Source, name: str, text: str, command: str) -> None:
     words = shlex.split(command)
-    with hydra_at(configs):
+    with limited_to(trusted_packages(words, ROOT)), hydra_at(configs):
         job = compose_job(configs, fixed_overrides(words))
         check_job(job, words)
         with read_write(job), open_dict(job):
