@@ -48,7 +48,7 @@ $(VENV)/bin/python:
 $(VENV)/.train-installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (once) ..."
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable '.[train]'
 	@touch $@
 
 # zennit, a peer that some tests compare with, asks for torchvision, which breaks the CPU build of torch.

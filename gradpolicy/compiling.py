@@ -56,7 +56,7 @@ def compiled(source: Path, **defines: str) -> ctypes.CDLL | None:
 
 
 def build_all(folder: Path) -> list[Path]:
-    """Compile every C source of the package for every target.
+    """Compiles every C source of the package for every target.
 
     Args:
         folder: the package's folder that is being installed; libraries go beside their sources there.
@@ -105,7 +105,7 @@ def _found_or_built(source: Path, defines: dict[str, str], command: list[str]) -
 
 
 def _build(source: Path, defines: dict[str, str], command: list[str], target: str, folder: Path) -> Path:
-    """Compile, with threads where the compiler can, else without."""
+    """Compiles, with threads where the compiler can, else without."""
     if not command:
         raise OSError("no C compiler was found")
     folder.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ NamePatterns = str | Iterable[str] | None
 RuleLike = str | Rule | RuleFunction
 # Which outputs of a module: indices, keys or attributes.
 Outputs = int | str | Iterable[int | str] | None
+WhenLike = When | Mapping[str, Any] | None
 # A number, or what gives the number for a step (or epoch) count.
 Scheduled = float | Callable[[int], float]
 
@@ -33,7 +34,7 @@ class Policy:
     """What every policy has: a time at which it holds.
 
     Args:
-        when: When the policy holds.
+        when: When the policy holds; a mapping, as a config gives it, holds the arguments of :class:`When`.
 
     Raises:
         PolicyError: For an argument that the policy does not take, or a ``when`` that is none.
@@ -45,7 +46,9 @@ class Policy:
             # Without this Python would miss the argument that was misspelt, and name no other.
             cls.__init__ = knows_its_arguments(cls.__init__)  # type: ignore[method-assign, assignment]
 
-    def __init__(self, when: When | None) -> None:
+    def __init__(self, when: WhenLike) -> None:
+        if isinstance(when, Mapping):
+            when = When(**{str(name): value for name, value in when.items()})
         self.when = when if when is not None else When()
         if not isinstance(self.when, When):
             raise PolicyError(f"{type(self).__name__}: when must be a gradpolicy.When, got {shown(when)}")
@@ -109,7 +112,7 @@ class FlowPolicy(Policy):
         output: Outputs = None,
         inside: str = "none",
         calls: int | Iterable[int] | None = None,
-        when: When | None = None,
+        when: WhenLike = None,
     ) -> None:
         super().__init__(when)
         self.rule = rule
@@ -382,7 +385,7 @@ class Freeze(Policy):
         params: str | Iterable[str] = "*",
         frozen_state: str = "keep",
         bias_correction: str = "entry",
-        when: When | None = None,
+        when: WhenLike = None,
     ) -> None:
         super().__init__(when)
         self.source = as_source(mask)

@@ -185,7 +185,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", type=int, metavar="NUMBER", help="only the case with this number")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the files of `--only` here")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for a case (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a case (default: %(default)s)")
     return parser.parse_args(arguments)
 
 

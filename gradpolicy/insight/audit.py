@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from pydantic import BaseModel, NonNegativeInt
 
 from gradpolicy.checks import check_choice, check_flag, check_whole
 from gradpolicy.errors import PolicyError
@@ -38,6 +39,35 @@ SUMMED = (
     "operations_checked",
     "operations_differing",
 )
+
+
+class SavedDifference(BaseModel, extra="forbid", strict=True):
+    """A difference in a checkpoint."""
+
+    tensor: str
+    what: str
+    policy: str
+    count: int
+    step: int
+    rank: int
+    indices: list[list[int]]
+    message: str
+
+
+class SavedCounts(BaseModel, extra="forbid", strict=True):
+    """What a checkpoint says was counted."""
+
+    intervals: NonNegativeInt
+    entries: NonNegativeInt
+    changed: NonNegativeInt
+    watched: NonNegativeInt
+    candidates: NonNegativeInt
+    chosen: NonNegativeInt
+    stopped_checked: NonNegativeInt
+    stopped_nonzero: NonNegativeInt
+    operations_checked: NonNegativeInt
+    operations_differing: NonNegativeInt
+    differences: list[SavedDifference]
 
 
 class Audit(Callback):
@@ -247,7 +277,10 @@ class Audit(Callback):
     ) -> None:
         """Keeps what was counted before, until training starts."""
         if trainer.state.fn is TrainerFn.FITTING:
-            self._former = checkpoint.get(self.KEY, {})
+            former = checkpoint.get(self.KEY, {})
+            if former:
+                SavedCounts.model_validate(former)
+            self._former = former
 
     def _own(self, trainer: Trainer) -> dict[str, Any]:
         """What this process counted; on rank 0 with what all had counted before the run was resumed."""

@@ -36,6 +36,7 @@ class Result:
             interrupted.
         error: What was wrong, if it failed.
         directory: Where everything was saved.
+        program: How the program is called that did the run.
     """
 
     overrides: list[str] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Result:
     status: str = "completed"
     error: str = ""
     directory: str = ""
+    program: str = "python train.py"
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""

@@ -1,6 +1,5 @@
 """Composes the config of each job, with clear messages for what Hydra cannot compose."""
 
-import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -207,10 +206,8 @@ def _unknown_choice(error: MissingConfigException, source: Source) -> HydraExcep
 
 
 def _choices(group: str, source: Source) -> list[str]:
-    """The names of a group's configs."""
-    return [
-        path.stem for directory in source.directories for path in sorted((directory / group).glob("*.yaml"))
-    ]
+    """The names of a group's configs, in every directory and package of the search path."""
+    return GlobalHydra.instance().config_loader().get_group_options(group, config_name=source.name)
 
 
 def _check_override(override: Override, source: Source) -> None:
@@ -222,7 +219,8 @@ def _check_override(override: Override, source: Source) -> None:
     line, group = brief(str(override.input_line)), override.key_or_group
     if not group:
         raise PolicyError(f"{line}: names no key; write key=value")
-    if override.is_sweep_override() or not os.path.isdir(source.directory / group):
+    names = [] if override.is_sweep_override() else _choices(group, source)
+    if not names:
         return
     value = override.value()
     given = value if isinstance(value, list) else [value]
@@ -230,7 +228,6 @@ def _check_override(override: Override, source: Source) -> None:
         return
     if override.is_delete() and value is None:
         return
-    names = _choices(group, source)
     hint = f"for nothing {group}=none" if value is None and "none" in names else nearest(str(value), names)
     raise PolicyError(f"{line}: a group takes the name of one of its configs; {hint}")
 

@@ -18,6 +18,7 @@ TRAINER_LEAST = {
     "accumulate_grad_batches": 1,
     "check_val_every_n_epoch": 1,
     "gradient_clip_val": 0,
+    "log_every_n_steps": 0,
     "num_sanity_val_steps": -1,
 }
 
@@ -133,7 +134,7 @@ def load_extensions(names: list[str]) -> None:
 def resolved(config: DictConfig) -> dict[str, Any]:
     """Gives a config as plain containers, with every reference in it resolved.
 
-    `sweep`, the search space of scripts/sweep.py, is left out. A policy's `when` needs no `_target_`.
+    `sweep`, the search space of `gradpolicy sweep`, is left out. A policy's `when` needs no `_target_`.
     """
     plain = OmegaConf.create({key: config._get_node(key) for key in config if key != "sweep"})
     container = OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)

@@ -31,7 +31,7 @@ HANDLERS = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 # A shell runs these. Only the command line may set them, no file.
 SHELL = ("setup", "python", "srun_args", "additional_parameters")
-SEARCH_PATHS = ("pkg://hydra", "pkg://hydra.conf")
+SEARCH_PATHS = ("pkg://gradpolicy.conf", "pkg://hydra", "pkg://hydra.conf")
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_VISIBLE_DEVICES",

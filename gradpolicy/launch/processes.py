@@ -4,10 +4,12 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +25,7 @@ SWEEP_ONLY = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.s
 LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Where launchers write the rank of a process, in the order in which Lightning reads them.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+COMMAND = "gradpolicy"
 START_FORMAT = "%Y-%m-%d_%H-%M-%S-%f"
 
 
@@ -78,7 +81,16 @@ def _now() -> str:
     return datetime.now().strftime(START_FORMAT)[:-3]
 
 
+def _called() -> str:
+    return _as_typed(Path(sys.argv[0]))
+
+
+def _as_typed(started: Path) -> str:
+    return "python train.py" if started.name == "train.py" else COMMAND
+
+
 OmegaConf.register_new_resolver("started", started, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("program", _called, replace=True)
 
 
 @contextmanager
@@ -132,14 +144,15 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    main = sys.modules["__main__"]
+    main: Any = sys.modules["__main__"]
     argv, spec = sys.argv, getattr(main, "__spec__", None)
     environment = {name: os.environ.get(name) for name in LAUNCHED_BY_LIGHTNING}
     hydra: Any = HydraConfig.get()
     sys.argv = [str(program(hydra)), *job_arguments(hydra)]
     if checkpoint is not None:
         sys.argv.append(f"ckpt_path={quoted(str(checkpoint.absolute()))}")
-    main.__spec__ = None
+    # Lightning starts `python -m` again where the program was started so.
+    main.__spec__ = spec if _is_package(spec) else None
     with read_write(hydra), open_dict(hydra):
         hydra.run.dir = hydra.runtime.output_dir
     try:
@@ -166,9 +179,20 @@ def job_arguments(hydra: Any) -> list[str]:
 
 
 def program(hydra: Any) -> Path:
-    """The path of ``train.py``; in a worker of a launcher the command line is another program's."""
+    """The path of ``train.py`` or of the command; in a worker of a launcher the command line is another's."""
     started = Path(sys.argv[0])
-    if started.suffix == ".py" and started.name == f"{hydra.job.name}.py":
+    if started.name in (f"{hydra.job.name}.py", COMMAND):
         return started.absolute()
     configs = next(Path(source.path) for source in hydra.runtime.config_sources if source.provider == "main")
-    return configs.parent / "train.py"
+    beside = configs.parent / "train.py"
+    return beside if beside.is_file() else Path(sysconfig.get_path("scripts")) / COMMAND
+
+
+def program_name() -> str:
+    """What a person types to have this job run again."""
+    return _as_typed(program(HydraConfig.get()) if HydraConfig.initialized() else Path(sys.argv[0]))
+
+
+def _is_package(spec: ModuleSpec | None) -> bool:
+    """Whether the program was started by ``python -m gradpolicy``."""
+    return spec is not None and spec.name == f"{COMMAND}.__main__"

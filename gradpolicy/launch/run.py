@@ -36,6 +36,7 @@ from gradpolicy.launch.processes import (
     agreed,
     is_first_rank,
     own_command_line,
+    program_name,
     termination_exits,
     under_torchrun,
 )
@@ -123,7 +124,13 @@ def plan_and_run(
             write_plan(planned, directory.path)
     reporter = LogRun(container, planned, compared_metrics(settings))
     metrics = train_and_test(settings, subject, checkpoint, directory, reporter)
-    result = Result(overrides, metrics, optimized_value(settings, metrics), directory=str(directory.path))
+    result = Result(
+        overrides,
+        metrics,
+        optimized_value(settings, metrics),
+        directory=str(directory.path),
+        program=program_name(),
+    )
     if is_first_rank():
         result.save(directory.path / RESULT)
         if settings.extras.report:

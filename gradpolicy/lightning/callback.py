@@ -1,6 +1,6 @@
 """The Lightning callback: when policies are installed, updated, measured, saved and removed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,30 +11,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from gradpolicy.checks import check_whole
 from gradpolicy.distributed.compression import ActiveEntries
-from gradpolicy.distributed.ranks import Ranks
-from gradpolicy.errors import PolicyError, check_named
-from gradpolicy.factors import divided_factors
-from gradpolicy.flow import install
-from gradpolicy.flow.install import Installed
-from gradpolicy.flow.policy_checks import check_cuts
-from gradpolicy.flow.report import check_met
-from gradpolicy.freezing import Freezer
-from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.masked_optimizer import wrapper_of
-from gradpolicy.optim.zero_redundancy import as_masked, deepspeed_refused
-from gradpolicy.policies import FlowPolicy, Freeze, Policy
-from gradpolicy.when import When
-from gradpolicy.where import named_parameters, once_each, pick_each
+from gradpolicy.optim.zero_redundancy import deepspeed_refused
+from gradpolicy.policies import Policy
+from gradpolicy.training_policies import TrainingPolicies
 
 # Lightning calls these, and never the forward of the LightningModule itself: it replaces that for a while.
-STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+STEP_POINTS = {"": ("training_step", "validation_step", "test_step", "predict_step")}
 
 
-class GradientPolicies(Callback):
+class GradientPolicies(TrainingPolicies, Callback):
     """Installs gradient policies for a Lightning run and removes them afterwards.
 
     What happens when:
@@ -96,56 +83,25 @@ class GradientPolicies(Callback):
         agreement_every: int | None = 100,
         communication: ActiveEntries | None = None,
     ) -> None:
-        policies = {} if policies is None else policies
-        check_named(policies)
-        self.policies: dict[str, Policy] = {
-            name: policy for name, policy in policies.items() if policy is not None
-        }
-        for name, policy in self.policies.items():
-            if not isinstance(policy, Policy):
-                raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
-        if agreement_every is not None:
-            check_whole("GradientPolicies.agreement_every", agreement_every, least=1)
-        self.seed = seed
-        self.log_policies = log
-        self.agreement_every = agreement_every
+        super().__init__(policies, seed=seed, log=log, agreement_every=agreement_every)
         self.communication = communication
-        self.ranks: Ranks | None = None
-        self.installed: Installed | None = None
-        self.freezer: Freezer | None = None
-        self.masked_optimizers: list[MaskedOptimizer] = []
         self.recorded = self.records_now = False
-        self.norms_before: dict[str, Tensor] = {}
-        self.norms_after: dict[str, Tensor] = {}
         self.before_removal: list[Callable[[], None]] = []
-        self._hooks: list[RemovableHandle] = []
         self._restored: dict[str, Any] | None = None
-        # The number of updates when the policies were last updated; a window of accumulated batches, or a
-        # step that fp16 skipped, leaves it as it is.
-        self._updates_seen = -1
-        self._checked_phases: set[str] = set()
-        self._met_before: dict[str, int] = {}
-
-    @property
-    def flow_policies(self) -> dict[str, FlowPolicy]:
-        """The policies that change the gradient that flows back."""
-        return {name: policy for name, policy in self.policies.items() if isinstance(policy, FlowPolicy)}
-
-    @property
-    def freeze_policies(self) -> dict[str, Freeze]:
-        """The policies that choose which entries train."""
-        return {name: policy for name, policy in self.policies.items() if isinstance(policy, Freeze)}
 
     # ---- installing and removing
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs all policies: the model is on its device and wrapped, and the optimizers exist."""
-        self._install_flow(pl_module)
-        self._install_freeze(trainer, pl_module)
-        self._check_installed()
-        self._join_ranks(trainer, pl_module)
-        for line in divided_factors(self.policies, named_parameters(pl_module), trainer.optimizers):
-            rank_zero_warn(f"policy {line}")
+        self._install_flow(pl_module, STEP_POINTS)
+        if self.freeze_policies:
+            if isinstance(trainer.strategy, DeepSpeedStrategy):
+                raise deepspeed_refused(type(trainer.strategy).__name__)
+            trainer.strategy.optimizers = self._install_freeze(pl_module, trainer.strategy.optimizers)
+        self._check_installed(pl_module, trainer.optimizers)
+        # One process has nothing to send: the same configuration runs there too.
+        communication = self.communication if trainer.world_size > 1 else None
+        self._join_ranks(pl_module, trainer.strategy.model, communication)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs flow policies, or switches them to this phase within a fit."""
@@ -172,65 +128,8 @@ class GradientPolicies(Callback):
         """Leaves the model as it was found, also when the run fails."""
         self._remove()
 
-    def _install_flow(self, pl_module: LightningModule) -> None:
-        if self.installed is None and self.flow_policies:
-            self.installed = install(pl_module, self.flow_policies, entry_points={"": STEP_METHODS})
-
-    def _install_freeze(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        policies = self.freeze_policies
-        if not policies:
-            return
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise deepspeed_refused(type(trainer.strategy).__name__)
-        named = named_parameters(pl_module)
-        matched = pick_each(named, {name: policy.params for name, policy in policies.items()})
-        wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
-        optimizers = [_masked_if_needed(optimizer, wanted) for optimizer in trainer.strategy.optimizers]
-        self.masked_optimizers = [
-            optimizer for optimizer in optimizers if isinstance(optimizer, MaskedOptimizer)
-        ]
-        _check_optimized(named, wanted, self.masked_optimizers)
-        trainer.strategy.optimizers = optimizers
-        self.freezer = Freezer(pl_module, self.masked_optimizers, policies, seed=self.seed)
-        # At once after the update: other callbacks may save or average the weights, and under manual
-        # optimization another loss may be computed with them.
-        self._hooks = [
-            optimizer.register_step_post_hook(self._finish_step) for optimizer in self.masked_optimizers
-        ]
-
-    def _join_ranks(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.ranks = Ranks(
-            trainer.strategy.model,
-            once_each(named_parameters(pl_module)),
-            self.freezer,
-            self.masked_optimizers,
-            # One process has nothing to send: the same configuration runs there too.
-            communication=self.communication if trainer.world_size > 1 else None,
-            agreement_every=self.agreement_every,
-        )
-
-    def _check_installed(self) -> None:
-        flow = {row.name for row in self.installed.report().rows} if self.installed else set()
-        freeze = set(self.freezer.policies) if self.freezer else set()
-        missing = set(self.policies) - flow - freeze
-        if missing:
-            raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")
-
-    def _finish_step(self, *_: Any) -> None:
-        if self.freezer is not None:
-            self.freezer.finish_step()
-
     def _remove(self, *, quiet: bool = True) -> None:
-        if self.installed is not None:
-            self.installed.remove(quiet=quiet)
-            self.installed = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self.freezer is not None:
-            self.freezer.restore()
-        self.ranks = None
-        self._updates_seen = -1
+        super()._remove(quiet=quiet)
         # Testing a checkpoint restores its state too. A new fit must not start with it.
         self._restored = None
 
@@ -241,31 +140,23 @@ class GradientPolicies(Callback):
         restored, self._restored = self._restored, None
         if restored is not None:
             self._apply_restored(restored)
-        if restored is None or not restored["freezer"]:
-            self._add_former_steps(trainer)
+        if self.masked_optimizers and (restored is None or not restored["freezer"]):
+            # The trainer counts the steps of all optimizers together.
+            self._add_former_steps(trainer.global_step // len(trainer.optimizers))
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Updates the policies before the first batch of each effective step."""
         updates = self.updates(trainer)
-        if updates != self._updates_seen:
-            self.norms_before, self.norms_after = {}, {}
-            self._update_flow(trainer, "fit")
-            if self.freezer is not None:
-                self.freezer.begin_step(updates, trainer.current_epoch)
-            if self.ranks is not None:
-                times = (updates, trainer.current_epoch)
-                self.ranks.begin_step(updates, cut=self._cuts_now(*times), wanted=self._wanted_gradients())
-            self._updates_seen = updates
+        if self._begin_update(updates, trainer.current_epoch):
             self.records_now = self.recorded and (updates + 1) % log_interval(trainer) == 0
         if self.installed is not None:
             self.installed.set_loss_scale(_loss_scale(trainer))
             logs = self.log_policies and self._logs_now(trainer)
             self.installed.measure_norms(logs or self.records_now, zeros=self.records_now)
-            # Counts of a batch, since those of a run would start anew where it is resumed.
-            rows = self.installed.report().rows if logs else ()
-            self._met_before = {row.name: row.operations_matched for row in rows}
+            if logs:
+                self._begin_counting()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Names the policy that cut the loss off from all parameters, before torch raises a less clear error.
@@ -273,9 +164,8 @@ class GradientPolicies(Callback):
         Raises:
             PolicyError: If there is such a policy.
         """
-        if not loss.requires_grad and self.installed is not None:
-            rows = self.installed.report().rows
-            check_cuts({row.name: self.flow_policies[row.name] for row in rows if row.active and row.matched})
+        if not loss.requires_grad:
+            self._check_cuts()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Masks gradients under manual optimization, where the module may clip before the step begins.
@@ -328,7 +218,7 @@ class GradientPolicies(Callback):
             self._update_flow(trainer, "fit")
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
-        self._install_flow(pl_module)
+        self._install_flow(pl_module, STEP_POINTS)
         self._update_flow(trainer, phase)
         if self.installed is not None:
             logs = self.log_policies and phase == "test"
@@ -344,23 +234,6 @@ class GradientPolicies(Callback):
             return max(optimizer.effective_steps for optimizer in self.masked_optimizers)
         return trainer.global_step
 
-    def _add_former_steps(self, trainer: Trainer) -> None:
-        """Adds the steps that the trainer took without masks, in a former fit or before a checkpoint."""
-        for optimizer in self.masked_optimizers:
-            if not optimizer.effective_steps:
-                # The trainer counts the steps of all optimizers together.
-                optimizer.effective_steps = trainer.global_step // len(trainer.optimizers)
-
-    def _cuts_now(self, step: int, epoch: int) -> bool:
-        """Whether a policy may leave parameters without a gradient at this time."""
-        return any(
-            _cuts(policy) and _in_window(policy.when, step, epoch) for policy in self.policies.values()
-        )
-
-    def _wanted_gradients(self) -> set[str]:
-        """The parameters whose whole gradients mask sources need."""
-        return self.freezer.wanted_gradients() if self.freezer is not None else set()
-
     def _gradients_are_read(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Whether gradients are clipped before the update, or another hook may read them."""
         hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
@@ -371,37 +244,10 @@ class GradientPolicies(Callback):
             or any(is_overridden(hooks[0], each, Callback) for each in others)
         )
 
-    def _check_operations_met(self, phase: str, *, thaws: bool) -> None:
-        """Raises, after the first batch of a phase, for a policy that met none of the operations it names."""
-        if self.installed is None or phase in self._checked_phases:
-            return
-        self._checked_phases.add(phase)
-        for row in self.installed.report().rows:
-            policy = self.flow_policies[row.name]
-            if row.active and policy.when.active(phase=phase):
-                check_met(row.name, row.met, may_get_gradient=thaws)
-
     # ---- what the loggers get
 
     def _logs_now(self, trainer: Trainer) -> bool:
         return bool(trainer.loggers) and (trainer.global_step + 1) % log_interval(trainer) == 0
-
-    def _flow_metrics(self, phase: str) -> dict[str, float | Tensor]:
-        """What the flow policies of a phase did since they were last updated."""
-        if self.installed is None:
-            return {}
-        metrics: dict[str, float | Tensor] = {}
-        for row in self.installed.report().rows:
-            if phase not in self.policies[row.name].when.phases:
-                continue
-            metrics[f"policy/{row.name}/operations"] = float(
-                row.operations_matched - self._met_before.get(row.name, 0)
-            )
-            metrics[f"policy/{row.name}/active"] = float(row.active)
-        for name, (before, after) in self.installed.gradient_norms.items():
-            metrics[f"policy/{name}/gradient_norm_before"] = before
-            metrics[f"policy/{name}/gradient_norm_after"] = after
-        return metrics
 
     def _log_test(self, trainer: Trainer) -> None:
         """Logs what policies did in the test, after other callbacks have used them at its end."""
@@ -412,90 +258,14 @@ class GradientPolicies(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
 
-    def _gradient_norms(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The norm of each gradient that freeze policies act on and the optimizer is about to use."""
-        assert self.freezer is not None
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self.freezer.parameters.items()
-            if parameter.grad is not None and id(parameter) in own
-        }
-        norms = torch._foreach_norm(list(gradients.values())) if gradients else ()
-        return dict(zip(gradients, norms, strict=True))
-
-    def _freeze_metrics(self) -> dict[str, float | Tensor]:
-        if self.freezer is None:
-            return {}
-        metrics: dict[str, float | Tensor] = {}
-        for row in self.freezer.report():
-            names = self.freezer.parameters_of(row.name)
-            metrics[f"policy/{row.name}/active_share"] = row.active_share
-            for when, norms in (("before", self.norms_before), ("after", self.norms_after)):
-                total = _total_norm(norms[name] for name in names if name in norms)
-                metrics[f"policy/{row.name}/gradient_norm_{when}"] = total
-        return metrics
-
     # ---- checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the mask sources, and the policies of the run."""
-        return {
-            "policies": {name: repr(policy) for name, policy in self.policies.items()},
-            "freezer": self.freezer.state_dict() if self.freezer is not None else {},
-        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until training starts."""
         self._restored = state_dict
 
-    def _apply_restored(self, state: dict[str, Any]) -> None:
-        saved, declared = state["policies"], {name: repr(policy) for name, policy in self.policies.items()}
-        if saved != declared:
-            changed = sorted(name for name in {*saved, *declared} if saved.get(name) != declared.get(name))
-            rank_zero_warn(f"the checkpoint was written under other policies; changed: {', '.join(changed)}")
-        if self.freezer is not None and state["freezer"]:
-            self.freezer.load_state_dict(state["freezer"])
-
-
-def _cuts(policy: Policy) -> bool:
-    if not isinstance(policy, FlowPolicy) or "fit" not in policy.when.phases:
-        return False
-    return policy.detaches or (policy.at == "through" and policy.inside == "none")
-
-
-def _in_window(when: When, step: int, epoch: int) -> bool:
-    """Whether a time lies between a policy's start and stop, whatever ``every`` says."""
-    count = step if when.unit == "step" else epoch
-    return when.start <= count and (when.stop is None or count < when.stop)
-
-
-def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
-    """Wraps an optimizer that holds any of the wanted parameters."""
-    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if wanted.isdisjoint(map(id, optimized)):
-        return optimizer
-    present = wrapper_of(optimizer)
-    if present is None:
-        return as_masked(optimizer)
-    # The module returned the same optimizer in a former fit. Those masks no longer hold.
-    present.set_masks(dict.fromkeys(optimized))
-    present.effective_steps = 0
-    return present
-
-
-def _check_optimized(
-    named: Mapping[str, Tensor], wanted: set[int], optimizers: list[MaskedOptimizer]
-) -> None:
-    optimized = {
-        id(parameter)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    lost = [name for name, parameter in named.items() if id(parameter) in wanted - optimized]
-    if lost and not optimized:
-        raise PolicyError(f"freeze policies match parameters that no optimizer holds: {', '.join(lost[:5])}")
+    def _warn(self, line: str) -> None:
+        rank_zero_warn(line)
 
 
 def _loss_scale(trainer: Trainer) -> float:
@@ -524,12 +294,6 @@ def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> It
     yield
     if first is not None and gradient is not None and all(p.grad is None for p in parameters):
         first.grad = gradient.zero_()
-
-
-def _total_norm(norms: Iterable[Tensor]) -> Tensor:
-    """The norm of all tensors together, from the norm of each."""
-    each = list(norms)
-    return torch.nn.utils.get_total_norm(each) if each else torch.zeros(())
 
 
 def log_interval(trainer: Trainer) -> int:

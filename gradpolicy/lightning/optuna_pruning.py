@@ -20,7 +20,7 @@ def make_pruner() -> Any:
 
 
 class ReportToStudy(Callback):
-    """Reports a metric to a study after each validation; `scripts/sweep.py` adds it to each trial.
+    """Reports a metric to a study after each validation; `gradpolicy sweep` adds it to each trial.
 
     Args:
         storage: Where the study is kept, such as ``sqlite:///study.db``.

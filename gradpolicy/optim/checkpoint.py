@@ -79,7 +79,7 @@ def _dense_state(masked: MaskedParameter, begun: bool) -> dict[str, Any]:
 
 
 def check(record: Record, parameter: Tensor, name: str) -> None:
-    """Make sure that a record can be given to a parameter, before anything is loaded.
+    """Makes sure that a record can be given to a parameter, before anything is loaded.
 
     Raises:
         PolicyError: it lacks something, or is another parameter's; says what and which.
@@ -109,7 +109,7 @@ def _broadcasts(shape: Any, parameter: Tensor) -> bool:
 
 
 def check_state(state: dict[str, Any], names: tuple[str, ...], parameter: Tensor, name: str) -> None:
-    """Make sure that what an update rule keeps is a parameter's, which torch does not look at.
+    """Makes sure that what an update rule keeps is a parameter's, which torch does not look at.
 
     Raises:
         PolicyError: it has another shape.
@@ -128,7 +128,7 @@ def _refuse(what: str, shape: Any, parameter: Tensor, name: str) -> NoReturn:
 
 
 def restore(masked: MaskedParameter, record: Record) -> None:
-    """Give a parameter the mask and ages of a record; its state is loaded already, and dense."""
+    """Gives a parameter the mask and ages of a record; its state is loaded already, and dense."""
     masked.frozen_state, masked.bias_correction = record["frozen_state"], record["bias_correction"]
     masked.begin(int(record["updates"]))
     if not record.get("begun", True):

@@ -28,7 +28,7 @@ class EntryUpdates:
         self._tables = AgeTables(rule)
 
     def __call__(self, groups: Sequence[tuple[Group, Sequence[Member]]], scale: float) -> None:
-        """Update parameters and count the update.
+        """Updates parameters and counts the update.
 
         Args:
             groups: what to update, by param group.

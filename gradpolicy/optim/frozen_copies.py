@@ -26,7 +26,7 @@ class FrozenCopies:
         self._rows: Tensor | None = None
 
     def take_mask(self, ages: Tensor, block: int) -> None:
-        """Copy what these signed ages call frozen from now on."""
+        """Copies what these signed ages call frozen from now on."""
         self._ages, self._block = ages, block
         self._rows = (ages < 0).nonzero().view(-1) if block > 1 else None
         self._copies = {key: copy for key, copy in self._copies.items() if copy.numel() == self._wanted}
@@ -36,7 +36,7 @@ class FrozenCopies:
         return self._layout.size if self._rows is None else self._rows.numel() * self._block
 
     def save(self, tensors: dict[str, Tensor]) -> None:
-        """Remember the frozen entries of tensors of the parameter's shape, and no others from now on."""
+        """Remembers the frozen entries of tensors of the parameter's shape, and no others from now on."""
         self._saved = set(tensors)
         for key, tensor in tensors.items():
             flat = self._layout.flat(tensor)
@@ -49,7 +49,7 @@ class FrozenCopies:
                 torch.index_select(flat.view(-1, self._block), 0, self._rows, out=copy.view(-1, self._block))
 
     def restore(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Put the frozen entries back, bit for bit.
+        """Puts the frozen entries back, bit for bit.
 
         Returns:
             The tensors of which none had been saved.

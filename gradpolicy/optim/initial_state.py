@@ -81,7 +81,7 @@ def entry_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
 def reset_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
 ) -> None:
-    """Have the state of all entries of a parameter be what it begins with, in place."""
+    """Resets the state of all entries of a parameter to its initial values, in place."""
     for key, value in entry_state(state, parameter).items():
         start = initial_value(optimizer, key, group, parameter)
         if start == AS_PARAMETER:

@@ -96,7 +96,7 @@ class Layout:
 
     @classmethod
     def of(cls, parameter: Tensor) -> Layout:
-        """Read the layout off a parameter."""
+        """Reads the layout off a parameter."""
         real = _real(local_shard(parameter.detach()))
         order = sorted(range(real.dim()), key=lambda d: real.stride(d), reverse=True)
         plain = order == sorted(order) and not parameter.is_complex()
@@ -131,7 +131,7 @@ class Layout:
         return shaped
 
     def write_back(self, flat: Tensor, tensor: Tensor) -> None:
-        """Put a flat vector from `flat` back where that was a copy."""
+        """Puts a flat vector from `flat` back where that was a copy."""
         if self.plain and not is_sharded(tensor) and tensor.data_ptr() == flat.data_ptr():
             return
         target = _real(local_shard(tensor.detach()))
@@ -139,7 +139,7 @@ class Layout:
             target.copy_(self.unflatten(flat))
 
     def unflatten(self, flat: Tensor, leading: int | None = None) -> Tensor:
-        """Give a flat vector its logical shape back; with `leading`, later physical dimensions are 1."""
+        """Gives a flat vector its logical shape back; with `leading`, later physical dimensions are 1."""
         shape = self.physical_shape
         if leading is not None:
             shape = (*shape[:leading], *(1,) * (len(shape) - leading))

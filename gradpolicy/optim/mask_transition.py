@@ -19,7 +19,7 @@ Change = tuple[MaskedParameter, Tensor | None]
 
 
 def set_masks(changes: Iterable[Change]) -> None:
-    """Put masks in force: ages turn, and state is emptied, packed or spread out as `frozen_state` says."""
+    """Puts masks in force: ages turn, and state is emptied, packed or spread out as `frozen_state` says."""
     for masked, mask in changes:
         masked.follow()
         mask = _take_shape(masked, mask)
@@ -33,7 +33,7 @@ def set_masks(changes: Iterable[Change]) -> None:
 
 
 def _take_shape(masked: MaskedParameter, mask: Tensor | None) -> Tensor:
-    """Note the shape of a mask, and of a sharded one whether it freezes every process's part."""
+    """Notes the shape of a mask, and of a sharded one whether it freezes every process's part."""
     masked.mask_shape = None if mask is None else tuple(mask.shape)
     parameter = masked.parameter
     if mask is None:
@@ -49,7 +49,7 @@ def freezes_whole_tensor(mask: Tensor) -> bool:
 
 
 def take_empty_mask(masked: MaskedParameter, mask: Tensor) -> None:
-    """Take a mask on a process that holds no entry of the parameter."""
+    """Takes a mask on a process that holds no entry of the parameter."""
     masked.empty_mask = local_mask(mask, masked.parameter)
     if not is_sharded(masked.parameter):
         masked.frozen_everywhere = False
@@ -58,7 +58,7 @@ def take_empty_mask(masked: MaskedParameter, mask: Tensor) -> None:
 
 
 def set_flags(masked: MaskedParameter, flags: Tensor, block: int) -> None:
-    """Turn ages and move state so that these blocks alone are active.
+    """Turns ages and moves state so that these blocks alone are active.
 
     Args:
         masked: a parameter of which this process holds entries.
@@ -90,7 +90,7 @@ def set_flags(masked: MaskedParameter, flags: Tensor, block: int) -> None:
 
 
 def _turn_ages(masked: MaskedParameter, flags: Tensor, block: int) -> tuple[Tensor | None, int]:
-    """Bring ages in line with flags, for all blocks; they become as fine as either is.
+    """Brings ages in line with flags, for all blocks; they become as fine as either is.
 
     Returns:
         The index that had state so far, and the entries in its blocks, which are as fine.
@@ -110,13 +110,13 @@ def _turn_ages(masked: MaskedParameter, flags: Tensor, block: int) -> tuple[Tens
 
 
 def _pack_ages(masked: MaskedParameter, flags: Tensor) -> None:
-    """Keep the ages of active blocks alone, from those of all."""
+    """Keeps the ages of active blocks alone, from those of all."""
     masked.index = select(flags.device).pack_bits(flags)
     masked.ages = _repacked(masked, masked.ages, None, masked.block, 1)
 
 
 def _repack_ages(masked: MaskedParameter, flags: Tensor, block: int) -> tuple[Tensor | None, int]:
-    """Keep the ages of blocks that are active now, from those of blocks that were; others are of age 0.
+    """Keeps the ages of blocks that are active now, from those of blocks that were; others are of age 0.
 
     Returns:
         As `_turn_ages`.
@@ -128,7 +128,7 @@ def _repack_ages(masked: MaskedParameter, flags: Tensor, block: int) -> tuple[Te
 
 
 def _move_state(masked: MaskedParameter, names: Iterable[str], source: Tensor | None, block: int) -> None:
-    """Have state lie as the new index says, one tensor after the other; empty what froze and forgets.
+    """Arranges state as the new index says, one tensor after the other; empties what froze and forgets.
 
     Args:
         masked: the parameter, with its new ages and index.
@@ -181,7 +181,7 @@ def _repacked(
 
 
 def _empty(masked: MaskedParameter) -> None:
-    """Empty the state of a tensor none of whose entries is active here."""
+    """Empties the state of a tensor none of whose entries is active here."""
     masked.oldest = 0
     if not masked.state:
         return
@@ -200,7 +200,7 @@ def _empty(masked: MaskedParameter) -> None:
 
 
 def adopt_ages(masked: MaskedParameter, ages: Tensor, block: int) -> None:
-    """Take signed ages from elsewhere, one for each block of entries; the state is dense.
+    """Takes signed ages from elsewhere, one for each block of entries; the state is dense.
 
     Whether a sharded parameter is frozen on every process is known already.
     """

@@ -71,12 +71,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
     _kinds: ClassVar[list[type[MaskedOptimizer]]] = []
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Note a subclass: it is made for the optimizers that it says it wraps."""
+        """Notes a subclass: it is made for the optimizers that it says it wraps."""
         super().__init_subclass__(**options)
         MaskedOptimizer._kinds.append(cls)
 
     def __new__(cls, inner: Any = None, *options: Any, **named: Any) -> MaskedOptimizer:
-        """Make the subclass that is for this optimizer."""
+        """Makes the subclass that is for this optimizer."""
         kinds = [kind for kind in MaskedOptimizer._kinds if kind.wraps(inner)]
         return super().__new__(kinds[0] if cls is MaskedOptimizer and kinds else cls)
 
@@ -101,7 +101,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Do what `Optimizer.__init__` does, except for what is the wrapped optimizer's own."""
+        """Does what `Optimizer.__init__` does, except for what is the wrapped optimizer's own."""
         _WRAPPERS[self.inner] = weakref.ref(self)
         for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
             setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
@@ -168,11 +168,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; its parameters start with every entry active."""
+        """Adds a group to the wrapped optimizer; its parameters start with every entry active."""
         self.inner.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, as the wrapped optimizer does."""
+        """Clears all gradients, as the wrapped optimizer does."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     # --- masks
@@ -185,7 +185,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         frozen_state: str | None = None,
         bias_correction: str | None = None,
     ) -> None:
-        """Say which entries of a parameter train from the next step on.
+        """Says which entries of a parameter train from the next step on.
 
         Args:
             parameter: one of the optimizer's parameters.
@@ -207,7 +207,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         frozen_state: str | None = None,
         bias_correction: str | None = None,
     ) -> None:
-        """Set the masks of many parameters; others keep theirs.
+        """Sets the masks of many parameters; others keep theirs.
 
         Args:
             masks: by parameter, what `set_mask` takes.
@@ -336,7 +336,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def mask_gradients(self) -> None:
-        """Zero gradients at frozen entries in place, NaN and infinity too; None for wholly frozen tensors.
+        """Zeroes gradients at frozen entries in place, NaN and infinity too; None for wholly frozen tensors.
 
         Call it before clipping, so that masked gradients do not count in the norm. `step` is right without.
         """
@@ -352,7 +352,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 masked.mask_gradient(gradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the active entries.
+        """Updates the active entries.
 
         Args:
             closure: reevaluates the model and returns the loss; it runs first, with gradients enabled.
@@ -440,7 +440,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _scaling(self) -> Iterator[None]:
-        """Hand over what GradScaler told this optimizer."""
+        """Hands over what GradScaler told this optimizer."""
         told = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         try:
             for name, value in told.items():
@@ -477,7 +477,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state_dict of this class or of the wrapped optimizer alone.
+        """Loads a state_dict of this class or of the wrapped optimizer alone.
 
         Masks and ages become what was saved. Without saved ones, masks stay and every entry's age becomes its
         tensor's step count.
@@ -506,7 +506,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def restore(self, parameter: Tensor, record: checkpoint.Record) -> None:
-        """Give a parameter the mask and ages of a record that fits; its state is loaded already."""
+        """Gives a parameter the mask and ages of a record that fits; its state is loaded already."""
         checkpoint.restore(self._masked.get(parameter) or self._remember(parameter), record)
 
     def _fitting_records(self, own: dict[str, Any], saved: dict[str, Any]) -> dict[Tensor, checkpoint.Record]:

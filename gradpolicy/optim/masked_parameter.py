@@ -82,7 +82,7 @@ class MaskedParameter:
         return {**self.__dict__, "_flat": {}}
 
     def begin(self, updates: int) -> None:
-        """Have every entry active, and as old as its tensor."""
+        """Makes every entry active and as old as its tensor."""
         self.updates = self.oldest = updates
         self.uncounted = 0
         self.index: Tensor | None = None
@@ -158,7 +158,7 @@ class MaskedParameter:
         return self.ages + self.uncounted
 
     def _make_room(self) -> None:
-        """Have ages of as many bits as the oldest entry needs."""
+        """Stores ages in as many bits as the oldest entry needs."""
         if self.ages.dtype == entry_ages.NARROW and self.oldest >= entry_ages.LAST_NARROW:
             self.ages = self.ages.to(entry_ages.WIDE)
 
@@ -200,7 +200,7 @@ class MaskedParameter:
     # --- following what happens to the parameter and its state
 
     def follow(self) -> None:
-        """Follow the parameter to another device; begin anew where its state is gone.
+        """Follows the parameter to another device; begins anew where its state is gone.
 
         Raises:
             PolicyError: its shape has changed, so that a kernel would read and write beyond the end.
@@ -229,12 +229,12 @@ class MaskedParameter:
         return rule is not None and not rule.state(group) and not rule.tensor_state(group, 0)
 
     def restart(self) -> None:
-        """Have every entry be of age 0, as after its state was removed."""
+        """Sets every age to 0, as after the state was removed."""
         self.ages = torch.where(self.ages > 0, 1, -1).to(self.ages.dtype)
         self.updates = self.oldest = self.uncounted = 0
 
     def adopt_state(self, updates: int | None = None) -> Tensor | None:
-        """Take the optimizer's state as it now stands, dense and of one age, with every entry active.
+        """Takes the optimizer's state as it now stands, dense and of one age, with every entry active.
 
         Args:
             updates: how many updates the tensor has had; None: what the state tells.
@@ -266,7 +266,7 @@ class MaskedParameter:
         return present
 
     def check_state(self, state: dict[str, Tensor]) -> None:
-        """Make sure that state belongs to the entries that have some.
+        """Makes sure that state belongs to the entries that have some.
 
         Raises:
             PolicyError: it has another number of entries or lies on another device; it was replaced by hand.
@@ -342,7 +342,7 @@ class MaskedParameter:
         return value
 
     def set_count(self, updates: int) -> None:
-        """Have the tensor's own count go on from here."""
+        """Continues the tensor's own count from here."""
         self.updates = updates
         if self.rule is None:
             counts = {"step": float(updates)}
@@ -353,14 +353,14 @@ class MaskedParameter:
                 self.state[name].fill_(value)
 
     def forget_state(self) -> bool:
-        """Have no state at all; False where the optimizer's step would not make it again."""
+        """Removes all state; returns False where the optimizer's step would not make it again."""
         if not makes_state_again(self.optimizer):
             return False
         self.optimizer.state.pop(self.parameter, None)
         return True
 
     def ready_plain_step(self) -> None:
-        """Have the state be what the wrapped optimizer's own update would have left."""
+        """Makes the state what the wrapped optimizer's own update would have left."""
         if self.rule is None or self.mode is not Mode.PLAIN:
             return
         if self.bias_correction == "entry" and self.layout.size:
@@ -373,7 +373,7 @@ class MaskedParameter:
             self.complete_state(self.group)
 
     def forget_views(self) -> None:
-        """Let go of flat views of the state, which moves."""
+        """Lets go of flat views of the state, which moves."""
         self._flat.clear()
 
     # --- updates
@@ -426,25 +426,25 @@ class MaskedParameter:
         return flat
 
     def write_back(self) -> None:
-        """Take the results of an update that were written to copies."""
+        """Takes the results of an update that were written to copies."""
         for flat, tensor in self._unwritten:
             self.layout.write_back(flat, tensor)
         self._unwritten.clear()
 
     def count_update(self) -> None:
-        """Note that an update took place."""
+        """Notes that an update took place."""
         self.updates += 1
         self.uncounted += 1
         self.oldest += 1
 
     def count_update_elsewhere(self) -> None:
-        """Note that other processes have updated their parts of the tensor."""
+        """Notes that other processes have updated their parts of the tensor."""
         self.set_count(self.updates + 1)
 
     # --- where the wrapped optimizer steps and frozen entries are put back
 
     def ready_copies(self) -> None:
-        """Have buffers for frozen entries where a step needs them, and only there."""
+        """Makes buffers for frozen entries where a step needs them, and only there."""
         waits = self.mode in (Mode.FROZEN, Mode.ELSEWHERE) and not needs_closure(self.optimizer)
         if self.rule is not None or self.is_full or waits:
             self.copies = None
@@ -453,7 +453,7 @@ class MaskedParameter:
             self.copies.take_mask(self.ages, self.block)
 
     def mask_gradient(self, gradient: Tensor) -> None:
-        """Zero the gradient of frozen entries in place, NaN and infinity too."""
+        """Zeroes the gradient of frozen entries in place, NaN and infinity too."""
         self.follow()
         gradient = own_gradient(self.parameter, gradient)
         flat = self.layout.flat(gradient)

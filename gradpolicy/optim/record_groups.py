@@ -35,7 +35,7 @@ _TEXT_BYTES = 1024
 
 
 def put(result: dict[str, Any], records: dict[int, Record], effective_steps: int) -> None:
-    """Give each param group of a state_dict the records of its parameters, by their positions in the group.
+    """Gives each param group of a state_dict the records of its parameters, by their positions in the group.
 
     Args:
         result: the state_dict.
@@ -99,7 +99,7 @@ def _as_tensors(record: Record, state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _as_record(tensors: dict[str, Tensor]) -> Record:
-    """Put a record together again.
+    """Puts a record together again.
 
     Raises:
         PolicyError: the ages are missing, or have another size.

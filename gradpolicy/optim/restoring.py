@@ -28,7 +28,7 @@ def restore_frozen(masked: MaskedParameter) -> None:
 
 
 def empty_frozen(state: dict[str, Tensor], masked: MaskedParameter) -> None:
-    """Have the state of frozen entries be what it begins with, in place, where that is known.
+    """Resets the state of frozen entries to its initial values, in place, where these are known.
 
     Args:
         state: what has a value for each entry.

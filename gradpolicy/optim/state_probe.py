@@ -28,7 +28,7 @@ def is_probe(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def probe(optimizer: torch.optim.Optimizer, masked: Iterable[MaskedParameter]) -> list[dict[str, Any]]:
-    """Make the state of every parameter without counting an update.
+    """Makes the state of every parameter without counting an update.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -66,7 +66,7 @@ def forget(
     closure: bool,
     masked_of: Mapping[Tensor, MaskedParameter],
 ) -> None:
-    """Let the first update make its state itself, as without a probe. What was loaded meanwhile stays.
+    """Lets the first update make its state itself, as without a probe. What was loaded meanwhile stays.
 
     Empty state is not always what an optimizer begins with: some begins at the learning rate, which is 0 in a
     probe, and the momentum of SGD begins at the first gradient.

@@ -39,7 +39,7 @@ class StepModes:
         closure: bool,
         refuse_sparse: Callable[[Tensor], NoReturn],
     ) -> StepModes:
-        """Sort the parameters of an optimizer.
+        """Sorts the parameters of an optimizer.
 
         Args:
             groups: the param groups.
@@ -81,7 +81,7 @@ class StepModes:
 
     @contextmanager
     def hidden_gradients(self) -> Iterator[None]:
-        """Hide gradients that the wrapped optimizer must not apply."""
+        """Hides gradients that the wrapped optimizer must not apply."""
         try:
             for parameter, _ in self._hidden:
                 parameter.grad = None

@@ -76,16 +76,16 @@ class MaskedZero(MaskedOptimizer):
         return any(known is parameter for group in self.local.param_groups for known in group["params"])
 
     def set_masks(self, masks: Mapping[Tensor, Any], **options: Any) -> None:
-        """Set masks, as MaskedOptimizer does; every rank must set the same."""
+        """Sets masks, as MaskedOptimizer does; every rank must set the same."""
         super().set_masks(masks, **options)
         self.local.set_masks({key: mask for key, mask in masks.items() if self.owns(key)}, **options)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring all state to one rank, as must be done on every rank before ``state_dict`` there."""
+        """Brings all state to one rank, as must be done on every rank before ``state_dict`` there."""
         self.inner.consolidate_state_dict(to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state; each rank keeps what it owns."""
+        """Loads a whole state; each rank keeps what it owns."""
         own, saved = checkpoint.split(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         # Torch's optimizer empties the state that it is given.
@@ -116,14 +116,17 @@ class MaskedZero(MaskedOptimizer):
 
 
 def as_masked(optimizer: Optimizer) -> MaskedOptimizer:
-    """Wrap an optimizer unless it is wrapped already."""
+    """Wraps an optimizer unless it is wrapped already."""
     return optimizer if isinstance(optimizer, MaskedOptimizer) else MaskedOptimizer(optimizer)
 
 
-def deepspeed_refused(what: str) -> PolicyError:
-    """The error that says why there is no freezing under DeepSpeed."""
+def deepspeed_refused(
+    what: str,
+    instead: str = "use trainer=ddp, trainer=zero1 (sharded optimizer state) or trainer=fsdp2 (everything "
+    "sharded)",
+) -> PolicyError:
+    """The error that says why there is no freezing under DeepSpeed, and what to use instead."""
     return PolicyError(
         f"{what}: freeze policies are refused under DeepSpeed: its engine updates flat copies of the weights "
-        "within its own step, where masks, ages and moments are out of reach; use trainer=ddp, trainer=zero1 "
-        "(sharded optimizer state) or trainer=fsdp2 (everything sharded)"
+        f"within its own step, where masks, ages and moments are out of reach; {instead}"
     )

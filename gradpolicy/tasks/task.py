@@ -66,7 +66,13 @@ class Task(LightningModule):
         """
 
     def configure_optimizers(self) -> Any:
-        """The optimizer and, if there is one, its scheduler."""
+        """The optimizer and, if there is one, its scheduler.
+
+        Raises:
+            PolicyError: If the module was made without an optimizer, as by a config that has none.
+        """
+        if self.make_optimizer is None:
+            raise PolicyError("model.optimizer: is missing; name one, such as optimizer=adamw")
         optimizer = self.make_optimizer(self.parameters())
         if self.make_scheduler is None:
             return optimizer

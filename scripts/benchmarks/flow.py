@@ -210,9 +210,16 @@ def flow_tiny() -> list[Row]:
 
 
 def flow_boundary() -> list[Row]:
-    """Policies at module boundaries of the ResNet-18 shape: three together, and each alone."""
+    """Policies at module boundaries of the ResNet-18 shape: three together, and others alone."""
     plain, batch = _resnet_and_batch()
-    rounds = {"scale, clip and reverse": 120, "scale": 20, "clip": 20, "reverse": 20}
+    rounds = {
+        "scale, clip and reverse": 120,
+        "scale": 20,
+        "clip": 20,
+        "reverse": 20,
+        "straight through a layer": 60,
+        "one argument": 60,
+    }
     with one_thread():
         return [
             _against(plain, _installed(plain, _boundaries(what)), batch, what, target=1.01, rounds=count)
@@ -301,6 +308,8 @@ def _boundaries(named: str) -> list[FlowPolicy]:
         "scale": gp.Scale(0.5, modules="5"),
         "clip": gp.Clip(norm=1.0, modules="8"),
         "reverse": gp.Reverse(modules="14"),
+        "straight through a layer": gp.StraightThrough(modules="11.relu"),
+        "one argument": gp.Scale(0.5, modules="11", argument="x"),
     }
     return [policy for name, policy in policies.items() if name in named]
 

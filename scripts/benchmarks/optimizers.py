@@ -265,8 +265,8 @@ def python_time() -> Iterator[Row]:
     """Python's time on an accelerator's path: tiny tensors on the CPU, through `torch.compile`."""
     shapes = [(16,)] * 100
     compiles = mock.patch.object(reference, "compiles", return_value=True)
-    for name, small in (("joined", reference.SMALL), ("too large to be joined", 0)):
-        joining = mock.patch.object(reference, "SMALL", small)
+    for name, small in (("joined", reference.JOINED), ("too large to be joined", 0)):
+        joining = mock.patch.object(reference, "JOINED", small)
         with no_compiler(), compiles, joining, measure.one_thread():
             baseline = unmasked(shapes=shapes)
             for correction in ("tensor", "entry"):

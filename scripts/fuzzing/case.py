@@ -11,7 +11,7 @@ PLAN = ("plan_only=true", "trainer=cpu", "logger=csv", "extras.print_config=fals
 SHORT = (
     "trainer=cpu",
     "logger=csv",
-    "callbacks=model_checkpoint",
+    "callbacks=[model_checkpoint,record]",
     "extras.print_config=false",
     "extras.plan=false",
     "trainer.max_epochs=1",

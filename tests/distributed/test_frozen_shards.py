@@ -46,6 +46,7 @@ def trained(
     return facts(model, wrapped), counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "frozen_state", "correction"), RUNS)
 def test_two_ranks_count_as_one_process(
     pair: ProcessPool, optimizer: str, frozen_state: str, correction: str

@@ -194,6 +194,7 @@ def agree(found: tuple[Facts, Facts], wanted: tuple[Facts, Facts]) -> bool:
     return all(same(*both) for both in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "frozen_state"), combinations(FAST_CHECKPOINTS, LEVELS, FROZEN_STATES))
 def test_a_checkpoint_of_two_ranks_goes_on_on_two_and_on_one(
     pair: ProcessPool, tmp_path: Path, level: str, frozen_state: str

@@ -89,6 +89,7 @@ def test_a_checkpoint_takes_the_place_of_the_former(pair: ProcessPool, tmp_path:
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "kept"), [("killed while shards are written", 1), ("killed between the two renames", 2)]
 )

@@ -94,6 +94,7 @@ def configs(tmp_path_factory):
     return Source(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[command for _, command in COMMANDS])
 def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     words = [word for word in shlex.split(command, comments=True) if word != "-m"]
@@ -124,7 +125,9 @@ def chosen_policies():
     found = set()
     for file in files:
         text = file.read_text()
-        lines = re.findall(r"\bpython train\.py ([^`\n]+)|make train \[?ARGS=\"([^\"]+)\"", text)
+        lines = re.findall(
+            r"(?:\bpython train\.py|\$\{program:\}) ([^`\n]+)|make train \[?ARGS=\"([^\"]+)\"", text
+        )
         for command in ("".join(line) for line in lines):
             if "--config-dir docs/snippets" in command:
                 continue  # planned in test_snippets.py

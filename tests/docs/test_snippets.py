@@ -1,4 +1,4 @@
-"""The YAML of a card is a file of docs/snippets, and the command below it plans it on the model that it names."""
+"""The YAML of a card is a file of docs/snippets, and the command below it plans it on the model named there."""
 
 import re
 import shlex
@@ -25,7 +25,8 @@ CARDS = [
     if card.stem != "README"
 ]
 BLOCK = re.compile(
-    r"^```yaml\n(?P<text>.*?)^```\n(\nPlan it: `python train\.py --config-dir docs/snippets (?P<command>[^`]+)`\n)?",
+    r"^```yaml\n(?P<text>.*?)^```\n"
+    r"(\nPlan it: `python train\.py --config-dir docs/snippets (?P<command>[^`]+)`\n)?",
     flags=re.DOTALL | re.MULTILINE,
 )
 # What no model of the repository has: a router, drawn actions, numbered blocks with two additions; and an

@@ -360,6 +360,7 @@ def test_a_mask_carries_it_into_compiled_code_and_out_of_it(gradient):
         assert torch.equal(gradient(lambda x: cast(x > 0), X)[0], torch.full((3,), 10.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lost",
     [

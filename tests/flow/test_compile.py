@@ -88,6 +88,7 @@ def test_a_schedule_does_not_recompile(batch, parameter_gradients):
         assert counter["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 def test_installing_again_on_a_compiled_model(batch, parameter_gradients, same):
     model = Small()
     twin = copy.deepcopy(model)
@@ -180,6 +181,7 @@ def decorated_within(x):
     return rounded(x) + torch.round(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", SLOW_BACKENDS)
 @pytest.mark.parametrize(
     "function", [decorated, made_before, made_within, made_with_a_rule, nested, decorated_within]
@@ -300,6 +302,7 @@ RULED_WITHOUT_A_GRADIENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("case", RULED_WITHOUT_A_GRADIENT)
 def test_compiled_code_passes_by_a_rule_where_nothing_wants_a_gradient(case, frozen, batch, same):

@@ -44,7 +44,9 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, *more: Callback, resume: Path | None = None, **settings: Any) -> None:
+def train(
+    folder: Path, *more: Callback, resume: Path | None = None, accelerator: str = "cpu", **settings: Any
+) -> None:
     """Trains the network, and records that in a folder."""
     torch.manual_seed(0)
     phases = gp.When(phases=("fit", "validate"))
@@ -53,7 +55,7 @@ def train(folder: Path, *more: Callback, resume: Path | None = None, **settings:
         "rounding": gp.StraightThrough(ops=["round"], when=phases),
     }
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         max_epochs=-1,
         log_every_n_steps=4,
         logger=False,

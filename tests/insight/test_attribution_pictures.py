@@ -126,6 +126,7 @@ def attributions_of_ranks(strategy: str, folder: str) -> Tensor:
     return torch.stack([sample.attribution for sample in drawn]).cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_sharded_model_is_attributed_as_a_whole_one(pair: ProcessPool, tmp_path: Path) -> None:
     """All ranks together gather a sharded model: where one rank alone runs it, the run ends in an error."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pydantic import ValidationError
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
@@ -261,6 +262,26 @@ def test_a_resumed_run_adds_to_what_was_counted_before(fit, tmp_path):
         max_epochs=3,
     )
     assert resumed == whole
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"intervals": torch.zeros(3)},
+        {"candidates": [1]},
+        {"entries": -1},
+        {"differences": [{"tensor": "a"}]},
+        {"more": 1},
+    ],
+)
+def test_a_checkpoint_with_garbage_for_counts_is_refused(fit, tmp_path, garbage):
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
+    fit(turning(), saving, enable_checkpointing=True)
+    checkpoint = torch.load(tmp_path / "step=6.ckpt", weights_only=True)
+    checkpoint[Audit.KEY] |= garbage
+    torch.save(checkpoint, tmp_path / "garbage.ckpt")
+    with pytest.raises(ValidationError, match="for SavedCounts"):
+        fit(turning(), ckpt_path=tmp_path / "garbage.ckpt")
 
 
 @pytest.mark.parametrize("audit", [FULL, {"entries": 16}])

@@ -193,6 +193,7 @@ def test_a_checkpointed_loss_and_parameters_without_curvature_are_fine():
 # ---- estimates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "tanh"])
 def test_estimates_lie_as_near_as_their_standard_errors_say(policy):
     loss, parameters = problem(network())

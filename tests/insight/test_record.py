@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from process_pool import ProcessPool
+from pydantic import ValidationError
 from record_program import train
 from torch import Tensor
 
@@ -287,6 +288,21 @@ def test_two_ranks_give_one_record(pair: ProcessPool, tmp_path: Path, kind: str)
 
 
 # ---- a kill
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"directory": 3},
+        {"size": -1},
+        {"operations": {"fit": [1]}},
+        {"changes": {"flips": {"a": "b"}, "first": []}},
+        {"more": 1},
+    ],
+)
+def test_garbage_in_a_checkpoint_is_refused(garbage: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="SavedRecord"):
+        Record().load_state_dict({**Record().state_dict(), **garbage})
 
 
 @pytest.mark.slow

@@ -272,6 +272,7 @@ def test_differences_that_exceed_the_spread_are_told_from_those_that_do_not(tmp_
     assert found["lr=1.0", "lr=3.0"].difference == pytest.approx(-0.4)
 
 
+@pytest.mark.slow
 def test_a_report_of_many_runs_compares_them(runs: list[Path], tmp_path: Path) -> None:
     page = page_of(runs, tmp_path / "report.html")
     for text in (
@@ -293,6 +294,7 @@ def test_nothing_is_claimed_of_single_runs(tmp_path: Path) -> None:
     assert "the spread of one run is not known" in page
 
 
+@pytest.mark.slow
 def test_a_report_stays_small_and_names_the_runs_it_leaves_out(
     runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

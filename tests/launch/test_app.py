@@ -98,6 +98,7 @@ def test_a_value_within_a_policy_is_set_on_the_command_line(train) -> None:
     assert "25.0% of" in train("plan_only=true", "policy.random_freeze.mask.density=0.25").out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["debug=fdr", "callbacks=none", "~callbacks", "logger=none"])
 def test_no_other_group_loses_the_policies(train, choice: str) -> None:
     ended = train(choice, "policy.random_freeze.params=model.nothing.*")
@@ -105,6 +106,7 @@ def test_no_other_group_loses_the_policies(train, choice: str) -> None:
     assert "policy.random_freeze.params" in ended.message
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:train=false without ckpt_path")
 def test_flags_may_stand_between_overrides(train) -> None:
     ended = train("-m", "seed=1,2", "train=false", "test=true")
@@ -120,6 +122,7 @@ def test_testing_alone_takes_the_weights_of_a_checkpoint(train) -> None:
     assert not (tested.run / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_and_another_one_others(train) -> None:
     weights = [
         torch.load(ended.run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
@@ -130,6 +133,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_others(train) -> None
     assert not torch.equal(first, other)
 
 
+@pytest.mark.slow
 def test_resuming_at_the_end_of_an_epoch_gives_the_same_bits_as_the_run_left_alone(train) -> None:
     steps = ("trainer.limit_train_batches=4", "policy.random_freeze.mask.every=3")
     whole = train(*steps, "trainer.max_epochs=3")

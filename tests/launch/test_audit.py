@@ -27,6 +27,7 @@ def test_a_run_without_an_audit_writes_none(train) -> None:
     assert "frozen entries" not in ended.out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_on(train, tmp_path) -> None:
     settings = ("audit=full", f"hydra.run.dir={tmp_path / 'one'}")
     train(*settings, "trainer.max_epochs=1")

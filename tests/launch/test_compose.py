@@ -79,6 +79,7 @@ def test_a_further_directory_that_does_not_exist_is_refused(train, tmp_path: Pat
     assert f"{tmp_path}/nowhere does not exist" in message
 
 
+@pytest.mark.slow
 def test_a_sweep_takes_a_further_directory_too(train, mine: Path) -> None:
     ended = train("--config-dir", str(mine), "-m", "policy=mine,none", "train=false", "plan_only=true")
     assert ended.code == 0, ended.err

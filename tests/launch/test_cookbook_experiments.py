@@ -37,6 +37,7 @@ def test_byol_learns_features_from_its_own_copy(train) -> None:
     assert ended.result.metrics["test/spread"] > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "words"),
     [

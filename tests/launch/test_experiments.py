@@ -59,6 +59,7 @@ def weights_of(ended) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FASHION)
 def test_fashion_runs_and_sparse_weights_are_zero(train, fashion: str, name: str) -> None:
     ended = train(fashion, *SMALL, f"experiment=fashion_{name}")
@@ -78,6 +79,7 @@ def test_sparse_training_holds_less_optimizer_state(train, fashion: str) -> None
     assert sparse < 0.2 * dense
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TUNED)
 def test_fine_tuning_moves_what_its_policy_lets_move(train, shakespeare: str, name: str) -> None:
     small = (shakespeare, *SMALL_TEXT)

@@ -92,6 +92,7 @@ def test_what_lightning_cannot_take_up_is_told_in_one_line(
     assert "a run cannot go on from it" in ended.message
 
 
+@pytest.mark.slow
 def test_weights_alone_can_be_tested_and_trained_on(train, trained, tmp_path: Path) -> None:
     path = saved({"state_dict": trained["state_dict"]}, tmp_path / "weights.ckpt")
     tested = train(f"ckpt_path={path}", "train=false")

@@ -48,6 +48,7 @@ def test_submitit_runs_the_jobs_of_a_sweep(train_process) -> None:
     assert len(collect(sweep_of(ended))) == 2
 
 
+@pytest.mark.slow
 def test_a_failed_job_does_not_keep_the_others_from_running(train, tmp_path, monkeypatch) -> None:
     (tmp_path / "faulty.py").write_text(
         "from lightning.pytorch import Callback\n\n\n"
@@ -130,6 +131,7 @@ def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert "best" in done.stdout
 
 
+@pytest.mark.slow
 def test_wrong_input_ends_a_search_before_it_begins(tmp_path: Path) -> None:
     ended = search(tmp_path / "none", "--trials", "1", "policy=guided")
     assert ended.returncode == 2

@@ -52,6 +52,7 @@ IMPOSSIBLE = {
     "trainer.val_check_interval=1000": "trainer.val_check_interval",
     "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch",
     "trainer.num_sanity_val_steps=-7": "trainer.num_sanity_val_steps",
+    "trainer.log_every_n_steps=-1": "trainer.log_every_n_steps",
     "trainer.max_epochs=${..seed}": "hydra",
     "trainer.limit_train_batches=nan": "trainer.limit_train_batches",
     "optimizer=sgd optimizer.momentum=nan": "optimizer.momentum",

@@ -90,6 +90,7 @@ KILLED_WHILE_SAVING = """
 """
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_saves_leaves_the_former_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     program = textwrap.dedent(KILLED_WHILE_SAVING)

@@ -171,9 +171,16 @@ def test_resuming_from_any_moment_gives_the_same_bits_and_the_same_log(tmp_path:
     assert departures(tmp_path, "1_*") == ([], 5 + 2)
 
 
+@pytest.mark.slow
 def test_resuming_inside_an_epoch_keeps_windows_validation_and_schedulers(tmp_path: Path) -> None:
     settings = {"accumulate_grad_batches": 2, "val_check_interval": 2, "schedule": "plateau"}
     assert departures(tmp_path, "1_*", **settings) == ([], 5 + 2 + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_resuming_on_a_gpu_gives_the_same_bits(tmp_path: Path) -> None:
+    assert departures(tmp_path, "1_*", accelerator="gpu") == ([], 5 + 2)
 
 
 @pytest.mark.slow
@@ -195,6 +202,7 @@ def test_whatever_the_loops_are_told(tmp_path: Path, settings: dict[str, Any], c
     assert departures(tmp_path, **settings) == ([], checkpoints)
 
 
+@pytest.mark.slow
 def test_resuming_with_loader_workers_gives_the_same_bits(tmp_path: Path) -> None:
     data = Numbers(batch_size=4, seed=5, workers=2)
     assert departures(tmp_path, "1_[14]_*", data=data) == ([], 4)

@@ -192,6 +192,7 @@ def test_an_unknown_comparison_names_the_nearest(capsys: pytest.CaptureFixture[s
     assert "did you mean 'fashion'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_run_of_a_family_composes(name: str, tmp_path: Path) -> None:
     runs = list(runs_of(FAMILIES[name], [0], tmp_path))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from pydantic import BaseModel, NonNegativeInt
 
 from gradpolicy.insight.costs import optimizer_bytes
 from gradpolicy.insight.record.flow_record import FlowRecord, flow_rows
@@ -23,6 +24,22 @@ from gradpolicy.tensors.sharding import is_sharded
 
 SECONDS = 1.0
 """How long rows wait at most until they are written."""
+
+
+class SavedChanges(BaseModel, extra="forbid", strict=True):
+    """What `FreezeRecord.state` gives."""
+
+    flips: dict[str, NonNegativeInt] = {}
+    first: list[str] = []
+
+
+class SavedRecord(BaseModel, extra="forbid", strict=True):
+    """What a checkpoint holds of a record."""
+
+    directory: str
+    size: NonNegativeInt
+    operations: dict[str, dict[str, NonNegativeInt]]
+    changes: SavedChanges
 
 
 class Record(Callback):
@@ -260,6 +277,7 @@ class Record(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until training starts."""
+        SavedRecord.model_validate(state_dict)
         self._restored = state_dict
 
 

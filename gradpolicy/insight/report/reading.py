@@ -13,6 +13,7 @@ import pandas as pd
 import yaml
 
 from gradpolicy.insight import record
+from gradpolicy.insight.results import Result
 
 Content = TypeVar("Content")
 
@@ -86,7 +87,7 @@ class Run:
     @property
     def command(self) -> str:
         """The command that repeats the run."""
-        return shlex.join(["python", "train.py", *self.overrides])
+        return f"{self.result.get('program', Result.program)} {shlex.join(self.overrides)}".rstrip()
 
     def rows(self, kind: str) -> pd.DataFrame:
         """The rows of one kind in the record, in the order of their steps."""

@@ -48,7 +48,7 @@ class Kernels(Protocol):
     def update(
         self, rule: UpdateRule, settings: tuple[float, ...], numbers: Tensor, updates: Sequence[EntryUpdate]
     ) -> None:
-        """Update active entries of tensors of one dtype.
+        """Updates active entries of tensors of one dtype.
 
         Args:
             rule: how one entry moves.
@@ -58,7 +58,7 @@ class Kernels(Protocol):
         """
 
     def turn(self, ages: Tensor, uncounted: int, flags: Tensor, forget: bool) -> None:
-        """Make the blocks active whose flag is set, the others frozen, in place.
+        """Makes the blocks active whose flag is set, the others frozen, in place.
 
         Args:
             ages: of all blocks.
@@ -73,7 +73,7 @@ class Kernels(Protocol):
     def fill_frozen(
         self, values: Tensor, ages: Tensor | None, index: Tensor | None, block: int, fill: float | Tensor
     ) -> None:
-        """Give frozen blocks a number, or the values that another tensor has there, in place.
+        """Gives frozen blocks a number, or the values that another tensor has there, in place.
 
         Args:
             values: all entries.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from gradpolicy.optim.kernels.interface import EntryUpdate
 from gradpolicy.optim.update_rules import State, UpdateRule
@@ -22,8 +23,8 @@ from gradpolicy.optim.update_rules import State, UpdateRule
 STRETCH = 1 << 15
 """Entries that a CPU takes at once."""
 BACKEND: Any = "inductor"
-SMALL = 1 << 18
-"""Tensors of fewer entries are put together for one call of compiled code."""
+JOINED = 1 << 22
+"""Entries of small tensors that are put together for one call of compiled code."""
 
 
 class Reference:
@@ -35,8 +36,9 @@ class Reference:
         """See `Kernels.update`."""
         constants: tuple[Any, ...] = settings
         if compiles(numbers.device):
-            # As tensors: a number would be compiled in, and a scheduler's next rate compiled anew.
-            constants = torch.tensor(settings, dtype=numbers.dtype, device=numbers.device).unbind()
+            # As tensors: a number would be compiled in, and a scheduler's next rate compiled anew. They stay
+            # on the CPU: a copy to the device would wait for it.
+            constants = torch.tensor(settings, dtype=numbers.dtype, device="cpu").unbind()
         # What is joined is put back when the next one is asked for.
         for each in _joined(updates) if compiles(numbers.device) else updates:
             table = numbers[each.uncounted :] if each.age is None else numbers[each.age : each.age + 1]
@@ -136,7 +138,7 @@ def _packed_stretches(index: Tensor, blocks: int, block: int) -> Iterator[tuple[
 
 def _update_dense(rule: UpdateRule, settings: tuple[Any, ...], numbers: Tensor, update: EntryUpdate) -> None:
     """Entries that all have state, each with an age of its own."""
-    function = _in_place(rule, update.parameter.dtype, numbers.device)
+    function = _compiled(_update_in_place, rule, update.parameter.dtype, numbers.device)
     for part in _stretches(update.ages.numel(), numbers.device):
         # `data` is no view of another tensor: Dynamo would compile anew for every kind of view.
         parameter, gradient, ages, *values = (
@@ -144,26 +146,22 @@ def _update_dense(rule: UpdateRule, settings: tuple[Any, ...], numbers: Tensor, 
             for vector in (update.parameter, update.gradient, update.ages, *update.state.values())
         )
         state = dict(zip(update.state, values, strict=True))
-        function(parameter, gradient, state, ages, settings, numbers.data)
+        function(rule, parameter, gradient, state, ages, settings, numbers.data)
 
 
 def _update_blocks(rule: UpdateRule, settings: tuple[Any, ...], numbers: Tensor, update: EntryUpdate) -> None:
     """Active blocks are gathered, updated and put back."""
-    block, index = update.block, update.index
-    rows, gradients = update.parameter.view(-1, block), update.gradient.view(-1, block)
-    state = {name: value.view(-1, block) for name, value in update.state.items()}
-    ages = update.ages.view(-1, 1)
+    rows, gradients, *values = (
+        tensor.view(-1, update.block).data
+        for tensor in (update.parameter, update.gradient, *update.state.values())
+    )
+    function = _compiled(_update_gathered, rule, rows.dtype, numbers.device)
+    packed = update.index is not None
     for positions, place in _active_stretches(update):
-        own: Tensor | slice = positions if index is None else place
-        dtype = numbers.dtype
-        looked_up = _look_up(numbers, ages[own])
-        values = {name: each[own].to(dtype) for name, each in state.items()}
-        new, updated = rule.update(
-            rows[positions].to(dtype), gradients[positions].to(dtype), values, settings, looked_up
-        )
-        rows[positions] = new.to(rows.dtype)
-        for name, each in updated.items():
-            state[name][own] = each.to(state[name].dtype)
+        own = place if packed else slice(None)
+        ages, *parts = (tensor[own].data for tensor in (update.ages, *values))
+        state = dict(zip(update.state, parts, strict=True))
+        function(rule, rows, gradients, state, ages, positions, packed, settings, numbers.data)
 
 
 def _active_stretches(update: EntryUpdate) -> Iterator[tuple[Tensor, slice]]:
@@ -193,7 +191,7 @@ def _update_in_place(
     settings: tuple[Any, ...],
     numbers: Tensor,
 ) -> None:
-    """Update the active ones of a vector of entries."""
+    """Updates the active ones of a vector of entries."""
     dtype = numbers.dtype
     active = ages.to(torch.float32) > 0
     values = {name: value.to(dtype) for name, value in state.items()}
@@ -206,54 +204,105 @@ def _update_in_place(
         state[name].copy_(torch.where(active, value.to(state[name].dtype), state[name]))
 
 
-def _in_place(rule: UpdateRule, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
-    function = compiled_update(type(rule), dtype) if compiles(device) else _update_in_place
-    return functools.partial(function, rule)
+def _update_gathered(
+    rule: UpdateRule,
+    rows: Tensor,
+    gradients: Tensor,
+    state: State,
+    ages: Tensor,
+    positions: Tensor,
+    packed: bool,
+    settings: tuple[Any, ...],
+    numbers: Tensor,
+) -> None:
+    """Updates the blocks at some positions; packed: state and ages are theirs alone."""
+    dtype = numbers.dtype
+    own = slice(None) if packed else positions
+    values = {name: value[own].to(dtype) for name, value in state.items()}
+    new, updated = rule.update(
+        rows[positions].to(dtype),
+        gradients[positions].to(dtype),
+        values,
+        settings,
+        _look_up(numbers, ages[own].view(-1, 1)),
+    )
+    rows[positions] = new.to(rows.dtype)
+    for name, value in updated.items():
+        state[name][own] = value.to(state[name].dtype)
 
 
-@functools.lru_cache(maxsize=64)
-def compiled_update(kind: type[UpdateRule], dtype: torch.dtype) -> Callable[..., None]:
-    """One function for all optimizers of a kind, vectors of every length and every age."""
+def _compiled(
+    function: Callable[..., None], rule: UpdateRule, dtype: torch.dtype, device: torch.device
+) -> Callable[..., None]:
+    """The function as it runs on a device, for parameters of a dtype."""
+    return compiled_update(function, type(rule), dtype) if compiles(device) else function
+
+
+@functools.lru_cache(maxsize=128)
+def compiled_update(
+    function: Callable[..., None], rule_class: type[UpdateRule], dtype: torch.dtype
+) -> Callable[..., None]:
+    """Compiled for all optimizers of a rule, vectors of every length and every age."""
     # Dynamo counts compilations by the code object and gives up at the eighth, so each has its own.
-    function = FunctionType(_update_in_place.__code__.replace(), globals())
-    return torch.compile(function, dynamic=True, backend=BACKEND)
+    own = FunctionType(function.__code__.replace(), globals())
+    return torch.compile(own, dynamic=True, backend=BACKEND)
+
+
+# --- small tensors together
 
 
 def _joined(updates: Sequence[EntryUpdate]) -> Iterator[EntryUpdate]:
     """Small tensors as one, which is updated by one call and put back where it came from."""
-    together: dict[Any, list[EntryUpdate]] = {}
-    for update in updates:
-        if update.index is None and update.block == 1 and update.parameter.numel() < SMALL:
-            key = (update.parameter.dtype, update.ages.dtype, update.uncounted, update.age, *update.state)
-            together.setdefault(key, []).append(update)
+    for batch in _batches(updates):
+        if len(batch) == 1:
+            yield batch[0]
         else:
-            yield update
-    for each in together.values():
-        if len(each) == 1:
-            yield each[0]
-            continue
-        joined = _join(each)
-        yield joined
-        _put_back(joined, each)
+            joined = _join(batch)
+            yield joined
+            _put_back(joined, batch)
+
+
+def _batches(updates: Sequence[EntryUpdate]) -> Iterator[list[EntryUpdate]]:
+    """Updates that one call can carry out, of at most `JOINED` entries unless one tensor has more."""
+    batches: dict[Any, list[EntryUpdate]] = {}
+    sizes: dict[Any, int] = {}
+    for update in updates:
+        packed = update.index is not None
+        types = (update.parameter.dtype, update.ages.dtype, *update.state)
+        key = (types, packed, update.block, update.uncounted, update.age)
+        size = update.parameter.numel()
+        if sizes.get(key, 0) + size > JOINED and key in batches:
+            yield batches.pop(key)
+            sizes[key] = 0
+        batches.setdefault(key, []).append(update)
+        sizes[key] = sizes.get(key, 0) + size
+    yield from batches.values()
 
 
 def _join(updates: Sequence[EntryUpdate]) -> EntryUpdate:
-    def join(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.view(-1) for tensor in tensors])
-
     first = updates[0]
+    indices = [each.index for each in updates if each.index is not None]
     return dataclasses.replace(
         first,
-        parameter=join([each.parameter for each in updates]),
-        gradient=join([each.gradient for each in updates]),
-        state={name: join([each.state[name] for each in updates]) for name in first.state},
-        ages=join([each.ages for each in updates]),
+        parameter=_flatten_dense_tensors(_padded(updates, [each.parameter for each in updates])),
+        gradient=_flatten_dense_tensors(_padded(updates, [each.gradient for each in updates])),
+        state={name: _flatten_dense_tensors([each.state[name] for each in updates]) for name in first.state},
+        ages=_flatten_dense_tensors([each.ages for each in updates]),
+        index=torch.cat(indices) if indices else None,
     )
 
 
+def _padded(updates: Sequence[EntryUpdate], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors; where they have indices, each is followed by as much as its index has bits too many."""
+    block = updates[0].block
+    if updates[0].index is None:
+        return list(tensors)
+    padding = tensors[0].new_zeros(63 * block)
+    return [part for tensor in tensors for part in (tensor, padding[: -tensor.numel() % (64 * block)])]
+
+
 def _put_back(joined: EntryUpdate, updates: Sequence[EntryUpdate]) -> None:
-    sizes = [each.parameter.numel() for each in updates]
-    pairs = [(joined.parameter, [each.parameter for each in updates])]
+    pairs = [(joined.parameter, _padded(updates, [each.parameter for each in updates]))]
     pairs += [(value, [each.state[name] for each in updates]) for name, value in joined.state.items()]
     for vector, targets in pairs:
-        torch._foreach_copy_([target.view(-1) for target in targets], list(vector.split(sizes)))
+        torch._foreach_copy_(targets, _unflatten_dense_tensors(vector, targets))

@@ -36,7 +36,7 @@ _REGISTERED: dict[type[torch.optim.Optimizer], type[UpdateRule]] = {}
 def update_rule(
     optimizer_class: type[torch.optim.Optimizer],
 ) -> Callable[[type[UpdateRule]], type[UpdateRule]]:
-    """Make MaskedOptimizer exact for an optimizer of your own: decorate an `UpdateRule` that describes it.
+    """Makes MaskedOptimizer exact for your own optimizer: it decorates an `UpdateRule` that describes it.
 
     Args:
         optimizer_class: the optimizer.

@@ -67,7 +67,7 @@ class SGD(UpdateRule):
 
 
 def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
-    """Give parameters that join torch's fused SGD later than others the momentum they would begin with.
+    """Gives parameters that join torch's fused SGD later than others the momentum they would begin with.
 
     The fused step needs the momentum buffers of a group to exist all or not at all. The buffer made here has
     ``mu b + (1 - tau) g = g``, as after a first update.

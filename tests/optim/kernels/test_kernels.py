@@ -152,28 +152,32 @@ def compilations(monkeypatch):
     reference.compiled_update.cache_clear()
 
 
-def test_an_accelerators_code_is_compiled_once_whatever_ages_masks_and_shapes(compilations, monkeypatch):
+@pytest.mark.parametrize("block", [1, 6])
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_accelerators_code_is_compiled_once_whatever_ages_masks_and_shapes(
+    compilations, monkeypatch, block, packed
+):
+    monkeypatch.setattr(reference, "JOINED", 2000)
     rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
     settings = rule.settings(rule.optimizer.param_groups[0])
     ages = torch.arange(1, 4097, dtype=torch.float64)
-    for length, sizes in ((1024, [50, 300]), (1024, [7, 9, 11]), (2048, [1 << 18]), (4096, [1 << 18, 77])):
+    for length, sizes in ((1024, [50, 300]), (1024, [7, 9, 64, 11]), (2048, [3000]), (4096, [3000, 77])):
         numbers = torch.stack(rule.numbers(ages[:length], 0.9, 0.999), 1).float().contiguous()
         for uncounted in range(3):
-            updates = [adam_update(size, 1, torch.float32, False, False) for size in sizes]
+            updates = [
+                dataclasses.replace(
+                    adam_update(size, block, torch.float32, packed, False), uncounted=uncounted
+                )
+                for size in sizes
+            ]
             expected = [copied(update) for update in updates]
-            REFERENCE.update(
-                rule, settings, numbers, [dataclasses.replace(each, uncounted=uncounted) for each in updates]
-            )
+            REFERENCE.update(rule, settings, numbers, updates)
             with monkeypatch.context() as patch:
                 patch.setattr(reference, "compiles", lambda device: False)
-                REFERENCE.update(
-                    rule,
-                    settings,
-                    numbers,
-                    [dataclasses.replace(each, uncounted=uncounted) for each in expected],
-                )
+                REFERENCE.update(rule, settings, numbers, expected)
             for own, other in zip(updates, expected, strict=True):
                 torch.testing.assert_close(own.parameter, other.parameter)
+                torch.testing.assert_close(own.state, other.state)
     assert len(compilations) == 1
 
 

@@ -5,20 +5,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attribute
 import numpy as np
 import pytest
 import torch
 import yaml
-from attribute import main, make_parser, model_policies, read_options
 from lightning.pytorch import Trainer
 from PIL import Image
 
 from gradpolicy import Guided, Scale, Stop, StraightThrough, When
 from gradpolicy.distributed.sharded_checkpoint import save_whole
+from gradpolicy.launch import cli
+from gradpolicy.launch.commands import attribute
+from gradpolicy.launch.commands.attribute import make_parser, model_policies, read_options
 from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet, named_models
 from gradpolicy.tasks.images import ImageShape
 from gradpolicy.tasks.named_models import NamedModel
+
+
+def main(arguments: list[str]) -> int:
+    """Runs `gradpolicy attribute`."""
+    return cli.main(["attribute", *arguments])
+
 
 CONFIG: dict[str, Any] = {
     "data": {"_target_": "gradpolicy.tasks.DigitsDataModule"},
@@ -57,6 +64,7 @@ def photographs(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["guided", "deconv", "gradient", "smoothgrad", "guided_gradcam"])
 def test_each_method_writes_overlays_and_a_grid(method: str, run: Path, tmp_path: Path) -> None:
     arguments = [
@@ -88,6 +96,7 @@ def test_photographs_for_a_model_of_small_pictures_are_warned_of(run: Path, tmp_
         main([f"ckpt_path={run}", f"images={tmp_path}", f"output={tmp_path / 'out'}"])
 
 
+@pytest.mark.slow
 def test_several_methods_are_compared_and_checked_by_random_weights(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-import report
-from report import main
+
+from gradpolicy.launch.commands import report
+from gradpolicy.launch.commands.report import main
 
 
 @pytest.fixture
@@ -77,4 +78,4 @@ def test_the_help_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as leaving:
         main(["--help"])
     assert leaving.value.code == 0
-    assert "python scripts/report.py outputs/train/runs/DATE" in capsys.readouterr().out
+    assert "gradpolicy report outputs/train/runs/DATE" in capsys.readouterr().out

@@ -1,0 +1,8 @@
+"""``python -m gradpolicy`` is the command `gradpolicy`."""
+
+import sys
+
+from gradpolicy.launch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

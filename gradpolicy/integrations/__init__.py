@@ -1,0 +1,1 @@
+"""Policies under other training libraries than Lightning: one module each."""

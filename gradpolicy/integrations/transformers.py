@@ -1,0 +1,352 @@
+"""The callback for Hugging Face's Trainer, and for those that are one, such as TRL's SFTTrainer."""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, is_compiled_module
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.flow.policy_checks import is_cut
+from gradpolicy.optim.zero_redundancy import deepspeed_refused
+from gradpolicy.policies import Policy
+from gradpolicy.training_policies import TrainingPolicies
+
+STATE = "gradient_policies"
+"""The key of the policies' state in the first param group of ``optimizer.pt``."""
+
+
+class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
+    """Trains under gradient policies with Hugging Face's Trainer.
+
+    What happens when:
+
+    - as training begins: flow policies are installed on the model; if there are freeze policies, the
+      optimizer that accelerate has prepared is wrapped in :class:`~gradpolicy.MaskedOptimizer`;
+    - before the first batch of each update: schedules are evaluated and new masks are set;
+    - after the gradients are unscaled and before they are clipped: mask sources see them, and those of frozen
+      entries are removed, so that they count neither there nor in the logged ``grad_norm``;
+    - when the Trainer logs: what the policies did goes with it, to all of its trackers;
+    - when it saves: masks, ages and what mask sources remember lie in ``optimizer.pt``;
+    - as training ends, or fails: the model and the optimizer are left as they were found.
+
+    Policies hold while the model trains. The Trainer's evaluation takes no gradients: a policy for the phases
+    ``validate``, ``test`` or ``predict`` does nothing there.
+
+    Args:
+        policies: The policies by name. Those that are None (``null`` in YAML) are left out.
+        seed: Seeds the mask sources that have no seed of their own.
+        log: Logs for each policy the share of active entries, gradient norms before and after, and counts of
+            matched operations, whenever the Trainer logs its loss, as ``policy/<name>/…``.
+        agreement_every: On many processes: the number of updates after which the ranks compare checksums of
+            masks, ages and weights; None never compares.
+
+    Attributes:
+        installed: The flow policies on the model, while it trains.
+        freezer: Runs the freeze policies.
+        masked_optimizers: The optimizer, if freeze policies match what it holds.
+
+    Raises:
+        PolicyError: If an entry is no policy; when training begins, if a pattern matches nothing, two
+            policies contradict each other, or the Trainer uses DeepSpeed, FSDP, tensor parallelism or
+            ``nn.DataParallel``; after the first update, if an operation that a policy names was never met.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> callback = GradientPoliciesCallback({"tenth": gp.Freeze(gp.masks.Random(density=0.1))})
+        >>> list(callback.policies)  # then: Trainer(..., callbacks=[callback])
+        ['tenth']
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, Policy | None] | None = None,
+        *,
+        seed: int = 0,
+        log: bool = True,
+        agreement_every: int | None = 100,
+    ) -> None:
+        super().__init__(policies, seed=seed, log=log, agreement_every=agreement_every)
+        self._trainer: Trainer | None = None
+        self._measures = self._has_taken = False
+
+    # ---- installing and removing
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuses what policies cannot be right under, before anything is prepared.
+
+        It also sees to it that a training that fails leaves no policies behind, which no event tells of.
+        """
+        trainer = _calling_trainer()
+        _check_supported(trainer)
+        train = trainer.train
+
+        @wraps(train)
+        def train_and_remove(*arguments: Any, **settings: Any) -> Any:
+            try:
+                return train(*arguments, **settings)
+            except RuntimeError as error:
+                if is_cut(error):
+                    self._check_cuts()
+                raise
+            finally:
+                self.remove()
+
+        trainer.train = train_and_remove  # type: ignore[method-assign]
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Installs all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
+        self.remove()  # after it ran out of memory, auto_find_batch_size begins again
+        self._trainer = trainer = _calling_trainer()
+        _check_supported(trainer)
+        model, wrapped = trainer.model, trainer.model_wrapped
+        assert model is not None
+        self._install_flow(model)
+        optimizer = _innermost(trainer.optimizer)
+        if self.freeze_policies:
+            # Compiled code would be made anew each time that requires_grad changes, and what is recomputed
+            # reentrantly gets no gradient where its input needs none.
+            toggles = not (is_compiled_module(wrapped) or _recomputes_reentrantly(model))
+            (optimizer,) = self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
+            _put_inside(trainer.optimizer, optimizer)
+        self._check_installed(model, [optimizer])
+        self._join_ranks(model, getattr(wrapped, "_orig_mod", wrapped))
+        self._observe_before_clipping(trainer)
+        for name, policy in self.policies.items():
+            if "fit" not in policy.when.phases:
+                self._warn(
+                    f"policy.{name}: does nothing in the phases {', '.join(policy.when.phases)}, where the "
+                    "Trainer takes no gradients; put it on the model with gradpolicy.install"
+                )
+        # The trackers are to find in the logs what is added there.
+        others = [each for each in trainer.callback_handler.callbacks if each is not self]
+        trainer.callback_handler.callbacks = [self, *others]
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the model and the optimizer as they were found."""
+        self._remove(quiet=False)
+
+    def remove(self) -> None:
+        """Leaves the model and the optimizer as they were found.
+
+        Only a callback that came by ``trainer.add_callback`` needs it, after a training that failed.
+        """
+        self._remove()
+
+    def _remove(self, *, quiet: bool = True) -> None:
+        super()._remove(quiet=quiet)
+        trainer, self._trainer = self._trainer, None
+        if trainer is None:
+            return
+        vars(trainer.accelerator).pop("unscale_gradients", None)
+        for optimizer in self.masked_optimizers:
+            # Moments that "drop" has left out come back, as the plain optimizer needs them.
+            optimizer.set_masks({p: None for group in optimizer.param_groups for p in group["params"]})
+            _put_inside(trainer.optimizer, optimizer.inner)
+
+    # ---- training
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Updates the policies before the first batch of each update."""
+        assert self._trainer is not None
+        self._has_taken = False
+        self._begin_update(self.updates(state), int(state.epoch or 0))
+        self._measures = self.log_policies and self._logs_after_this(args, state)
+        if self.installed is not None:
+            scaler = self._trainer.accelerator.scaler
+            self.installed.set_loss_scale(float(scaler.get_scale()) if scaler is not None else 1.0)
+            self.installed.measure_norms(self._measures)
+            if self._measures:
+                self._begin_counting()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Makes sure that the gradients were taken before they were clipped.
+
+        Raises:
+            PolicyError: If they were not.
+        """
+        assert self._trainer is not None
+        if not args.max_grad_norm:
+            # Nothing is clipped; older Trainers then do not ask for the norm either.
+            self._trainer.accelerator.unscale_gradients()
+        if self.masked_optimizers and not self._has_taken:
+            raise PolicyError(
+                f"GradientPoliciesCallback: {type(self._trainer).__name__} clipped the gradients in a way of "
+                "its own, so that mask sources did not see them; let it call accelerator.clip_grad_norm_"
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Checks after the first update that every operation was met."""
+        assert self._trainer is not None
+        assert self._trainer.model is not None
+        trains = (parameter.requires_grad for parameter in self._trainer.model.parameters())
+        self._check_operations_met("fit", thaws=not all(trains))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adds what the policies did to what the Trainer logs with its loss."""
+        if logs is None or "loss" not in logs or not self._measures:
+            return
+        metrics = {**self._flow_metrics("fit"), **self._freeze_metrics()}
+        numbers = {name: float(value) for name, value in metrics.items()}
+        logs.update(numbers)
+        state.log_history[-1].update(numbers)
+
+    def updates(self, state: TrainerState) -> int:
+        """Updates that took place; if no optimizer is masked, the Trainer's count."""
+        return self.masked_optimizers[0].effective_steps if self.masked_optimizers else state.global_step
+
+    def _observe_before_clipping(self, trainer: Trainer) -> None:
+        """Has the gradients taken whenever accelerate has unscaled them, as it does before it clips.
+
+        The Trainer calls callbacks only after it has clipped.
+        """
+        unscale = trainer.accelerator.unscale_gradients
+
+        def unscale_gradients(optimizer: Any = None) -> None:
+            if not self._has_taken:
+                unscale(optimizer)
+                self._take_gradients()
+
+        trainer.accelerator.unscale_gradients = unscale_gradients
+
+    def _take_gradients(self) -> None:
+        """Shows sources the gradients, and removes those of frozen entries."""
+        self._has_taken = True
+        for optimizer in self.masked_optimizers:
+            assert self.freezer is not None
+            if self._measures:
+                self.norms_before = self._gradient_norms(optimizer)
+            self.freezer.observe(optimizer)
+            optimizer.mask_gradients()
+            if self._measures:
+                self.norms_after = self._gradient_norms(optimizer)
+
+    def _logs_after_this(self, args: TrainingArguments, state: TrainerState) -> bool:
+        """Whether the Trainer logs its loss after the update that is being prepared."""
+        assert self._trainer is not None
+        if args.logging_strategy == IntervalStrategy.EPOCH:
+            return bool(self._trainer.accelerator.gradient_state.end_of_dataloader)
+        step = state.global_step + 1
+        return args.logging_strategy == IntervalStrategy.STEPS and (
+            step % state.logging_steps == 0 or (step == 1 and args.logging_first_step)
+        )
+
+    # ---- checkpoints
+
+    def _install_freeze(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        toggle_requires_grad: bool = True,
+    ) -> list[torch.optim.Optimizer]:
+        """Wraps the optimizer, into which the Trainer has loaded a checkpoint already."""
+        (optimizer,) = optimizers
+        # A plain optimizer keeps in its param groups what it does not know: masks, and what is added below.
+        saved = optimizer.state_dict()
+        wrapped = super()._install_freeze(model, [optimizer], toggle_requires_grad=toggle_requires_grad)
+        (masked,) = self.masked_optimizers
+        masked.load_state_dict(saved)
+        state = masked.param_groups[0].pop(STATE, None)
+        assert self._trainer is not None
+        steps = self._trainer.state.global_step
+        if state is not None and state["global_step"] == steps:
+            self._apply_restored(state)
+        else:
+            masked.effective_steps = steps
+        self._hooks.append(masked.register_state_dict_post_hook(self._save))
+        return wrapped
+
+    def _save(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """Adds the state of the policies to what the Trainer writes to ``optimizer.pt``."""
+        assert self._trainer is not None
+        steps = self._trainer.state.global_step
+        saved["param_groups"][0][STATE] = {**self.state_dict(), "global_step": steps}
+
+
+def _calling_trainer() -> Trainer:
+    """The Trainer that is calling the callback. It hands over its parts, but neither itself nor accelerate.
+
+    Raises:
+        PolicyError: If none is.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise PolicyError("GradientPoliciesCallback: no Trainer calls it; give it to one as callbacks=[...]")
+
+
+def _check_supported(trainer: Trainer) -> None:
+    """Makes sure that policies can be right under what the Trainer uses.
+
+    Raises:
+        PolicyError: If they cannot; it says why, and what to use instead.
+    """
+    accelerator, instead = trainer.accelerator, "use DDP: accelerate launch --multi_gpu, or torchrun"
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise deepspeed_refused("DeepSpeed", instead=instead)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise PolicyError(
+            "FSDP: policies are refused under accelerate's FSDP: version 1 flattens the parameters of a "
+            "block into one, in which names, rows and entries are lost, and version 2 restores optimizers "
+            f"without their masks and ages; {instead}"
+        )
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise PolicyError(
+            f"GradientPoliciesCallback: the model was sharded as it was loaded (DistributedConfig), and the "
+            f"Trainer then clips gradients where mask sources cannot see them before; {instead}"
+        )
+    if trainer.args.n_gpu > 1:
+        raise PolicyError(
+            "GradientPoliciesCallback: nn.DataParallel copies the model for each forward pass, without its "
+            f"policies; {instead}"
+        )
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer without what accelerate has put round it."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _put_inside(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Has accelerate step another optimizer."""
+    while isinstance(prepared.optimizer, AcceleratedOptimizer):
+        prepared = prepared.optimizer
+    # As after unpickling: this also finds the step again that the loss scaler is to call.
+    prepared.__setstate__({"optimizer": optimizer})
+
+
+def _recomputes_reentrantly(model: nn.Module) -> bool:
+    """Whether activations are recomputed in a way that needs an input with a gradient."""
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+    return any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions)

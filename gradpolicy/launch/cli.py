@@ -1,0 +1,82 @@
+"""The command `gradpolicy`, which is also ``python -m gradpolicy`` and, in a clone or a project, `train.py`.
+
+Only the standard library is imported here: what a subcommand needs is loaded once it is known.
+"""
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gradpolicy.errors import PolicyError, brief, unknown
+
+CONFIGS = Path(__file__).parents[1] / "conf"
+# Where the `main` of each subcommand is that takes its own words.
+COMMANDS = {
+    "attribute": "gradpolicy.launch.commands.attribute",
+    "delta": "gradpolicy.delta.command",
+    "init": "gradpolicy.launch.commands.init",
+    "report": "gradpolicy.launch.commands.report",
+    "schema": "gradpolicy.launch.schema",
+    "sweep": "gradpolicy.launch.commands.sweep",
+}
+# These read configs, so they are told where those lie.
+READ_CONFIGS = ("attribute", "sweep")
+PLAN = "plan"
+EXTRAS = {"optuna": "sweeps", "timm": "vision", "torchvision": "vision", "transformers": "transformers"}
+WRONG_INPUT, INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None) -> int:
+    """Runs a subcommand; trains where none is named.
+
+    Args:
+        arguments: The command line; that of this process unless given.
+        config_dir: The directory of configs; those of the package unless given. A file of packages that
+            configs may name (``allowed_targets.txt``) is looked for beside it.
+
+    Returns:
+        The exit code: 0, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, 143 for SIGTERM.
+    """
+    # Threads that spin while they wait took four times the time on a busy machine. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        command = _imported_command(words, (config_dir or CONFIGS).resolve())
+    except PolicyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    return command()
+
+
+def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], int]:
+    """Loads what the first word asks for.
+
+    Raises:
+        PolicyError: If there is no such subcommand, or a package that it needs is not installed.
+    """
+    first, rest = (words[0], words[1:]) if words else ("", [])
+    names_command = first.isidentifier()
+    if names_command and first not in (*COMMANDS, PLAN):
+        raise unknown("command", brief(first), (*COMMANDS, PLAN), key="gradpolicy")
+    # Ctrl-C while the program is imported: nothing has begun, so there is nothing to say.
+    former = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        run = importlib.import_module(COMMANDS.get(first, "gradpolicy.launch.app")).main
+    except ModuleNotFoundError as error:
+        missing = str(error.name).split(".")[0]
+        extra = EXTRAS.get(missing, "train")
+        raise PolicyError(
+            f"gradpolicy: needs {missing}, which is not installed: pip install 'gradpolicy[{extra}]'"
+        ) from error
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if not names_command:
+        return lambda: run(config_dir, words)
+    if first == PLAN:
+        return lambda: run(config_dir, [*rest, "plan_only=true"])
+    if first in READ_CONFIGS:
+        return lambda: run(rest, config_dir)
+    return lambda: run(rest)

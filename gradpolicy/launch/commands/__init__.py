@@ -1,0 +1,1 @@
+"""What `gradpolicy` does besides training: a module a subcommand, each with a `main`."""

@@ -1,0 +1,418 @@
+"""Shows which pixels speak for a class.
+
+    gradpolicy attribute --ckpt_path last --method guided --images test
+    gradpolicy attribute --ckpt_path last --method all --check randomise
+    gradpolicy attribute --model timm:resnet18 --images photographs/
+
+Writes an overlay for each image, a grid of them, and how the probability of the class changes while pixels
+are inserted and deleted in the order of the attribution. Options may also be written without dashes, as
+train.py takes its own: ckpt_path=last method=guided.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.imports import limited_to
+from gradpolicy.insight.attribution import METHODS, Attribution, find_convolution, get_method, predict
+from gradpolicy.insight.attribution_check_pictures import RANDOM, curves_picture, randomisation_picture
+from gradpolicy.insight.attribution_checks import (
+    PixelCurves,
+    insertion_deletion,
+    mean_curves,
+    random_order,
+    randomisation_check,
+)
+from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
+from gradpolicy.insight.results import replace_unencodable
+from gradpolicy.insight.run_log import quieter
+from gradpolicy.launch.allowed_targets import KEY, trusted_packages
+from gradpolicy.launch.app import parse_command_line
+from gradpolicy.launch.build import Subject, build_subject
+from gradpolicy.launch.messages import WRONG_INPUT, report_error, wrong_input_errors
+from gradpolicy.launch.targets import check_targets
+from gradpolicy.lightning.checkpoint_checks import check_fits
+from gradpolicy.lightning.checkpoint_reading import read_weights
+from gradpolicy.lightning.find_checkpoint import find_checkpoint
+from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
+from gradpolicy.tasks.images import ImageShape, find_images, read_image, warn_of_shrunk
+from gradpolicy.tasks.named_models import load_named_model
+
+PARTS = ("data", "model", "policy")
+GRID = 64
+"""The most images in a grid, and about as many are checked by inserting and deleting pixels."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A model ready to be explained.
+
+    Attributes:
+        name: What the pictures call it.
+        model: Takes images.
+        network: Where layers are looked for by name.
+        shape: The shape of the images.
+        directory: Where its pictures go by default.
+        classes: The names of the classes, if they are known.
+        policies: Flow policies that belong to the model, such as straight-through for a quantised one.
+        data: The data module of the run it comes from.
+    """
+
+    name: str
+    model: nn.Module
+    network: nn.Module
+    shape: ImageShape
+    directory: Path
+    classes: Sequence[str] | None = None
+    policies: tuple[FlowPolicy, ...] = ()
+    data: Any = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image with its name and, if it is known, its class."""
+
+    name: str
+    image: Tensor
+    truth: int | None = None
+
+
+def main(arguments: Sequence[str], config_dir: Path) -> int:
+    """Runs the program and gives its exit code: 0, or 2 for wrong input.
+
+    Args:
+        arguments: The command line.
+        config_dir: The directory of configs, beside which a file may name packages to trust.
+    """
+    replace_unencodable()
+    parser = make_parser()
+    if not arguments:
+        parser.print_help()
+        return WRONG_INPUT
+    show_traceback = False
+    try:
+        options = read_options(parser, arguments)
+        show_traceback = options.debug == "true"
+        allowing = [f"{KEY}={options.allowed_targets}"] if options.allowed_targets else []
+        with quieter(), limited_to(trusted_packages(allowing, config_dir.parent)):
+            directory = attribute(options)
+    except wrong_input_errors() as error:
+        report_error(error, show_traceback)
+        return WRONG_INPUT
+    Console().print(f"Saved in {directory}", markup=False, soft_wrap=True)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line of the program."""
+    parser = argparse.ArgumentParser(
+        prog="gradpolicy attribute",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--ckpt_path", help="a checkpoint of train.py, its run directory, or `last`")
+    add("--model", help="instead: timm:NAME or torchvision:NAME (needs the extra `vision`)")
+    add(
+        "--weights",
+        help="with --model: a file of weights (default: the package's own), or `none` for random ones",
+    )
+    add(
+        "--method",
+        default="guided",
+        help=f"{', '.join(METHODS)}; several with commas, or `all` (default: %(default)s)",
+    )
+    add(
+        "--images",
+        default="test",
+        help="a directory, a file, or `test` for the test images of the run (default: %(default)s)",
+    )
+    add("--count", type=int, default=16, help="how many images at most (default: %(default)s)")
+    add("--target", type=int, help="the number of the class to explain (default: the predicted class)")
+    add("--output", help="where the pictures go (default: attributions/METHOD in the run directory)")
+    add("--columns", type=int, default=4, help="images in a row of the grid (default: %(default)s)")
+    add("--batch_size", type=int, default=8, help="images at once (default: %(default)s)")
+    add("--device", default="auto", help="cpu, cuda, … (default: %(default)s)")
+    add(
+        "--samples",
+        type=int,
+        default=25,
+        help="smoothgrad: noisy copies of an image (default: %(default)s)",
+    )
+    add(
+        "--noise",
+        type=float,
+        default=0.15,
+        help="smoothgrad: their noise, as a share of the image's range (default: %(default)s)",
+    )
+    add(
+        "--check",
+        choices=("none", "randomise"),
+        default="none",
+        help="randomise: attribute while more and more weights are random (default: %(default)s)",
+    )
+    add("--layer", help="guided_gradcam: the name of the convolution (default: the last one)")
+    add("--allowed_targets", help="packages of yours that the run's config may name, as for train.py")
+    add(
+        "--debug",
+        nargs="?",
+        const="true",
+        default="false",
+        choices=("true", "false"),
+        help="show where in the code an error came from",
+    )
+    return parser
+
+
+def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line, in which ``name=value`` means ``--name=value``.
+
+    Raises:
+        PolicyError: For an unknown option, a value of another type, or values that exclude each other.
+    """
+    names = vars(parser.parse_args([]))
+    words = [f"--{word}" if word.partition("=")[0] in names else word for word in arguments]
+    options = parse_command_line(parser, words)
+    if (options.ckpt_path is None) == (options.model is None):
+        raise PolicyError("ckpt_path: give either ckpt_path=… or model=…")
+    if options.model is not None and options.images == "test":
+        raise PolicyError("images: a model by name has no test images; name a directory: images=…")
+    for name in ("count", "columns", "batch_size"):
+        if getattr(options, name) < 1:
+            raise PolicyError(f"{name}: {getattr(options, name)} given, at least 1 needed")
+    return options
+
+
+def attribute(options: argparse.Namespace) -> Path:
+    """Attributes the images, and gives the directory that the pictures were written to."""
+    names = list(METHODS) if options.method == "all" else options.method.split(",")
+    methods = {name: get_method(name) for name in names}
+    device = _device(options.device)
+    explained = load_run(options) if options.model is None else load_named(options)
+    methods = {name: _with_settings(method, name, explained, options) for name, method in methods.items()}
+    explained.model.to(device).eval()
+    base = Path(options.output) if options.output else explained.directory
+    curves: dict[str, PixelCurves] = {}
+    for name, method in methods.items():
+        directory = base / name if len(methods) > 1 or not options.output else base
+        curves[name], curves[RANDOM] = attribute_by(name, method, explained, options, device, directory)
+        if options.check == "randomise":
+            check_by_random_weights(name, method, explained, options, device, directory)
+    random = curves.pop(RANDOM)
+    save_scores({**curves, RANDOM: random}, explained.name, base)
+    return base if len(methods) > 1 else directory
+
+
+def attribute_by(
+    name: str,
+    method: Attribution,
+    explained: Explained,
+    options: argparse.Namespace,
+    device: torch.device,
+    directory: Path,
+) -> tuple[PixelCurves, PixelCurves]:
+    """Attributes the images by one method, a batch at a time, and writes the pictures.
+
+    Returns:
+        The mean curves of the method, and those of pixels in random order.
+    """
+    shown: list[Sample] = []
+    found: list[tuple[PixelCurves, PixelCurves]] = []
+    batches = _in_batches(_pictures(explained, options), options.batch_size)
+    for batch in track(batches, name, total=-(-options.count // options.batch_size), transient=True):
+        samples = explain(explained, method, batch, options.target, device)
+        for picture, sample in zip(batch, samples, strict=True):
+            save_overlay(sample, directory / f"{picture.name}.png")
+        shown += samples[: GRID - len(shown)]
+        if len(found) * options.batch_size < GRID:
+            images = torch.stack([sample.image for sample in samples]).to(device)
+            attributions = torch.stack([sample.attribution for sample in samples])
+            found.append(
+                tuple(  # type: ignore[arg-type]
+                    insertion_deletion(explained.model, images, each, options.target)
+                    for each in (attributions, random_order(images))
+                )
+            )
+    title = f"{name}: which pixels speak for the class · {explained.name}"
+    picture_grid(shown, title, options.columns).savefig(directory / "grid.png")
+    own, random = (mean_curves(each) for each in zip(*found, strict=True))
+    return own, random
+
+
+def check_by_random_weights(
+    name: str,
+    method: Attribution,
+    explained: Explained,
+    options: argparse.Namespace,
+    device: torch.device,
+    directory: Path,
+) -> None:
+    """Attributes the first images while more and more weights are random; draws and prints it."""
+    pictures = [picture for picture, _ in zip(_pictures(explained, options), range(4), strict=False)]
+    images = torch.stack([picture.image for picture in pictures]).to(device)
+    classes, _ = predict(explained.model, images, options.target)
+    found = randomisation_check(method, explained.model, images, classes)
+    title = f"{name}: weights drawn anew, from the last layer to the first · {explained.name}"
+    trained = method(explained.model, images, classes)
+    randomisation_picture(images, trained, found, title).savefig(directory / "randomise.png")
+    table = Table("weights drawn anew down to", "rank correlation", title=name, title_justify="left")
+    for each in found:
+        table.add_row(escape(each.layer), f"{each.similarity.mean():.2f}")
+    Console().print(table)
+
+
+def save_scores(curves: Mapping[str, PixelCurves], name: str, directory: Path) -> None:
+    """Writes the curves and their areas, and prints the areas."""
+    scores = {
+        method: {
+            "insertion_area": float(each.insertion_area.mean()),
+            "deletion_area": float(each.deletion_area.mean()),
+        }
+        for method, each in curves.items()
+    }
+    (directory / "scores.json").write_text(json.dumps(scores, indent=2) + "\n")
+    title = f"Does it point at what matters? · {name}"
+    curves_picture(curves, title).savefig(directory / "curves.png")
+    table = Table("method", "insertion (more is better)", "deletion (less is better)")
+    for method, areas in scores.items():
+        table.add_row(method, *(f"{area:.3f}" for area in areas.values()))
+    Console().print(table)
+
+
+def load_run(options: argparse.Namespace) -> Explained:
+    """Makes model, data and policies from the config of a run, and loads its weights."""
+    checkpoint = find_checkpoint(options.ckpt_path, [Path("outputs")])
+    assert checkpoint is not None
+    run = checkpoint.absolute().parent.parent
+    subject = _subject(run / "config.yaml")
+    check_fits(checkpoint, subject.model)
+    subject.model.load_state_dict(read_weights(checkpoint))
+    subject.data.prepare_data()
+    subject.data.setup("test")
+    images = next(iter(subject.data.test_dataloader()))[0]
+    return Explained(
+        name=run.name,
+        model=subject.model,
+        network=subject.model,
+        shape=ImageShape(*images.shape[1:]),
+        directory=run / "attributions",
+        classes=getattr(subject.data, "classes", None),
+        policies=model_policies(subject.policies.values()),
+        data=subject.data,
+    )
+
+
+def load_named(options: argparse.Namespace) -> Explained:
+    """Loads a model of timm or torchvision."""
+    name = str(options.model)
+    found = load_named_model(name, options.weights)
+    directory = Path("attributions") / name.replace(":", "-")
+    return Explained(name, found.model, found.network, found.shape, directory, found.classes)
+
+
+def _subject(path: Path) -> Subject:
+    """Builds what a run's resolved config describes, if it may name that."""
+    if not path.is_file():
+        raise PolicyError(
+            f"ckpt_path: {path} is absent: a run's config lies in the directory above its checkpoints'"
+        )
+    container = yaml.safe_load(path.read_text())
+    if not isinstance(container, Mapping) or not {"data", "model"} <= container.keys():
+        raise PolicyError(f"ckpt_path: {path} is not the config of a run")
+    check_targets({part: container.get(part) for part in PARTS})
+    return build_subject(container)
+
+
+def model_policies(policies: Iterable[Policy]) -> tuple[FlowPolicy, ...]:
+    """The policies of a run that hold while its model is explained, whatever the method."""
+    return tuple(
+        policy
+        for policy in policies
+        if isinstance(policy, FlowPolicy)
+        and not isinstance(policy, Guided | Deconv)
+        and (isinstance(policy, StraightThrough) or policy.when.active(phase="test"))
+    )
+
+
+def _with_settings(
+    method: Attribution, name: str, explained: Explained, options: argparse.Namespace
+) -> Attribution:
+    """Binds a method's own settings and the model's policies."""
+    own: dict[str, Any] = {}
+    if name == "smoothgrad":
+        own = {"samples": options.samples, "noise": options.noise}
+    elif name == "guided_gradcam":
+        layer = find_convolution(explained.network, options.layer)
+        # By its name, since the check by random weights works on a copy.
+        own = {"layer": next(key for key, module in explained.model.named_modules() if module is layer)}
+    return partial(method, policies=explained.policies, **own)
+
+
+def _pictures(explained: Explained, options: argparse.Namespace) -> Iterator[Picture]:
+    """The images one after the other, so that memory does not grow with their number."""
+    if options.images != "test":
+        paths = find_images(Path(options.images))[: options.count]
+        warn_of_shrunk(paths, explained.shape)
+        yield from (Picture(path.stem, read_image(path, explained.shape)) for path in paths)
+        return
+    batches = explained.data.test_dataloader()
+    pairs = (pair for images, labels in batches for pair in zip(images, labels, strict=True))
+    for number, (image, label) in enumerate(itertools.islice(pairs, options.count)):
+        yield Picture(f"test_{number:04d}", image, int(label))
+
+
+def _in_batches(pictures: Iterator[Picture], size: int) -> Iterator[list[Picture]]:
+    while batch := list(itertools.islice(pictures, size)):
+        yield batch
+
+
+def explain(
+    explained: Explained,
+    method: Attribution,
+    pictures: Sequence[Picture],
+    target: int | None,
+    device: torch.device,
+) -> list[Sample]:
+    """Attributes a batch of pictures. If a class is asked for, the true class is left out."""
+    images = torch.stack([picture.image for picture in pictures]).to(device)
+    attributions = method(explained.model, images, target)
+    classes, probabilities = predict(explained.model, images, target)
+
+    def name(index: int) -> str:
+        return explained.classes[index] if explained.classes else f"class {index}"
+
+    return [
+        Sample(
+            image=picture.image,
+            attribution=attributions[i].cpu(),
+            predicted=name(int(classes[i])),
+            probability=float(probabilities[i]),
+            truth=name(picture.truth) if picture.truth is not None and target is None else None,
+            title=picture.name if picture.truth is None else None,
+        )
+        for i, picture in enumerate(pictures)
+    ]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise PolicyError(f"device: {name!r} cannot be used: {str(error).splitlines()[0]}") from error

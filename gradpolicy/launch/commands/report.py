@@ -1,0 +1,94 @@
+"""Writes the report of one run, or of several beside each other.
+
+    gradpolicy report outputs/train/runs/DATE
+    gradpolicy report outputs/train/multiruns/DATE/* --output sweep.html
+
+A directory that holds run directories stands for all of these. The report is one HTML file, which opens
+offline.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradpolicy.errors import PolicyError, brief, nearest
+from gradpolicy.insight.report import REPORT, looks_like_run, write
+
+WRONG_INPUT, INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program and gives its exit code: 0, or 2 for wrong input."""
+    options = make_parser().parse_args(arguments)
+    try:
+        runs = find_runs([Path(given).expanduser() for given in options.runs])
+        output = Path(options.output).expanduser() if options.output else default_output(runs)
+        if output.is_dir():
+            raise PolicyError(f"--output: {output} is a directory; name a file, such as {output / REPORT}")
+        try:
+            print(f"Saved in {write(runs, output)}")
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise PolicyError(f"--output: {output} cannot be written: {reason}") from error
+    except PolicyError as error:
+        print(f"error: {brief(str(error), most=500)}", file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line of the program."""
+    parser = argparse.ArgumentParser(
+        prog="gradpolicy report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, or a directory of them")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help=f"the file to write (default: {REPORT} in the run directory; of several, where they lie)",
+    )
+    return parser
+
+
+def find_runs(given: Sequence[Path]) -> list[Path]:
+    """The run directories that the command line names, each once.
+
+    Raises:
+        PolicyError: For a path that is no run directory and holds none.
+    """
+    found: list[Path] = []
+    for path in given:
+        if looks_like_run(path):
+            found.append(path)
+            continue
+        below = sorted(each.parent for each in path.rglob("config.yaml") if each.parent.name != ".hydra")
+        if not below:
+            raise PolicyError(_why_not(path))
+        found += below
+    return list(dict.fromkeys(path.absolute() for path in found))
+
+
+def default_output(runs: Sequence[Path]) -> Path:
+    """Where the report goes unless told otherwise."""
+    if len(runs) == 1:
+        return runs[0] / REPORT
+    return Path(os.path.commonpath([run.parent for run in runs])) / REPORT
+
+
+def _why_not(path: Path) -> str:
+    if path.is_dir():
+        return f"RUN: {path} holds neither a run's files nor run directories"
+    if path.exists():
+        return f"RUN: {path} is a file; name the run directory, such as {path.parent}"
+    parent = next(above for above in path.absolute().parents if above.is_dir())
+    missing = path.absolute().relative_to(parent).parts[0]
+    names = [each.name for each in parent.iterdir() if each.is_dir()]
+    hint = nearest(missing, names) or "it holds no directories"
+    return f"RUN: {path} does not exist; in {parent}: {hint}"

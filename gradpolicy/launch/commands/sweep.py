@@ -1,0 +1,354 @@
+"""Searches the space of a sweep config with Optuna.
+
+    gradpolicy sweep sweep=learning_rate --trials 20
+    gradpolicy sweep sweep=learning_rate --trials 20 trainer.max_epochs=5    # any override of a run
+
+The study lies in an sqlite file: run the same command again to go on where it was stopped, run it twice at
+the same time to search with two processes, open it with `optuna-dashboard sqlite:///outputs/study.db`.
+Ctrl-C and SIGTERM stop the search: the trial that ran is put back, and is the first that the next call runs.
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import yaml
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from gradpolicy.display import wide_console
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.imports import limited_to
+from gradpolicy.insight.results import REPORT, RESULT, Result, replace_unencodable, write_report
+from gradpolicy.insight.sweep_summary import SweepSummary
+from gradpolicy.launch.allowed_targets import trusted_packages
+from gradpolicy.launch.app import main as train
+from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
+from gradpolicy.launch.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
+from gradpolicy.launch.processes import quoted, termination_exits
+from gradpolicy.lightning.find_checkpoint import find_checkpoint
+from gradpolicy.lightning.optuna_pruning import PRUNED, make_pruner
+
+DIRECTORY = "directory"
+PUT_BACK = "put_back"
+# What the table and the report call the states of a trial.
+STATUSES = {TrialState.COMPLETE: "completed", TrialState.FAIL: "failed"}
+Draw = Callable[[Trial, str, Mapping[str, Any]], Any]
+
+# The distributions of W&B sweeps, which the configs are written in, as Optuna draws them.
+DISTRIBUTIONS: dict[str, Draw] = {
+    "uniform": lambda trial, key, given: trial.suggest_float(key, given["min"], given["max"]),
+    "log_uniform_values": lambda trial, key, given: trial.suggest_float(
+        key, given["min"], given["max"], log=True
+    ),
+    "q_uniform": lambda trial, key, given: trial.suggest_float(
+        key, given["min"], given["max"], step=given["q"]
+    ),
+    "int_uniform": lambda trial, key, given: trial.suggest_int(key, given["min"], given["max"]),
+    "categorical": lambda trial, key, given: trial.suggest_categorical(key, given["values"]),
+}
+
+
+class WrongTrialError(Exception):
+    """The overrides themselves are wrong: every other trial would end the same way."""
+
+
+class TrialFailedError(Exception):
+    """A trial did not end well; the others go on."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What every trial of a search needs.
+
+    Args:
+        study: The study.
+        url: Where it is kept.
+        space: The sweep config.
+        overrides: What all trials have in common.
+        directory: Where trials go.
+        monitor: The metric that tells whether a trial goes on.
+        config_dir: The directory of configs.
+    """
+
+    study: optuna.Study
+    url: str
+    space: Mapping[str, Any]
+    overrides: list[str]
+    directory: Path
+    monitor: str
+    config_dir: Path
+
+    @property
+    def metric(self) -> str:
+        """What is optimised."""
+        return self.space["metric"]["name"]
+
+
+def main(arguments: Sequence[str], config_dir: Path) -> int:
+    """Runs the program.
+
+    Args:
+        arguments: The command line.
+        config_dir: The directory of configs.
+
+    Returns:
+        The exit code: 0, 2 for wrong input, 130 for Ctrl-C, 143 when told to go.
+    """
+    replace_unencodable()
+    options = parse(arguments)
+    code = 0
+    try:
+        with termination_exits():
+            search = prepare(options, config_dir)
+            code = run_trials(search, options.trials)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except wrong_input_errors() as error:
+        report_error(error, show_traceback=False)
+        return WRONG_INPUT
+    except WrongTrialError:
+        return WRONG_INPUT
+    show(search)
+    return code
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="gradpolicy sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="sweep=NAME of conf/sweep, and overrides of a run")
+    parser.add_argument("--trials", type=int, default=20, help="how many in all, with those already done")
+    parser.add_argument("--study", help="the study's name; the sweep's unless given")
+    parser.add_argument("--storage", help="where it is kept; sqlite:///DIRECTORY/study.db unless given")
+    parser.add_argument("--directory", default="outputs", help="where trials and study go")
+    parser.add_argument("--seed", type=int, default=0, help="seeds what is drawn")
+    parser.add_argument("--monitor", help="prunes by this metric; what is optimised unless given")
+    return parser.parse_intermixed_args(arguments)
+
+
+def split(overrides: list[str]) -> tuple[str, list[str]]:
+    """Takes the sweep's name out of the overrides."""
+    names = [line.partition("=")[2] for line in overrides if line.startswith("sweep=")]
+    if len(names) != 1:
+        raise PolicyError("sweep: name one search space of conf/sweep, as sweep=learning_rate")
+    return names[0], [line for line in overrides if not line.startswith("sweep=")]
+
+
+def read_space(path: Path) -> Mapping[str, Any]:
+    """Reads a search space and checks it.
+
+    Raises:
+        PolicyError: If there is none, or a distribution in it is unknown or lacks a bound.
+    """
+    spaces = [found.stem for found in path.parent.glob("*.yaml") if "parameters:" in found.read_text("utf-8")]
+    if path.stem not in spaces:
+        raise unknown("search space", path.stem, spaces, key="sweep")
+    space = yaml.safe_load(path.read_text("utf-8"))
+    for key, given in space["parameters"].items():
+        if key.lstrip("+~").split(".")[0].split("/")[0] in ("hydra", "allowed_targets"):
+            raise PolicyError(f"parameters.{key}: can only be set on the command line")
+        kind = distribution_of(given)
+        if kind not in DISTRIBUTIONS and kind != "constant":
+            raise unknown("distribution", kind, DISTRIBUTIONS, key=f"parameters.{key}")
+        lacking = [bound for bound in _bounds(kind) if bound not in given]
+        if lacking:
+            raise PolicyError(f"parameters.{key}: {kind} needs {', '.join(lacking)}")
+    return space
+
+
+def _bounds(kind: str) -> tuple[str, ...]:
+    if kind in ("categorical", "constant"):
+        return ("values",) if kind == "categorical" else ("value",)
+    return ("min", "max", "q") if kind.startswith("q_") else ("min", "max")
+
+
+def distribution_of(given: Mapping[str, Any]) -> str:
+    """The distribution of a parameter, by W&B's rules where it is not named."""
+    if "distribution" in given:
+        return str(given["distribution"])
+    if "value" in given:
+        return "constant"
+    if "values" in given:
+        return "categorical"
+    whole = isinstance(given.get("min"), int) and isinstance(given.get("max"), int)
+    return "int_uniform" if whole else "uniform"
+
+
+def first_values(space: Mapping[str, Any]) -> list[str]:
+    """The first value of each parameter, to see whether the overrides compose."""
+    return [
+        f"{key}={given.get('value', given.get('min', given.get('values', [None])[0]))}"
+        for key, given in space["parameters"].items()
+    ]
+
+
+def draw(trial: Trial, space: Mapping[str, Any]) -> list[str]:
+    """Draws a value for each parameter, as overrides."""
+    overrides = []
+    for key, given in space["parameters"].items():
+        kind = distribution_of(given)
+        value = given["value"] if kind == "constant" else DISTRIBUTIONS[kind](trial, key, given)
+        overrides.append(f"{key}={value}")
+    return overrides
+
+
+def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
+    """Reads the space and opens the study, or makes it."""
+    name, overrides = split(options.overrides)
+    space = read_space(config_dir / "sweep" / f"{name}.yaml")
+    source = Source(config_dir)
+    with limited_to(trusted_packages(overrides, config_dir.parent)), hydra_at(source):
+        check_job(compose_job(source, [*overrides, *first_values(space)]), overrides)
+    directory = Path(options.directory).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    url = options.storage or f"sqlite:///{directory / 'study.db'}"
+    study = open_study(url, options.study or name, space["metric"], options.seed)
+    monitor = options.monitor or space["metric"]["name"].removesuffix("_best")
+    return Search(study, url, space, overrides, directory / study.study_name, monitor, config_dir)
+
+
+def open_study(url: str, name: str, metric: Mapping[str, Any], seed: int) -> optuna.Study:
+    """Opens a study, or makes it; trials whose process is gone are given up.
+
+    Dashboards call what is optimised by the name of the metric.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    storage = optuna.storages.RDBStorage(url, heartbeat_interval=30, grace_period=120)
+    known = name in optuna.get_all_study_names(storage)
+    done = len(optuna.load_study(study_name=name, storage=storage).trials) if known else 0
+    study = optuna.create_study(
+        study_name=name,
+        storage=storage,
+        direction=metric["goal"],
+        # Another seed for what comes after: the same one would draw the first trials again.
+        sampler=optuna.samplers.TPESampler(seed=seed + done),
+        pruner=make_pruner(),
+        load_if_exists=True,
+    )
+    study.set_metric_names([metric["name"]])
+    optuna.storages.fail_stale_trials(study)
+    return study
+
+
+def run_trials(search: Search, wanted: int) -> int:
+    """Runs trials until there are enough in the study; gives the exit code, which says what stopped it."""
+    good = (TrialState.COMPLETE, TrialState.PRUNED)
+    missing = wanted - len(search.study.get_trials(states=good))
+    try:
+        if missing > 0:
+            search.study.optimize(
+                lambda trial: run_or_put_back(trial, search), missing, catch=(TrialFailedError,)
+            )
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    return 0
+
+
+def run_or_put_back(trial: Trial, search: Search) -> float:
+    """Runs a trial. If the program is told to stop, the trial waits for the next call.
+
+    Raises:
+        SystemExit: If it is. Optuna lets this one pass; it would take an interrupt for a failed trial.
+    """
+    try:
+        return run_trial(trial, search)
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        trial.set_user_attr(PUT_BACK, True)
+        search.study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+        print(f"trial {trial.number} is put back: the same command goes on with it", file=sys.stderr)
+        raise SystemExit(leaving.code if isinstance(leaving, SystemExit) else INTERRUPTED) from None
+
+
+def run_trial(trial: Trial, search: Search) -> float:
+    """Trains once with drawn values; the value that is optimised."""
+    directory = search.directory / str(trial.number)
+    trial.set_user_attr(DIRECTORY, str(directory))
+    report = {
+        "_target_": "gradpolicy.lightning.optuna_pruning.ReportToStudy",
+        "storage": search.url,
+        "study": search.study.study_name,
+        "trial": trial._trial_id,
+        "monitor": search.monitor,
+    }
+    code = train(
+        search.config_dir,
+        [
+            *search.overrides,
+            *draw(trial, search.space),
+            f"optimized_metric={quoted(search.metric)}",
+            f"+callbacks.study={as_override(report)}",
+            f"hydra.run.dir={quoted(str(directory))}",
+            *(saved_of(directory) if trial.user_attrs.get(PUT_BACK) else []),
+        ],
+    )
+    if code in (INTERRUPTED, TERMINATED):
+        raise SystemExit(code)
+    if code == WRONG_INPUT:
+        raise WrongTrialError
+    if code:
+        raise TrialFailedError(f"trial {trial.number} ended with code {code}")
+    if search.study.trials[trial.number].user_attrs.get(PRUNED):
+        raise optuna.TrialPruned
+    result = Result.load(directory / RESULT)
+    if result.optimized is None:
+        raise unknown("metric", search.metric, result.metrics, key="metric.name")
+    return result.optimized
+
+
+def saved_of(directory: Path) -> list[str]:
+    """Has a trial that was put back go on from its newest checkpoint; from its beginning if it has none."""
+    try:
+        return [f"ckpt_path={quoted(str(find_checkpoint(str(directory), [])))}"]
+    except PolicyError:
+        return []
+
+
+def as_override(node: Mapping[str, Any]) -> str:
+    """Writes a config node so that Hydra reads it from the command line."""
+    inner = (f"{key}: {quoted(value) if isinstance(value, str) else value}" for key, value in node.items())
+    return f"{{{', '.join(inner)}}}"
+
+
+def show(search: Search) -> None:
+    """Prints and saves the table of all trials, pictures of the study, and a report of the runs."""
+    results = [as_result(trial) for trial in search.study.trials]
+    mode = "min" if search.space["metric"]["goal"] == "minimize" else "max"
+    summary, console = SweepSummary(results, search.metric, mode), wide_console()
+    summary.show(console)
+    summary.write(search.directory.with_suffix(".csv"), console, importances(search.study))
+    if summary.runs:
+        write_report(summary.runs, search.directory / REPORT, console)
+
+
+def importances(study: optuna.Study) -> list[Any]:
+    """Optuna's picture of which parameter mattered most; none if its trials do not tell."""
+    try:
+        return [optuna.visualization.plot_param_importances(study)]
+    except (RuntimeError, ValueError):
+        # With fewer than two trials, or the same value in all of them.
+        return []
+
+
+def as_result(trial: FrozenTrial) -> Result:
+    """A trial as the table shows it."""
+    complete = trial.state is TrialState.COMPLETE
+    return Result(
+        overrides=[f"{key}={_short(value)}" for key, value in trial.params.items()],
+        optimized=trial.value if complete else None,
+        status=STATUSES.get(trial.state, trial.state.name.lower()),
+        error="" if complete else trial.state.name.lower(),
+        directory=str(trial.user_attrs.get(DIRECTORY, "")),
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

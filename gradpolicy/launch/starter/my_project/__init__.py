@@ -1,0 +1,1 @@
+"""A small project with gradient policies: its data and its Lightning module."""

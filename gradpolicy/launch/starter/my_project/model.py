@@ -1,0 +1,56 @@
+"""The Lightning module: a trunk whose last activations are rounded, and a head."""
+
+from collections.abc import Callable
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+
+
+class Classifier(LightningModule):
+    """Tells two classes of points apart.
+
+    Args:
+        width: The size of the hidden layers.
+        levels: Activations are rounded to multiples of ``1 / levels``.
+        optimizer: Makes the optimizer of the parameters.
+    """
+
+    def __init__(
+        self, optimizer: Callable[..., torch.optim.Optimizer], width: int = 64, levels: int = 4
+    ) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(
+            nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)
+        )
+        self.head = nn.Linear(width, 2)
+        self.levels = levels
+        self.make_optimizer = optimizer
+
+    def forward(self, points: Tensor) -> Tensor:
+        """The scores of both classes. The derivative of `round` is zero: a policy lets the gradient pass."""
+        return self.head(torch.round(self.trunk(points) * self.levels) / self.levels)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """The loss of a batch."""
+        return self._loss("train", batch)
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        """Logs loss and accuracy."""
+        self._loss("val", batch)
+
+    def test_step(self, batch: list[Tensor], index: int) -> None:
+        """Logs loss and accuracy."""
+        self._loss("test", batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer; the policies put their masks round it."""
+        return self.make_optimizer(self.parameters())
+
+    def _loss(self, stage: str, batch: list[Tensor]) -> Tensor:
+        points, labels = batch
+        scores = self(points)
+        loss = nn.functional.cross_entropy(scores, labels)
+        accuracy = (scores.argmax(1) == labels).float().mean()
+        self.log_dict({f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}, on_step=False, on_epoch=True)
+        return loss

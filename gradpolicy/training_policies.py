@@ -1,0 +1,331 @@
+"""What a training run does with its policies, whichever library runs it.
+
+:class:`~gradpolicy.GradientPolicies` says when, under Lightning, and
+``gradpolicy.integrations.transformers.GradientPoliciesCallback`` under Hugging Face's Trainer.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradpolicy.checks import check_whole
+from gradpolicy.distributed.compression import ActiveEntries
+from gradpolicy.distributed.ranks import Ranks
+from gradpolicy.errors import PolicyError, check_named
+from gradpolicy.factors import divided_factors
+from gradpolicy.flow import install
+from gradpolicy.flow.install import Installed
+from gradpolicy.flow.policy_checks import check_cuts
+from gradpolicy.flow.report import check_met
+from gradpolicy.freezing import Freezer
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.masked_optimizer import wrapper_of
+from gradpolicy.optim.zero_redundancy import as_masked
+from gradpolicy.policies import FlowPolicy, Freeze, Policy
+from gradpolicy.when import When
+from gradpolicy.where import named_parameters, once_each, pick_each
+
+
+class TrainingPolicies:
+    """Installs policies on a model and its optimizers, prepares each update, and takes them off again.
+
+    Args:
+        policies: The policies by name. Those that are None (``null`` in YAML) are left out.
+        seed: Seeds the mask sources that have no seed of their own.
+        log: Whether to log what the policies do.
+        agreement_every: On many processes: the number of updates after which the ranks compare checksums of
+            masks, ages and weights; None never compares.
+
+    Raises:
+        PolicyError: If an entry is no policy.
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, Policy | None] | None = None,
+        *,
+        seed: int = 0,
+        log: bool = True,
+        agreement_every: int | None = 100,
+    ) -> None:
+        policies = {} if policies is None else policies
+        check_named(policies)
+        self.policies: dict[str, Policy] = {
+            name: policy for name, policy in policies.items() if policy is not None
+        }
+        for name, policy in self.policies.items():
+            if not isinstance(policy, Policy):
+                raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
+        if agreement_every is not None:
+            check_whole(f"{type(self).__name__}.agreement_every", agreement_every, least=1)
+        self.seed = seed
+        self.log_policies = log
+        self.agreement_every = agreement_every
+        self.ranks: Ranks | None = None
+        self.installed: Installed | None = None
+        self.freezer: Freezer | None = None
+        self.masked_optimizers: list[MaskedOptimizer] = []
+        self.norms_before: dict[str, Tensor] = {}
+        self.norms_after: dict[str, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        # The number of updates when the policies were last updated; a window of accumulated batches, or a
+        # step that fp16 skipped, leaves it as it is.
+        self._updates_seen = -1
+        self._checked_phases: set[str] = set()
+        self._met_before: dict[str, int] = {}
+
+    @property
+    def flow_policies(self) -> dict[str, FlowPolicy]:
+        """The policies that change the gradient that flows back."""
+        return {name: policy for name, policy in self.policies.items() if isinstance(policy, FlowPolicy)}
+
+    @property
+    def freeze_policies(self) -> dict[str, Freeze]:
+        """The policies that choose which entries train."""
+        return {name: policy for name, policy in self.policies.items() if isinstance(policy, Freeze)}
+
+    # ---- installing and removing
+
+    def _install_flow(
+        self, model: nn.Module, entry_points: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        if self.installed is None and self.flow_policies:
+            self.installed = install(model, self.flow_policies, entry_points=entry_points)
+
+    def _install_freeze(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        toggle_requires_grad: bool = True,
+    ) -> list[torch.optim.Optimizer]:
+        """Gives the optimizers to train with: those that hold what a freeze policy matches are wrapped."""
+        policies = self.freeze_policies
+        if not policies:
+            return list(optimizers)
+        named = named_parameters(model)
+        matched = pick_each(named, {name: policy.params for name, policy in policies.items()})
+        wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
+        wrapped = [_masked_if_needed(optimizer, wanted) for optimizer in optimizers]
+        self.masked_optimizers = [
+            optimizer for optimizer in wrapped if isinstance(optimizer, MaskedOptimizer)
+        ]
+        _check_optimized(named, wanted, self.masked_optimizers)
+        self.freezer = Freezer(
+            model,
+            self.masked_optimizers,
+            policies,
+            seed=self.seed,
+            toggle_requires_grad=toggle_requires_grad,
+        )
+        # At once after the update: others may save or average the weights, or compute another loss with them.
+        self._hooks = [
+            optimizer.register_step_post_hook(self._finish_step) for optimizer in self.masked_optimizers
+        ]
+        return wrapped
+
+    def _check_installed(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        flow = {row.name for row in self.installed.report().rows} if self.installed else set()
+        freeze = set(self.freezer.policies) if self.freezer else set()
+        missing = set(self.policies) - flow - freeze
+        if missing:
+            raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")
+        for line in divided_factors(self.policies, named_parameters(model), optimizers):
+            self._warn(f"policy {line}")
+
+    def _join_ranks(
+        self, model: nn.Module, wrapped: nn.Module | None, communication: ActiveEntries | None = None
+    ) -> None:
+        """Prepares what many processes need; ``wrapped`` is the model as DistributedDataParallel has it."""
+        self.ranks = Ranks(
+            wrapped,
+            once_each(named_parameters(model)),
+            self.freezer,
+            self.masked_optimizers,
+            communication=communication,
+            agreement_every=self.agreement_every,
+        )
+
+    def _finish_step(self, *_: Any) -> None:
+        if self.freezer is not None:
+            self.freezer.finish_step()
+
+    def _remove(self, *, quiet: bool = True) -> None:
+        if self.installed is not None:
+            self.installed.remove(quiet=quiet)
+            self.installed = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.freezer is not None:
+            self.freezer.restore()
+        self.ranks = None
+        self._updates_seen = -1
+
+    # ---- an update
+
+    def _begin_update(self, updates: int, epoch: int) -> bool:
+        """Updates the policies, once for each update; whether it was now."""
+        if updates == self._updates_seen:
+            return False
+        self.norms_before, self.norms_after = {}, {}
+        if self.installed is not None:
+            self.installed.update(phase="fit", step=updates, epoch=epoch)
+        if self.freezer is not None:
+            self.freezer.begin_step(updates, epoch)
+        if self.ranks is not None:
+            cut = any(
+                _cuts(policy) and _in_window(policy.when, updates, epoch) for policy in self.policies.values()
+            )
+            self.ranks.begin_step(updates, cut=cut, wanted=self._wanted_gradients())
+        self._updates_seen = updates
+        return True
+
+    def _wanted_gradients(self) -> set[str]:
+        """The parameters whose whole gradients mask sources need."""
+        return self.freezer.wanted_gradients() if self.freezer is not None else set()
+
+    def _begin_counting(self) -> None:
+        """Begins to count operations met: counts of a run would start anew where it is resumed."""
+        rows = self.installed.report().rows if self.installed is not None else ()
+        self._met_before = {row.name: row.operations_matched for row in rows}
+
+    def _check_operations_met(self, phase: str, *, thaws: bool) -> None:
+        """Raises, after the first batch of a phase, for a policy that met none of the operations it names."""
+        if self.installed is None or phase in self._checked_phases:
+            return
+        self._checked_phases.add(phase)
+        for row in self.installed.report().rows:
+            policy = self.flow_policies[row.name]
+            if row.active and policy.when.active(phase=phase):
+                check_met(row.name, row.met, may_get_gradient=thaws)
+
+    def _check_cuts(self) -> None:
+        """Names the policy that cut the loss off from all parameters, which torch says less clearly.
+
+        Raises:
+            PolicyError: If there is such a policy.
+        """
+        rows = self.installed.report().rows if self.installed is not None else ()
+        check_cuts({row.name: self.flow_policies[row.name] for row in rows if row.active and row.matched})
+
+    # ---- what the loggers get
+
+    def _flow_metrics(self, phase: str) -> dict[str, float | Tensor]:
+        """What the flow policies of a phase did since they were last updated."""
+        if self.installed is None:
+            return {}
+        metrics: dict[str, float | Tensor] = {}
+        for row in self.installed.report().rows:
+            if phase not in self.policies[row.name].when.phases:
+                continue
+            metrics[f"policy/{row.name}/operations"] = float(
+                row.operations_matched - self._met_before.get(row.name, 0)
+            )
+            metrics[f"policy/{row.name}/active"] = float(row.active)
+        for name, (before, after) in self.installed.gradient_norms.items():
+            metrics[f"policy/{name}/gradient_norm_before"] = before
+            metrics[f"policy/{name}/gradient_norm_after"] = after
+        return metrics
+
+    def _gradient_norms(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The norm of each gradient that freeze policies act on and the optimizer is about to use."""
+        assert self.freezer is not None
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self.freezer.parameters.items()
+            if parameter.grad is not None and id(parameter) in own
+        }
+        norms = torch._foreach_norm(list(gradients.values())) if gradients else ()
+        return dict(zip(gradients, norms, strict=True))
+
+    def _freeze_metrics(self) -> dict[str, float | Tensor]:
+        if self.freezer is None:
+            return {}
+        metrics: dict[str, float | Tensor] = {}
+        for row in self.freezer.report():
+            names = self.freezer.parameters_of(row.name)
+            metrics[f"policy/{row.name}/active_share"] = row.active_share
+            for when, norms in (("before", self.norms_before), ("after", self.norms_after)):
+                total = _total_norm(norms[name] for name in names if name in norms)
+                metrics[f"policy/{row.name}/gradient_norm_{when}"] = total
+        return metrics
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the mask sources, and the policies of the run."""
+        return {
+            "policies": {name: repr(policy) for name, policy in self.policies.items()},
+            "freezer": self.freezer.state_dict() if self.freezer is not None else {},
+        }
+
+    def _apply_restored(self, state: dict[str, Any]) -> None:
+        saved, declared = state["policies"], {name: repr(policy) for name, policy in self.policies.items()}
+        if saved != declared:
+            changed = sorted(name for name in {*saved, *declared} if saved.get(name) != declared.get(name))
+            self._warn(f"the checkpoint was written under other policies; changed: {', '.join(changed)}")
+        if self.freezer is not None and state["freezer"]:
+            self.freezer.load_state_dict(state["freezer"])
+
+    def _add_former_steps(self, steps: int) -> None:
+        """Adds the steps that were taken without masks, in a former fit or before a checkpoint."""
+        for optimizer in self.masked_optimizers:
+            if not optimizer.effective_steps:
+                optimizer.effective_steps = steps
+
+    def _warn(self, line: str) -> None:
+        """Warns on one process only."""
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            warnings.warn(line, stacklevel=2)
+
+
+def _cuts(policy: Policy) -> bool:
+    if not isinstance(policy, FlowPolicy) or "fit" not in policy.when.phases:
+        return False
+    return policy.detaches or (policy.at == "through" and policy.inside == "none")
+
+
+def _in_window(when: When, step: int, epoch: int) -> bool:
+    """Whether a time lies between a policy's start and stop, whatever ``every`` says."""
+    count = step if when.unit == "step" else epoch
+    return when.start <= count and (when.stop is None or count < when.stop)
+
+
+def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
+    """Wraps an optimizer that holds any of the wanted parameters."""
+    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if wanted.isdisjoint(map(id, optimized)):
+        return optimizer
+    present = wrapper_of(optimizer)
+    if present is None:
+        return as_masked(optimizer)
+    # The same optimizer was used in a former fit. Those masks no longer hold.
+    present.set_masks(dict.fromkeys(optimized))
+    present.effective_steps = 0
+    return present
+
+
+def _check_optimized(
+    named: Mapping[str, Tensor], wanted: set[int], optimizers: list[MaskedOptimizer]
+) -> None:
+    optimized = {
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    lost = [name for name, parameter in named.items() if id(parameter) in wanted - optimized]
+    if lost and not optimized:
+        raise PolicyError(f"freeze policies match parameters that no optimizer holds: {', '.join(lost[:5])}")
+
+
+def _total_norm(norms: Iterable[Tensor]) -> Tensor:
+    """The norm of all tensors together, from the norm of each."""
+    each = list(norms)
+    return torch.nn.utils.get_total_norm(each) if each else torch.zeros(())

@@ -1,0 +1,130 @@
+"""The pages on loops and trainers of others: each runs as it stands and trains what the plain loop does."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning import Trainer, seed_everything
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import gradpolicy as gp
+
+FOLDER = Path(__file__).parents[2] / "docs" / "integrations"
+
+
+def block(page: str, language: str) -> str:
+    text = (FOLDER / f"{page}.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)[0]
+
+
+def run_page(page: str, name: str = "page") -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(block(page, "python"), page, "exec"), names)
+    return names
+
+
+def by_hand(steps: int, batches: Callable[[int], list[slice]], every: int) -> nn.Module:
+    """The loop of the pages with the clip and the masking of gradients written out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    inputs = torch.randn(64, 4)
+    labels = (inputs.sum(dim=1) > 0).long()
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), frozen_state="zero")
+    source = gp.masks.Random(0.5, every=every)
+    frozen = {f"0.{name}": parameter for name, parameter in model[0].named_parameters()}
+    freezer = gp.Freezer(model, optimizer, {"half": gp.Freeze(source, params="0.*", frozen_state="zero")})
+    for step in range(steps):
+        freezer.begin_step(step)
+        before = {name: parameter.detach().clone() for name, parameter in frozen.items()}
+        masks = {name: optimizer.get_mask(parameter).clone() for name, parameter in frozen.items()}
+        chosen = batches(step)
+        for part in chosen:
+            hidden = model[1](model[0](inputs[part]))
+            # Clip(norm=1) at the input of the last layer.
+            hidden.register_hook(lambda gradient: gradient * min(1.0, 1.0 / gradient.norm().item()))
+            (cross_entropy(model[2](hidden), labels[part]) / len(chosen)).backward()
+        for name, parameter in frozen.items():
+            parameter.grad *= masks[name]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        freezer.finish_step()
+        optimizer.zero_grad()
+        for name, parameter in frozen.items():
+            assert torch.equal(parameter[~masks[name]], before[name][~masks[name]])
+    return model
+
+
+def assert_same(first: nn.Module, second: nn.Module) -> None:
+    torch.testing.assert_close(first.state_dict(), second.state_dict())
+
+
+def test_the_plain_loop() -> None:
+    model = run_page("plain_loop")["model"]
+    assert_same(model, by_hand(20, lambda step: [slice(None)], every=5))
+
+
+def test_fabric_trains_the_bits_of_the_plain_loop() -> None:
+    fabric, plain = (run_page(page)["model"] for page in ("fabric", "plain_loop"))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(fabric.state_dict()[name], value), name
+
+
+def test_fabric_saves_masks_and_the_freezer(tmp_path: Path) -> None:
+    names = run_page("fabric")
+    fabric, optimizer, freezer = names["fabric"], names["fabric_optimizer"], names["freezer"]
+    saved = {"optimizer": optimizer, "freezer": freezer}
+    fabric.save(tmp_path / "state.ckpt", saved)
+    weight = names["model"][0].weight
+    mask, age = names["optimizer"].get_mask(weight).clone(), names["optimizer"].age(weight).clone()
+    names["optimizer"].set_mask(weight, False)
+    fabric.load(tmp_path / "state.ckpt", saved)
+    assert torch.equal(names["optimizer"].get_mask(weight), mask)
+    assert torch.equal(names["optimizer"].age(weight), age)
+
+
+def test_accelerate_follows_accumulation() -> None:
+    names = run_page("accelerate")
+    assert names["optimizer"].effective_steps == 6
+    parts = [slice(start, start + 16) for start in range(0, 64, 16)]
+    assert_same(names["model"], by_hand(6, lambda step: parts[2 * step % 4 :][:2], every=1))
+
+
+def test_lightning_cli_trains_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fit.yaml").write_text(block("lightning_cli", "yaml"))
+    names = run_page("lightning_cli")
+    # What the page's last line does, with the command line beneath it.
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+    arguments = ["fit", "--config", "fit.yaml"]
+    cli = LightningCLI(names["Net"], names["Data"], args=arguments, seed_everything_default=0)
+    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, gp.GradientPolicies)]
+    assert repr(callback.policies["trunk"].when) == repr(gp.When(start=2))
+
+    seed_everything(0, workers=True, verbose=False)
+    model = names["Net"]()
+    settings = yaml.safe_load(block("lightning_cli", "yaml"))["trainer"]
+    trunk = gp.Freeze(gp.masks.Random(0.5, every=5), params="trunk.*", frozen_state="zero", when={"start": 2})
+    policies = {"rounding": gp.StraightThrough(ops=["round"]), "trunk": trunk}
+    settings["callbacks"] = [gp.GradientPolicies(policies, seed=0)]
+    Trainer(**settings, enable_checkpointing=False).fit(model, names["Data"]())
+    for name, value in model.state_dict().items():
+        assert torch.equal(cli.model.state_dict()[name], value), name
+
+
+@pytest.mark.slow
+def test_a_hydra_project_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text(block("hydra", "yaml"))
+    (tmp_path / "main.py").write_text(block("hydra", "python"))
+    for choice in ("policy.random.mask.density=0.5", "policy=[rows]"):
+        command = [sys.executable, "main.py", choice]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr

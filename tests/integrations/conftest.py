@@ -1,0 +1,76 @@
+"""The small BERT, and its training under Hugging Face's Trainer."""
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+
+from gradpolicy.integrations.transformers import GradientPoliciesCallback
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from small_bert import make_bert, make_data
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_as_new() -> Iterator[None]:
+    """Accelerate keeps precision and processes for the whole program."""
+    # The Trainer collects garbage: what the imports have made need not be gone through each time.
+    gc.freeze()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def bert() -> BertForSequenceClassification:
+    return make_bert()
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., tuple[Trainer, GradientPoliciesCallback]]:
+    """Trains under Hugging Face's Trainer; settings as TrainingArguments'."""
+
+    def train_it(
+        model: torch.nn.Module,
+        policies: dict[str, Any],
+        *,
+        resume: str | None = None,
+        callbacks: tuple = (),
+        prepare: Callable[[Trainer], None] = lambda trainer: None,
+        kind: type[Trainer] = Trainer,
+        data: list | None = None,
+        log: bool = True,
+        **settings: Any,
+    ) -> tuple[Trainer, GradientPoliciesCallback]:
+        defaults: dict[str, Any] = {
+            "output_dir": str(tmp_path / "run"),
+            "num_train_epochs": 2,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "train_sampling_strategy": "sequential",
+            "max_grad_norm": 0.05,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
+        callback = GradientPoliciesCallback(policies, log=log)
+        trainer = kind(
+            model,
+            TrainingArguments(**{**defaults, **settings}),
+            train_dataset=data or make_data(),
+            callbacks=[callback, *callbacks],
+        )
+        prepare(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, callback
+
+    return train_it

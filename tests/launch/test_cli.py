@@ -1,0 +1,158 @@
+"""The command: its subcommands, what it says where something is missing, and whom it trusts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradpolicy.launch import app
+from gradpolicy.launch.cli import COMMANDS, main
+from gradpolicy.launch.commands.init import STARTER, write_project
+
+from .conftest import CONF
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """What `gradpolicy init` writes."""
+    write_project(tmp_path / "spirals_demo")
+    return tmp_path / "spirals_demo"
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[str]]]:
+    """The configs and command lines that the program would have run."""
+    calls: list[tuple[Path, list[str]]] = []
+
+    def run(config_dir: Path, arguments: list[str]) -> int:
+        calls.append((config_dir, arguments))
+        return 0
+
+    monkeypatch.setattr(app, "main", run)
+    return calls
+
+
+def test_without_a_subcommand_it_trains(trained: list[tuple[Path, list[str]]]) -> None:
+    assert main(["policy=guided"]) == 0
+    assert main([]) == 0
+    assert main(["plan", "policy=guided"], CONF) == 0
+    assert trained == [
+        (CONF, ["policy=guided"]),
+        (CONF, []),
+        (CONF, ["policy=guided", "plan_only=true"]),
+    ]
+
+
+def test_a_subcommand_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reprot"]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: gradpolicy: unknown command 'reprot'; did you mean 'report'?\n"
+
+
+@pytest.mark.parametrize("command", ["attribute", "init", "report", "sweep"])
+def test_each_subcommand_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command in COMMANDS
+    with pytest.raises(SystemExit) as leaving:
+        main([command, "--help"])
+    assert leaving.value.code == 0
+    assert f"gradpolicy {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "missing", "extra"),
+    [([], "hydra", "train"), (["report"], "pandas", "train"), (["sweep"], "optuna", "sweeps")],
+)
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    words: list[str], missing: str, extra: str
+) -> None:
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None; from gradpolicy.launch.cli import main; "
+        f"sys.exit(main({words}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    hint = f"pip install 'gradpolicy[{extra}]'"
+    expected = f"error: gradpolicy: needs {missing}, which is not installed: {hint}\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+
+
+# ---- the project that `init` writes
+
+
+def test_a_project_is_named_after_its_directory(project: Path) -> None:
+    assert (project / "spirals_demo" / "model.py").is_file()
+    assert len(list((project / "conf" / "policy").iterdir())) == 2
+    written = [path for path in project.rglob("*") if path.is_file()]
+    assert len(written) == sum(
+        path.is_file() and "__pycache__" not in path.parts for path in STARTER.rglob("*")
+    )
+    assert not any("my_project" in path.read_text() for path in written)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("full", "is not empty"),
+        ("file", "is not empty"),
+        ("file/below", "cannot be written"),
+        ("2nd", "cannot be the name of a package"),
+        ("torch", "is the name of another package"),
+    ],
+)
+def test_a_directory_that_init_refuses(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full" / "work").mkdir(parents=True)
+    (tmp_path / "file").write_text("mine")
+    assert main(["init", str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: DIR: ")
+    assert message in said
+    assert said.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+ASK = ("--cfg", "job", "--package", "policy")
+
+
+def test_a_project_chooses_from_its_own_configs_and_from_the_packages(project: Path) -> None:
+    def asked(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(project / "train.py"), *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=project)
+
+    done = asked("policy=[half_trunk,layerwise]", *ASK)
+    assert done.returncode == 0, done.stderr
+    assert "gradpolicy.masks.Random" in done.stdout
+    assert "gradpolicy.masks.Layerwise" in done.stdout
+    for wrong, nearest in (("half_trnk", "half_trunk"), ("layrwise", "layerwise")):
+        done = asked(f"policy=[{wrong}]", *ASK)
+        assert done.returncode == 2
+        assert f"did you mean '{nearest}'" in done.stderr
+
+
+def test_only_the_projects_own_program_reads_its_list_of_packages(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory of configs from a stranger could hold such a list too."""
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(str(project))
+    assert main(["--config-path", "conf", "plan_only=true"]) == 2
+    assert "'spirals_demo.data.Spirals' is not among what a config may build" in capsys.readouterr().err
+    assert "spirals_demo" not in sys.modules
+
+
+def test_a_project_may_search_the_shipped_configs_and_no_other_package(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = project / "conf" / "train.yaml"
+    config.write_text(config.read_text().replace("pkg://gradpolicy.conf", "pkg://stranger.conf"))
+    assert main(["plan"], project / "conf") == 2
+    assert "hydra.searchpath: 'pkg://stranger.conf' is not allowed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_test_of_a_new_project_passes(project: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=project, timeout=500)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
