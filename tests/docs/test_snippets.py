@@ -1,4 +1,4 @@
-"""The YAML of a card is a file of docs/snippets, and the command below it plans it on the model named there."""
+"""The YAML of a card is a file of docs/snippets, and the command below it plans it on the model it names."""
 
 import re
 import shlex
