@@ -90,7 +90,7 @@ def configs(tmp_path_factory):
     shutil.copytree(ROOT / "conf", folder)
     for page in PAGES:
         for block in blocks(page, "yaml"):
-            if "# @package policy" in block:
+            if block.startswith("# conf/policy/"):
                 (folder / "policy" / f"{next(iter(yaml.safe_load(block)))}.yaml").write_text(block)
     return Source(folder)
 
@@ -130,6 +130,8 @@ def chosen_policies():
             r"(?:\bpython train\.py|\$\{program:\}) ([^`\n]+)|make train \[?ARGS=\"([^\"]+)\"", text
         )
         for command in ("".join(line) for line in lines):
+            if "--config-dir docs/snippets" in command:
+                continue  # planned in test_snippets.py
             words = re.split(r"\s{2,}|\s#", command)[0].replace('"', "").split()
             # A grid of choices is made of such as are shown by themselves.
             single = not any(re.search(r",(?![^\[]*\])", word) for word in words)

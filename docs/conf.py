@@ -1,0 +1,67 @@
+"""How Sphinx builds the site from the Markdown of this folder: ``make docs``."""
+
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import gradpolicy
+
+project = "gradpolicy"
+author = "the authors of gradpolicy"
+version = release = gradpolicy.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinxcontrib.mermaid",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["build"]
+
+# The pages are written for GitHub: anchors are GitHub's, and a mermaid fence is a diagram.
+myst_heading_anchors = 4
+myst_fence_as_directive = ["mermaid"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+# Notebooks are shown as they were saved; the slow tests execute them.
+nb_execution_mode = "off"
+
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+html_theme = "furo"
+html_title = f"gradpolicy {release}"
+# Nothing of a copied example but what a person types.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+FOLDER_PAGE = "\n\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages}\n```\n"
+
+
+def has_pages(line: str) -> bool:
+    """Whether a line of a table of contents names a page; a line without a glob always counts."""
+    return not line.endswith("*") or any(Path(__file__).parent.glob(f"{line}.md"))
+
+
+def for_the_site(app: Sphinx, name: str, source: list[str]) -> None:
+    """Adds to a Markdown page what only the site needs, so that the page reads well on GitHub too."""
+    if name.endswith("/README"):
+        source[0] += FOLDER_PAGE.format(pages="*")
+    elif name == "insight":
+        source[0] += FOLDER_PAGE.format(pages="insight/*")
+    elif name == "index":
+        # A glob that matches no page yet would be a warning.
+        source[0] = "\n".join(line for line in source[0].split("\n") if has_pages(line))
+    # What lies beside `docs` on GitHub is a page of the site.
+    source[0] = source[0].replace("](../CONTRIBUTING.md)", "](contributing.md)")
+    source[0] = source[0].replace("](../CHANGELOG.md)", "](changelog.md)")
+
+
+def setup(app: Sphinx) -> None:
+    """Tells Sphinx what to call."""
+    app.connect("source-read", for_the_site)
