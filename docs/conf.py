@@ -24,8 +24,11 @@ exclude_patterns = ["build"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
-# Notebooks are shown as they were saved; the slow tests execute them.
-nb_execution_mode = "off"
+# The notebooks are text without outputs: the site executes them, each in a folder of its own.
+nb_execution_mode = "auto"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
