@@ -247,7 +247,11 @@ def public_callables() -> Iterator[tuple[str, object]]:
         for name in modules:
             if any(part.startswith("_") for part in name.split(".")):
                 continue
-            for attribute, value in list(vars(importlib.import_module(name)).items()):
+            try:
+                content = vars(importlib.import_module(name))
+            except Exception:
+                continue  # what a package cannot import here, no config can
+            for attribute, value in list(content.items()):
                 if callable(value) and not attribute.startswith("_"):
                     yield f"{name}.{attribute}", value
 
