@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 # Text without colours is written for files and pages, where lines do not fold.
 WIDTH = 120
+# In a notebook rich would show at once what is only to be rendered, hence `force_jupyter=False`.
 # A notebook's own colours; a table that is wider than the page scrolls.
 HTML = '<pre style="overflow-x: auto; line-height: 1.2">{code}</pre>'
 
@@ -40,7 +41,9 @@ def as_text(shown: "RenderableType") -> str:
     """Renders something as plain text, 120 columns wide."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
+    console = Console(
+        file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False
+    )
     with console.capture() as captured:
         console.print(shown)
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
@@ -50,6 +53,6 @@ def as_html(shown: "RenderableType") -> str:
     """Renders something as HTML, without a style of its own for the page around it."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=False)
+    console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=False, force_jupyter=False)
     console.print(shown)
     return console.export_html(code_format=HTML, inline_styles=True)

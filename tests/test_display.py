@@ -8,6 +8,7 @@ from rich.console import Console
 from torch import nn
 
 import gradpolicy as gp
+from gradpolicy.display import as_html, as_text
 from gradpolicy.insight.pictures import Sample
 
 
@@ -102,3 +103,13 @@ def test_a_plan_in_markdown_is_a_table_and_a_list() -> None:
     assert lines[0] == "| policy | what | where | matches | entries that train |"
     assert lines[2] == "| a\\|b | Guided | ops relu in whole model | 1 relu |  |"
     assert lines[4].startswith("- 30 of 30 trainable entries")
+
+
+def test_a_notebook_is_shown_nothing_that_is_only_rendered(monkeypatch):
+    """Within Jupyter rich writes to the cell unless it is told otherwise."""
+    shown = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *content: shown.append(content))
+    assert "seen" in as_text("seen")
+    assert "seen" in as_html("seen")
+    assert shown == []

@@ -152,7 +152,7 @@ DEFAULTS: Schema = {
     "description": "Which other files this one is composed of: Hydra's defaults list.",
     "items": {"type": ["string", "object"]},
 }
-# The format of W&B's sweeps, as scripts/sweep.py reads it.
+# The format of W&B's sweeps, as `gradpolicy sweep` reads it.
 SWEEP: Schema = {
     "type": "object",
     "required": ["parameters"],

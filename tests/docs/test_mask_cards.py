@@ -80,7 +80,6 @@ def test_every_source_has_a_card_and_a_line_in_the_overview() -> None:
 @pytest.mark.parametrize("source", [source for source in SOURCES if source != "Function"])
 def test_every_source_has_a_config_of_its_name(source: str) -> None:
     path = ROOT / "conf" / "policy" / f"{file_name(source)}.yaml"
-    assert path.read_text().startswith("# @package policy\n")
     ((name, node),) = yaml.safe_load(path.read_text().replace("${trainer.max_epochs}", "12")).items()
     assert name == file_name(source)
     assert isinstance(instantiate(node).mask, getattr(gp.masks, source))

@@ -107,11 +107,28 @@ def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     assert "policy" in job
 
 
-@pytest.mark.parametrize("page", [*PAGES, *COOKBOOK], ids=lambda page: f"{page.parent.name}/{page.stem}")
+MARKDOWN = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", without_code(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_links_of_a_page_lead_somewhere(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)]
-    missing = [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
+    links = [link for link in re.findall(r"\]\(([^)\s]+)", without_code(page)) if "://" not in link]
+    missing = []
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            missing.append(link)
     assert missing == []
 
 

@@ -10,7 +10,12 @@ import gradpolicy as gp
 ROOT = Path(__file__).parents[2]
 REFERENCE = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
 DOCUMENTED = set(re.findall(r"^\.\. auto\w+:: (\S+)$", REFERENCE, flags=re.MULTILINE))
-MODULES = {"curvature": "gradpolicy.insight.curvature", "masks": None, "schedules": "gradpolicy.schedules"}
+MODULES = {
+    "curvature": "gradpolicy.insight.curvature",
+    "delta": "gradpolicy.delta",
+    "masks": None,
+    "schedules": "gradpolicy.schedules",
+}
 
 
 @pytest.mark.parametrize("name", sorted(set(gp.__all__) - set(MODULES)))

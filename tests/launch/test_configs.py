@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import yaml
 
 from .conftest import CONF, QUICK
 
@@ -73,6 +72,6 @@ def test_every_config_says_at_its_beginning_what_it_is_or_is_one_class() -> None
         for path in sorted(CONF.glob("**/*.yaml"))
         # Behind the line that names its schema.
         if "#" not in path.read_text().replace("# yaml-language-server:", "")
-        and "_target_" not in yaml.safe_load(path.read_text())
+        and path.read_text().count("_target_") != 1
     ]
     assert bare == [CONF / "callbacks/default.yaml", CONF / "trainer/cpu.yaml", CONF / "trainer/gpu.yaml"]

@@ -65,6 +65,15 @@ def test_a_relaxation_goes_by_the_path_of_its_function_if_that_is_allowed(train)
     assert "allowed_targets=[extension_rules]" in train("policy=none", BY_FUNCTION).refusal
 
 
+@pytest.mark.parametrize("name", ["torch.load", "torch.hub.load", "torch.ops.load_library", "torch.compile"])
+def test_a_relaxation_may_be_a_torch_function_of_tensors_and_no_other(train, name) -> None:
+    softplus = BY_FUNCTION.replace("extension_rules.smooth_round", "torch.nn.functional.softplus")
+    planned = train("policy=none", softplus, "plan_only=true")
+    assert planned.code == 0, planned.err
+    message = train("policy=none", softplus.replace("torch.nn.functional.softplus", name)).refusal
+    assert f"'{name}' is not allowed" in message
+
+
 def test_another_operation_goes_by_its_path_and_what_is_none_does_not(train) -> None:
     sine = "+policy.mine={_target_: gradpolicy.UseRule, rule: torch.sin, ops: [round]}"
     assert train("policy=none", sine).code == 0

@@ -51,6 +51,13 @@ def test_each_config_names_a_schema_in_its_first_line_and_is_valid(config: Path)
     assert [error.message for error in validator(schema).iter_errors(found)] == []
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: str(path.relative_to(CONF)))
+def test_a_config_names_its_package_only_where_that_is_not_its_group(config: Path) -> None:
+    group = ".".join(config.relative_to(CONF).parts[:-1])
+    named = re.match(r"# @package (\S+)", config.read_text())
+    assert named is None or named[1] != group
+
+
 POLICY = """
 trunk:
   _target_: gradpolicy.Freeze
