@@ -1,7 +1,7 @@
 """The callback for Hugging Face's Trainer, and for those that are one, such as TRL's SFTTrainer."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
@@ -15,7 +15,6 @@ from transformers.trainer_utils import IntervalStrategy
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.policy_checks import is_cut
 from gradpolicy.optim.zero_redundancy import deepspeed_refused
-from gradpolicy.policies import Policy
 from gradpolicy.training_policies import TrainingPolicies
 
 STATE = "gradient_policies"
@@ -64,17 +63,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         ['tenth']
     """
 
-    def __init__(
-        self,
-        policies: Mapping[str, Policy | None] | None = None,
-        *,
-        seed: int = 0,
-        log: bool = True,
-        agreement_every: int | None = 100,
-    ) -> None:
-        super().__init__(policies, seed=seed, log=log, agreement_every=agreement_every)
-        self._trainer: Trainer | None = None
-        self._measures = self._has_taken = False
+    _trainer: Trainer | None = None
+    _measures = False
+    _has_taken = False
 
     # ---- installing and removing
 

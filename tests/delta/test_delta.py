@@ -47,6 +47,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "change.safetensors"
 
 
+@pytest.fixture
+def saved_base(network: nn.Module, path: Path) -> dict:
+    """What the network was. It has changed since, and the file at `path` tells by what."""
+    base = state(network)
+    change_entries(network, 0.1)
+    gp.delta.save(path, network, base)
+    return base
+
+
 # ---- there and back
 
 
@@ -150,13 +159,10 @@ def test_tied_weights_are_stored_once(path: Path) -> None:
     assert same_bits(apart, after)
 
 
-def test_the_names_that_compiling_adds_do_not_count(network: nn.Module, path: Path) -> None:
-    base = state(network)
-    change_entries(network, 0.1)
-    gp.delta.save(path, network, base)
+def test_the_names_that_compiling_adds_do_not_count(network: nn.Module, saved_base: dict, path: Path) -> None:
     compiled = {f"_orig_mod.{name}": tensor for name, tensor in network.state_dict().items()}
     gp.delta.revert(compiled, path)
-    assert same_bits(state(network), base)
+    assert same_bits(state(network), saved_base)
 
 
 def test_a_model_that_did_not_change_gives_an_empty_file(network: nn.Module, path: Path) -> None:
@@ -169,11 +175,8 @@ def test_a_model_that_did_not_change_gives_an_empty_file(network: nn.Module, pat
 # ---- what does not fit is refused, and nothing is written
 
 
-def test_another_base_is_refused_by_name(network: nn.Module, path: Path) -> None:
-    base = state(network)
-    change_entries(network, 0.1)
-    gp.delta.save(path, network, base)
-    other = {name: tensor.clone() for name, tensor in base.items()}
+def test_another_base_is_refused_by_name(network: nn.Module, saved_base: dict, path: Path) -> None:
+    other = {name: tensor.clone() for name, tensor in saved_base.items()}
     other["1.running_mean"][4] = -0.0
     before = {name: tensor.clone() for name, tensor in other.items()}
     with pytest.raises(PolicyError, match=r"another base \(\w{16}\) than the model: 1.running_mean differs"):
@@ -181,10 +184,8 @@ def test_another_base_is_refused_by_name(network: nn.Module, path: Path) -> None
     assert same_bits(other, before)
 
 
+@pytest.mark.usefixtures("saved_base")
 def test_a_file_is_applied_once_and_taken_back_once(network: nn.Module, path: Path) -> None:
-    base = state(network)
-    change_entries(network, 0.1)
-    gp.delta.save(path, network, base)
     with pytest.raises(PolicyError, match="is it applied already"):
         gp.delta.apply(network, path)
     gp.delta.revert(network, path)
@@ -192,10 +193,8 @@ def test_a_file_is_applied_once_and_taken_back_once(network: nn.Module, path: Pa
         gp.delta.revert(network, path)
 
 
+@pytest.mark.usefixtures("saved_base")
 def test_reverting_refuses_a_model_that_went_on_training(network: nn.Module, path: Path) -> None:
-    base = state(network)
-    change_entries(network, 0.1)
-    gp.delta.save(path, network, base)
     change_entries(network, 0.1, seed=1)
     after = state(network)
     with pytest.raises(PolicyError, match=r"another base .* 0\.bias, 0\.weight"):
@@ -347,11 +346,8 @@ def test_info_tells_what_a_file_holds(network: nn.Module, path: Path) -> None:
     assert "0.weight" in str(info)
 
 
-def test_the_header_is_json_that_others_can_read(network: nn.Module, path: Path) -> None:
-    base = state(network)
-    change_entries(network, 0.1)
-    gp.delta.save(path, network, base)
+def test_the_header_is_json_that_others_can_read(network: nn.Module, saved_base: dict, path: Path) -> None:
     raw = path.read_bytes()
     metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
     assert metadata["format"] == "gradpolicy.delta 1"
-    assert json.loads(metadata["base"]).keys() == base.keys()
+    assert json.loads(metadata["base"]).keys() == saved_base.keys()

@@ -11,10 +11,15 @@ from torch.utils._pytree import tree_leaves
 from gradpolicy.insight.audit import Audit
 from tests.insight.record_program import train
 
-GPU = pytest.param(
-    "gpu",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+# Lightning scales losses, as fp16 asks for, on accelerators alone.
+CASES = [
+    *(("cpu", precision) for precision in ("32-true", "bf16-true", "bf16-mixed")),
+    *(
+        pytest.param("gpu", precision, marks=ON_GPU)
+        for precision in ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
+    ),
+]
 
 
 def run(folder: Path, resume: Path | None = None, **settings: str) -> dict:
@@ -25,11 +30,8 @@ def run(folder: Path, resume: Path | None = None, **settings: str) -> dict:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", GPU])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(("accelerator", "precision"), CASES)
 def test_frozen_entries_hold_and_a_resumed_run_ends_with_the_same_bits(tmp_path, accelerator, precision):
-    if accelerator == "cpu" and precision == "16-mixed":
-        pytest.skip("Lightning scales losses on accelerators alone")
     settings = {"accelerator": accelerator, "precision": precision}
     whole = run(tmp_path / "whole", **settings)
     found = json.loads((tmp_path / "whole" / "audit.json").read_text())
