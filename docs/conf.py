@@ -1,5 +1,7 @@
 """How Sphinx builds the site from the Markdown of this folder: ``make docs``."""
 
+import os
+import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -29,6 +31,8 @@ nb_execution_mode = "auto"
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+# Where the command `gradpolicy` is.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"

@@ -108,6 +108,7 @@ def saved_in(directory: Path) -> dict[str, str]:
         "tensorboard": sorted(directory.glob("tensorboard/*"))[-1:],
         "mlflow": sorted(directory.glob("mlflow.db")),
         "pictures": sorted(directory.glob("pictures/*")),
+        "delta": [directory / "delta.safetensors"],
         "log": [directory / "train.log"],
         "report": [directory / REPORT],
     }

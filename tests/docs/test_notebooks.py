@@ -1,20 +1,17 @@
-"""The notebooks run from top to bottom in a folder of their own, and show what their text speaks of."""
+"""The notebooks, which the site's build runs from top to bottom, show what their text speaks of."""
 
 import re
 from pathlib import Path
 
 import nbformat
 import pytest
-from myst_nb.core.read import read_myst_markdown_notebook
-from nbclient import NotebookClient
 
-FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
 
 
-def executed(name: str, folder: Path) -> list[nbformat.NotebookNode]:
-    """The code cells of a notebook after its execution; a cell that errs raises."""
-    notebook = read_myst_markdown_notebook((FOLDER / f"{name}.md").read_text())
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+def executed(name: str, site: Path) -> list[nbformat.NotebookNode]:
+    """The code cells of a notebook, with what they gave."""
+    notebook = nbformat.read(site / "jupyter_execute" / "notebooks" / f"{name}.ipynb", as_version=4)
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
@@ -28,9 +25,13 @@ def displayed(cells: list[nbformat.NotebookNode], kind: str) -> list[str]:
     return [output.data[kind] for output in outputs if kind in output.data]
 
 
-@pytest.mark.slow
-def test_a_first_look(tmp_path: Path) -> None:
-    cells = executed("first-look", tmp_path)
+def rows(text: str, pattern: str) -> dict[str, float]:
+    """The numbers of printed lines by what stands before them."""
+    return {name: float(value) for name, value in re.findall(pattern, text)}
+
+
+def test_a_first_look(site: Path) -> None:
+    cells = executed("first-look", site)
     text = printed(cells)
     norms = [float(norm) for norm in re.findall(r"gradient norm of the first layer: (\S+)", text)]
     assert norms[0] == 0.0
@@ -44,3 +45,38 @@ def test_a_first_look(tmp_path: Path) -> None:
     assert "50.0% of 144" in plan
     assert "round × 132" in report
     assert len(displayed(cells, "image/png")) == 1
+
+
+def test_freezing_under_adam(site: Path) -> None:
+    cells = executed("freezing-under-adam", site)
+    text = printed(cells)
+    moved = re.search(r"moved after the gradient became zero: (\S+)", text)
+    assert moved
+    assert float(moved[1]) > 0.01
+    assert "every bit kept: True" in text
+    assert "the others train as ever: True" in text
+    assert "keep ages: [20, 20, 20, 20, 20, 50, 50, 50, 50, 50]" in text
+    assert "zero ages: [0, 0, 0, 0, 0, 50, 50, 50, 50, 50]" in text
+    assert "as a new Adam's first step: True" in text
+    assert rows(text, r"bias_correction='(\w+)': ([\d.]+) · lr") == {"entry": 1.0, "tensor": 3.16}
+    memory = rows(text, r"(keep|zero|drop): ([\d.]+) of Adam's state")
+    assert memory["keep"] == memory["zero"] > 1.0
+    assert memory["drop"] < 0.2
+    assert set(rows(text, r"(\d+)% of the entries train: ([\d.]+) of the fused step")) == {"90", "50", "10"}
+    assert len(displayed(cells, "image/png")) == 1
+
+
+def test_fine_tuning(site: Path) -> None:
+    cells = executed("fine-tuning", site)
+    text = printed(cells)
+    plan = re.search(r"a_tenth.*10\.0% of 76,404", text)
+    audited = re.search(r"frozen entries: ([\d,]+) intervals, 0 changed", text)
+    assert plan
+    assert audited
+    assert int(audited[1].replace(",", "")) > 0
+    assert "delta.safetensors" in text
+    assert "reverted, bit for bit: True" in text
+    changed, entries = (int(count.replace(",", "")) for count in re.findall(r"changed: ([\d,]+) of ([\d,]+)", text)[0])
+    assert 0.09 < changed / entries < 0.11
+    assert re.search(r"[1-6]\.\d MB", text)
+    assert len(displayed(cells, "text/html")) == 2
