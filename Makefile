@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS   ?=
-# Tests run beside each other, one thread each: small models gain nothing from more.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2
+# Tests run beside each other, one thread each: small models gain nothing from more. Those that share what takes
+# long to make, such as the wheel, are a group, which one process runs.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup
 
 .PHONY: help train test test-slow lint docs bench clean
 
@@ -28,7 +29,7 @@ test-slow: $(VENV)/.test-installed
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers=2
 
 # Warnings are errors: a broken link, a page in no table of contents, a docstring that does not parse.
 docs: $(VENV)/.test-installed

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from gradpolicy.launch.cli import main
+from gradpolicy.commands.cli import main
 
 
 def start() -> int:

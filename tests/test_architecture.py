@@ -107,13 +107,13 @@ def test_lightning_and_hydra_are_known_to_few_rooms() -> None:
                 known[found[1]].add(room_of(module))
     assert known == {
         "lightning": {"lightning", "tasks", "insight", "launch"},
-        "hydra": {"launch"},
+        "hydra": {"launch", "commands"},
         "accelerate": {"integrations"},
     }
 
 
 def test_the_callback_for_transformers_needs_neither_lightning_nor_hydra() -> None:
-    forbidden = {"lightning", "tasks", "insight", "launch"}
+    forbidden = {"lightning", "tasks", "insight", "launch", "commands"}
     assert forbidden.isdisjoint(arrows()["integrations"])
 
 

@@ -22,7 +22,7 @@ LEFT = (
     "checkpoints/last.ckpt",
     "pictures/guided.png",
 )
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("default job")]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PARTS = ("gradpolicy", "conf", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 # What `import gradpolicy` must do without.
 HEAVY = ("hydra", "lightning", "matplotlib", "omegaconf", "pandas", "sklearn", "wandb")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -78,7 +78,7 @@ def test_the_wheel_holds_every_config_and_the_kernels(wheel: Path) -> None:
     assert {f"gradpolicy/{config}" for config in tracked} <= names
     kernel = re.compile(r"gradpolicy/optim/kernels/native/built/update-adam-.*\.so")
     assert any(map(kernel.fullmatch, names))
-    assert "gradpolicy/launch/starter/conf/train.yaml" in names
+    assert "gradpolicy/commands/starter/conf/train.yaml" in names
     assert not any("/local/" in name for name in names)
 
 

@@ -51,7 +51,7 @@ class Material:
 
 
 def warm_up(program: Program, folder: Path) -> bytes:
-    """Trains for one batch in this very process, so that no fork has to import or compile anything.
+    """Trains for one batch in this very process and plans the default job, so that no fork imports anything.
 
     Returns:
         The checkpoint.
@@ -60,6 +60,7 @@ def warm_up(program: Program, folder: Path) -> bytes:
         codes = [
             program(command(MODEL, "extras.plan=true", "hydra.run.dir=run", base=SHORT)),
             program(command(MODEL, "callbacks=default")),
+            program(("plan_only=true",)),
         ]
     if any(codes):
         raise RuntimeError(f"the run that all cases start from failed: {said.getvalue()}")

@@ -13,10 +13,9 @@ from lightning.pytorch import Trainer
 from PIL import Image
 
 from gradpolicy import Guided, Scale, Stop, StraightThrough, When
+from gradpolicy.commands import attribute, cli
+from gradpolicy.commands.attribute import make_parser, model_policies, read_options
 from gradpolicy.distributed.sharded_checkpoint import save_whole
-from gradpolicy.launch import cli
-from gradpolicy.launch.commands import attribute
-from gradpolicy.launch.commands.attribute import make_parser, model_policies, read_options
 from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet, named_models
 from gradpolicy.tasks.images import ImageShape
 from gradpolicy.tasks.named_models import NamedModel

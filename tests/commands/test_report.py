@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gradpolicy.launch.commands import report
-from gradpolicy.launch.commands.report import main
+from gradpolicy.commands import report
+from gradpolicy.commands.report import main
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from gradpolicy.errors import PolicyError, brief, unknown
 CONFIGS = Path(__file__).parents[1] / "conf"
 # Where the `main` of each subcommand is that takes its own words.
 COMMANDS = {
-    "attribute": "gradpolicy.launch.commands.attribute",
-    "delta": "gradpolicy.delta.command",
-    "init": "gradpolicy.launch.commands.init",
-    "report": "gradpolicy.launch.commands.report",
-    "schema": "gradpolicy.launch.schema",
-    "sweep": "gradpolicy.launch.commands.sweep",
+    "attribute": "gradpolicy.commands.attribute",
+    "delta": "gradpolicy.commands.delta",
+    "init": "gradpolicy.commands.init",
+    "report": "gradpolicy.commands.report",
+    "schema": "gradpolicy.commands.schema",
+    "sweep": "gradpolicy.commands.sweep",
 }
 # These read configs, so they are told where those lie.
 READ_CONFIGS = ("attribute", "sweep")

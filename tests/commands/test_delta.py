@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gradpolicy.delta.command import main
+from gradpolicy.commands.delta import main
 
 
 @pytest.fixture

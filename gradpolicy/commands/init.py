@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gradpolicy.errors import PolicyError, brief, shown
 
-STARTER = Path(__file__).parents[1] / "starter"
+STARTER = Path(__file__).parent / "starter"
 # The package of the starter project, which gets the name of the directory.
 PACKAGE = "my_project"
 WRONG_INPUT = 2

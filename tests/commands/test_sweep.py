@@ -15,8 +15,7 @@ import yaml
 
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
 from gradpolicy.lightning.run_record import RunRecord
-
-from .conftest import CONF, QUICK, ROOT, Ended
+from tests.launch.conftest import CONF, QUICK, ROOT, Ended
 
 
 def sweep_of(ended: Ended) -> Path:

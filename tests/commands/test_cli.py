@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gradpolicy.commands.cli import COMMANDS, main
+from gradpolicy.commands.init import STARTER, write_project
 from gradpolicy.launch import app
-from gradpolicy.launch.cli import COMMANDS, main
-from gradpolicy.launch.commands.init import STARTER, write_project
-
-from .conftest import CONF
+from tests.launch.conftest import CONF
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
     words: list[str], missing: str, extra: str
 ) -> None:
     program = (
-        f"import sys; sys.modules[{missing!r}] = None; from gradpolicy.launch.cli import main; "
+        f"import sys; sys.modules[{missing!r}] = None; from gradpolicy.commands.cli import main; "
         f"sys.exit(main({words}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from gradpolicy.launch.cli import main
+from gradpolicy.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(config_dir=Path(__file__).parent / "conf"))

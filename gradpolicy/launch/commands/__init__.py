@@ -1,1 +1,0 @@
-"""What `gradpolicy` does besides training: a module a subcommand, each with a `main`."""
