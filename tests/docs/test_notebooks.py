@@ -76,7 +76,8 @@ def test_fine_tuning(site: Path) -> None:
     assert int(audited[1].replace(",", "")) > 0
     assert "delta.safetensors" in text
     assert "reverted, bit for bit: True" in text
-    changed, entries = (int(count.replace(",", "")) for count in re.findall(r"changed: ([\d,]+) of ([\d,]+)", text)[0])
+    (counts,) = re.findall(r"changed: ([\d,]+) of ([\d,]+)", text)
+    changed, entries = (int(count.replace(",", "")) for count in counts)
     assert 0.09 < changed / entries < 0.11
     assert re.search(r"[1-6]\.\d MB", text)
     assert len(displayed(cells, "text/html")) == 2
