@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, first_input, on_device_of, to_first
+from gradpolicy.rules.routing import Number, first_input, on_device_of, times, to_first
 from gradpolicy.rules.steps import from_nearest_step
 
 
@@ -80,7 +80,7 @@ def tanh(
     """
     slope = on_device_of(slope, grad)
     return to_first(
-        grad * (slope * (1 - torch.tanh(slope * from_nearest_step(inputs, call)).square())), inputs
+        grad * times(slope, 1 - torch.tanh(times(slope, from_nearest_step(inputs, call))).square()), inputs
     )
 
 
@@ -114,5 +114,5 @@ def sigmoid(
         tensor([0.2500, 0.1966])
     """
     slope = on_device_of(slope, grad)
-    scaled = slope * from_nearest_step(inputs, call)
-    return to_first(grad * (slope * torch.sigmoid(scaled) * torch.sigmoid(-scaled)), inputs)
+    scaled = times(slope, from_nearest_step(inputs, call))
+    return to_first(grad * times(slope, torch.sigmoid(scaled) * torch.sigmoid(-scaled)), inputs)

@@ -1,6 +1,6 @@
 import torch
 
-from gradpolicy.rules.routing import first_input, on_device_of, to_first, zeros_for
+from gradpolicy.rules.routing import first_input, on_device_of, times, to_first, zeros_for
 
 
 def test_one_input_gets_a_tensor_several_a_tuple():
@@ -28,6 +28,13 @@ def test_integers_have_no_zero_gradient():
 def test_plain_numbers_stay_plain():
     assert on_device_of(2.0, torch.ones(1)) == 2.0
     assert on_device_of(torch.tensor(2.0), torch.ones(1)).item() == 2.0
+
+
+def test_a_factor_of_one_takes_no_pass_over_the_values():
+    values = torch.tensor([1.0, -2.0])
+    assert times(1.0, values) is values
+    assert times(3, values).tolist() == [3.0, -6.0]
+    assert times(torch.tensor(1.0), values) is not values
 
 
 def test_the_first_input_that_can_have_a_gradient_gets_it():
