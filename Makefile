@@ -4,9 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS   ?=
-# Tests run beside each other, one thread each: small models gain nothing from more. Those that share what takes
-# long to make, such as the wheel, are a group, which one process runs.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup
+# Tests run beside each other, one thread each: small models gain nothing from more. Some wait for other processes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3
 
 .PHONY: help train test test-slow lint docs bench clean
 
@@ -21,15 +20,15 @@ train: $(VENV)/.train-installed
 	$(BIN)/python train.py $(ARGS)
 
 test: $(VENV)/.test-installed lint
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) --dist=worksteal -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.test-installed
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) --dist=loadgroup -m slow $(ARGS)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --num-workers=2
+	$(BIN)/mypy
 
 # Warnings are errors: a broken link, a page in no table of contents, a docstring that does not parse.
 docs: $(VENV)/.test-installed

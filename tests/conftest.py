@@ -1,5 +1,6 @@
-"""What all tests share: one thread, a seed, a small model and a small trainer."""
+"""What all tests share: one thread, a seed, a small model and a small trainer; and which cases are slow."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Of a test that is mostly slow every fourth case is quick: all of them run in one suite or the other."""
+    cases: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        if item.get_closest_marker("mostly_slow"):
+            test = item.path, item.originalname
+            if cases[test] % 4:
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
 
 
 @pytest.fixture(autouse=True)

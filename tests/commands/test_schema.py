@@ -130,6 +130,7 @@ def test_editors_show_what_the_docstrings_say() -> None:
 VALUES = [3, -2, 0.25, "text", True, None, [1, 2], ["a", "b"], {"a": 1}, []]
 
 
+@pytest.mark.slow
 def test_a_schema_refuses_a_value_where_the_check_of_a_run_does() -> None:
     """Both are of one annotation: each argument of each policy and mask source, with values of each kind."""
     definitions = json.loads((CONF / "policy.schema.json").read_text())["definitions"]

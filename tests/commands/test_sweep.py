@@ -23,6 +23,7 @@ def sweep_of(ended: Ended) -> Path:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [(), pytest.param(("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"), marks=pytest.mark.slow)],
@@ -78,6 +79,7 @@ def test_a_job_that_is_not_known_beforehand_is_checked_where_it_begins(train, mo
     assert ended.message == "optimizer.lr: must be a number or an instance of Tensor, got 'abc'"
 
 
+@pytest.mark.slow
 def test_the_command_line_that_wandb_writes_is_understood(train) -> None:
     """`wandb agent` puts the words of `command` together, with `key=value` for `${args_no_hyphens}`."""
     sweep = yaml.safe_load((CONF / "sweep/learning_rate.yaml").read_text())

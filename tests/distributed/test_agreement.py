@@ -65,6 +65,7 @@ def differing(fault: str) -> str | None:
     return None
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("fault", "culprit"),
     [("tensor", "mask of a.weight"), ("seeded", "mask of b.weight"), ("missing", "mask of b.weight")],

@@ -120,6 +120,7 @@ def trained(level: str, frozen_state: str, optimizer: str, sharded: bool = True)
     return facts(model, wrapped)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("level", "frozen_state", "optimizer"), combinations(FAST_RUNS, LEVELS, FROZEN_STATES, tuple(OPTIMIZERS))
 )
@@ -263,6 +264,7 @@ def late_rows_through_a_checkpoint(folder: str, frozen_state: str, kind: str, sa
     return facts(resumed, other)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", ["adamw", "nadam"])
 @pytest.mark.parametrize("frozen_state", FROZEN_STATES)
 def test_each_rank_resumes_with_the_ages_of_its_own_part(
@@ -280,6 +282,7 @@ def test_each_rank_resumes_with_the_ages_of_its_own_part(
         assert same(found, wanted)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("frozen_state", "kind"), [("drop", "adamw"), ("zero", "nadam"), ("drop", "nadam"), ("zero", "sgd")]
 )

@@ -59,6 +59,7 @@ def test_the_whole_matrix_of_freezing(
     check(pair, strategy, kind, frozen_state, precision)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("strategy", "kind", "precision"), combinations(FAST_FLOWING, STRATEGIES, FLOWING, PRECISIONS)
 )

@@ -18,6 +18,7 @@ from gradpolicy.optim.zero_redundancy import as_masked as masked
 STEPS = 9
 
 
+@pytest.mark.slow
 def test_who_does_not_use_it_does_not_load_it():
     """Torch compiles TorchScript for half a second then, and warns of it."""
     program = "import sys, gradpolicy.optim; assert 'torch.distributed.optim' not in sys.modules"

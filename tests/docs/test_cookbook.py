@@ -63,12 +63,14 @@ def run(block: str) -> dict:
     return names
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize("block", [pytest.param(case.values[1], id=case.id) for case in PYTHON])
 def test_a_python_block_runs_by_itself(block: str) -> None:
     assert len(run(block)) > 2
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize(("python", "block"), YAML)
 def test_the_yaml_is_the_policy_of_the_python_before_it(python: str, block: str) -> None:

@@ -157,6 +157,7 @@ def chosen_policies():
     return sorted(found)
 
 
+@pytest.mark.slow
 def test_what_the_pages_let_a_person_try_first_trains_what_its_policies_are_on(configs):
     chosen, planned = chosen_policies(), []
     with hydra_at(configs):

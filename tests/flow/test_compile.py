@@ -48,6 +48,7 @@ def forgotten():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", SLOW_BACKENDS)
 @pytest.mark.parametrize("compiled_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_and_eager_agree_at_every_step(backend, compiled_first, batch, parameter_gradients, same):
@@ -210,6 +211,7 @@ def test_a_block_round_compiled_code_uses_its_own_rule_and_compiles_once_for_eac
     assert graphs[-1] - graphs[0] == 1
 
 
+@pytest.mark.slow
 def test_a_block_within_compiled_code_follows_what_its_rule_is_made_of(batch, gradient):
     class Sharpened(nn.Module):
         slope = 1.0

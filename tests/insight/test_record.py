@@ -270,6 +270,7 @@ def recorded(strategy: str, kind: str, directory: str) -> None:
     run(strategy, kind, settings={"callbacks": [Record(directory)], "log_every_n_steps": 2})
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", ["entries", "all kinds"])
 def test_two_ranks_give_one_record(pair: ProcessPool, tmp_path: Path, kind: str) -> None:
     recorded("one process", kind, str(tmp_path / "alone"))

@@ -102,6 +102,7 @@ def test_an_audit_that_checked_nothing_proves_nothing(run: Path, tmp_path: Path)
     assert "(nothing was checked)" in page_of([run], tmp_path / "report.html")
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "name",
     ["config.yaml", "plan.json", "result.json", "record.jsonl", "audit.json", "train.log", "csv", "masks"],
@@ -114,6 +115,7 @@ def test_a_report_without_a_file_says_what_is_missing(run: Path, tmp_path: Path,
         assert re.search(rf"<code>{re.escape(name)}[^<]*</code> is absent, and with it ", page)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "name", ["config.yaml", "plan.json", "result.json", "audit.json", "csv/version_0/metrics.csv"]
 )
@@ -324,6 +326,7 @@ def browse(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
 @pytest.mark.parametrize("several", [False, True], ids=["one run", "many runs"])
 def test_a_browser_draws_every_figure_without_an_error(

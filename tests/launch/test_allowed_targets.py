@@ -48,6 +48,7 @@ def test_a_variable_allows_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     check(MINE)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "written",
     [

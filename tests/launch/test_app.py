@@ -76,6 +76,7 @@ def test_plan_only_prints_the_plan_and_leaves_nothing(train) -> None:
     assert ended.left_nothing
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("choice", "policies"),
     [
@@ -114,6 +115,7 @@ def test_flags_may_stand_between_overrides(train) -> None:
     assert len(list(ended.folder.glob("train/sweeps/*/*/config.yaml"))) == 2
 
 
+@pytest.mark.slow
 def test_testing_alone_takes_the_weights_of_a_checkpoint(train) -> None:
     trained = train()
     tested = train("train=false", "test=true", f"ckpt_path={trained.run}/checkpoints/best.ckpt")

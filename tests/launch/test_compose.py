@@ -26,6 +26,7 @@ WRONG_NAMES = (
 )
 
 
+@pytest.mark.slow
 def test_a_wrong_name_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     program = (
         "import json, pathlib, sys; from gradpolicy.launch.app import main\n"

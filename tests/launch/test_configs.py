@@ -36,6 +36,7 @@ def needs_gpu(choice: str) -> bool:
     return "accelerator: gpu" in (CONF / group / f"{name}.yaml").read_text()
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.filterwarnings(
     "ignore:optimized_metric.* was not logged",
     "ignore:callbacks.initial_weights.path names no checkpoint",

@@ -65,6 +65,7 @@ def test_a_relaxation_goes_by_the_path_of_its_function_if_that_is_allowed(train)
     assert "allowed_targets=[extension_rules]" in train("policy=none", BY_FUNCTION).refusal
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["torch.load", "torch.hub.load", "torch.ops.load_library", "torch.compile"])
 def test_a_relaxation_may_be_a_torch_function_of_tensors_and_no_other(train, name) -> None:
     softplus = BY_FUNCTION.replace("extension_rules.smooth_round", "torch.nn.functional.softplus")

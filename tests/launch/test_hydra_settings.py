@@ -52,6 +52,7 @@ TAKEN = (
 )
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_would_run_import_or_overwrite_is_refused_by_its_key(train, override: str) -> None:
     more = ("+user.theirs={_target_:os.getcwd}", "+user.all={a:{_target_:os.getcwd}}", "+user.word=x")
@@ -109,6 +110,7 @@ def test_a_package_of_a_search_path_is_not_imported(train, tmp_path: Path, monke
     assert "their_package" not in sys.modules
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "flags", [["plan_only=true"], ["--cfg", "job"], ["--info", "searchpath"], ["--help"]]
 )

@@ -122,6 +122,7 @@ def test_ctrl_c_in_training_is_told_in_one_line(train, monkeypatch: pytest.Monke
     assert ended.err == "interrupted; ckpt_path=last goes on from the newest checkpoint\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
 def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(
     tmp_path: Path, train, trainer: str

@@ -80,6 +80,7 @@ def test_no_run_goes_on_from_a_state_of_another_kind(trained, tmp_path: Path, na
         check_resumable(path)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in UNFIT for value in UNFIT[name]])
 def test_what_lightning_cannot_take_up_is_told_in_one_line(
     train, trained, tmp_path: Path, name: str, value: Any
@@ -113,6 +114,7 @@ def test_infinite_weights_are_refused(train, trained, tmp_path: Path) -> None:
 PLAN, RESUME, TEST, START = "plan_only=true", "train=true", "train=false", "callbacks=[initial_weights]"
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("evil", "way"),
     [*(("metadata", way) for way in (PLAN, RESUME, TEST, START)), ("meta", PLAN), ("value", PLAN)],
@@ -134,6 +136,7 @@ def test_nothing_in_a_strangers_directory_is_run(train, trained, tmp_path: Path,
     assert not ran.exists()
 
 
+@pytest.mark.slow
 def test_nothing_that_a_strangers_checkpoint_names_is_deleted(train, trained, tmp_path: Path) -> None:
     """Lightning would delete each: the second `ModelCheckpoint` takes its newest one for outdated."""
     checkpoints = tmp_path / "mine"

@@ -9,6 +9,7 @@ import yaml
 from .conftest import SHORT
 
 
+@pytest.mark.slow
 def test_a_profilers_report_is_said(train, caplog) -> None:
     ended = train(*SHORT, "debug=profiler", quick=False)
     assert ended.code == 0

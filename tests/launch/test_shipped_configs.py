@@ -43,6 +43,7 @@ def composed(group: str, name: str) -> DictConfig:
     return compose("config", overrides).get(group) or DictConfig({})
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", names("policy"))
 def test_policies(own_project: None, name: str) -> None:
     policies = instantiate(composed("policy", name))
@@ -51,6 +52,7 @@ def test_policies(own_project: None, name: str) -> None:
     GradientPolicies(policies)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", names("model"))
 def test_models(own_project: None, name: str) -> None:
     assert isinstance(instantiate(composed("model", name)), LightningModule)

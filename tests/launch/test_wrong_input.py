@@ -135,6 +135,7 @@ NAMES_A_MODULE = (
 )
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("override", UNKNOWN)
 def test_what_does_not_exist_is_named_with_what_comes_nearest(train, override: str) -> None:
     message = train(override).refusal
@@ -143,6 +144,7 @@ def test_what_does_not_exist_is_named_with_what_comes_nearest(train, override: s
     assert near in message
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("override", WRONG_TYPE)
 def test_a_value_of_the_wrong_type_is_named_with_its_key(train, override: str) -> None:
     message = train(override).refusal
@@ -167,6 +169,7 @@ def test_what_cannot_be_is_refused_by_its_key_before_anything_is_trained(train, 
     assert train("plan_only=true", *line).refusal.startswith(f"{IMPOSSIBLE[overrides]}:")
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("override", ["trainer.strategy=abc", "trainer.val_check_interval=1000"])
 def test_a_run_refuses_what_its_plan_refuses(train, override: str) -> None:
     assert train(override, "extras.plan=false").message == train(override, "plan_only=true").message
@@ -177,6 +180,7 @@ def test_no_batch_of_validation_is_refused_when_the_run_starts(train) -> None:
     assert (ended.code, ended.err.count("\n")) == (2, 1)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("override", ODD)
 def test_what_is_no_override_is_quoted_and_refused(train, override: str) -> None:
     ended = train(override)
@@ -187,6 +191,7 @@ def test_what_is_no_override_is_quoted_and_refused(train, override: str) -> None
 LONG = "x" * 5000
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "override",
     [
@@ -242,6 +247,7 @@ def test_two_policies_that_contradict_each_other_are_both_named(train, override:
         assert f"{name!r}" in message
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("target", NOT_ALLOWED)
 def test_a_target_outside_the_allowed_packages_is_refused(train, target: str) -> None:
     message = train(f"+policy.evil._target_={target}").refusal
@@ -249,6 +255,7 @@ def test_a_target_outside_the_allowed_packages_is_refused(train, target: str) ->
     assert target in message
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("override", NAMES_A_MODULE)
 def test_no_place_that_imports_by_name_imports_what_is_not_allowed(
     train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
@@ -275,6 +282,7 @@ def test_a_missing_checkpoint_is_named_with_those_beside_it(train, tmp_path: Pat
     assert "best.ckpt" in message
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_optimizer_is_refused(train) -> None:
     adam = train("policy=none")
     last = f"ckpt_path={adam.run}/checkpoints/last.ckpt"
@@ -306,6 +314,7 @@ def test_a_metric_that_no_one_logs_is_named_with_the_nearest(train) -> None:
     assert "val/accuracy" in ended.message
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("length", [0, 1000, 30000])
 def test_a_truncated_checkpoint_is_refused(train, tmp_path: Path, length: int) -> None:
     path = tmp_path / "cut.ckpt"
@@ -316,6 +325,7 @@ def test_a_truncated_checkpoint_is_refused(train, tmp_path: Path, length: int) -
     assert "truncated" in message
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(train, tmp_path: Path) -> None:
     other = train("model.model.width=8")
     message = train(f"ckpt_path={other.run}/checkpoints/last.ckpt").refusal
@@ -364,6 +374,7 @@ def test_a_data_directory_that_is_absent_is_told_with_its_key(train, tmp_path: P
         assert "data_dir" in message
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("override", ["trainer=gpu", "trainer.devices=[0,1,7]"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 def test_a_device_that_is_not_there_is_told(train, override: str) -> None:
@@ -391,6 +402,7 @@ def test_the_traceback_is_shown_where_it_is_asked_for(train) -> None:
     assert "Traceback" in train(override, "debug=default").err
 
 
+@pytest.mark.slow
 def test_a_process_says_it_in_one_line_and_exits_with_2(train_process) -> None:
     ended = train_process("policy.random_freeze.params=model.trnk.*")
     assert ended.code == 2
@@ -399,6 +411,7 @@ def test_a_process_says_it_in_one_line_and_exits_with_2(train_process) -> None:
     assert ended.left_nothing
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("override", "key"),
     [

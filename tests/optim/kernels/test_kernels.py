@@ -181,6 +181,7 @@ def test_an_accelerators_code_is_compiled_once_whatever_ages_masks_and_shapes(
     assert len(compilations) == 1
 
 
+@pytest.mark.slow
 def test_every_rule_and_dtype_is_compiled_once_whatever_the_optimizers(compilations):
     """In one process more is compiled than Dynamo allows of one function."""
     kinds = ("Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam")
