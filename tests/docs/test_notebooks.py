@@ -17,9 +17,7 @@ def executed(name: str, site: Path) -> list[nbformat.NotebookNode]:
 
 def printed(cells: list[nbformat.NotebookNode]) -> str:
     outputs = [output for cell in cells for output in cell.outputs]
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-    # A kernel asks programs for colours.
-    return re.sub(r"\x1b\[[\d;]*m", "", text)
+    return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
 def displayed(cells: list[nbformat.NotebookNode], kind: str) -> list[str]:
