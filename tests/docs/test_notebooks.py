@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
 
 
 def executed(name: str, site: Path) -> list[nbformat.NotebookNode]:
-    """The code cells of a notebook, with what they gave."""
-    notebook = nbformat.read(site / "jupyter_execute" / "notebooks" / f"{name}.ipynb", as_version=4)
+    """The code cells of a notebook, with what they gave; the build leaves them beside the site."""
+    notebook = nbformat.read(site.parent / "jupyter_execute" / "notebooks" / f"{name}.ipynb", as_version=4)
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
@@ -58,7 +58,8 @@ def test_freezing_under_adam(site: Path) -> None:
     assert "keep ages: [20, 20, 20, 20, 20, 50, 50, 50, 50, 50]" in text
     assert "zero ages: [0, 0, 0, 0, 0, 50, 50, 50, 50, 50]" in text
     assert "as a new Adam's first step: True" in text
-    assert rows(text, r"bias_correction='(\w+)': ([\d.]+) · lr") == {"entry": 1.0, "tensor": 3.16}
+    first_steps = rows(text, r"after (\d+ steps, bias_correction='\w+'): ([\d.]+) · lr")
+    assert list(first_steps.values()) == [1.0, 0.77, 1.0, 3.16]
     memory = rows(text, r"(keep|zero|drop): ([\d.]+) of Adam's state")
     assert memory["keep"] == memory["zero"] > 1.0
     assert memory["drop"] < 0.2
