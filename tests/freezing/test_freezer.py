@@ -568,6 +568,21 @@ def test_two_optimizers_take_one_step_together(stack, tokens) -> None:
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
+def test_two_optimizers_that_take_turns_make_a_step_each(stack, tokens) -> None:
+    """The gradients of another optimizer belong to the same step only if no step has begun between."""
+    optimizers = two_optimizers(stack)
+    freezer = Freezer(stack, optimizers, {"top": gp.Freeze(gp.masks.TopK(0.5, window=2, every=2))})
+    for step, optimizer in enumerate(optimizers):
+        freezer.begin_step(step)
+        stack.zero_grad()
+        loss_of(stack, tokens).backward()
+        freezer.observe(optimizer)
+        optimizer.step()
+        freezer.finish_step()
+    freezer.begin_step(2)
+    assert freezer.report()[0].active_share == pytest.approx(0.5, abs=0.01)
+
+
 @pytest.mark.parametrize("first", ["ticket", "sparse"])
 def test_weights_that_go_back_stay_zero_where_another_policy_holds_them_at_zero(stack, tokens, first) -> None:
     policies = {

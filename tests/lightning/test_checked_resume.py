@@ -1,0 +1,47 @@
+"""A checkpoint of another number of optimizers or schedulers is refused before anything is trained."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.lightning.checked_resume import CheckedResume
+from tests.conftest import TwoLayers
+
+
+class WithSchedulers(TwoLayers):
+    """So many schedulers on its one optimizer."""
+
+    schedulers = 1
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(self.schedulers)]
+
+
+@pytest.fixture
+def checkpoint(make_trainer: Callable[..., Trainer], loader, tmp_path: Path) -> Path:
+    trainer = make_trainer(max_epochs=9, max_steps=1)
+    trainer.fit(WithSchedulers(), loader)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    return tmp_path / "one.ckpt"
+
+
+def test_the_same_number_goes_on(make_trainer, loader, checkpoint: Path) -> None:
+    trainer = make_trainer(max_epochs=9, max_steps=2, callbacks=[CheckedResume()])
+    trainer.fit(WithSchedulers(), loader, ckpt_path=checkpoint, weights_only=True)
+    assert trainer.global_step == 2
+
+
+def test_another_number_is_refused(make_trainer, loader, checkpoint: Path) -> None:
+    model = WithSchedulers()
+    model.schedulers = 2
+    before = model.head.weight.clone()
+    trainer = make_trainer(max_epochs=9, max_steps=2, callbacks=[CheckedResume()])
+    with pytest.raises(PolicyError, match=r"one\.ckpt holds 1 lr_schedulers, and this run needs 2:"):
+        trainer.fit(model, loader, ckpt_path=checkpoint, weights_only=True)
+    assert trainer.global_step == 1
+    assert not torch.equal(model.head.weight, before)  # restored, not trained
