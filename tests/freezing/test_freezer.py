@@ -710,7 +710,8 @@ def test_what_is_no_freeze_policy_and_no_masked_optimizer_is_refused():
         (gp.masks.TopK(0.5, by="weight"), None),
     ],
 )
-def test_a_loop_that_forgets_to_observe_is_told_once_when_its_step_is_over(source, text):
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_loop_that_forgets_to_observe_is_told_once_when_its_step_is_over(source, text, finishes: bool):
     model = torch.nn.Linear(3, 3)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
     freezer = gp.Freezer(model, optimizer, {"top": gp.Freeze(source)})
@@ -721,7 +722,8 @@ def test_a_loop_that_forgets_to_observe_is_told_once_when_its_step_is_over(sourc
             model(torch.ones(1, 3)).sum().backward()
             assert len(caught) == bool(text and step)
             optimizer.step()
-            freezer.finish_step()
+            if finishes:
+                freezer.finish_step()
             optimizer.zero_grad()
     assert [text in str(warning.message) for warning in caught] == [True] * bool(text)
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.checked_resume import CheckedResume
+from gradpolicy.lightning.checked_resume import CheckedResume, checked_restore
 from tests.conftest import TwoLayers
 
 
@@ -45,3 +45,15 @@ def test_another_number_is_refused(make_trainer, loader, checkpoint: Path) -> No
         trainer.fit(model, loader, ckpt_path=checkpoint, weights_only=True)
     assert trainer.global_step == 1
     assert not torch.equal(model.head.weight, before)  # restored, not trained
+
+
+def test_a_file_that_is_no_checkpoint_is_refused_before_it_is_restored(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").write_text("no checkpoint")
+    with pytest.raises(PolicyError, match=r"a\.ckpt"), checked_restore(tmp_path / "a.ckpt"):
+        raise AssertionError("restored")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_error_that_restoring_did_not_cause_stays_as_it_is(checkpoint: Path, named: bool) -> None:
+    with pytest.raises(KeyError, match="another"), checked_restore(checkpoint if named else None):
+        raise KeyError("another")

@@ -2,13 +2,14 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer
+from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
 from gradpolicy.tasks.classification import Classifier
 
 
@@ -83,3 +84,40 @@ def test_an_optimizers_state_of_another_kind_is_refused(value: object, tmp_path:
     path = saved_after_a_step(nn.Linear(2, 2), MAKERS[0], tmp_path / "made.ckpt", exp_avg=value)
     with pytest.raises(PolicyError, match="no usable exp_avg of the optimizer's parameter 0"):
         check_optimizer(model, path)
+
+
+LACKING = ("loops", "optimizer_states", "lr_schedulers", "pytorch-lightning_version")
+WRONG: dict[str, tuple[Any, ...]] = {
+    "loops": (3, {}, {"fit_loop": 3}, {"fit_loop": {"state_dict": {}}}),
+    "optimizer_states": ({}, "none", [3], [{"state": {}}]),
+    "lr_schedulers": (None, [3]),
+    "pytorch-lightning_version": (3, "new"),
+}
+
+
+@pytest.fixture
+def trained(make_trainer, two_layers, loader, tmp_path: Path) -> dict[str, Any]:
+    """What the checkpoint of a run holds."""
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(two_layers, loader)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    return torch.load(tmp_path / "own.ckpt", weights_only=True)
+
+
+def test_a_run_goes_on_from_what_it_saved(trained, tmp_path: Path) -> None:
+    check_resumable(tmp_path / "own.ckpt")
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_no_run_goes_on_from_a_checkpoint_that_lacks_something(trained, tmp_path: Path, name: str) -> None:
+    del trained[name]
+    torch.save(trained, path := tmp_path / "a.ckpt")
+    with pytest.raises(PolicyError, match=rf"a\.ckpt holds no {name}: .*callbacks\.initial_weights\.path"):
+        check_resumable(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
+def test_no_run_goes_on_from_a_state_of_another_kind(trained, tmp_path: Path, name: str, value: Any) -> None:
+    torch.save({**trained, name: value}, path := tmp_path / "a.ckpt")
+    with pytest.raises(PolicyError, match=rf"a\.ckpt holds {name} of another kind: .*initial_weights\.path"):
+        check_resumable(path)

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradpolicy import PolicyError
-from gradpolicy.lightning.fully_shard_strategy import shard_modules
+from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy, shard_modules
 
 
 class Network(nn.Module):
@@ -50,3 +50,8 @@ def refused() -> str:
 
 def test_a_pattern_that_matches_nothing_is_refused(pair: ProcessPool) -> None:
     assert all("'haed'" in message and "head" in message for message in pair(refused))
+
+
+def test_gathered_parameters_are_freed_after_the_forward_pass_unless_asked_otherwise() -> None:
+    assert FullyShardStrategy().reshard_after_forward
+    assert not FullyShardStrategy(reshard_after_forward=False).reshard_after_forward
