@@ -742,21 +742,25 @@ def test_operations_in_compiled_code_are_met_in_each_fit(two_layers, loader, mak
         assert callback.installed is None
 
 
-def test_a_policy_for_the_test_phase_holds_there_and_not_in_training(two_layers, loader, make_trainer):
+@pytest.mark.parametrize("phase", ["validate", "test", "predict"])
+def test_a_policy_for_another_phase_holds_there_and_not_in_training(two_layers, loader, make_trainer, phase):
     seen = {}
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
             seen["fit"] = callback.installed.report().rows[0].active
 
-        def on_test_batch_end(self, trainer, pl_module, *_):
-            seen["test"] = callback.installed.report().rows[0].active
+        def on_evaluation_batch_end(self, trainer, pl_module, *_):
+            seen[phase] = callback.installed.report().rows[0].active
 
-    callback = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=["test"]))})
+        on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_evaluation_batch_end
+
+    callback = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=[phase]))})
     trainer = make_trainer(max_steps=1, callbacks=[callback, Watch()])
     trainer.fit(two_layers, loader)
-    trainer.test(two_layers, loader, verbose=False)
-    assert seen == {"fit": False, "test": True}
+    inputs = torch.utils.data.DataLoader(torch.ones(2, 4)) if phase == "predict" else loader
+    getattr(trainer, phase)(two_layers, inputs)
+    assert seen == {"fit": False, phase: True}
 
 
 def test_what_a_policy_did_in_the_test_phase_is_logged_at_its_end(two_layers, loader, make_trainer, tmp_path):

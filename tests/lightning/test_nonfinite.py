@@ -33,6 +33,18 @@ def test_the_first_module_whose_output_is_not_finite_is_named() -> None:
     assert found.policies == ("here", "all")
 
 
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (-1.0, "first in the output of module '0' (Root)"),
+        (torch.nan, "the input of module '0' (Root) is not finite already"),
+    ],
+)
+def test_an_input_that_is_not_finite_is_told_from_an_output(value: float, what: str) -> None:
+    found = first_nonfinite_value(nn.Sequential(Root()), lambda m: m(torch.full((2,), value)).sum())
+    assert (found.module, found.what) == ("0", what)
+
+
 def test_weights_that_an_update_spoilt_are_named_with_the_policy_that_trains_them() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight.data[0, 0] = torch.nan
