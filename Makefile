@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS   ?=
-# Tests run beside each other, one thread each: small models gain nothing from more. Some wait for other processes.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=3
+# Tests run beside each other, one thread each: small models gain nothing from more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help train test test-slow lint docs bench clean
 
@@ -20,10 +20,10 @@ train: $(VENV)/.train-installed
 	$(BIN)/python train.py $(ARGS)
 
 test: $(VENV)/.test-installed lint
-	$(PYTEST) --dist=worksteal -m "not slow" $(ARGS)
+	$(PYTEST) --numprocesses=3 --dist=worksteal -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.test-installed
-	$(PYTEST) --dist=loadgroup -m slow $(ARGS)
+	$(PYTEST) --numprocesses=2 --dist=loadgroup -m slow $(ARGS)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
