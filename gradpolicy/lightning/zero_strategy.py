@@ -42,8 +42,6 @@ def as_zero(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     shared = ZeroRedundancyOptimizer(
         [dict(group) for group in optimizer.param_groups], type(optimizer), **defaults
     )
-    for fresh, group in zip(shared.param_groups, optimizer.param_groups, strict=True):
-        group.update(fresh)
     shared.param_groups = optimizer.param_groups
 
     def share_groups(loaded: Optimizer) -> None:

@@ -146,3 +146,8 @@ def test_an_unknown_dtype_is_refused() -> None:
 def test_it_goes_with_a_wrapped_model_only() -> None:
     with pytest.raises(PolicyError, match="needs DistributedDataParallel, got Linear"):
         ActiveEntries().register(nn.Linear(1, 1))
+
+
+def test_a_hook_that_has_sent_nothing_has_counted_nothing() -> None:
+    traffic = ActiveEntries().traffic
+    assert (traffic.bytes_sent, traffic.bytes_full, traffic.reductions, traffic.share) == (0, 0, 0, 0.0)

@@ -198,6 +198,12 @@ def test_a_block_within_compiled_code_holds_at_each_compilation(function, backen
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+def test_a_function_may_be_decorated_within_compiled_code(batch, gradient):
+    found, _ = gradient(torch.compile(decorated_within, backend="eager", fullgraph=True), batch)
+    expected, _ = gradient(decorated_within, batch)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_block_round_compiled_code_uses_its_own_rule_and_compiles_once_for_each(batch, gradient):
     compiled = torch.compile(function_of_many, backend="eager", fullgraph=True)
     graphs = []
