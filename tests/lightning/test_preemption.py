@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,6 +113,17 @@ def test_so_does_a_task_of_an_array(slurm: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "11")
     requeue_slurm_job()
     assert slurm.read_text() == "requeue 4700_11\n"
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_job_that_slurm_does_not_take_back_is_told(slurm: Path, tmp_path: Path, refuses: bool) -> None:
+    if refuses:
+        (tmp_path / "scontrol").write_text("#!/bin/sh\necho not allowed >&2\nexit 1\n")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        requeue_slurm_job()
+    words = ["Slurm job 4711 is not put back into the queue: not allowed"] if refuses else []
+    assert [str(warning.message) for warning in caught] == words
 
 
 def test_an_unknown_signal_is_refused() -> None:
