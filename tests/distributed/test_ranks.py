@@ -108,6 +108,31 @@ def test_copies_of_a_shard_are_compared(pools: dict[int, ProcessPool], kind: str
         assert ("differs on rank 3" in message) == (kind != "nothing")
 
 
+def remembering() -> str:
+    """A mask source gathers another gradient on rank 1; nothing else differs so far."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(here())
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    policies = {"top": gp.Freeze(gp.masks.TopK(0.5, window=3, every=3))}
+    freezer = gp.Freezer(model, optimizer, policies)
+    ranks = Ranks(model, dict(model.named_parameters()), freezer, [optimizer], agreement_every=1)
+    ranks.begin_step(0)
+    freezer.begin_step(0)
+    model(torch.full((1, 4), 1.0 + dist.get_rank(), device=here())).sum().backward()
+    freezer.observe()
+    try:
+        ranks.begin_step(1)
+    except gp.PolicyError as error:
+        return str(error)
+    return ""
+
+
+def test_what_a_mask_source_remembers_is_compared(pair: ProcessPool) -> None:
+    for message in pair(remembering):
+        assert "what policy 'top' remembers as" in message
+        assert "differs on rank 1" in message
+
+
 def test_without_a_check_nothing_is_compared(pair: ProcessPool) -> None:
     assert pair(with_fault, "weight", None) == ["", ""]
 
