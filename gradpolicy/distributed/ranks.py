@@ -67,7 +67,6 @@ class Ranks:
         self.communication = communication
         self.agreement_every = agreement_every
         self.reducer: ReducerUpdater | None = None
-        self._searches_always = False
         if isinstance(model, DistributedDataParallel):
             self.reducer = ReducerUpdater(model)
             self._searches_always = model.find_unused_parameters
@@ -182,5 +181,5 @@ def _replica_groups(parameter: Tensor) -> list[Any]:
     return [
         mesh.get_group(dimension)
         for dimension, placement in enumerate(parameter.placements)
-        if placement.is_replicate() and mesh.size(dimension) > 1
+        if placement.is_replicate()
     ]

@@ -104,8 +104,7 @@ class RankWatch(Callback):
     def _end(self, death: str) -> None:
         print(f"[rank {self._rank}] {death}; ending the job", file=sys.stderr, flush=True)
         for child in self._children:
-            if child.poll() is None:
-                child.kill()
+            child.kill()
         os._exit(1)
 
 

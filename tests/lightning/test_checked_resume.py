@@ -57,3 +57,15 @@ def test_a_file_that_is_no_checkpoint_is_refused_before_it_is_restored(tmp_path:
 def test_an_error_that_restoring_did_not_cause_stays_as_it_is(checkpoint: Path, named: bool) -> None:
     with pytest.raises(KeyError, match="another"), checked_restore(checkpoint if named else None):
         raise KeyError("another")
+
+
+def test_a_state_that_cannot_be_restored_is_named(make_trainer, loader, checkpoint: Path) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    content["optimizer_states"][0]["param_groups"] = []
+    torch.save(content, checkpoint)
+    trainer = make_trainer(max_epochs=9, max_steps=2, callbacks=[CheckedResume()])
+    with (
+        pytest.raises(PolicyError, match=r"one\.ckpt holds a state of another kind \(.*parameter groups"),
+        checked_restore(checkpoint),
+    ):
+        trainer.fit(WithSchedulers(), loader, ckpt_path=checkpoint, weights_only=True)
