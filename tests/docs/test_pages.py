@@ -4,6 +4,7 @@ import importlib
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -157,7 +158,18 @@ def chosen_policies():
     return sorted(found)
 
 
-@pytest.mark.slow
+@pytest.fixture
+def own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of a person's own that write-a-rule.md shows; other tests may have loaded another."""
+    block = next(
+        block for block in blocks(ROOT / "docs/write-a-rule.md", "python") if "halfway_round" in block
+    )
+    (tmp_path / "my_rules.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rules", raising=False)
+
+
+@pytest.mark.usefixtures("own_rules")
 def test_what_the_pages_let_a_person_try_first_trains_what_its_policies_are_on(configs):
     chosen, planned = chosen_policies(), []
     with hydra_at(configs):
