@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -20,8 +21,11 @@ LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")
 THREAD_FLAGS = ("-fopenmp",)
 """Torch has loaded OpenMP already: its threads are used, none are added. Not every compiler has it."""
 X86_64 = platform.machine().lower() in ("x86_64", "amd64")
-TARGETS: dict[str, tuple[str, ...]] = {"plain": (), **({"avx2": ("-mavx2",)} if X86_64 else {})}
-"""What the C is compiled for, with the flags of each."""
+TARGETS: dict[str, tuple[str, ...]] = {"default": ()}
+"""What the C is compiled for, by torch's names of what a processor can do, with the flags of each."""
+if X86_64:
+    TARGETS["avx2"] = ("-mavx2",)
+    TARGETS["avx512"] = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 SWITCH = "GRADPOLICY_NATIVE"
 """Set to 0, no C is used."""
 FOLDER = Path(__file__).parent
@@ -65,11 +69,14 @@ def build_all(folder: Path) -> list[Path]:
         OSError, subprocess.SubprocessError: there is no compiler, or it fails.
     """
     command = compiler()
-    return [
-        _build(source, defines, command, target, folder / source.parent.relative_to(FOLDER) / "built")
-        for source, defines in _units()
-        for target in TARGETS
-    ]
+    units = [(*unit, target) for unit in _units() for target in TARGETS]
+
+    def build(unit: tuple[Path, dict[str, str], str]) -> Path:
+        source, defines, target = unit
+        return _build(source, defines, command, target, folder / source.parent.relative_to(FOLDER) / "built")
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(build, units))
 
 
 def compiler() -> list[str]:
@@ -95,7 +102,7 @@ def _units() -> list[tuple[Path, dict[str, str]]]:
 
 def _found_or_built(source: Path, defines: dict[str, str], command: list[str]) -> Path:
     """The library for this processor: as it was installed, as it was compiled before, or compiled now."""
-    target = "avx2" if "avx2" in TARGETS and _has_avx2() else "plain"
+    target = _target()
     name = _name(source, defines, target)
     installed = source.parent / "built" / name
     if installed.exists():
@@ -141,10 +148,12 @@ def _name(source: Path, defines: dict[str, str], target: str) -> str:
     return f"{stem}-{digest}.so"
 
 
-def _has_avx2() -> bool:
+def _target() -> str:
+    """The one of `TARGETS` that suits this processor."""
     import torch
 
-    return torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return capability if capability in TARGETS else "default"
 
 
 def _cache_folder() -> Path:

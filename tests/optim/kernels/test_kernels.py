@@ -137,6 +137,46 @@ def test_updates_agree(dtype, blocks, block, packed, shared, ages_dtype):
 
 
 @pytest.fixture
+def every_processor(monkeypatch):
+    """Each kind of processor that this one can stand in for, in turn."""
+    own = torch.backends.cpu.get_cpu_capability()
+    kinds = ("DEFAULT", "AVX2", "AVX512")
+
+    def processors():
+        for kind in kinds[: kinds.index(own) + 1]:
+            native._update_library.cache_clear()
+            native._update_of.cache_clear()
+            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda kind=kind: kind)
+            yield kind
+
+    yield processors()
+    native._update_library.cache_clear()
+    native._update_of.cache_clear()
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs a processor with vectors"
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_updates_give_the_same_bits_on_every_processor(every_processor, dtype):
+    rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)], weight_decay=0.1))
+    settings = rule.settings(rule.optimizer.param_groups[0])
+    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    ages = torch.arange(1, 101, dtype=torch.float64)
+    numbers = torch.stack(rule.numbers(ages, 0.9, 0.999), 1).to(exact).contiguous()
+    update = adam_update(5001, 1, dtype, False, False)
+    ends, libraries = [], set()
+    for _ in every_processor:
+        copy = copied(update)
+        NATIVE.update(rule, settings, numbers, [copy])
+        ends.append(torch.stack([copy.parameter, *copy.state.values()]))
+        libraries.add(native._update_library("adam"))
+    assert len(libraries) == len(ends) >= 2
+    for other in ends[1:]:
+        torch.testing.assert_close(ends[0], other, rtol=0, atol=0)
+
+
+@pytest.fixture
 def compilations(monkeypatch):
     """Sends updates through Dynamo, as on an accelerator; a graph for each time that it compiles."""
     compiled = []

@@ -36,9 +36,8 @@ class Native:
         constants = (ctypes.c_double * MAX_SETTINGS)(*settings)
         shared = (numbers.data_ptr(), ctypes.addressof(constants))
         names = (*rule.names, *("",) * STATES)[:STATES]
-        jobs = bytearray()
-        for each in updates:
-            jobs += _UPDATE_JOB.pack(
+        jobs = [
+            _UPDATE_JOB.pack(
                 each.parameter.data_ptr(),
                 each.gradient.data_ptr(),
                 *[each.state[name].data_ptr() if name in each.state else 0 for name in names],
@@ -52,7 +51,9 @@ class Native:
                 TYPES[each.parameter.dtype],
                 each.age is not None,
             )
-        _call(_update_of(rule.kernel), jobs, len(updates))
+            for each in updates
+        ]
+        _call(_update_of(rule.kernel), b"".join(jobs), len(jobs))
 
     def turn(self, ages: Tensor, uncounted: int, flags: Tensor, forget: bool) -> None:
         """See `Kernels.turn`."""
@@ -127,23 +128,27 @@ def _update_of(rule_kernel: str) -> ctypes._NamedFuncPointer:
 
 def _count_blocks(index: Tensor) -> int:
     """How many blocks are in an index."""
+    return _block_counter()(index.data_ptr(), index.numel() * 8)
+
+
+@functools.cache
+def _block_counter() -> ctypes._NamedFuncPointer:
     library = _library()
     assert library is not None, "no index is read by C that cannot be had"
     function = library.count_blocks
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
-    return function(index.data_ptr(), index.numel() * 8)
+    return function
 
 
 def _typed(library: ctypes.CDLL | None, name: str) -> ctypes._NamedFuncPointer:
     function = getattr(library, name)
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+    function.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int)
     function.restype = None
     return function
 
 
-def _call(function: ctypes._NamedFuncPointer, jobs: bytes | bytearray, count: int = 1) -> None:
-    buffer = (ctypes.c_char * len(jobs)).from_buffer_copy(jobs)
-    function(ctypes.addressof(buffer), count, 1 if _forked else torch.get_num_threads())
+def _call(function: ctypes._NamedFuncPointer, jobs: bytes, count: int = 1) -> None:
+    function(jobs, count, 1 if _forked else torch.get_num_threads())
 
 
 def _note_fork() -> None:
@@ -171,19 +176,23 @@ def _block_job(
 ) -> bytes:
     if isinstance(fill, Tensor):
         packed, fill = fill, 0
-    tensors = (values, packed, ages, index, target, flags)
-    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors), "C reads memory in order"
-    item_bytes = 0 if values is None else values.element_size()
     return _BLOCK_JOB.pack(
-        *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
+        *map(_address, (values, packed, ages, index, target, flags)),
         0 if values is None else _bits_of(float(fill), values.dtype),
         blocks,
         block,
         0 if ages is None else ages.element_size(),
-        item_bytes,
+        0 if values is None else values.element_size(),
         forget,
         updates,
     )
+
+
+def _address(tensor: Tensor | None) -> int:
+    if tensor is None:
+        return 0
+    assert tensor.is_contiguous(), "C reads memory in order"
+    return tensor.data_ptr()
 
 
 @functools.lru_cache
