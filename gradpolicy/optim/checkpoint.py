@@ -43,6 +43,9 @@ def save(
         state = _dense_state(masked, bool(inner.state) or effective_steps > 0)
         if state:
             result["state"][index] = state
+    # Processes gather shards in this order, and on each of them another parameter may have begun first.
+    in_order = {index: result["state"][index] for index in range(len(parameters)) if index in result["state"]}
+    result["state"] = in_order | result["state"]
     if records:
         record_groups.put(result, records, effective_steps)
     return result

@@ -95,7 +95,8 @@ def _has_begun(
 ) -> bool:
     """Whether a parameter has been updated, as far as this process can tell by itself."""
     if masked is not None and masked.rule is not None:
-        return masked.oldest > 0
+        # The tensor's own count goes on where other processes update it; the age of an entry does not.
+        return (masked.updates if masked.bias_correction == "tensor" else masked.oldest) > 0
     state = optimizer.state.get(parameter, {})
     moved = (
         bool(local_shard(value).count_nonzero())

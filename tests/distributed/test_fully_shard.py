@@ -293,3 +293,57 @@ def test_a_checkpoint_is_whole_while_tensors_without_state_rest(
     train_late_rows(model, optimizer, range(STEPS))
     for found in pair(late_rows_through_a_checkpoint, str(tmp_path), frozen_state, kind, 3):
         assert same(found, facts(model, optimizer))
+
+
+# ---- from any step, where ranks hold few entries or none
+
+
+def train_few_entries(model: nn.Module, optimizer: MaskedOptimizer, steps: range) -> None:
+    """New masks each step: whole ranks rest while others train, and begin to train later than these."""
+    for step in steps:
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            mask = torch.rand(parameter.shape, generator=generator).to(here()) < 0.4
+            optimizer.set_mask(parameter, mask)
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(here())
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def resumed_at_each_step(kind: str, frozen_state: str, bias_correction: str, full: bool) -> list[int]:
+    """The steps after which a run that goes on from what was saved departs from the run left alone."""
+    options = StateDictOptions(full_state_dict=full)
+
+    def begun() -> tuple[nn.Module, MaskedOptimizer]:
+        model = fully_shard(perceptron(4, 3, 1).to(here()), mesh=init_device_mesh(here().type, (2,)))
+        inner = OPTIMIZERS[kind](model.parameters())
+        return model, MaskedOptimizer(inner, frozen_state=frozen_state, bias_correction=bias_correction)
+
+    departed = []
+    for saved_at in (1, 2, 3, 5, 8):
+        model, optimizer = begun()
+        train_few_entries(model, optimizer, range(saved_at))
+        weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+        train_few_entries(model, optimizer, range(saved_at, STEPS))
+        resumed, other = begun()
+        get_state_dict(resumed, other)
+        set_state_dict(resumed, other, model_state_dict=weights, optim_state_dict=state, options=options)
+        train_few_entries(resumed, other, range(saved_at, STEPS))
+        alone, after = facts(model, optimizer), facts(resumed, other)
+        if not all(
+            torch.equal(*both) for kind in alone for both in zip(alone[kind], after[kind], strict=True)
+        ):
+            departed.append(saved_at)
+    return departed
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("bias_correction", ["tensor", "entry"])
+@pytest.mark.parametrize("frozen_state", FROZEN_STATES)
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "nadam"])
+def test_it_goes_on_from_any_step_where_ranks_hold_few_entries(
+    pair: ProcessPool, kind: str, frozen_state: str, bias_correction: str, full: bool
+) -> None:
+    assert pair(resumed_at_each_step, kind, frozen_state, bias_correction, full) == [[], []]
