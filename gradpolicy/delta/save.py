@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradpolicy.delta.change import Change, difference
 from gradpolicy.delta.file import Delta, write
@@ -57,9 +58,14 @@ def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) ->
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Where a tensor lies: tied names have one place. An empty one lies nowhere."""
+    """Where a tensor lies: tied names have one place, on every process alike.
+
+    What a process has nothing of lies nowhere: there the storage tells, so that no process takes for tied
+    what others gather.
+    """
     local = local_shard(tensor)
-    return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
+    where = local.data_ptr() if local.numel() else StorageWeakRef(local.untyped_storage()).cdata
+    return local.device, where, tuple(tensor.shape), local.stride(), tensor.dtype
 
 
 def _kind(tensor: Tensor) -> str:
