@@ -75,24 +75,20 @@ class ReducerUpdater:
 def rebuild_reducer(model: DistributedDataParallel) -> None:
     """Gives a wrapped model a new reducer for the parameters that require a gradient now.
 
-    The wrapped model stays the same object and keeps its communication hooks. If this torch lacks the private
-    methods that make a reducer, the reducer is rebuilt as unpickling does it, which works with the default
-    process group only.
+    The wrapped model stays the same object and keeps its communication hooks. This does what the constructor
+    and unpickling do, with the process group that the model has.
 
     Raises:
-        PolicyError: If the reducer cannot be rebuilt either way.
+        PolicyError: If this torch lacks the private methods that make a reducer.
         RuntimeError: If no parameter requires a gradient.
     """
     if not trained_parameters(model.module.parameters()):
         raise RuntimeError("no parameter of the model trains: there is nothing to reduce")
-    if all(hasattr(model, name) for name in PRIVATE_METHODS):
-        _rebuild_by_parts(model)
-    else:
-        _rebuild_as_unpickled(model)
-
-
-def _rebuild_by_parts(model: DistributedDataParallel) -> None:
-    """Does what the constructor and unpickling do, with the process group that the model has."""
+    if not all(hasattr(model, name) for name in PRIVATE_METHODS):
+        raise PolicyError(
+            f"DistributedDataParallel: its reducer cannot be rebuilt with torch {torch.__version__}; keep "
+            "requires_grad as it is and let MaskedOptimizer mask, or use a torch from 2.11 to 2.13"
+        )
     parameters, expects_sparse = model._build_params_for_reducer()
     _drop_reducer(model)
     names = model._build_debug_param_to_name_mapping(parameters)
@@ -104,25 +100,6 @@ def _rebuild_by_parts(model: DistributedDataParallel) -> None:
     model._has_rebuilt_buckets = False
     for hook, state in model._comm_hooks:
         _register_comm_hook(model.reducer, state, hook)
-
-
-def _rebuild_as_unpickled(model: DistributedDataParallel) -> None:
-    """Rebuilds the reducer through the methods by which a wrapped model is pickled."""
-    hooks, model._comm_hooks = list(getattr(model, "_comm_hooks", ())), []
-    try:
-        state = model.__getstate__()
-    except RuntimeError as error:
-        raise PolicyError(
-            f"DistributedDataParallel: torch {torch.__version__} cannot rebuild the reducer of a process "
-            "group other than the default; keep requires_grad as it is and let MaskedOptimizer mask, "
-            "or use a torch from 2.11 to 2.13"
-        ) from error
-    _drop_reducer(model)
-    model.__setstate__(state)
-    model._static_graph_delay_allreduce_enqueued = False
-    model._has_rebuilt_buckets = False
-    for hook, hook_state in hooks:
-        model.register_comm_hook(hook_state, hook)
 
 
 def _drop_reducer(model: DistributedDataParallel) -> None:

@@ -42,9 +42,8 @@ def train(model: nn.Module, updater: ReducerUpdater | None, rank: int, ranks: in
     return {name: value.detach().clone() for name, value in plain.state_dict().items()}
 
 
-def train_on_this_rank(options: dict[str, bool], methods: tuple[str, ...]) -> tuple[dict[str, Tensor], int]:
+def train_on_this_rank(options: dict[str, bool]) -> tuple[dict[str, Tensor], int]:
     plain = network()
-    reducer.PRIVATE_METHODS = methods
     plain[0].requires_grad_(False)
     model = DistributedDataParallel(plain, **options)
     updater = ReducerUpdater(model)
@@ -53,16 +52,11 @@ def train_on_this_rank(options: dict[str, bool], methods: tuple[str, ...]) -> tu
 
 
 @pytest.mark.parametrize(
-    "methods", [PRIVATE_METHODS, ("what this torch does not have",)], ids=["own", "lacking"]
-)
-@pytest.mark.parametrize(
     "options",
     [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
 )
-def test_anything_may_freeze_and_thaw_at_any_time(
-    pair: ProcessPool, options: dict[str, bool], methods: tuple[str, ...]
-) -> None:
-    (first, rebuilds), (second, _) = pair(train_on_this_rank, options, methods)
+def test_anything_may_freeze_and_thaw_at_any_time(pair: ProcessPool, options: dict[str, bool]) -> None:
+    (first, rebuilds), (second, _) = pair(train_on_this_rank, options)
     alone = train(network(), None, 0, 1)
     for name, weight in alone.items():
         assert torch.equal(first[name], second[name]), name
@@ -92,7 +86,7 @@ def test_a_rebuilt_reducer_takes_the_place_of_the_old_one(pair: ProcessPool) -> 
     assert pair(old_reducer_is_gone) == [True, True]
 
 
-def counted_with_hook(methods: tuple[str, ...]) -> int:
+def counted_with_hook() -> int:
     """How many buckets a communication hook sees after the reducer was rebuilt."""
     seen = []
 
@@ -101,7 +95,6 @@ def counted_with_hook(methods: tuple[str, ...]) -> int:
         work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    reducer.PRIVATE_METHODS = methods
     model = DistributedDataParallel(network())
     model.register_comm_hook(seen, count)
     updater = ReducerUpdater(model)
@@ -112,14 +105,9 @@ def counted_with_hook(methods: tuple[str, ...]) -> int:
     return sum(seen)
 
 
-@pytest.mark.parametrize(
-    "methods", [PRIVATE_METHODS, ("what this torch does not have",)], ids=["own", "lacking"]
-)
-def test_communication_hooks_stay_and_see_only_what_trains(
-    pair: ProcessPool, methods: tuple[str, ...]
-) -> None:
+def test_communication_hooks_stay_and_see_only_what_trains(pair: ProcessPool) -> None:
     head = sum(parameter.numel() for parameter in network()[4].parameters())
-    assert pair(counted_with_hook, methods) == [head, head]
+    assert pair(counted_with_hook) == [head, head]
 
 
 def wholly_frozen() -> str:
@@ -137,13 +125,29 @@ def test_a_model_without_anything_to_train_is_refused(pair: ProcessPool) -> None
     assert all("nothing to reduce" in message for message in pair(wholly_frozen))
 
 
-def with_a_group_of_its_own() -> str:
+def with_a_torch_that_lacks_the_methods() -> str:
     reducer.PRIVATE_METHODS = ("what this torch does not have",)
-    model = DistributedDataParallel(network(), process_group=dist.new_group([0, 1]))
+    model = DistributedDataParallel(network())
     with pytest.raises(PolicyError) as refused:
         rebuild_reducer(model)
+    reducer.PRIVATE_METHODS = PRIVATE_METHODS
     return str(refused.value)
 
 
 def test_where_it_cannot_be_rebuilt_the_message_says_what_to_do(pair: ProcessPool) -> None:
-    assert all("keep requires_grad as it is" in message for message in pair(with_a_group_of_its_own))
+    assert all(
+        "keep requires_grad as it is" in message for message in pair(with_a_torch_that_lacks_the_methods)
+    )
+
+
+def rebuilt_with_a_group_of_its_own() -> int:
+    model = DistributedDataParallel(network(), process_group=dist.new_group([0, 1]))
+    updater = ReducerUpdater(model)
+    model.module[0].requires_grad_(False)
+    updater.refresh()
+    model(torch.ones(2, 6, device=here())).sum().backward()
+    return updater.rebuilds
+
+
+def test_a_model_may_have_a_process_group_of_its_own(pair: ProcessPool) -> None:
+    assert pair(rebuilt_with_a_group_of_its_own) == [1, 1]
