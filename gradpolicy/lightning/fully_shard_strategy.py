@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -193,8 +192,3 @@ def _members(model: nn.Module) -> dict[str, nn.Module]:
 
 def _already_sharded() -> None:
     """Takes the place of ``configure_model`` in a module that is sharded."""
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this process holds only a shard of the tensor."""
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)

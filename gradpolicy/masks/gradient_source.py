@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor
 from gradpolicy.checks import check_whole
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.tensors.sharding import full_tensor, shard_like
-
-Statistic = Callable[[Tensor, Tensor], Tensor]
 
 
 class GradientSums:

@@ -39,8 +39,3 @@ def age_of(ages: Tensor) -> Tensor:
 def count(ages: Tensor, updates: int) -> Tensor:
     """The numbers after so many updates of what is active."""
     return torch.where(ages > 0, ages + updates, ages)
-
-
-def widened(ages: Tensor) -> Tensor:
-    """The same in 32 bits."""
-    return ages.to(WIDE)
