@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from gradpolicy.distributed import sharded_checkpoint
 from gradpolicy.distributed.sharded_checkpoint import (
     by_number,
+    check_manifest,
     find_whole,
     is_whole,
     read_as_one,
@@ -129,6 +130,53 @@ def test_last_passes_over_what_was_not_finished(pair: ProcessPool, tmp_path: Pat
     assert list(find_whole(tmp_path, "last*.ckpt")) == [old]
     remove_whole(old)
     assert not old.exists()
+
+
+def test_what_others_wrote_has_no_manifest_to_be_checked_by(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save_whole({"state_dict": {"weight": torch.ones(3)}}, {"global_step": 1}, path)
+    assert check_manifest(path)
+    (path / "whole").write_text("")
+    assert not check_manifest(path)
+    (path / "whole").unlink()
+    assert not check_manifest(path)
+
+
+class SilentError(RuntimeError):
+    """An error that says nothing."""
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "said"),
+    [
+        (RuntimeError("no such shard\nsecond line"), errno.EIO, "no such shard;"),
+        (SilentError(), errno.EIO, "SilentError;"),
+        (OSError(errno.ENOSPC, "full"), errno.ENOSPC, f"{os.strerror(errno.ENOSPC)};"),
+        (OSError("of no number"), errno.EIO, "of no number;"),
+    ],
+)
+def test_whatever_fails_is_told_in_a_line_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, number: int, said: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sharded_checkpoint, "save_shards", fail)
+    with pytest.raises(
+        OSError, match=f"could not save .*: rank 0: {said} there is no former a.ckpt$"
+    ) as caught:
+        save_whole({}, {}, tmp_path / "a.ckpt")
+    assert caught.value.errno == number
+
+
+def test_the_number_of_an_error_is_that_of_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("torch failed to write") from OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(sharded_checkpoint, "save_shards", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
+        save_whole({}, {}, tmp_path / "a.ckpt")
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_the_state_of_an_optimizer_goes_from_names_to_numbers() -> None:

@@ -86,6 +86,33 @@ def test_an_optimizers_state_of_another_kind_is_refused(value: object, tmp_path:
         check_optimizer(model, path)
 
 
+def test_arguments_that_the_optimizer_refuses_are_told_in_its_words() -> None:
+    model = Classifier(nn.Linear(2, 2), optimizer=partial(torch.optim.AdamW, lr=-1.0))
+    with pytest.raises(PolicyError, match=r"^optimizer: Invalid learning rate: -1\.0$"):
+        check_optimizer(model, None)
+
+
+def test_the_state_of_another_optimizer_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    model = Classifier(nn.Linear(2, 2), optimizer=MAKERS[1])
+    path = saved_after_a_step(nn.Linear(2, 2), partial(torch.optim.Adagrad, lr=0.1), tmp_path / "made.ckpt")
+    with pytest.raises(PolicyError, match="another optimizer than SGD: its state has no momentum, dampening"):
+        check_optimizer(model, path)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_states_of_no_or_several_optimizers_are_refused(tmp_path: Path, count: int) -> None:
+    model = Classifier(nn.Linear(2, 2), optimizer=MAKERS[0])
+    state = torch.optim.AdamW(model.parameters(), lr=0.1).state_dict()
+    torch.save({"state_dict": {}, "optimizer_states": [state] * count}, tmp_path / "made.ckpt")
+    with pytest.raises(PolicyError, match=f"holds the state of {count} optimizers, and this run has one"):
+        check_optimizer(model, tmp_path / "made.ckpt")
+
+
+def test_a_module_that_makes_its_optimizers_itself_is_not_checked(two_layers, tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "optimizer_states": []}, tmp_path / "made.ckpt")
+    check_optimizer(two_layers, tmp_path / "made.ckpt")
+
+
 LACKING = ("loops", "optimizer_states", "lr_schedulers", "pytorch-lightning_version")
 WRONG: dict[str, tuple[Any, ...]] = {
     "loops": (3, {}, {"fit_loop": 3}, {"fit_loop": {"state_dict": {}}}),
