@@ -13,7 +13,7 @@ from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.autograd_functions import in_transform, replace_gradient
 from gradpolicy.flow.bound_rule import BoundRule, RuleState, runs_while_tracing
 from gradpolicy.flow.call_arguments import arguments_of
-from gradpolicy.flow.containers import map_tensors, tensors_in
+from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_rule import as_floating_point
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
 from gradpolicy.flow.tensor_or_array import as_arrays, as_either, as_plain
@@ -62,8 +62,7 @@ def apply(
         >>> y.detach(), x.grad
         (tensor([0., 1.]), tensor([1., 1.]))
     """
-    if not callable(forward):
-        raise PolicyError(f"apply: the forward must be a function, got {shown(forward)}")
+    check_forward("apply", forward)
     # The forward has no gradient of its own that a filter could act before.
     state = RuleState(forward_name(forward), replace(as_rule(rule), gradient_filter=None), is_reported=False)
     bound_rule = BoundRule(state, f"forward {state.name!r}")
@@ -75,6 +74,16 @@ def apply(
         if bound_rule.takes_call:
             bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
     return replace_gradient(bound_rule, as_floating_point(values, inputs), inputs)
+
+
+def check_forward(caller: str, forward: object) -> None:
+    """Refuses a forward that cannot be called.
+
+    Raises:
+        PolicyError: Names who was given it.
+    """
+    if not callable(forward):
+        raise PolicyError(f"{caller}: the forward must be a function, got {shown(forward)}")
 
 
 def run_forward(
@@ -124,7 +133,7 @@ def _as_tensors(values: Any, name: str, device: torch.device | None) -> Any:
     if isinstance(values, np.ndarray | np.generic | Number):
         return torch.as_tensor(values, device=device)
     if isinstance(values, tuple | list):
-        return type(values)(_as_tensors(value, name, device) for value in values)
+        return rebuilt_sequence(values, [_as_tensors(value, name, device) for value in values])
     raise PolicyError(
         f"forward {shown(name)} returned {type(values).__name__}; it must return tensors or arrays"
     )

@@ -8,6 +8,7 @@ from typing import Any
 from gradpolicy.errors import PolicyError, unknown
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ def find_argument(forward: Callable[..., Any], wanted: int | str, owner: str) ->
         )
     if wanted in positional:
         return Argument(wanted, positional.index(wanted))
+    several = next((p for p in parameters if p.name == wanted and p.kind in _SEVERAL), None)
+    if several is not None:
+        key = "position" if several.kind is inspect.Parameter.VAR_POSITIONAL else "name"
+        raise PolicyError(
+            f"{owner}: argument {wanted!r} is {several}, which are several; give the {key} of one of them"
+        )
     if wanted in by_name or inspect.Parameter.VAR_KEYWORD in kinds:
         return Argument(wanted, None)
     raise unknown("argument", wanted, [*positional, *by_name], key=owner)

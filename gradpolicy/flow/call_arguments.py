@@ -38,19 +38,35 @@ def arguments_of(function: Callable[..., Any], name: str, args: tuple, kwargs: M
         args: The positional arguments.
         kwargs: The keyword arguments.
     """
-    sources = _sources(
-        function,
-        name,
-        tuple([_described(value) for value in args]),
-        tuple([(key, _described(value)) for key, value in kwargs.items()]),
-    )
     found: dict[str, Any] = {}
-    for parameter, place, default in sources:
+    for parameter, place, default in _sources_in_call(function, name, args, kwargs):
         if place is None:
             found[parameter] = default
         else:
             found[parameter] = args[place] if isinstance(place, int) else kwargs[place]
     return found
+
+
+def in_order_of_parameters(
+    function: Callable[..., Any], name: str, args: tuple, kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Gives the keyword arguments of a call with the tensors among them in the function's own order."""
+    if len(kwargs) < 2 or sum([isinstance(value, Tensor) for value in kwargs.values()]) < 2:
+        return kwargs
+    sources = _sources_in_call(function, name, args, kwargs)
+    ordered = [place for _, place, _ in sources if isinstance(place, str)]
+    return {key: kwargs[key] for key in (*ordered, *kwargs)}
+
+
+def _sources_in_call(
+    function: Callable[..., Any], name: str, args: tuple, kwargs: Mapping
+) -> tuple[Source, ...]:
+    return _sources(
+        function,
+        name,
+        tuple([_described(value) for value in args]),
+        tuple([(key, _described(value)) for key, value in kwargs.items()]),
+    )
 
 
 def _described(value: Any) -> Any:
@@ -79,7 +95,8 @@ def _sources_of_form(
     # 2 - x calls x.__rsub__(2).
     turned = own_name.startswith("__r") and len(args) == 2
     args = args[::-1] if turned else args
-    parameters = _parameters_in_python(function)
+    # An operator in Python calls its operands self and other, whatever the operation calls them.
+    parameters = None if own_name.startswith("__") else _parameters_in_python(function)
     if parameters is None:
         stem = name if own_name.startswith("__") else own_name.strip("_")
         parameters = _parameters_in_schemas(stem, args, values)

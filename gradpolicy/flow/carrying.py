@@ -28,14 +28,14 @@ MOVES = (
     *("permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint"),
     *("expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave", "flip", "roll"),
     *("getitem", "select", "narrow", "index_select", "gather", "take_along_dim", "masked_select"),
-    *("chunk", "split", "unbind", "tensor_split", "clone", "contiguous"),
+    *("chunk", "split", "unbind", "tensor_split", "clone", "contiguous", "positive"),
 )
 TRANSPOSITIONS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
 # Linear functions of the entries.
 SUMS = ("sum", "mean", "cumsum", "neg", "tril", "triu", "diagonal", "pad")
 # Another dtype, or another device.
 CASTS = (
-    *("float", "double", "half", "bfloat16", "to", "type", "type_as", "cpu", "cuda"),
+    *("float", "double", "half", "bfloat16", "to", "type", "type_as", "as_tensor", "asarray", "cpu", "cuda"),
     *("bool", "byte", "char", "short", "int", "long"),
 )
 NEGATIONS = ("logical_not", "bitwise_not", "invert")
@@ -54,6 +54,8 @@ OPERATORS: dict[tuple[str, ...], tuple[Callable, ...]] = {
 }
 JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
 CHOICES = ("where", "masked_fill")
+# Write one operand's values into floats in place; with the operand's position.
+COPIES: dict[Function, int] = {Tensor.copy_: 1, Tensor.__setitem__: 2}
 
 # These use only the shape, dtype or device of a tensor, or cut the graph on purpose.
 WITHOUT_VALUES = ("detach", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
@@ -86,6 +88,8 @@ def carry(
         return call(function, args, kwargs)
     carrier = (_TRACEABLE if torch.compiler.is_compiling() else _CARRIERS).get(function)
     if carrier is not None and all(path.tensor is not None for path in paths):
+        if kwargs:
+            args, kwargs = _by_position(function, args, kwargs)
         writes_to_path = function in _WRITES and path_of(args[0]) is not None
         result = NotImplemented if writes_to_path else carrier(call, function, args, kwargs)
         if result is not NotImplemented:
@@ -96,6 +100,15 @@ def carry(
             changed = args[:1] if function is Tensor.__setitem__ else ()
             _lose(paths, function, result, changed)
     return result
+
+
+def _by_position(
+    function: Function, args: tuple, kwargs: Mapping[str, Any]
+) -> tuple[tuple, Mapping[str, Any]]:
+    """A call with those of its operands by position that were given by name."""
+    named = [name for name in _OPERANDS.get(function, ("input",)) if name in kwargs]
+    others = {key: value for key, value in kwargs.items() if key not in named}
+    return (*args, *[kwargs[name] for name in named]), others
 
 
 def _lose(paths: list[GradientPath], function: Function, result: Any, changed: tuple = ()) -> None:
@@ -188,17 +201,19 @@ def _operate(slopes: tuple[Callable, ...]) -> Carrier:
 
     def operate(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         paths = [path_of(operand) for operand in args]
-        if len(args) != 2 or kwargs or any(path is not None and path.is_index for path in paths):
+        if len(args) != 2 or any(path is not None and path.is_index for path in paths):
+            return NotImplemented
+        if kwargs and not (slopes and kwargs.keys() == {"alpha"}):
             return NotImplemented
         with torch._C.DisableTorchFunction():
             dtype = _dtype_of_operation(function, *args)
             if dtype.is_floating_point:
                 operands = tuple(_in_floating_point(operand, dtype) for operand in args)
-            elif function in _WRITES or dtype.is_complex:
+            elif function in _WRITES or dtype.is_complex or kwargs:
                 return NotImplemented
             else:
                 return _follow_operands(function(*args), slopes, args, paths)
-        return call(function, operands, {})
+        return call(function, operands, kwargs)
 
     return operate
 
@@ -217,6 +232,17 @@ def _follow_operands(result: Tensor, slopes: tuple[Callable, ...], operands: tup
         path.tensor * slope(*values) for path, slope in zip(paths, slopes, strict=True) if path is not None
     )
     return _follow(result, tensor.expand(result.shape), given)
+
+
+def _copy(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Carries what is written into floats in place: ``x.copy_(mask)``, ``x[…] = mask``."""
+    place = COPIES[function]
+    others = [*args[:place], *args[place + 1 :]]
+    if len(args) <= place or not args[0].is_floating_point() or paths_in(others, kwargs):
+        return NotImplemented
+    with torch._C.DisableTorchFunction():
+        value = _in_floating_point(args[place], args[0].dtype)
+    return call(function, (*args[:place], value, *args[place + 1 :]), kwargs)
 
 
 def _dtype_of_operation(function: Function, first: Any, second: Any) -> torch.dtype:
@@ -263,15 +289,18 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
     condition, chosen, otherwise = (args[place] for place in order)
     path = path_of(condition)
     if paths_in((chosen, otherwise), {}):
-        if path is not None:
-            return NotImplemented
         with torch._C.DisableTorchFunction():
-            dtype = torch.result_type(chosen, otherwise)
+            # The compiler cannot trace result_type; and what is not used, it leaves out.
+            compiled = torch.compiler.is_compiling()
+            dtype = function(*args).dtype if compiled else torch.result_type(chosen, otherwise)
             if not dtype.is_floating_point:
                 return NotImplemented
-            args = tuple(_in_floating_point(value, dtype) for value in args)
+            args = tuple(
+                value if place == order[0] else _in_floating_point(value, dtype)
+                for place, value in enumerate(args)
+            )
+    if path is None:
         return call(function, args, {})
-    assert path is not None
     # Detached, so that an outer block does not carry the gradient once more.
     without_path = tuple(value.detach() if place == order[0] else value for place, value in enumerate(args))
     result = call(function, without_path, {})
@@ -328,7 +357,15 @@ _CARRIERS: dict[Function, Carrier] = {
     },
     **dict.fromkeys(_functions(JOINS), _join),
     **dict.fromkeys(_functions(CHOICES), _choose),
+    **dict.fromkeys(COPIES, _copy),
     F.one_hot: _one_hot,
+}
+# The operands of a call that may be given by name, in order; of any other only the first, "input".
+_OPERANDS: dict[Function, tuple[str, ...]] = {
+    **{function: ("input", "other") for names in OPERATORS for function in _functions(names)},
+    **dict.fromkeys(_functions(["where"]), ("condition", "input", "other")),
+    **dict.fromkeys(_FILLS, ("input", "mask", "value")),
+    **dict.fromkeys(_functions(JOINS), ("tensors",)),
 }
 # The compiler does not find reflected operators (1 - x) in a dict.
 _TRACEABLE = {

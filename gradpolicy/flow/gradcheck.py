@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradpolicy.flow.apply import call_of, run_forward
+from gradpolicy.flow.apply import call_of, check_forward, run_forward
 from gradpolicy.flow.containers import map_tensors, tensors_in
 from gradpolicy.flow.operations import as_rule
 from gradpolicy.rules.gradcheck import Outcomes, RuleCheck, Subject, check_rule
@@ -71,6 +71,7 @@ def gradcheck_rule(
         >>> print(gradcheck_rule(double, torch.clone, x[:1], cotangents=1))  # doctest: +ELLIPSIS
         rule '<lambda>' departs from the true gradient: 2 x longer; cosine 1.00; largest at input 0 [0]: ...
     """
+    check_forward("gradcheck_rule", forward)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     if not tensors_in(args):
         args = tuple(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in args)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.autograd_functions import in_transform, insert_rule, replace_gradient
 from gradpolicy.flow.bound_rule import BoundRule, GradientNorms, RuleState
-from gradpolicy.flow.call_arguments import arguments_of
+from gradpolicy.flow.call_arguments import arguments_of, in_order_of_parameters
 from gradpolicy.flow.containers import map_tensors
 from gradpolicy.flow.gradient_path import is_discrete, start_path
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
@@ -80,7 +80,7 @@ class OperationRule(TableRule):
             module: The module in whose forward it runs, for messages.
         """
         spelling = self.operation.spellings[function]
-        inputs = spelling.inputs(args, kwargs)
+        inputs = spelling.inputs(args, in_order_of_parameters(function, self.name, args, kwargs))
         if not _need_gradient(inputs):
             self.state.note_without_gradient(self.name)
             return function(*args, **kwargs)

@@ -52,14 +52,18 @@ class Spelling:
         return self.writes or bool(kwargs.get("inplace"))
 
     def inputs(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call, including those in lists, in the operation's own order."""
+        """The tensors of a call, including those in lists, in the operation's own order.
+
+        Args:
+            args: The positional arguments.
+            kwargs: The keyword arguments, in the order of the function's parameters.
+        """
         if self.draws_bits and (len(args) > 1 or "p" in kwargs or self.writes):
             args, kwargs = args[1:2], {key: kwargs[key] for key in kwargs if key == "p"}
         if self.second_first:
-            args = (*args[1:2], args[0], *args[2:])
-        if "condition" in kwargs:
-            order = ("condition", "input", "self", "other")
-            kwargs = {key: kwargs[key] for key in order if key in kwargs}
+            condition = args[1:2] or (kwargs["condition"],)
+            args = (*condition, args[0], *args[2:])
+            kwargs = {key: kwargs[key] for key in kwargs if key != "condition"}
         found: list[Tensor] = []
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):

@@ -26,6 +26,11 @@ _CUT = "_gradpolicy_cut_by_no_grad"
 _SAMPLERS = (torch.distributions.Bernoulli.sample.__code__,)
 # Rules that take logits where the operation takes probabilities.
 OF_LOGITS = ("gumbel", "reinmax")
+# What leaves the values of a draw as they are, on another device or in another shape.
+_KEEPS_VALUES = (
+    *("to", "type_as", "cpu", "cuda", "float", "double", "clone", "contiguous", "view", "view_as", "reshape"),
+    *("flatten", "squeeze", "unsqueeze", "expand", "expand_as", "transpose", "permute"),
+)
 
 # Puts the rule on a discrete result, given the operation's inputs and the module that runs.
 PutRule = Callable[[Tensor, Sequence[Tensor], str | None], Tensor]
@@ -43,17 +48,23 @@ class UniformDraw(TableRule):
     def __init__(self, state: RuleState) -> None:
         self.state = state
         self._written = _functions("uniform")
-        self.functions: tuple[Function, ...] = (torch.rand, torch.rand_like, *self._written)
+        self._keeps = frozenset(function for name in _KEEPS_VALUES for function in _functions(name))
+        self.functions: tuple[Function, ...] = (torch.rand, torch.rand_like, *self._written, *self._keeps)
 
     def __reduce__(self) -> tuple:
         # Some torch functions cannot be pickled.
         return (UniformDraw, (self.state,))
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the rule is active, and the draw is from 0 to 1."""
+        """Whether the rule is active, and the call draws from 0 to 1, or passes such a draw on."""
         if _is_compiling() or not self.state.active:
             return False
-        return function not in self._written or not (args[1:] or kwargs)
+        if function in self._keeps:
+            return bool(args) and _is_uniform(args[0])
+        if function not in self._written:
+            return True
+        bounds = {**dict(zip(("from", "to"), args[1:], strict=False)), **kwargs}
+        return bounds.get("from", 0) == 0 and bounds.get("to", 1) == 1
 
     def allows_plain_recomputation(self) -> bool:
         """Whether a checkpoint may rerun the draw without the rule: always, since nothing is changed."""
@@ -92,11 +103,12 @@ class ComparedDraw(TableRule):
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Whether the rule is active, and one side is a uniform draw, or may be one in compiled code."""
-        if not self.state.active or len(args) != 2:
+        if not self.state.active:
             return False
+        first, second = _sides(args, kwargs)
         if _is_compiling():
-            return torch.is_grad_enabled() and _may_be_draw(*args)
-        return _is_uniform(args[0]) or _is_uniform(args[1])
+            return torch.is_grad_enabled() and _may_be_draw(first, second)
+        return _is_uniform(first) or _is_uniform(second)
 
     def allows_plain_recomputation(self) -> bool:
         """Whether a checkpoint may rerun the comparison without the rule."""
@@ -117,8 +129,9 @@ class ComparedDraw(TableRule):
             )
         with torch._C.DisableTorchFunction():
             result = function(*args, **kwargs)
-            draw_is_first = _is_uniform(args[0])
-            probabilities = args[1] if draw_is_first else args[0]
+            first, second = _sides(args, kwargs)
+            draw_is_first = _is_uniform(first)
+            probabilities = second if draw_is_first else first
             if not (torch.is_grad_enabled() and getattr(probabilities, "requires_grad", False)):
                 self.state.note_without_gradient(self.name)
                 return result
@@ -222,6 +235,13 @@ def scores_of_draw(result: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> 
 
 def _functions(name: str) -> tuple[Function, ...]:
     return resolve_operation(name).functions
+
+
+def _sides(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What a comparison compares."""
+    if kwargs:
+        args = (*args, *[kwargs[name] for name in ("input", "other") if name in kwargs])
+    return args[0], args[1]
 
 
 def _is_uniform(value: Any) -> bool:

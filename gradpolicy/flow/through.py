@@ -62,6 +62,9 @@ class ThroughRule:
         Returns:
             The result with its chosen outputs replaced, and these.
         """
+        if len(kwargs) > 1:
+            # The first input is that of the forward's first parameter, in whichever order a call names them.
+            kwargs = {key: kwargs[key] for key in (*self.parameter_names, *kwargs) if key in kwargs}
         given = (args, kwargs) if self.argument is None else self.argument.value(args, kwargs)
         inputs = tensors_in(given)
         chosen = [tensor for part in self._parts(result) for tensor in tensors_in(part)]

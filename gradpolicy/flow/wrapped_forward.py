@@ -218,7 +218,9 @@ class WrappedForward:
     def _run_counted(self, mode: InstallMode, args: tuple, kwargs: dict) -> Any:
         if self.counted is None:
             return self._forward(args, kwargs)
-        return self.counted.run(mode, self._forward, args, kwargs)
+        # The compiler finds the attributes of a mode on the stack, not of one that it has just seen made.
+        found = self._mode() if _is_traced() else mode
+        return self.counted.run(found or mode, self._forward, args, kwargs)
 
     def _name_module(self, mode: DispatchMode, name: str | None) -> None:
         # Compiled code is not to depend on the name, so that it serves all modules of a class.

@@ -219,7 +219,7 @@ def top_eigenvalue(
     Source: Saad 2011, "Numerical Methods for Large Eigenvalue Problems", chapter 6.
     """
     check_whole("curvature.top_eigenvalue: iterations", iterations, least=1)
-    generator = generator or _seeded()
+    generator = _checked_or_seeded(generator)
     field = _GradientField(loss, parameters)
     size = min(iterations, sum(parameter.numel() for parameter in parameters.values()))
     start = field.random(torch.randn, generator)
@@ -248,7 +248,7 @@ def _products(
 ) -> Iterator[tuple[Named, Named]]:
     """Vectors of random signs, each with its product with J."""
     check_whole("curvature: samples", samples, least=2)
-    generator = generator or _seeded()
+    generator = _checked_or_seeded(generator)
     field = _GradientField(loss, parameters)
     for _ in range(samples):
         vector = field.random(_random_signs, generator)
@@ -323,9 +323,13 @@ class _GradientField:
 
     def like_parameters(self, key: str, given: Named) -> dict[str, Tensor]:
         """Checks what is given by parameter name, and lays it out as the parameters are."""
+        if not isinstance(given, Mapping):
+            raise PolicyError(f"curvature: {key} must be a dict of tensors by name, got {shown(given)}")
         for name, tensor in given.items():
             if name not in self.parameters:
                 raise unknown("parameter", name, self.parameters, key=f"curvature: {key}")
+            if not isinstance(tensor, Tensor):
+                raise PolicyError(f"curvature: {key}[{name!r}] must be a tensor, got {shown(tensor)}")
             if tensor.shape != self.parameters[name].shape:
                 raise PolicyError(
                     f"curvature: {key}[{name!r}] has shape {tuple(tensor.shape)}, the parameter"
@@ -437,9 +441,20 @@ def _check_parameters(parameters: Named) -> None:
             raise PolicyError(f"curvature: parameters[{name!r}] must be a leaf tensor that requires grad")
 
 
-def _seeded() -> torch.Generator:
-    """A generator of its own, so that torch's default one stays the same while the loss is evaluated."""
-    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+def _checked_or_seeded(generator: torch.Generator | None) -> torch.Generator:
+    """The generator, or one of its own: torch's default one stays the same while the loss is evaluated.
+
+    Raises:
+        PolicyError: If it is something else, such as a seed.
+    """
+    if generator is None:
+        return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    if not isinstance(generator, torch.Generator):
+        raise PolicyError(
+            f"generator: must be a torch.Generator, got {shown(generator)}; "
+            "torch.Generator().manual_seed(3) is one"
+        )
+    return generator
 
 
 def _random_signs(shape: torch.Size, **how: Any) -> Tensor:

@@ -120,8 +120,12 @@ class Subject:
 
     @property
     def numbers(self) -> list[int]:
-        """Which inputs are floating-point."""
-        return [number for number, tensor in enumerate(self.inputs) if tensor.is_floating_point()]
+        """Which inputs are floating-point, and not empty."""
+        return [
+            number
+            for number, tensor in enumerate(self.inputs)
+            if tensor.is_floating_point() and tensor.numel()
+        ]
 
 
 def check_rule(

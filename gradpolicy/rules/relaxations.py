@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, on_device_of, to_first
-from gradpolicy.rules.steps import ROUNDING, from_nearest_step
+from gradpolicy.rules.routing import Number, check_above_zero, on_device_of, times, to_first
+from gradpolicy.rules.steps import ROUNDING, from_nearest_step, steps_per_unit
 
 
 @rule("soft_round")
@@ -29,8 +29,10 @@ def soft_round(
     (floor, ceil, trunc)   is the distance of x to the nearest step and T the temperature
     ====================== ==================================================================
 
-    A large temperature gives the identity, a small one a peak at each step. The mean over one step is 1. For
-    any other operation than ``floor``, ``ceil`` and ``trunc`` the steps are those of ``round``.
+    A large temperature gives the identity, a small one a peak at each step. The mean over one step is 1.
+    Casts to integers are taken as ``trunc``. Where steps do not lie 1 apart (``round(x, decimals=2)``,
+    ``x // n``), d is measured in their width; ``x // n`` divides the gradient by n besides. For operations
+    that do not round the steps are those of ``round``.
 
     Args:
         grad: Gradient at the output.
@@ -49,9 +51,9 @@ def soft_round(
         >>> x.grad
         tensor([0.1466, 2.0746])
     """
-    warmth = _as_tensor(temperature, grad)
-    distance = from_nearest_step(inputs, _of_rounding(call))
-    height = 1 / (2 * warmth * torch.tanh(1 / (2 * warmth)))
+    warmth = _as_tensor("soft_round", temperature, grad)
+    distance, rise = _from_step(inputs, call)
+    height = rise / (2 * warmth * torch.tanh(1 / (2 * warmth)))
     return to_first(grad * (height * (1 - torch.tanh(distance / warmth).square())), inputs)
 
 
@@ -75,8 +77,8 @@ def sigmoid_sum(
     ====================== ==================================================================
 
     The sum is over the ``reach`` steps to either side of the nearest one; what lies beyond weighs less than
-    ``exp(−reach/T)/T``. For any other operation than ``floor``, ``ceil`` and ``trunc`` the steps are those of
-    ``round``; the step that ``trunc`` lacks at 0 is counted too.
+    ``exp(−reach/T)/T``. The steps are those of ``soft_round``; the one that ``trunc`` lacks at 0 is
+    counted too.
 
     Args:
         grad: Gradient at the output.
@@ -96,18 +98,23 @@ def sigmoid_sum(
         >>> x.grad
         tensor([0.8601, 1.1440])
     """
-    warmth = _as_tensor(temperature, grad)
-    distance = from_nearest_step(inputs, _of_rounding(call))
+    warmth = _as_tensor("sigmoid_sum", temperature, grad)
+    distance, rise = _from_step(inputs, call)
     total = torch.zeros_like(distance)
     for step in range(-reach, reach + 1):
         scaled = (distance + step) / warmth
         total = total + torch.sigmoid(scaled) * torch.sigmoid(-scaled)
-    return to_first(grad * (total / warmth), inputs)
+    return to_first(grad * (rise * total / warmth), inputs)
 
 
-def _of_rounding(call: Call | None) -> Call:
-    return call if call is not None and call.operation in ROUNDING else Call("round")
+def _from_step(inputs: tuple[Tensor, ...], call: Call | None) -> tuple[Tensor, Any]:
+    """The distance to the nearest step, where the steps lie 1 apart, and the mean slope of the staircase."""
+    if call is None or call.operation not in ROUNDING:
+        call = Call("round")
+    distance = times(steps_per_unit(call), from_nearest_step(inputs, call))
+    return distance, steps_per_unit(call) if call.operation == "floor_divide" else 1
 
 
-def _as_tensor(number: Number, like: Tensor) -> Tensor:
-    return on_device_of(torch.as_tensor(number, dtype=like.dtype), like)
+def _as_tensor(rule_name: str, temperature: Number, like: Tensor) -> Tensor:
+    check_above_zero(rule_name, "temperature", temperature)
+    return on_device_of(torch.as_tensor(temperature, dtype=like.dtype), like)

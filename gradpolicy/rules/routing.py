@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy.errors import PolicyError, shown
+
 # A rule's number: what the user wrote, or the 0-dimensional tensor into which a schedule writes.
 Number = float | Tensor
 
@@ -49,6 +51,20 @@ def on_device_of(number: Any, tensor: Tensor) -> Any:
         return number
     # A copy from the CPU to an accelerator need not be waited for.
     return number.to(tensor.device, non_blocking=tensor.device.type != "cpu")
+
+
+def check_above_zero(rule_name: str, key: str, number: Any) -> None:
+    """Refuses a rule's number that is not above 0; what a schedule gives is not looked at.
+
+    Raises:
+        PolicyError: Names the rule and the number.
+    """
+    if isinstance(number, Tensor):
+        return
+    if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+        raise PolicyError(
+            f"rule {rule_name!r}: {key} must be a number above 0, or a schedule; got {shown(number)}"
+        )
 
 
 def times(factor: Any, values: Tensor) -> Tensor:

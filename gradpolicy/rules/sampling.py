@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import rule
-from gradpolicy.rules.routing import Number, first_input, on_device_of, to_first
+from gradpolicy.rules.routing import Number, check_above_zero, first_input, on_device_of, to_first
 
 
 @rule("bernoulli")
@@ -86,6 +86,7 @@ def gumbel(
         >>> y.sum()
         tensor(1., grad_fn=<SumBackward0>)
     """
+    check_above_zero("gumbel", "temperature", temperature)
     temperature = on_device_of(temperature, grad)
     return to_first(_through_softmax(grad, first_input(inputs) / temperature, dim) / temperature, inputs)
 
@@ -125,6 +126,7 @@ def reinmax(
         >>> bool(logits.grad.sum().abs() < 1e-6)
         True
     """
+    check_above_zero("reinmax", "temperature", temperature)
     logits = first_input(inputs)
     own = torch.softmax(logits, dim)
     smoothed = torch.softmax(logits / on_device_of(temperature, grad), dim)

@@ -23,6 +23,7 @@ def snippets(card, language):
     return re.findall(rf"^```{language}\n(.*?)^```", card.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("card", CARDS, ids=NAMES)
 def test_the_python_runs_as_it_stands(card):
     blocks = snippets(card, "python")
@@ -35,7 +36,10 @@ def test_the_yaml_makes_policies(card):
     blocks = snippets(card, "yaml")
     assert blocks
     for block in blocks:
-        for node in yaml.safe_load(block).values():
+        content = yaml.safe_load(block)
+        if "_target_" in content:
+            continue  # a model with a rule as its argument
+        for node in content.values():
             # The rule that its card registers; here any with the parameter will do.
             if node.get("rule") == "soft_round":
                 node |= {"rule": "tanh", "parameters": {"slope": 2.0}}

@@ -63,6 +63,7 @@ def run(block: str) -> dict:
     return names
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.mostly_slow
 @pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize("block", [pytest.param(case.values[1], id=case.id) for case in PYTHON])

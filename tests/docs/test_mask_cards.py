@@ -31,6 +31,7 @@ def snippets(card: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", card.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 @each_card
 def test_the_python_runs_as_it_stands(card: Path) -> None:
     blocks = snippets(card, "python")

@@ -1,8 +1,10 @@
 """The YAML of a card is a file of docs/snippets, and the command below it plans it on the model it names."""
 
+import hashlib
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,11 @@ from gradpolicy.launch.build import build_subject
 from gradpolicy.launch.compose import Source, check_job, compose_job, fixed_overrides, hydra_at
 from gradpolicy.launch.config import resolved
 from gradpolicy.launch.run import make_run_plan
+from gradpolicy.tasks import tiny_shakespeare
+from gradpolicy.tasks.files import RemoteFile
 
 ROOT = Path(__file__).parents[2]
-SNIPPETS = ROOT / "docs" / "snippets" / "policy"
+SNIPPETS = ROOT / "docs" / "snippets"
 CARDS = [
     card
     for folder in ("policies", "masks")
@@ -29,18 +33,25 @@ BLOCK = re.compile(
     r"(\nPlan it: `python train\.py --config-dir docs/snippets (?P<command>[^`]+)`\n)?",
     flags=re.DOTALL | re.MULTILINE,
 )
-# What no model of the repository has: a router, drawn actions, numbered blocks with two additions; and an
-# argument of a model. Their policies are built in test_cards.py.
-WITHOUT_MODEL = {"choices", "actions", "residual", "rule"}
+MODULE = re.compile(r"^```python\n(# (\w+)\.py\n.*?)^```", flags=re.DOTALL | re.MULTILINE)
 
 
 def snippets() -> list:
-    found = []
-    for card in CARDS:
-        for block in BLOCK.finditer(card.read_text()):
-            name = next(iter(yaml.safe_load(block["text"])))
-            found.append(pytest.param(name, block["text"], block["command"], id=f"{card.stem}:{name}"))
-    return found
+    return [
+        pytest.param(block["text"], block["command"], id=f"{card.stem}:{number}")
+        for card in CARDS
+        for number, block in enumerate(BLOCK.finditer(card.read_text()))
+    ]
+
+
+def file_of(text: str, command: str) -> Path:
+    """Where a snippet belongs: a policy is called as its key, a model as the command calls it."""
+    key = next(iter(yaml.safe_load(text)))
+    if key == "_target_":
+        (model,) = re.findall(r" model=(\w+) ", command)
+        return Path("model", f"{model}.yaml")
+    assert re.search(rf"policy=\[?(\w+,)*{key}\b", command)
+    return Path("policy", f"{key}.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -48,51 +59,65 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Source:
     """The configs with the snippets beside them, as ``--config-dir docs/snippets`` has them."""
     folder = tmp_path_factory.mktemp("configs") / "conf"
     shutil.copytree(ROOT / "conf", folder)
-    for snippet in SNIPPETS.glob("*.yaml"):
+    for snippet in SNIPPETS.glob("*/*.yaml"):
+        copy = folder / snippet.relative_to(SNIPPETS)
         # Where a name is in both, the project's would count.
-        assert not (folder / "policy" / snippet.name).exists()
-        shutil.copy(snippet, folder / "policy")
+        assert not copy.exists()
+        shutil.copy(snippet, copy)
     return Source(folder)
 
 
 @pytest.fixture
 def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions of a person's own that two cards show."""
-    for card, module in (("policies/use_rule.md", "my_rules"), ("masks/function.md", "my_masks")):
-        text = (ROOT / "docs" / card).read_text()
-        code = re.search(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-        assert code
-        (tmp_path / f"{module}.py").write_text(code[1])
+    """The modules of a person's own that cards show."""
+    for card in CARDS:
+        for code, module in MODULE.findall(card.read_text()):
+            (tmp_path / f"{module}.py").write_text(code)
+            # Pages show other modules of the same name.
+            monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "text", "command"), snippets())
-def test_a_snippet_is_a_file_with_a_command(name: str, text: str, command: str | None) -> None:
-    assert (command is None) == (name in WITHOUT_MODEL)
-    if command:
-        assert (SNIPPETS / f"{name}.yaml").read_text() == text
-        assert name in command
-        assert "plan_only=true" in command
+@pytest.fixture
+def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a text of 65 characters stands for the one that a command downloads."""
+    text = "".join(map(chr, range(40, 105))) * 80
+    (tmp_path / "input.txt").write_text(text)
+    file = RemoteFile("input.txt", "nowhere", hashlib.sha256(text.encode()).hexdigest())
+    monkeypatch.setattr(tiny_shakespeare, "FILES", (file,))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("text", "command"), snippets())
+def test_a_snippet_is_a_file_with_a_command(text: str, command: str | None) -> None:
+    assert command
+    assert (SNIPPETS / file_of(text, command)).read_text() == text
+    assert "plan_only=true" in command
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_modules")
-@pytest.mark.parametrize(
-    ("name", "text", "command"), [case for case in snippets() if case.values[0] not in WITHOUT_MODEL]
-)
-def test_a_snippet_is_planned_on_its_model(configs: Source, name: str, text: str, command: str) -> None:
+@pytest.mark.parametrize(("text", "command"), snippets())
+def test_a_snippet_is_planned_on_its_model(
+    configs: Source, shakespeare: Path, text: str, command: str
+) -> None:
     words = shlex.split(command)
+    if "data=tiny_shakespeare" in words:
+        words.append(f"data.data_dir={shakespeare}")
     with limited_to(trusted_packages(words, ROOT)), hydra_at(configs):
         job = compose_job(configs, fixed_overrides(words))
         check_job(job, words)
         with read_write(job), open_dict(job):
             del job["hydra"]
         plan = make_run_plan(build_subject(resolved(job)), seed=0)
-    assert name in str(plan)
+    file = file_of(text, command)
+    assert file.parent.name == "model" or file.stem in str(plan)
     assert plan.warnings == ()
 
 
 def test_no_file_is_left_over() -> None:
-    assert {path.stem for path in SNIPPETS.glob("*.yaml")} == {
-        case.values[0] for case in snippets() if case.values[0] not in WITHOUT_MODEL
-    }
+    files = {path.relative_to(SNIPPETS) for path in SNIPPETS.glob("*/*.yaml")}
+    shown = {file_of(*case.values) for case in snippets()}
+    # The model of two snippets of sampling.md, whose Python the card shows.
+    assert files - shown == {Path("model/experts.yaml")}
+    assert shown <= files

@@ -1,3 +1,5 @@
+from collections import namedtuple
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,15 @@ def test_several_results_give_the_rule_tuples_and_whole_numbers_stay_whole():
     (total + double.sum()).backward()
     assert index.dtype == torch.int64
     assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_a_named_tuple_stays_one():
+    Parts = namedtuple("Parts", ["whole", "rest"])
+    x = torch.tensor([1.25, 2.5], requires_grad=True)
+    parts = gp.apply(lambda g, i, o: g[0] + 10 * g[1], lambda x: Parts(x.floor(), np.fmod(x, 1)), x)
+    (parts.whole + parts.rest).sum().backward()
+    assert torch.equal(parts.rest.detach(), torch.tensor([0.25, 0.5]))
+    assert torch.equal(x.grad, torch.full((2,), 11.0))
 
 
 def test_tensors_within_containers_are_inputs_in_order():

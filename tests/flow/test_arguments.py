@@ -105,6 +105,16 @@ def test_an_argument_that_the_forward_does_not_take_is_an_error(argument, messag
         gp.install(Criterion(), policies)
 
 
+def test_what_collects_several_arguments_is_no_argument():
+    class Collects(nn.Module):
+        def forward(self, *rest, **more):
+            return rest[0] + more["a"]
+
+    for argument, message in {"rest": r"'rest' is \*rest, .* position of one", "more": "name of one"}.items():
+        with pytest.raises(gp.PolicyError, match=message):
+            gp.install(Collects(), [gp.Stop(modules=Collects, argument=argument)])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -189,3 +189,19 @@ def test_call_is_no_parameter_of_the_rule():
     assert torch.equal(given, 3 * ones)
     assert gp.gradcheck_rule(softmax_grad, F.softmax, (X, -1)).exact
     assert "call" in inspect.signature(registered).parameters
+
+
+def test_operators_name_their_operands_as_the_function_does():
+    seen = {}
+
+    def note(grad, inputs, output, *, call):
+        seen.update(call.arguments)
+        return grad
+
+    for call in (lambda x: 2**x, lambda x: torch.pow(2, x), lambda x: torch.pow(2, exponent=x)):
+        seen.clear()
+        x = X.clone().requires_grad_()
+        with gp.gradient_override({"pow": note}):
+            call(x).sum().backward()
+        assert seen["input"] == 2
+        assert torch.equal(seen["exponent"], X)

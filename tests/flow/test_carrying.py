@@ -22,6 +22,11 @@ def compared(x):
     return x > 0
 
 
+def written(into, place, values):
+    into[place] = values
+    return into
+
+
 # What is computed from m = x > 0, and the same of its values s in floating point.
 CARRIED = {
     "float": (lambda m: m.float(), lambda s: s),
@@ -39,12 +44,20 @@ CARRIED = {
     "minus floats": (lambda m: W - m.int(), lambda s: W - s),
     "divided": (lambda m: m / W, lambda s: s / W),
     "divided by an integer": (lambda m: m / 2, lambda s: s / 2),
+    "times floats, by name": (lambda m: torch.mul(input=W, other=m), lambda s: W * s),
+    "a multiple added": (lambda m: torch.add(W, m, alpha=3), lambda s: W + 3 * s),
+    "a multiple subtracted in place": (lambda m: (W * 1).sub_(m.int(), alpha=2), lambda s: W - 2 * s),
+    "as_tensor": (lambda m: torch.as_tensor(m, dtype=torch.float32), lambda s: s),
+    "copied into floats": (lambda m: torch.zeros(3).copy_(m), lambda s: s),
+    "written into floats": (lambda m: written(W * 1, slice(2), m[1:]), lambda s: torch.cat([s[1:], W[2:]])),
     "twice": (lambda m: m.float() * m + m * W, lambda s: s * s + s * W),
     "where, numbers": (lambda m: torch.where(m, 1.0, 0.0), lambda s: s),
     "where, tensors": (lambda m: torch.where(m, W, -W), lambda s: W * s - W * (1 - s)),
     "where, the method": (lambda m: W.where(m, torch.zeros(3)), lambda s: W * s),
+    "where, by name": (lambda m: torch.where(condition=m, input=W, other=-W), lambda s: W * (2 * s - 1)),
     "where, integers": (lambda m: torch.where(m, 3, 1).float(), lambda s: 1 + 2 * s),
     "where, as a value": (lambda m: torch.where(W > 1, m, 0.5), lambda s: torch.where(W > 1, s, 0.5)),
+    "where, as both": (lambda m: torch.where(m, m, 0.5), lambda s: s * s + (1 - s) * 0.5),
     "where, broadcast": (lambda m: torch.where(m[:, None], W, 0.0), lambda s: s[:, None] * W),
     "where, integers, broadcast": (
         lambda m: torch.where(m[:, None], torch.arange(3), 1).float(),
@@ -55,6 +68,7 @@ CARRIED = {
         lambda s: torch.stack([1 - s, s], -1) * W[:2],
     ),
     "masked_fill": (lambda m: W.masked_fill(m, 0.0), lambda s: W * (1 - s)),
+    "masked_fill, by name": (lambda m: W.masked_fill(mask=m, value=0.0), lambda s: W * (1 - s)),
     "not": (lambda m: (~m).float(), lambda s: 1 - s),
     "logical_not": (lambda m: m.logical_not() * W, lambda s: (1 - s) * W),
     "and": (lambda m: (m & (W > 1)).float(), lambda s: s * (W > 1)),
@@ -76,6 +90,7 @@ CARRIED = {
     "indexed": (lambda m: m[torch.tensor([2, 0, 2])].float(), lambda s: s[torch.tensor([2, 0, 2])]),
     "split": (lambda m: m.split(2)[0].float(), lambda s: s[:2]),
     "joined": (lambda m: torch.cat([m, W > 1, m]).float(), lambda s: torch.cat([s, (W > 1).float(), s])),
+    "joined, by name": (lambda m: torch.cat(tensors=[m, m], dim=0) * 1.0, lambda s: torch.cat([s, s])),
     "stacked with floats": (lambda m: torch.cat([m, W]), lambda s: torch.cat([s, W])),
 }
 
@@ -191,14 +206,12 @@ LOST = {
     "gather": lambda m: m.gather(0, m.long()).float(),
     "bool": lambda m: m.int().bool().float(),
     "__invert__": lambda m: (~m.int()).float(),
-    "add": lambda m: torch.add(m, W, alpha=2),
+    "add, of integers": lambda m: torch.add(m.int(), m.int(), alpha=2).float(),
     "add, of bits": lambda m: (m + m).float(),
     "add_": lambda m: torch.zeros(3, dtype=torch.int64).add_(m).float(),
     "mul, complex": lambda m: (m * 1j).real,
     "logical_and": lambda m: m.int().logical_and(W.int()).float(),
-    "where": lambda m: torch.where(m, m, 0.5),
     "where, bits": lambda m: torch.where(W > 1, m, True).float(),
-    "where, by keyword": lambda m: torch.where(condition=m, input=W, other=W),
     "one_hot": lambda m: F.one_hot(m.long(), 3).float(),
     "cumprod": lambda m: m.cumprod(0).float(),
     "eq": lambda m: (m == False).float(),  # noqa: E712
@@ -335,7 +348,17 @@ COMPILED = [
     "indexed",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("times floats", "where, tensors", "not", "and", "permuted", "joined", "a sum")
+        for name in (
+            "times floats",
+            "where, tensors",
+            "where, as a value",
+            "where, by name",
+            "not",
+            "and",
+            "permuted",
+            "joined",
+            "a sum",
+        )
     ),
 ]
 

@@ -109,6 +109,14 @@ def test_compiled_whole():
             assert found == weights.sum() + 4 * (weights[1] + weights[4])
 
 
+def test_compiled_where_the_model_itself_counts():
+    x = torch.ones(1, requires_grad=True)
+    with gp.install(model := Sums(), [gp.Scale(5.0, ops=["add"], calls=[1])]):
+        (found,) = torch.autograd.grad(torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum(), x)
+        (expected,) = torch.autograd.grad(model(x).sum(), x)
+    assert found == expected
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_of_the_whole_forward_counts_again_and_of_a_part_is_refused(use_reentrant):
     class Parts(nn.Module):

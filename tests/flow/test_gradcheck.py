@@ -79,3 +79,10 @@ def test_the_call_reaches_the_rule():
         return grad.flip(dim).cumsum(dim).flip(dim)
 
     assert gp.gradcheck_rule(rule, torch.cumsum, (X, 0)).exact
+
+
+def test_what_cannot_be_checked_is_refused():
+    with pytest.raises(gp.PolicyError, match="gradcheck_rule: the forward must be a function, got 3"):
+        gp.gradcheck_rule("identity", 3, torch.ones(1))
+    with pytest.raises(gp.PolicyError, match="'identity': there is no floating-point input to check"):
+        gp.gradcheck_rule("identity", torch.sin, torch.empty(0))

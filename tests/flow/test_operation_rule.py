@@ -92,6 +92,28 @@ def test_a_filter_on_an_operation_without_a_gradient_has_nothing_to_do():
         assert (x > 0).dtype == torch.bool
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("sub", lambda a, b: torch.sub(other=b, input=a)),
+        ("linear", lambda a, b: F.linear(weight=b, input=a)),
+        ("where", lambda a, b: torch.where(other=b, input=a, condition=torch.eye(2) > 0)),
+        ("where", lambda a, b: a.where(other=b, condition=torch.eye(2) > 0)),
+    ],
+)
+def test_inputs_are_in_the_order_of_the_parameters_in_whichever_order_a_call_names_them(name, call):
+    def first_twice_second_thrice(grad, inputs, output):
+        return (*[None] * (len(inputs) - 2), 2 * grad, 3 * grad)
+
+    a, b = torch.rand(2, 2, requires_grad=True), torch.rand(2, 2, requires_grad=True)
+    for form in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        with gp.gradient_override({name: first_twice_second_thrice}):
+            y = form(a, b)
+        to_a, to_b = torch.autograd.grad(y.sum(), (a, b))
+        assert torch.equal(to_a, torch.full((2, 2), 2.0))
+        assert torch.equal(to_b, torch.full((2, 2), 3.0))
+
+
 def test_tensors_in_lists_are_inputs(gradient):
     with gp.gradient_override({"cat": lambda grad, inputs, output: (2 * grad[:2], 3 * grad[2:])}):
         found, _ = gradient(lambda x: torch.cat([x, x]), torch.ones(2))

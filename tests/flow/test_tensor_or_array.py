@@ -16,6 +16,12 @@ def loop(x):
     return result
 
 
+def written(x):
+    x[np.array([True, False])] = np.float32(7.0)
+    x[1:] = np.array([3.0], dtype=np.float32)
+    return x
+
+
 FORWARDS = {
     "astype": lambda x: np.floor(x).astype(np.int64),
     "astype first": lambda x: x.astype(np.float64).round(),
@@ -23,6 +29,8 @@ FORWARDS = {
     "a loop over a copy": loop,
     "operators with arrays": lambda x: np.ones(2, dtype=np.float32) * x + x - np.sqrt(x) @ np.eye(2),
     "numpy's other functions": lambda x: np.where(x > 1, x, np.clip(x, 0.5, 1.0)),
+    "arrays as indices": lambda x: x[np.argsort(x)] + x[::-1] + x[None, np.array([0, 1])][0],
+    "arrays written into it": lambda x: written(x.copy()) + written(x * 1),
     "an array made of it": lambda x: np.asarray(x, dtype=np.float64) + np.array(x),
     "detached by hand": lambda x: torch.from_numpy(np.floor(x.detach().numpy())),
     "torch": lambda x: torch.floor(x).clone(),
@@ -63,6 +71,15 @@ def test_a_random_draw_and_a_side_effect_happen_once_and_the_error_is_the_forwar
     with pytest.raises(AttributeError, match="no_such_method"):
         gp.apply("identity", forward, X)
     assert len(drawn) == 1
+
+
+@pytest.mark.parametrize("forward", [np.floor, lambda x: x.astype(np.float64), lambda x: x[::-1].copy()])
+def test_arrays_of_bfloat16_are_float32(forward):
+    x = torch.tensor([0.5, 1.5], dtype=torch.bfloat16, requires_grad=True)
+    y = gp.apply("identity", forward, x)
+    assert torch.equal(y.detach().double(), torch.as_tensor(forward(x.detach().float().numpy())).double())
+    y.sum().backward()
+    assert x.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("numpy", "kind"), [(True, np.ndarray), (False, torch.Tensor)])

@@ -216,6 +216,18 @@ def test_several_outputs_of_one_input_add_up(gradient):
     assert torch.equal(found, torch.full((3,), 2.0))
 
 
+def test_inputs_are_in_the_order_of_the_parameters_in_whichever_order_a_call_names_them():
+    class Round(nn.Module):
+        def forward(self, x, noise):
+            return (x + noise).round()
+
+    x, noise = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
+    with gp.install(layer := Round(), [gp.StraightThrough(modules=Round)]):
+        layer(noise=noise, x=x).sum().backward()
+    assert noise.grad is None
+    assert torch.equal(x.grad, torch.ones(2))
+
+
 def test_one_argument_may_be_named_that_gets_the_gradient():
     layer = Lambda(lambda *args, **kwargs: torch.round(args[0] + kwargs["x"]))
     x, other = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)

@@ -54,6 +54,35 @@ def test_the_mean_over_a_step_is_one(name):
     assert found.mean() == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["soft_round", "sigmoid_sum"])
+@pytest.mark.parametrize(
+    ("operation", "call", "width", "rise"),
+    [
+        ("round", lambda x: torch.round(x, decimals=1), 0.1, 0.1),
+        ("floor_divide", lambda x: x // 2, 2.0, 1.0),
+        ("floor_divide", lambda x: torch.div(x, torch.tensor(-0.5), rounding_mode="floor"), 0.5, -1.0),
+        ("int", lambda x: x.int().double(), 1.0, 1.0),
+    ],
+)
+def test_steps_of_another_width_are_those_of_round_stretched(name, operation, call, width, rise):
+    rule = gp.get_rule(name, temperature=0.2)
+    distance = torch.linspace(-0.5, 0.5, 9, dtype=torch.float64)[1:-1]
+    x = (width * (3 + OFFSETS.get(operation, 0.0) + distance)).requires_grad_()
+    with gp.gradient_override({operation: rule}):
+        (found,) = torch.autograd.grad(call(x).sum(), x)
+    expected = rise / width * rule(torch.ones_like(distance), (0.5 + distance,), distance)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["soft_round", "sigmoid_sum", "gumbel", "reinmax"])
+@pytest.mark.parametrize("temperature", [0, -1.0, "warm", None, float("nan")])
+def test_a_temperature_that_is_not_above_zero_is_refused(name, temperature):
+    x = torch.tensor([0.2, 0.7], requires_grad=True)
+    y = gp.apply(gp.get_rule(name, temperature=temperature), torch.round, x)
+    with pytest.raises(gp.PolicyError, match=f"'{name}'.* temperature must be a number above 0, .* got"):
+        y.sum().backward()
+
+
 def test_a_large_temperature_is_the_identity_and_a_small_one_a_peak():
     x = torch.tensor([0.0, 0.5])
     warm = gp.get_rule("soft_round", temperature=50.0)(torch.ones(2), (x,), x)

@@ -20,6 +20,8 @@ STEPS = {
     "floor": (lambda d: torch.tensor([-3.0, -1.0, 0.0, 2.0]) + d, torch.floor),
     "ceil": (lambda d: torch.tensor([-3.0, -1.0, 0.0, 2.0]) + d, torch.ceil),
     "trunc": (lambda d: torch.tensor([-3.0, -1.0, 1.0, 2.0]) + d, torch.trunc),
+    "int": (lambda d: torch.tensor([-3.0, -1.0, 1.0, 2.0]) + d, lambda x: x.int().float()),
+    "long": (lambda d: torch.tensor([-3.0, -1.0, 1.0, 2.0]) + d, lambda x: x.to(torch.int64) * 1.0),
     "floor_divide": (lambda d: torch.tensor([-4.0, 0.0, 2.0]) + d, lambda x: torch.floor_divide(x, 2.0)),
     "sign": (lambda d: torch.zeros(2) + d, torch.sign),
 }
@@ -59,3 +61,12 @@ def test_a_forward_of_ones_own_is_told_by_its_name():
     x = torch.tensor([1.5, 2.0], requires_grad=True)
     gp.apply(gp.get_rule("triangular", width=0.5), torch.round, x).sum().backward()
     assert x.grad.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", [*SURROGATES, "soft_round", "sigmoid_sum"])
+def test_a_number_over_the_input_is_refused(name):
+    x = torch.tensor([1.4, 3.0], requires_grad=True)
+    with gp.gradient_override({"floor_divide": name}):
+        y = 5 // x
+    with pytest.raises(gp.PolicyError, match=r"write torch\.floor\(n / x\)"):
+        y.sum().backward()
