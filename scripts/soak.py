@@ -7,9 +7,9 @@ A run of ``train.py`` is left alone once. Then the same run is killed (SIGKILL, 
 on one process sometimes SIGTERM) at moments drawn at random, while it starts, trains and tests, and started
 again each time with ``ckpt_path=last``, as a person does: with the default callbacks, into a new directory.
 In the end both must hold the same bits in each checkpoint (weights, moments, masks, ages, schedulers, random
-states, loop counters, best scores), the same rows in ``metrics.csv``, and the same numbers in
-``result.json``. A run that comes to its end before it was killed often enough is compared, and the next one
-begins.
+states, loop counters, best scores), the same rows in ``metrics.csv`` and ``record.jsonl``, and the same
+numbers in ``result.json``. A run that comes to its end before it was killed often enough is compared, and the
+next one begins.
 """
 
 import argparse

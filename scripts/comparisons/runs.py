@@ -48,7 +48,8 @@ class Run:
             result = Result.load(path)
         except json.JSONDecodeError:  # it was broken off while it was written
             return None
-        return result if set(result.overrides) == set(self.overrides) else None
+        is_this_one = result.status == "completed" and set(result.overrides) == set(self.overrides)
+        return result if is_this_one else None
 
 
 def runs_of(family: Family, seeds: Sequence[int], out: Path, overrides: Sequence[str] = ()) -> Iterator[Run]:

@@ -1,4 +1,4 @@
-"""Compares what two runs left: checkpoints bit for bit, log and results."""
+"""Compares what two runs left: checkpoints bit for bit, logs, records and results."""
 
 import csv
 import re
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from gradpolicy.distributed.sharded_checkpoint import read_as_one
 from gradpolicy.insight.audit import Audit
+from gradpolicy.insight.record.record_file import FILE
 from gradpolicy.insight.results import RESULT, Result
 
 # Where a run's directory ends in a path. What comes before differs from run to run and is not compared.
@@ -20,7 +21,7 @@ RUN = re.compile(r".*/runs/[^/]+(?:/|$)")
 
 
 def compare(first: Path, second: Path) -> list[str]:
-    """Where the newest runs below two folders differ: checkpoints, log and results; in words."""
+    """Where the newest runs below two folders differ: checkpoints, log, record and results; in words."""
     one, other = (max((folder / "train/runs").iterdir()) for folder in (first, second))
     names = [sorted(path.name for path in run.glob("checkpoints/*")) for run in (one, other)]
     if names[0] != names[1]:
@@ -32,8 +33,12 @@ def compare(first: Path, second: Path) -> list[str]:
     before, after = (Result.load(run / RESULT) for run in (one, other))
     found += differences(before.metrics, after.metrics, f"{RESULT}.metrics")
     found += differences(before.optimized, after.optimized, f"{RESULT}.optimized")
-    rows = zip_longest(_logged(one), _logged(other))
-    return found + [f"metrics.csv, row {row}: {a} became {b}" for row, (a, b) in enumerate(rows, 1) if a != b]
+    for name, read in (("metrics.csv", _logged), (FILE, _recorded)):
+        rows = enumerate(zip_longest(read(one), read(other)), 1)
+        found += [
+            f"{name}, row {row}: {before} became {after}" for row, (before, after) in rows if before != after
+        ]
+    return found
 
 
 def differences(first: Any, second: Any, place: str = "") -> list[str]:
@@ -72,6 +77,10 @@ def _plain(value: Any) -> Any:
 def _logged(run: Path) -> list[dict[str, str]]:
     with next(run.rglob("metrics.csv")).open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def _recorded(run: Path) -> list[str]:
+    return (run / FILE).read_text().splitlines()
 
 
 def _shown(tensor: Tensor) -> str:

@@ -64,6 +64,7 @@ def end(folder: Path, best: float, accuracy: float, loss: str) -> Path:
     Result([], {"test/accuracy": accuracy}).save(run / "result.json")
     (run / "csv").mkdir()
     (run / "csv/metrics.csv").write_text(f"step,train/loss\n1,{loss}\n")
+    (run / "record.jsonl").write_text(f'{{"kind": "memory"}}\n{{"step": {best}}}\n')
     return folder
 
 
@@ -75,6 +76,7 @@ def test_checkpoints_results_and_logs_are_compared(tmp_path: Path) -> None:
         "best.ckpt.weight",
         "result.json.metrics.test/accuracy",
         "metrics.csv, row 1",
+        "record.jsonl, row 2",
     ]
     lacking = end(tmp_path / "lacking", 1.0, 0.5, "0.25")
     next(lacking.rglob("best.ckpt")).unlink()
