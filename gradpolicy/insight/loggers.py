@@ -1,7 +1,9 @@
-"""Lightning's loggers for dashboards, without charts of what never changes."""
+"""Lightning's loggers for dashboards: a section for each policy, without charts of what never changes."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from functools import cached_property
+from typing import Any
 
 from lightning.pytorch import loggers
 from lightning.pytorch.loggers import Logger
@@ -55,12 +57,62 @@ class MLFlowLogger(VaryingOnly, loggers.MLFlowLogger):
 
 
 class TensorBoardLogger(VaryingOnly, loggers.TensorBoardLogger):
-    """Lightning's ``TensorBoardLogger``, without charts of what never changes."""
+    """Lightning's ``TensorBoardLogger``: what changes of a policy has a section of *Custom scalars*."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Adds to the layout what has begun to change: TensorBoard goes by the one written last."""
+        known = len(self._varying)
+        super().log_metrics(metrics, step)
+        if len(self._varying) > known:
+            self.experiment.add_custom_scalars(custom_scalars(self._varying))
 
 
-class WandbLogger(VaryingOnly, loggers.WandbLogger):
-    """Lightning's ``WandbLogger``: what never changes is in a run's summary and has no chart."""
+def custom_scalars(varying: Iterable[str] = ()) -> dict[str, dict[str, list[Any]]]:
+    """TensorBoard's layout: losses and accuracies together, then a section for each policy.
+
+    Args:
+        varying: The numbers of policies that have a chart.
+
+    Example:
+        >>> list(custom_scalars({"policy/half/active_share", "policy/half/update_size"})["policy half"])
+        ['active share', 'update size']
+    """
+    layout: dict[str, dict[str, list[Any]]] = {
+        "results": {
+            name: ["Multiline", [rf"(train|val|test)/(.*_)?{name}(_step|_epoch)?$"]]
+            for name in ("loss", "accuracy")
+        }
+    }
+    charted = [name for name in varying if name.startswith("policy/")]
+    for policy, quantity in sorted(name.removeprefix("policy/").rsplit("/", 1) for name in charted):
+        # Norms before and after share a chart.
+        stem = re.sub("_(before|after)$", "", quantity)
+        tags = rf"policy/{re.escape(policy)}/{stem}(_before|_after)?$"
+        layout.setdefault(f"policy {policy}", {})[stem.replace("_", " ")] = ["Multiline", [tags]]
+    return layout
+
+
+class _SectionForEachPolicy(loggers.WandbLogger):
+    """Keeps the numbers of a policy together: W&B's sections go by what is before the first slash."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Logs under the names that W&B has."""
+        super().log_metrics({in_wandb(name): value for name, value in metrics.items()}, step)
+
+
+class WandbLogger(VaryingOnly, _SectionForEachPolicy):
+    """Lightning's ``WandbLogger``: a section for each policy; what never changes is in a run's summary."""
 
     def hold_back(self, name: str, value: float) -> None:
         """Puts the number into the summary, by which runs can be sorted and filtered."""
-        self.experiment.summary[name] = value
+        self.experiment.summary[in_wandb(name)] = value
+
+
+def in_wandb(name: str) -> str:
+    """What W&B calls a metric.
+
+    Example:
+        >>> in_wandb("policy/half/update_size"), in_wandb("train/loss")
+        ('policy_half/update_size', 'train/loss')
+    """
+    return re.sub("^(test/)?policy/", r"\1policy_", name)

@@ -167,7 +167,8 @@ class MaskPictures(Callback):
     them as ``masks/<weight>/…``. When a weight has `frames` pictures, every second one is removed and half as
     many are drawn from then on: a long run has no more of them than a short one.
 
-    The first rank draws. Weights that are sharded have no pictures.
+    The first rank draws. Weights that are sharded have no pictures, nor have those that only ever train or
+    freeze as a whole: the record says all that there is to see.
 
     Args:
         every: Changes of a weight's mask from one picture to the next.
@@ -196,6 +197,8 @@ class MaskPictures(Callback):
         self.directory = Path(directory) if directory is not None else None
         self._folder = Path()
         self._policies: GradientPolicies | None = None
+        # The parameters that may be drawn, by name.
+        self._candidates: dict[str, Tensor] = {}
         # By weight: the parameter, the mask last seen, the changes so far, changes from picture to picture.
         self._weights: dict[str, Tensor] = {}
         self._seen: dict[str, Any] = {}
@@ -205,11 +208,10 @@ class MaskPictures(Callback):
         self._intervals: dict[str, int] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Chooses the weights; a resumed run removes pictures of steps that it takes again."""
+        """Finds the weights to choose from; a resumed run removes pictures of steps that it takes again."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         found = [each for each in callbacks if isinstance(each, GradientPolicies) and each.freezer]
-        self._weights = {}
-        self._seen = {}
+        self._candidates, self._weights, self._seen = {}, {}, {}
         if not found or not trainer.is_global_zero:
             return
         self._policies = found[0]
@@ -219,9 +221,10 @@ class MaskPictures(Callback):
             matched = pick(freezer.parameters, self.params) if freezer is not None else {}
         whole = [name for name, parameter in matched.items() if not is_sharded(parameter)]
         # Sorting keeps the order of the parameters.
-        chosen = sorted(whole, key=lambda name: matched[name].dim() < 2)[: self.count]
-        self._weights = {name: matched[name] for name in chosen}
-        for name in self._weights:
+        ordered = sorted(whole, key=lambda name: matched[name].dim() < 2)
+        self._candidates = {name: matched[name] for name in ordered}
+        self._weights = {name: matched[name] for name in ordered if name in self._restored}
+        for name in self._candidates:
             for path in _frames(self._folder / name):
                 if _step_of(path) > trainer.global_step:
                     path.unlink()
@@ -231,6 +234,11 @@ class MaskPictures(Callback):
         freezer = self._policies.freezer if self._policies is not None else None
         if freezer is None:
             return
+        for name, parameter in self._candidates.items():
+            if len(self._weights) == self.count:
+                break
+            if name not in self._weights and not isinstance(freezer.mask_of(name), bool):
+                self._weights[name] = parameter
         for name, parameter in self._weights.items():
             mask = freezer.mask_of(name)
             # A new mask is a new object; one that says the same as before is not set.

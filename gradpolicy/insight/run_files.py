@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from gradpolicy.insight.loggers import custom_scalars
 from gradpolicy.insight.plan_table import HEADINGS, Plan, cells
 
 PLAN_JSON, PLAN_TEXT = "plan.json", "plan.txt"
@@ -111,7 +112,7 @@ class LogRun(Callback):
         writer = logger.experiment
         for summary in hparams(hyperparameters(self.config), dict.fromkeys(self.metrics)):
             writer._get_file_writer().add_summary(summary)
-        writer.add_custom_scalars(custom_scalars(self.config.get("policy") or {}))
+        writer.add_custom_scalars(custom_scalars())
         if self.plan is not None:
             writer.add_text("plan", self.plan.to_markdown())
 
@@ -123,32 +124,6 @@ class LogRun(Callback):
         if self.plan is not None:
             client.log_dict(run, self.plan.to_dict(), PLAN_JSON)
             client.log_text(run, f"{self.plan}\n", PLAN_TEXT)
-
-
-def custom_scalars(policies: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """TensorBoard's layout: losses and accuracies together, then a section for each policy.
-
-    Args:
-        policies: The config's nodes of policies by name.
-    """
-    layout: dict[str, dict[str, list[Any]]] = {
-        "results": {
-            name: ["Multiline", [rf"(train|val|test)/(.*_)?{name}(_step|_epoch)?$"]]
-            for name in ("loss", "accuracy")
-        }
-    }
-    for name, node in policies.items():
-        kind = str((node or {}).get("_target_")).rpartition(".")[2]
-        phases = ((node or {}).get("when") or {}).get("phases", ("fit",))
-        # Where a stop cuts, there is no gradient whose norm could be charted.
-        if node is None or "fit" not in phases or kind == "Stop":
-            continue
-        own = f"policy/{re.escape(name)}"
-        charts = {"gradient norm": ["Multiline", [f"{own}/gradient_norm_(before|after)$"]]}
-        if kind == "Freeze":
-            charts["active share"] = ["Multiline", [f"{own}/active_share$"]]
-        layout[f"policy {name}"] = charts
-    return layout
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from gradpolicy.insight.loggers import TensorBoardLogger, VaryingOnly
+from gradpolicy.insight.loggers import TensorBoardLogger, VaryingOnly, custom_scalars
 
 
 class Kept(VaryingOnly, CSVLogger):
@@ -51,3 +51,21 @@ def test_tensorboard_gets_no_flat_lines(tmp_path: Path) -> None:
     events.Reload()
     assert events.Tags()["scalars"] == ["policy/a/active_share"]
     assert [event.step for event in events.Scalars("policy/a/active_share")] == [0, 1, 2]
+    # The layout that was written last is the one that counts.
+    layout = events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
+    assert b"policy a" in layout
+    assert b"active share" in layout
+    assert b"policy/a/active_share" in layout
+    assert layout.count(b"policy/a") == 1
+
+
+def test_tensorboards_layout_has_a_section_for_each_policy_with_something_to_chart() -> None:
+    norms = {f"policy/ro[und]/gradient_norm_{when}" for when in ("before", "after")}
+    layout = custom_scalars(
+        {"policy/half/update_size", "policy/half/active_share", "test/policy/seen/zeros", *norms}
+    )
+    assert list(layout) == ["results", "policy half", "policy ro[und]"]
+    assert list(layout["policy half"]) == ["active share", "update size"]
+    assert layout["policy ro[und]"] == {
+        "gradient norm": ["Multiline", [r"policy/ro\[und\]/gradient_norm(_before|_after)?$"]]
+    }

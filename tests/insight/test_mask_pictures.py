@@ -186,6 +186,19 @@ def test_a_mask_that_a_resumed_run_begins_with_is_no_change(
     assert changes(2, tmp_path / "1.ckpt") == changes(2) != first
 
 
+def test_weights_that_train_and_freeze_as_a_whole_have_no_pictures(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    policies = {
+        "layers": gp.Freeze(gp.masks.Layerwise(active=1, every=1), params="trunk.0.*"),
+        "half": gp.Freeze(gp.masks.Random(0.5, every=9), params="trunk.2.*", when=gp.When(start=2)),
+    }
+    trainer = make_trainer(callbacks=[MaskPictures(every=1, count=1), gp.GradientPolicies(policies)])
+    trainer.fit(two_layers, loader)
+    assert [path.name for path in (tmp_path / "masks").iterdir()] == ["trunk.2.weight"]
+    assert drawn_steps(tmp_path / "masks" / "trunk.2.weight") == [3]  # until then every entry trained
+
+
 def test_a_run_without_freeze_policies_has_no_pictures(
     two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:

@@ -5,7 +5,7 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -163,8 +163,53 @@ def test_ages_and_norms_that_a_change_does_not_record_are_no_zeros(run: Path) ->
     table = timeline(read_run(run))
     assert table is not None
     of_ages = next(trace for trace in table.figure.data if trace.meta["quantity"] == "median age")
-    assert of_ages.x[:4].tolist() == [0, 1, 5, 6]
-    assert of_ages.z[0][:4].tolist() == [0, 0, 2, 2]  # 0.4 times the step, held until the next
+    assert of_ages.z[0][:7].tolist() == [0, 0, 0, 0, 0, 2, 2]  # 0.4 times the step, held until the next
+
+
+def record_active(run: Path, active: Mapping[int, int]) -> None:
+    """Records how many of a weight's four entries train from each of these steps on."""
+    common = {
+        "kind": "freeze",
+        "policy": "freeze",
+        "epoch": 0,
+        "parameter": ["model.a.weight"],
+        "entries": [4],
+    }
+    lines = [{**common, "step": step, "active": [count]} for step, count in active.items()]
+    (run / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_a_timeline_changes_where_masks_changed_and_lasts_as_long_as_the_run(run: Path) -> None:
+    """Recorded are changes at 1 and 21, and what is logged every 50 steps: as in BlockCyclic(every=20)."""
+    record_active(run, {1: 4, 21: 0, 50: 0, 61: 4})
+    (run / "csv/version_0/metrics.csv").write_text("epoch,step,train/loss\n0,49,1.0\n0,80,0.5\n")
+    drawn = timeline(read_run(run))
+    assert drawn is not None
+    (map_,) = [trace for trace in drawn.figure.data if trace.meta["quantity"] == "active share"]
+    assert map_.x.tolist() == list(range(1, 81))
+    assert map_.z[0].tolist() == [1] * 20 + [0] * 40 + [1] * 20
+
+
+def test_a_long_timeline_has_few_columns_of_as_many_steps_each(run: Path) -> None:
+    record_active(run, {step: step % 4 for step in range(1, 5001, 2)})
+    drawn = timeline(read_run(run))
+    assert drawn is not None
+    map_ = drawn.figure.data[0]
+    assert set(map_.x[1:] - map_.x[:-1]) == {21}
+    assert len(map_.x) == 239
+    assert map_.z[0][:-1].tolist() == pytest.approx([0.5] * 238, abs=0.03)  # 1 and 3 of 4 by turns
+
+
+def test_ages_begin_with_the_parameter_that_grew_oldest(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "freeze":
+            line["age_max"] = [0.0, line["step"], 0.0]
+    (run / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    drawn = ages(read_run(run))
+    assert drawn is not None
+    (_, names) = drawn.choices["parameter"]
+    assert names == [f"model.trunk.{layer}.weight" for layer in ("1.conv", "0.conv", "2.fc")]
 
 
 def test_an_empty_directory_gives_a_report_that_says_what_is_missing(tmp_path: Path) -> None:
@@ -202,6 +247,23 @@ def test_the_map_adds_up_norms_and_shares(run: Path) -> None:
     assert kinds == {"cut", "replaced", "frozen", "untouched"}
     widths = sorted({trace.line.width for trace in drawn.figure.data if trace.mode == "lines"})
     assert len(widths) > 3
+
+
+def test_the_map_says_which_share_trained_over_the_whole_run(run: Path) -> None:
+    """A layer trains for the first 20 of 80 steps; looks at every 50th step alone would not see it."""
+    common = {
+        "kind": "freeze",
+        "policy": "freeze",
+        "epoch": 0,
+        "parameter": ["model.probe.weight"],
+        "entries": [8],
+    }
+    lines = [{**common, "step": step, "active": [count]} for step, count in {1: 8, 21: 0, 50: 0}.items()]
+    (run / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (run / "csv/version_0/metrics.csv").write_text("epoch,step,train/loss\n0,80,0.5\n")
+    drawn = gradient_map(read_run(run))
+    assert drawn is not None
+    assert "probe 25%" in [text for trace in drawn.figure.data for text in trace.text or ()]
 
 
 def test_a_tree_has_the_parents_that_the_plan_leaves_out() -> None:
@@ -347,6 +409,22 @@ def test_a_browser_draws_every_figure_without_an_error(
         assert 'class="main-svg"' in content, name
     assert "What was asked" in body
     assert not OUTSIDE.search(re.sub(r"<script>.*?</script>", "", output.read_text(), flags=re.DOTALL))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+def test_what_was_asked_fits_a_phone(run: Path, tmp_path: Path) -> None:
+    target = "gradpolicy.tasks.tiny_shakespeare.TinyShakespeareDataModule"
+    config = config_of(run, 0, 0.01) | {"data": {"_target_": target, "data_dir": f"/{'long' * 20}"}}
+    write_json(run / "config.yaml", config)
+    defaults = config_of(run, 0, 0.001) | {"data": {"_target_": "gradpolicy.tasks.digits.DigitsDataModule"}}
+    write_json(run / "defaults.yaml", defaults)
+    output = write([run], tmp_path / "report.html")
+    measure = "(table => document.body.append(`beyond: ${table.scrollWidth - table.clientWidth}`))"
+    look = f"<script>{measure}(document.querySelector('#asked-0 .scroll'))</script>"
+    output.write_text(output.read_text().replace("</body>", f"{look}</body>"))
+    # A window of Chromium is at least 500 pixels wide.
+    assert "beyond: 0\n" in browse(output, "--window-size=500,900", "--dump-dom").stdout
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")

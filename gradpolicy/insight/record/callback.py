@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from pydantic import BaseModel, NonNegativeInt
 
 from gradpolicy.insight.costs import optimizer_bytes
+from gradpolicy.insight.record.charts import chart
 from gradpolicy.insight.record.flow_record import FlowRecord, flow_rows
 from gradpolicy.insight.record.freeze_record import FreezeRecord
 from gradpolicy.insight.record.record_file import FILE, RecordFile
@@ -54,6 +55,8 @@ class Record(Callback):
     A checkpoint holds how long the file was. A resumed run begins with that much of it, also in another
     directory, so that there is neither a gap nor a row twice. On several processes the first one writes the
     numbers of all.
+
+    Loggers, except for that of CSV files, get the sums over each policy's parameters as ``policy/<name>/…``.
 
     Args:
         directory: The run's directory; None: the trainer's ``default_root_dir``.
@@ -227,6 +230,8 @@ class Record(Callback):
         rows = [row for each in pending for row in self._rows(*each)]
         if self.file is not None and rows:
             self.file.append(rows)
+            if self._policies is not None and self._policies.log_policies:
+                chart(rows, self._trainer.loggers)
         self._written = time.monotonic()
 
     def _rows(self, step: int, epoch: int, phase: str, parts: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -261,10 +261,10 @@ def timeline(run: Run) -> Figure | None:
             continue
         usable.append(quantity.name)
         for policy in policies:
-            figure.add_trace(_heat_map(layers[layers["policy"] == policy], policy, quantity))
+            figure.add_trace(_heat_map(layers[layers["policy"] == policy], policy, quantity, run.last_step))
     choices = {"quantity": ("colour", usable), "policy": ("policy", policies)}
     _shown_first(figure, choices)
-    note = "Columns are steps at which something was recorded. A mask holds until the next change."
+    note = "A mask holds until the next change, a norm, size or age until it is measured again."
     shown = {key: choice for key, choice in choices.items() if len(choice[1]) > 1}
     return Figure("Timeline of masks", figure, shown, note, wide=True)
 
@@ -292,18 +292,32 @@ def _with_parameters(layers: pd.DataFrame, parameters: pd.DataFrame) -> pd.DataF
     return layers.drop(columns=known, errors="ignore").merge(sums[[*keys, *known]], on=keys, how="left")
 
 
-def _heat_map(rows: pd.DataFrame, policy: str, quantity: Quantity) -> go.Heatmap:
+def _evenly_spaced(table: pd.DataFrame, end: int, *, held: bool) -> pd.DataFrame:
+    """Columns of equally many steps: a heat map puts the borders of others halfway between them.
+
+    Args:
+        table: Layers by the steps that were recorded.
+        end: The last step of the run.
+        held: Whether a value holds until the next one.
+    """
+    most = max(20, min(COLUMNS, CELLS // max(len(table), 1)))
+    start = int(table.columns[0])
+    width = -(-(end - start + 1) // most)
+    recorded = table.T.groupby((table.columns - start) // width)
+    columns = range((end - start) // width + 1)
+    spaced = recorded.mean().T.reindex(columns=columns)
+    if held:
+        spaced = spaced.fillna(recorded.last().T.reindex(columns=columns).ffill(axis=1))
+    spaced.columns = [start + width * column for column in columns]
+    return spaced
+
+
+def _heat_map(rows: pd.DataFrame, policy: str, quantity: Quantity, end: int) -> go.Heatmap:
     table = rows.pivot_table(
         index="layer", columns="step", values=quantity.column, aggfunc="last", sort=False, dropna=False
     )
     table = table.reindex(index=rows["layer"].unique(), columns=sorted(table.columns))
-    table = table.ffill(axis=1) if quantity.held else table
-    most = max(20, min(COLUMNS, CELLS // max(len(table), 1)))
-    if table.shape[1] > most:
-        bins = np.arange(table.shape[1]) * most // table.shape[1]
-        starts = [table.columns[int(np.argmax(bins == index))] for index in range(most)]
-        table = table.T.groupby(bins).mean().T
-        table.columns = starts
+    table = _evenly_spaced(table.ffill(axis=1) if quantity.held else table, end, held=quantity.held)
     values = table.to_numpy(dtype=np.float32)
     colours = np.log10(np.where(values > 0, values, np.nan)) if quantity.logarithmic else values
     bar: dict[str, Any] = {"thickness": 10, "title": {"text": quantity.name, "side": "right"}}
@@ -338,6 +352,9 @@ def ages(run: Run) -> Figure | None:
     # Masks may change at steps at which no ages are recorded.
     rows = rows.dropna(subset="age_median")
     names = list(rows["parameter"].unique())
+    # One that had just begun whenever ages were recorded would be shown as a flat line.
+    oldest = rows["age_max" if "age_max" in rows else "age_median"].idxmax()
+    names.sort(key=lambda name: name != rows["parameter"][oldest])
     most = max(30, POINTS * 20 // max(len(names), 1))
     for name in names:
         own = rows[rows["parameter"] == name].groupby("step", as_index=False).last()

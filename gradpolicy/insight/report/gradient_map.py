@@ -39,7 +39,7 @@ class Node:
         children: The modules in it.
         before: Root of the summed squares of the gradient norms of what lies in it; NaN where not measured.
         after: The same after the policies.
-        active: Active entries of what lies in it; NaN where no freeze policy acts.
+        active: Active entries of what lies in it, a mean over the steps; NaN where no freeze policy acts.
         entries: Entries under freeze policies.
         folded: How many modules are left out below it.
     """
@@ -93,7 +93,7 @@ def gradient_map(run: Run) -> Figure | None:
     note = (
         "A band's width is the gradient norm of what lies in a module, a root mean square over the run: pale "
         "before the policies, coloured what they let through. Dotted: not measured, without a freeze policy "
-        "or a gradient."
+        "or a gradient. A percentage is the share of the entries that trained, a mean over the steps."
     )
     if everywhere:
         note += f" In the whole model: {'; '.join(f'{name} ({told})' for name, told in everywhere.items())}."
@@ -137,12 +137,11 @@ def _add_measurements(root: Node, run: Run) -> None:
     if not rows.empty:
         # Policies that share a layer see the same gradient.
         for layer, own in rows.groupby("layer"):
-            last = own[own["step"] == own["step"].max()].sort_values("active").iloc[0]
             measured[str(layer)] = {
                 "before": _mean_square(own, "gradient_norm_before", max),
                 "after": _mean_square(own, "gradient_norm_after", min),
-                "active": float(last["active"]),
-                "entries": float(last["entries"]),
+                "active": min(_mean_active(each, run.last_step) for _, each in own.groupby("policy")),
+                "entries": float(own["entries"].iloc[-1]),
             }
     _sum_up(root, measured)
 
@@ -151,6 +150,12 @@ def _mean_square(rows: pd.DataFrame, column: str, choose: Any) -> float:
     if column not in rows:
         return math.nan
     return float(choose(rows.assign(square=rows[column] ** 2).groupby("policy")["square"].mean()))
+
+
+def _mean_active(rows: pd.DataFrame, last_step: int) -> float:
+    """The active entries of a layer under a policy, a mean over the steps: a count holds until the next."""
+    lasted = np.diff(rows["step"], append=last_step + 1)
+    return float(np.average(rows["active"], weights=lasted))
 
 
 def _sum_up(node: Node, measured: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -294,9 +299,8 @@ def _caption(node: Node) -> str:
 def _told(node: Node, notes: Mapping[str, str]) -> str:
     lines = [f"{node.name or 'the model'} · {node.kind}" if node.kind else node.name or "the model"]
     if node.entries > 0:
-        lines.append(
-            f"active {node.active:,.0f} of {node.entries:,.0f} entries ({node.active / node.entries:.1%})"
-        )
+        share = f"{node.active / node.entries:.1%}"
+        lines.append(f"on average {node.active:,.0f} of {node.entries:,.0f} entries train ({share})")
     if not math.isnan(node.before):
         lines.append(f"gradient norm {node.before:.3g} before, {node.after:.3g} after")
     lines += [f"{policy}: {notes.get(policy, '')}".rstrip(": ") for policy in node.policies]

@@ -66,8 +66,8 @@ class Run:
     @property
     def final_metrics(self) -> Mapping[str, float]:
         """The last value of each metric: of the result, or of the curves if the run did not end."""
-        if self.result:
-            return {name: float(value) for name, value in self.result.get("metrics", {}).items()}
+        if self.result.get("metrics"):
+            return {name: float(value) for name, value in self.result["metrics"].items()}
         numbers = self.metrics.drop(columns=["step", "epoch"], errors="ignore")
         return {
             str(name): float(column.dropna().iloc[-1]) for name, column in numbers.items() if column.any()
@@ -77,6 +77,13 @@ class Run:
     def status(self) -> str:
         """How the run ended."""
         return str(self.result.get("status", "not finished")) if self.result else "not finished"
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was recorded or logged; 0 if none was."""
+        tables = (table["step"] for table in (self.record, self.metrics) if "step" in table)
+        steps = [pd.to_numeric(each, errors="coerce").max() for each in tables]
+        return int(max((step for step in steps if step == step), default=0))
 
     @property
     def seed(self) -> Any:
