@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from gradpolicy.insight.run_log import TRAIN_LOG, kept_output, quieter
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.compose import default_config
 from gradpolicy.launch.config import Settings, check_config, resolved
+from gradpolicy.launch.messages import explain
 from gradpolicy.launch.processes import (
     agreed,
     is_first_rank,
@@ -123,20 +125,28 @@ def plan_and_run(
         if planned is not None:
             write_plan(planned, directory.path)
     reporter = LogRun(container, planned, compared_metrics(settings))
-    metrics = train_and_test(settings, subject, checkpoint, directory, reporter)
-    result = Result(
-        overrides,
-        metrics,
-        optimized_value(settings, metrics),
-        directory=str(directory.path),
-        program=program_name(),
-    )
+    result = Result(overrides, directory=str(directory.path), program=program_name())
+    try:
+        metrics = train_and_test(settings, subject, checkpoint, directory, reporter)
+    except Exception as error:
+        # Wrong input that is found before the first step leaves nothing.
+        if directory.begun:
+            _save(replace(result, status="failed", error=explain(error)), settings, console)
+        raise
+    result = replace(result, metrics=metrics, optimized=optimized_value(settings, metrics))
+    _save(result, settings, console)
     if is_first_rank():
-        result.save(directory.path / RESULT)
-        if settings.extras.report:
-            write_report([directory.path], directory.path / REPORT, console)
         print_results(result, saved_in(directory.path), console)
     return result
+
+
+def _save(result: Result, settings: Settings, console: Console) -> None:
+    """Writes a run's result and report, of a run that failed too."""
+    if is_first_rank():
+        directory = Path(result.directory)
+        result.save(directory / RESULT)
+        if settings.extras.report:
+            write_report([directory], directory / REPORT, console)
 
 
 def chosen_checkpoint(settings: Settings, directory: RunDirectory) -> Path | None:

@@ -35,6 +35,18 @@ def test_a_run_leaves_config_checkpoints_metrics_and_pictures(train) -> None:
     assert "checkpoints/best.ckpt" in ended.out
 
 
+def test_a_run_that_fails_leaves_a_report_that_says_why(train) -> None:
+    ended = train(
+        "optimizer.lr=1e30", "trainer.limit_train_batches=4", "callbacks=default", "extras.report=true"
+    )
+    assert ended.code == 2
+    assert "the loss is nan" in ended.message
+    assert (ended.result.status, ended.result.error) == ("failed", ended.message)
+    page = (ended.run / "report.html").read_text()
+    assert '<span class="chip bad">failed</span>' in page
+    assert "the loss is nan; first in the output of module" in page
+
+
 def test_the_trainers_switches_hold_for_callbacks_too(train) -> None:
     ended = train(
         "callbacks=default", "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false"
