@@ -7,13 +7,14 @@ ARGS   ?=
 # Tests run beside each other, one thread each: small models gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help train test test-slow lint docs bench clean
+.PHONY: help train test test-slow lint docs links bench clean
 
 help:
 	@echo 'make train [ARGS="optimizer.lr=0.01 seed=3"]   install once, then run train.py with these overrides'
 	@echo 'make test                                      install once, then lint, type check and tests'
 	@echo 'make test-slow                                 the tests that take longer'
 	@echo 'make docs                                      build the documentation, to open at build/docs/index.html'
+	@echo 'make links                                     follow the links of the documentation to other sites'
 	@echo 'make bench ARGS=import                         one benchmark of scripts/bench.py'
 
 train: $(VENV)/.train-installed
@@ -33,6 +34,10 @@ lint: $(VENV)/.test-installed
 # Warnings are errors: a broken link, a page in no table of contents, a docstring that does not parse.
 docs: $(VENV)/.test-installed
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
+
+# Needs the internet, so no test does it.
+links: $(VENV)/.test-installed
+	$(BIN)/python -m sphinx --quiet --builder linkcheck --define nb_execution_mode=off docs build/links
 
 bench: $(VENV)/.test-installed
 	$(BIN)/python scripts/bench.py $(ARGS)

@@ -25,12 +25,18 @@ exclude_patterns = ["build"]
 # The pages are written for GitHub: anchors are GitHub's, and a mermaid fence is a diagram.
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+# Drawn when the site is built: a browser would load the script from elsewhere.
+mermaid_output_format = "svg"
+mermaid_cmd = "mermaidx"
+mermaid_params = ["--background", "white"]
+myst_enable_extensions = ["colon_fence"]
 # The notebooks are text without outputs: the site executes them, each in a folder of its own.
 nb_execution_mode = "auto"
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+# What a loop prints is one block.
+nb_merge_streams = True
 # Where the command `gradpolicy` is.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
@@ -40,6 +46,9 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+
+# `make links`: what a program of one's own serves is not there.
+linkcheck_ignore = [r"http://localhost:\d+"]
 
 html_theme = "furo"
 html_title = f"gradpolicy {release}"

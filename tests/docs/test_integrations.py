@@ -97,6 +97,37 @@ def test_accelerate_follows_accumulation() -> None:
     assert_same(names["model"], by_hand(6, lambda step: parts[2 * step % 4 :][:2], every=1))
 
 
+def run_on_two_processes(program: str, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Runs a program under torchrun; gives the weights with which each rank ends."""
+    ending = "import os\ntorch.save(model.state_dict(), f\"rank{os.environ['RANK']}.pt\")\n"
+    (folder / "program.py").write_text(program + ending)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*launch, "program.py"], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_fabric_on_two_processes(tmp_path: Path) -> None:
+    program = block("fabric", "python").replace("devices=1", 'strategy="ddp", devices=2')
+    # Each rank takes every second point.
+    program = program.replace("(inputs), labels)", "(inputs[part]), labels[part])")
+    program = program.replace("for step in", "part = slice(fabric.global_rank, None, 2)\nfor step in")
+    first, second = run_on_two_processes(program, tmp_path)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    halves = [slice(0, None, 2), slice(1, None, 2)]
+    torch.testing.assert_close(first, by_hand(20, lambda step: halves, every=5).state_dict())
+
+
+@pytest.mark.slow
+def test_accelerate_on_two_processes(tmp_path: Path) -> None:
+    first, second = run_on_two_processes(block("accelerate", "python"), tmp_path)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    # Each rank takes two of the four batches of an epoch, for one step.
+    parts = [slice(start, start + 16) for start in range(0, 64, 16)]
+    torch.testing.assert_close(first, by_hand(3, lambda step: parts, every=1).state_dict())
+
+
 def test_lightning_cli_trains_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("fit.yaml").write_text(block("lightning_cli", "yaml"))

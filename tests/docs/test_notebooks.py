@@ -30,6 +30,18 @@ def rows(text: str, pattern: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(pattern, text)}
 
 
+@pytest.mark.parametrize("name", ["first-look", "freezing-under-adam", "fine-tuning"])
+def test_what_a_cell_prints_is_one_block_of_whole_lines(name: str, site: Path) -> None:
+    page = (site / "notebooks" / f"{name}.html").read_text()
+    cells = page.split('<div class="cell_output docutils container">')[1:]
+    assert len(cells) == sum(bool(cell.outputs) for cell in executed(name, site))
+    assert all(cell.count('<div class="output stream ') <= 1 for cell in cells)
+    pieces = [output.text for cell in executed(name, site) for output in cell.outputs if "text" in output]
+    # The site sets each piece on a line of its own.
+    assert all(piece.endswith("\n") for piece in pieces)
+    assert "\x1b" not in "".join(pieces)
+
+
 def test_a_first_look(site: Path) -> None:
     cells = executed("first-look", site)
     text = printed(cells)

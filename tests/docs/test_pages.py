@@ -50,6 +50,7 @@ def own_modules(tmp_path, monkeypatch):
     return importlib.import_module("my_rules"), importlib.import_module("my_masks")
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_the_python_of_a_page_runs(page, own_modules, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
