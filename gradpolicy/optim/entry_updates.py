@@ -42,7 +42,10 @@ class EntryUpdates:
                 masked.write_back()
                 masked.count_update()
             steps += self._counts(group, members)
-        if steps:
+        if steps and all([step.is_cpu for step in steps]):
+            # A number would be made into a tensor for each of them anew.
+            torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
+        elif steps:
             torch._foreach_add_(steps, 1)
         # Autograd must see that what it may have saved is no longer there.
         updated = [masked.parameter for _, members in groups for masked, _ in members]
@@ -91,4 +94,4 @@ def _shared_age(masked: MaskedParameter, constant: bool) -> int | None:
 
 def _is_of_one_type(update: EntryUpdate, dtype: torch.dtype) -> bool:
     """Whether gradient and state are of the parameter's dtype."""
-    return update.gradient.dtype == dtype and all(value.dtype == dtype for value in update.state.values())
+    return {update.gradient.dtype, *[value.dtype for value in update.state.values()]} == {dtype}

@@ -397,10 +397,9 @@ class MaskedParameter:
         self.check_state(state)
         lies_plainly = self.layout.lies_plainly
         if self.index is None:
-            state = {
-                name: value if lies_plainly(value) else self._in_memory_order(name, value)
-                for name, value in state.items()
-            }
+            for name, value in state.items():
+                if not lies_plainly(value):
+                    state[name] = self._in_memory_order(name, value)
         parameter = self.parameter
         return EntryUpdate(
             parameter if lies_plainly(parameter) else self._in_memory_order("", parameter),

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradpolicy.optim.update_rules import State, UpdateRule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EntryUpdate:
     """One update of the active entries of a tensor.
 
