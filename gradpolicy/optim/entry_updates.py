@@ -42,7 +42,7 @@ class EntryUpdates:
                 masked.write_back()
                 masked.count_update()
             steps += self._counts(group, members)
-        if steps and all([step.is_cpu for step in steps]):
+        if steps and all(step.is_cpu for step in steps):
             # A number would be made into a tensor for each of them anew.
             torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
         elif steps:
