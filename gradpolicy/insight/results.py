@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 RESULT = "result.json"
+STOPPED = "stopped before its end"
 REPORT = "report.html"
 UNENCODABLE = "gradpolicy.plain"
 # Substitutes for characters that do not decompose into ASCII: one for one, so that tables keep their shape.
@@ -32,8 +33,7 @@ class Result:
         overrides: What the command line set.
         metrics: The last value of each metric.
         optimized: The value that a sweep compares.
-        status: ``"completed"``, ``"planned"``, ``"failed"``, or ``"stopped"`` for a job of a sweep that was
-            interrupted.
+        status: ``"completed"``, ``"planned"``, ``"failed"``, or ``"stopped"`` if a signal or Ctrl-C ended it.
         error: What was wrong, if it failed.
         directory: Where everything was saved.
         program: How the program is called that did the run.

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.imports import allowed_packages, limited_to
-from gradpolicy.insight.results import REPORT, Result, replace_unencodable, write_report
+from gradpolicy.insight.results import REPORT, STOPPED, Result, replace_unencodable, write_report
 from gradpolicy.insight.sweep_summary import RESULTS, SUMMARY, SweepSummary, collect
 from gradpolicy.launch.allowed_targets import check_not_from_config, trusted_packages
 from gradpolicy.launch.compose import (
@@ -238,7 +238,7 @@ class Job:
         hydra_config = HydraConfig.get()
         overrides = list(hydra_config.overrides.task)
         directory = Path(hydra_config.runtime.output_dir)
-        result = Result(overrides, status="stopped", error="stopped before its end", directory=str(directory))
+        result = Result(overrides, status="stopped", error=STOPPED, directory=str(directory))
         try:
             with limited_to(self.trusted):
                 result = run(config, overrides)

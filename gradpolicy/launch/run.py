@@ -22,6 +22,7 @@ from gradpolicy.insight.plan import plan, training_loss
 from gradpolicy.insight.results import (
     REPORT,
     RESULT,
+    STOPPED,
     Result,
     print_config,
     print_results,
@@ -128,10 +129,10 @@ def plan_and_run(
     result = Result(overrides, directory=str(directory.path), program=program_name())
     try:
         metrics = train_and_test(settings, subject, checkpoint, directory, reporter)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         # Wrong input that is found before the first step leaves nothing.
         if directory.begun:
-            _save(replace(result, status="failed", error=explain(error)), settings, console)
+            _save(_broken_off(result, error), settings, console)
         raise
     result = replace(result, metrics=metrics, optimized=optimized_value(settings, metrics))
     _save(result, settings, console)
@@ -140,8 +141,15 @@ def plan_and_run(
     return result
 
 
+def _broken_off(result: Result, error: BaseException) -> Result:
+    """The result of a run that did not come to its end: it failed, or a signal stopped it."""
+    if isinstance(error, Exception):
+        return replace(result, status="failed", error=explain(error))
+    return replace(result, status="stopped", error=STOPPED)
+
+
 def _save(result: Result, settings: Settings, console: Console) -> None:
-    """Writes a run's result and report, of a run that failed too."""
+    """Writes a run's result and report, of a run that was broken off too."""
     if is_first_rank():
         directory = Path(result.directory)
         result.save(directory / RESULT)
@@ -325,15 +333,20 @@ def finished_loggers() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        _finish_wandb(exit_code=1)
         if type(error).__module__.startswith("wandb.errors"):
             raise PolicyError(
                 f"logger.wandb: {' '.join(str(error).split())}; logger.wandb.mode=offline needs no account"
             ) from error
         raise
-    finally:
-        if "wandb" in sys.modules:
-            sys.modules["wandb"].finish()
+    _finish_wandb(exit_code=0)
+
+
+def _finish_wandb(exit_code: int) -> None:
+    """Ends the W&B run, if there is one: W&B calls it finished for code 0, failed for others."""
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].finish(exit_code=exit_code)
 
 
 def _text(path: Path | None) -> str | None:

@@ -351,6 +351,29 @@ def test_a_report_of_many_runs_compares_them(runs: list[Path], tmp_path: Path) -
     assert "policy.freeze.mask.density" not in page
 
 
+def test_a_run_that_broke_off_is_shown_but_in_no_mean(runs: list[Path], tmp_path: Path) -> None:
+    stopped, killed = runs[0], runs[5]
+    result = json.loads((stopped / "result.json").read_text())
+    write_json(stopped / "result.json", result | {"status": "stopped", "metrics": {}})
+    (killed / "result.json").unlink()
+    page = page_of(runs, tmp_path / "report.html")
+    steps = {path: read_run(path).last_step for path in (stopped, killed)}
+    assert f"{stopped.name} (stopped at step {steps[stopped]}), {killed.name} (not finished at step" in page
+    assert min(steps.values()) > 0
+    # Accuracies of the seeds 1 and 2 of one learning rate, 0 and 1 of the other.
+    assert "0.915 ± 0.0071" in page
+    assert "0.805 ± 0.0071" in page
+    assert page.count('<td class="figure-cell">2</td>') == 2
+
+
+def test_a_metric_that_is_always_0_is_one_of_a_run_without_a_result(run: Path) -> None:
+    (run / "result.json").unlink()
+    table = run / "csv/version_0/metrics.csv"
+    head, *rows = table.read_text().splitlines()
+    table.write_text("\n".join([f"{head},val/errors", *(f"{row},0.0" for row in rows)]))
+    assert read_run(run).final_metrics["val/errors"] == 0.0
+
+
 def test_nothing_is_claimed_of_single_runs(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / str(lr), lr=lr, accuracy=lr) for lr in (0.1, 0.9)]
     page = page_of(paths, tmp_path / "report.html")

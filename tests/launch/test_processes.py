@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -106,20 +108,42 @@ def test_outside_of_training_it_unwinds_and_exits_with_143() -> None:
     assert signal.getsignal(signal.SIGTERM) is former
 
 
-def test_ctrl_c_in_training_is_told_in_one_line(train, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
+@pytest.fixture
+def stop_after_a_batch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException], None]]:
+    """Ends training by an exception after its first batch, as a signal does."""
+    begins = RunBegins.on_train_batch_end
 
-    monkeypatch.setattr(RunBegins, "on_train_batch_end", interrupt)
+    def stop(reason: BaseException) -> None:
+        def after_a_batch(*arguments: Any) -> None:
+            begins(*arguments)
+            raise reason
+
+        monkeypatch.setattr(RunBegins, "on_train_batch_end", after_a_batch)
+
     # Handlers that earlier tests have left write to streams that are closed.
     monkeypatch.setattr(logging, "raiseExceptions", False)
     handler = signal.getsignal(signal.SIGINT)
-    try:
-        ended = train()
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    yield stop
+    # Lightning ignores the signal from then on.
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_ctrl_c_in_training_is_told_in_one_line(train, stop_after_a_batch) -> None:
+    stop_after_a_batch(KeyboardInterrupt())
+    ended = train()
     assert ended.code == 130
     assert ended.err == "interrupted; ckpt_path=last goes on from the newest checkpoint\n"
+
+
+@pytest.mark.parametrize(("reason", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_a_run_that_is_stopped_leaves_a_report_that_says_so(
+    train, stop_after_a_batch, reason: BaseException, code: int
+) -> None:
+    stop_after_a_batch(reason)
+    ended = train("extras.report=true")
+    assert ended.code == code
+    assert (ended.result.status, ended.result.error) == ("stopped", "stopped before its end")
+    assert '<span class="chip bad">stopped</span>' in (ended.run / "report.html").read_text()
 
 
 @pytest.mark.slow

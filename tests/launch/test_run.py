@@ -1,10 +1,15 @@
 """What a run prints, and what it leaves out."""
 
 import json
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+
+from gradpolicy.launch.run import finished_loggers
 
 from .conftest import SHORT
 
@@ -86,3 +91,16 @@ def test_a_sweep_over_a_metric_that_no_job_logs_ends_before_it_trains(train) -> 
     assert ended.code != 0
     assert "'val/acuracy_best' is not logged; did you mean 'val/accuracy_best'" in ended.message
     assert not list(ended.folder.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(("reason", "code"), [(None, 0), (ValueError(), 1), (KeyboardInterrupt(), 1)])
+def test_wandb_is_told_whether_the_run_came_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, reason: BaseException | None, code: int
+) -> None:
+    told: list[int] = []
+    wandb = SimpleNamespace(finish=lambda exit_code: told.append(exit_code))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(type(reason)) if reason else nullcontext(), finished_loggers():
+        if reason:
+            raise reason
+    assert told == [code]

@@ -36,9 +36,14 @@ class Group:
     label: str
     runs: tuple[Run, ...]
 
+    @property
+    def ended(self) -> tuple[Run, ...]:
+        """The runs that came to their end; the others are in no mean."""
+        return tuple(run for run in self.runs if not run.broken_off)
+
     def values(self, metric: str) -> list[float]:
-        """The final value of a metric in each run that has a finite one."""
-        found = (run.final_metrics.get(metric, math.nan) for run in self.runs)
+        """The final value of a metric in each run that came to its end and has a finite one."""
+        found = (run.final_metrics.get(metric, math.nan) for run in self.ended)
         return [value for value in found if math.isfinite(value)]
 
 

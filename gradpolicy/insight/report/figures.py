@@ -158,8 +158,8 @@ def _colours(count: int) -> list[str]:
 
 
 def _add_group(figure: go.Figure, group: Group, metric: str, colour: str) -> None:
-    curves = [curve(run, metric).set_index("step")[metric] for run in group.runs]
-    curves = [each for each in curves if len(each)]
+    curves = {index: curve(run, metric).set_index("step")[metric] for index, run in enumerate(group.runs)}
+    curves = {index: points for index, points in curves.items() if len(points)}
     if not curves:
         return
     common = {"legendgroup": group.label, "meta": {"metric": metric}}
@@ -167,7 +167,8 @@ def _add_group(figure: go.Figure, group: Group, metric: str, colour: str) -> Non
     # A run that ends earlier is not in the mean of later steps.
     inside = table.interpolate(limit_area="inside")
     inside = _thinned(inside, POINTS // 4)
-    mean, deviation = inside.mean(axis=1), inside.std(axis=1, ddof=1).fillna(0)
+    counted = inside[[index for index in inside if not group.runs[index].broken_off] or list(inside)]
+    mean, deviation = counted.mean(axis=1), counted.std(axis=1, ddof=1).fillna(0)
     steps = inside.index.to_numpy()
     if len(curves) > 1:
         figure.add_scatter(

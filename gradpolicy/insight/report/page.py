@@ -126,6 +126,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "groups": groups,
         "metrics": metrics[:COLUMNS],
+        "broken_off": [run for run in runs if run.broken_off],
         "cells": {(group.label, name): spread(group.values(name)) for group in groups for name in metrics},
         "best": {name: _best(groups, name) for name in metrics},
         "differences": config_differences([run.config for run in runs])[:ROWS],

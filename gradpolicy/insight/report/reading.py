@@ -70,13 +70,20 @@ class Run:
             return {name: float(value) for name, value in self.result["metrics"].items()}
         numbers = self.metrics.drop(columns=["step", "epoch"], errors="ignore")
         return {
-            str(name): float(column.dropna().iloc[-1]) for name, column in numbers.items() if column.any()
+            str(name): float(column.dropna().iloc[-1])
+            for name, column in numbers.items()
+            if column.notna().any()
         }
 
     @property
     def status(self) -> str:
         """How the run ended."""
         return str(self.result.get("status", "not finished")) if self.result else "not finished"
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether the run is known not to have come to its end. What is no run of ours need not tell."""
+        return self.status in ("failed", "stopped") or (bool(self.config) and not self.result)
 
     @property
     def last_step(self) -> int:
