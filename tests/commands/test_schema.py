@@ -153,7 +153,6 @@ def test_a_schema_refuses_a_value_where_the_check_of_a_run_does() -> None:
     assert compared > 1000
 
 
-@pytest.mark.slow
 def test_the_schemas_that_are_shipped_are_those_of_the_signatures(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in CONF.glob("*.json")}
