@@ -194,10 +194,11 @@ class Audit(Callback):
             return
         if self._met is not None:
             self._tell(self._met.end_batch(self._updates, self._active))
-        # Under manual optimization gradients may be gone by now.
         updates = self._policies.updates(trainer)
-        if self._stopped is not None and updates > self._updates and pl_module.automatic_optimization:
-            self._tell(self._stopped.end_update(updates, self._active, self._frozen_names))
+        if self._stopped is not None and updates > self._updates:
+            # Under manual optimization gradients may be gone by now, or those of another loss.
+            active = self._active if pl_module.automatic_optimization else ()
+            self._tell(self._stopped.end_update(updates, active, self._frozen_names))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes a look, so that something is watched while other callbacks end an epoch or the training."""
@@ -212,7 +213,8 @@ class Audit(Callback):
         if trainer.is_global_zero:
             report = self._write(trainer, total)
             if self._policies is not None and self._policies.policies:
-                print(summary(report), flush=True)
+                stops = any(isinstance(policy, Stop) for policy in self._policies.flow_policies.values())
+                print(summary(report, stops=stops), flush=True)
         self._raise_if(total["differences"])
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -353,8 +355,12 @@ def described(total: dict[str, Any], *, sampled: bool) -> dict[str, Any]:
     }
 
 
-def summary(report: dict[str, Any]) -> str:
+def summary(report: dict[str, Any], *, stops: bool = False) -> str:
     """The line that is printed at the end.
+
+    Args:
+        report: The content of ``audit.json``.
+        stops: Whether a policy stops gradients, so that something should have been looked at.
 
     Example:
         >>> zero = {"checked": 0}
@@ -362,9 +368,15 @@ def summary(report: dict[str, Any]) -> str:
         'frozen entries: 1,284 intervals, 0 changed'
     """
     stopped, operations = report["stopped_branches"], report["operations"]
-    parts = [f"frozen entries: {report['intervals']:,} intervals, {report['changed']:,} changed"]
-    if stopped["checked"]:
-        parts.append(f"stopped branches: {stopped['checked']:,} checks, {stopped['nonzero']:,} not zero")
+    parts = [f"frozen entries: {_counted(report['intervals'], 'interval')}, {report['changed']:,} changed"]
+    if stopped["checked"] or stops:
+        found = f", {stopped['nonzero']:,} not zero" if stopped["checked"] else ""
+        parts.append(f"stopped branches: {_counted(stopped['checked'], 'check')}{found}")
     if operations["checked"]:
-        parts.append(f"operations: {operations['checked']:,} checks, {operations['differing']:,} differing")
+        met = f"{_counted(operations['checked'], 'check')}, {operations['differing']:,} differing"
+        parts.append(f"operations: {met}")
     return "; ".join(parts)
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"

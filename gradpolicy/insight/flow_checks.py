@@ -103,7 +103,7 @@ class StoppedBranches:
 
         Args:
             step: Updates taken so far.
-            active: The flow policies that hold in this step.
+            active: The flow policies that hold in this step, whose parameters still have their gradients.
             frozen: Gives the parameters that have no gradient for another reason.
 
         Returns:

@@ -201,6 +201,30 @@ def test_a_stopped_branch_gets_exactly_zero(fit, mode, capsys):
     assert "stopped branches" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("mode", ["detach", "zero"])
+def test_under_manual_optimization_the_cuts_are_looked_at(fit, two_layers, mode):
+    def training_step(batch, batch_idx):
+        optimizer = two_layers.optimizers()
+        loss = type(two_layers).training_step(two_layers, batch, batch_idx)
+        two_layers.manual_backward(loss)
+        optimizer.step()
+        # Gone at the end of the batch, which is no sign of a cut.
+        optimizer.zero_grad()
+
+    two_layers.automatic_optimization = False
+    two_layers.training_step = training_step
+    report = fit({"cut": gp.Stop(mode, modules="head")}, audit=FULL)
+    assert report["stopped_branches"] == {"checked": 12, "nonzero": 0}
+    assert report["operations"] == {"checked": 12, "differing": 0}
+
+
+def test_a_stop_that_compiled_code_hides_is_said_to_be_unchecked(fit, two_layers, capsys):
+    two_layers.head.compile(backend="eager")
+    report = fit({"cut": gp.Stop(modules="head")}, audit=FULL)
+    assert report["stopped_branches"] == {"checked": 0, "nonzero": 0}
+    assert capsys.readouterr().out.endswith("0 changed; stopped branches: 0 checks\n")
+
+
 @pytest.mark.parametrize(
     ("policy", "name"),
     [(gp.Stop(modules="head"), "trunk.0.weight"), (gp.Stop(params="head.bias"), "head.bias")],

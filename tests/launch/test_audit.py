@@ -1,6 +1,7 @@
 """The audit's configs: what a run writes and prints."""
 
 import json
+import re
 
 import pytest
 
@@ -18,7 +19,7 @@ def test_a_run_says_that_nothing_frozen_changed(train, audit) -> None:
     assert (
         report["changed"] == report["stopped_branches"]["nonzero"] == report["operations"]["differing"] == 0
     )
-    assert f"frozen entries: {report['intervals']} intervals, 0 changed" in ended.out
+    assert re.search(rf"frozen entries: {report['intervals']} intervals?, 0 changed", ended.out)
 
 
 def test_a_run_without_an_audit_writes_none(train) -> None:
