@@ -144,8 +144,7 @@ class MaskedParameter:
     @property
     def bytes(self) -> int:
         """Memory of ages and index."""
-        tensors = [self.ages, *([] if self.index is None else [self.index])]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self.ages.nbytes + (0 if self.index is None else self.index.nbytes)
 
     def uncounted_ages(self) -> Tensor:
         """Signed ages of all blocks, with room for the updates that are still to be counted in."""

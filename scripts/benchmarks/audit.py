@@ -1,23 +1,19 @@
 """What the audit costs a training step: the time spent in it, against the rest of the same steps."""
 
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradpolicy as gp
-from benchmarks.measure import Row, interval_of_median, one_thread
+from benchmarks.callback_cost import STEPS, Clock
+from benchmarks.measure import Row, one_thread
 from gradpolicy.insight.audit import Audit
 from gradpolicy.policies import Policy
-
-STEPS, WARMUP, WINDOW = 620, 20, 20
-"""Steps of a run, those that do not count, and those that are taken together: not every one has a look."""
 
 
 class Perceptron(LightningModule):
@@ -41,41 +37,6 @@ class Perceptron(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Clock(Callback):
-    """Says how long each step took and how much of it was spent in an audit."""
-
-    def __init__(self, audit: Audit) -> None:
-        self.steps: list[tuple[float, float]] = []
-        self._spent = self._began = 0.0
-        hooks = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
-        for hook in hooks:
-            setattr(audit, hook, self._timed(getattr(audit, hook)))
-        self._audit = audit
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*arguments)
-            finally:
-                self._spent += time.perf_counter() - began
-
-        return timed
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Times what the freezer calls, too."""
-        frozen: Any = self._audit._frozen
-        if frozen is not None:
-            for method in ("before_masks", "after_masks"):
-                setattr(frozen, method, self._timed(getattr(frozen, method)))
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        """Ends a step where the next begins."""
-        now = time.perf_counter()
-        self.steps.append((now - self._began, self._spent))
-        self._began, self._spent = now, 0.0
-
-
 def cost(what: str, policies: Mapping[str, Policy], target: float | None = None, **settings: Any) -> Row:
     """Trains with an audit.
 
@@ -89,8 +50,7 @@ def cost(what: str, policies: Mapping[str, Policy], target: float | None = None,
     samples = TensorDataset(torch.randn(STEPS * 64, 256), torch.randint(10, (STEPS * 64,)))
     with tempfile.TemporaryDirectory() as directory:
         audit = Audit(directory, **settings)
-        # After the audit, so that its last hook of a step is within the step.
-        clock = Clock(audit)
+        clock = Clock(audit, lambda: audit._frozen)
         trainer = Trainer(
             accelerator="auto",
             devices=1,
@@ -103,24 +63,7 @@ def cost(what: str, policies: Mapping[str, Policy], target: float | None = None,
             default_root_dir=directory,
         )
         trainer.fit(Perceptron(), DataLoader(samples, batch_size=64))
-    steps = clock.steps[WARMUP:]
-    windows = [steps[first : first + WINDOW] for first in range(0, len(steps), WINDOW)]
-    totals = [(sum(step for step, _ in window), sum(spent for _, spent in window)) for window in windows]
-    ratios = [step / (step - spent) for step, spent in totals]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    at_least, at_most = interval_of_median(ratios)
-    return {
-        "what": what,
-        "ratio": middle,
-        "target": target,
-        "unit": "time",
-        "low": low,
-        "high": high,
-        "at_least": at_least,
-        "at_most": at_most,
-        "milliseconds": 1e3 * statistics.median(step for step, _ in totals) / WINDOW,
-        "baseline_milliseconds": 1e3 * statistics.median(step - spent for step, spent in totals) / WINDOW,
-    }
+    return clock.row(what, target)
 
 
 def masks(every: int | None = None, state: str = "keep") -> dict[str, Policy]:

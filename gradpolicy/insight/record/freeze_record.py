@@ -265,7 +265,7 @@ class FreezeRecord:
         return self._places.get(name)
 
     def _place(self, name: str) -> Place:
-        place = self._find(name)
+        place = self._places.get(name) or self._find(name)
         assert place is not None, "masks are set before the first update"
         return place
 
