@@ -1,5 +1,6 @@
 """The report reads run directories, says what they lack, compares runs, and is drawn in a browser."""
 
+import itertools
 import json
 import math
 import re
@@ -14,7 +15,7 @@ from scipy import stats
 
 from gradpolicy.insight.report import write
 from gradpolicy.insight.report.comparison import compare, config_differences, groups_of, holm, spread, welch
-from gradpolicy.insight.report.figures import ages, timeline
+from gradpolicy.insight.report.figures import ages, run_curves, timeline
 from gradpolicy.insight.report.gradient_map import gradient_map, make_tree
 from gradpolicy.insight.report.images import inlined
 from gradpolicy.insight.report.page import LARGEST
@@ -212,6 +213,26 @@ def test_ages_begin_with_the_parameter_that_grew_oldest(run: Path) -> None:
     assert names == [f"model.trunk.{layer}.weight" for layer in ("1.conv", "0.conv", "2.fc")]
 
 
+def add_metric(run: Path, name: str, values: Sequence[float]) -> None:
+    """Adds a column to what a run logged, whose values take turns."""
+    table = run / "csv/version_0/metrics.csv"
+    head, *rows = table.read_text().splitlines()
+    turns = itertools.cycle(values)
+    table.write_text("\n".join([f"{head},{name}", *(f"{row},{next(turns)}" for row in rows)]))
+
+
+def test_a_metric_that_is_always_0_is_one_of_a_run_without_a_result(run: Path) -> None:
+    (run / "result.json").unlink()
+    add_metric(run, "val/errors", [0.0])
+    assert read_run(run).final_metrics["val/errors"] == 0.0
+
+
+@pytest.mark.parametrize(("values", "drawn"), [([0.25], False), ([0.25, 0.5], True)])
+def test_a_metric_that_never_changes_has_no_chart(run: Path, values: list[float], drawn: bool) -> None:
+    add_metric(run, "cost/seconds", values)
+    assert ("cost/seconds" in [figure.title for figure in run_curves(read_run(run))]) is drawn
+
+
 def test_an_empty_directory_gives_a_report_that_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     page = page_of([tmp_path / "empty"], tmp_path / "report.html")
@@ -366,14 +387,6 @@ def test_a_run_that_broke_off_is_shown_but_in_no_mean(runs: list[Path], tmp_path
     assert page.count('<td class="figure-cell">2</td>') == 2
 
 
-def test_a_metric_that_is_always_0_is_one_of_a_run_without_a_result(run: Path) -> None:
-    (run / "result.json").unlink()
-    table = run / "csv/version_0/metrics.csv"
-    head, *rows = table.read_text().splitlines()
-    table.write_text("\n".join([f"{head},val/errors", *(f"{row},0.0" for row in rows)]))
-    assert read_run(run).final_metrics["val/errors"] == 0.0
-
-
 def test_nothing_is_claimed_of_single_runs(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / str(lr), lr=lr, accuracy=lr) for lr in (0.1, 0.9)]
     page = page_of(paths, tmp_path / "report.html")
@@ -436,7 +449,8 @@ def test_a_browser_draws_every_figure_without_an_error(
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
-def test_what_was_asked_fits_a_phone(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [500, 900])
+def test_what_was_asked_fits_a_phone_and_a_small_window(run: Path, tmp_path: Path, width: int) -> None:
     target = "gradpolicy.tasks.tiny_shakespeare.TinyShakespeareDataModule"
     config = config_of(run, 0, 0.01) | {"data": {"_target_": target, "data_dir": f"/{'long' * 20}"}}
     write_json(run / "config.yaml", config)
@@ -447,7 +461,7 @@ def test_what_was_asked_fits_a_phone(run: Path, tmp_path: Path) -> None:
     look = f"<script>{measure}(document.querySelector('#asked-0 .scroll'))</script>"
     output.write_text(output.read_text().replace("</body>", f"{look}</body>"))
     # A window of Chromium is at least 500 pixels wide.
-    assert "beyond: 0\n" in browse(output, "--window-size=500,900", "--dump-dom").stdout
+    assert "beyond: 0\n" in browse(output, f"--window-size={width},900", "--dump-dom").stdout
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")

@@ -130,8 +130,8 @@ def run_curves(run: Run) -> list[Figure]:
                 mode="markers" if single else "lines",
                 marker={"size": 10, "symbol": "diamond"},
             )
-        # A number that was logged once stands in the table.
-        if any(len(trace.x) > 1 for trace in figure.data):
+        # A number that never changed stands in the table.
+        if any(len(set(trace.y)) > 1 for trace in figure.data):
             found.append(Figure(title, figure))
     return found
 
