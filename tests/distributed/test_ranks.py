@@ -89,6 +89,8 @@ def hybrid_with_fault(kind: str) -> str:
             model.weight.to_local().data[0, 0] += 1e-6
         elif kind == "mask":
             optimizer.masked_parameters()[model.weight].ages[0] *= -1
+        elif kind == "age":
+            optimizer.masked_parameters()[model.weight].uncounted += 1
     try:
         ranks.begin_step(1)
     except gp.PolicyError as error:
@@ -98,7 +100,12 @@ def hybrid_with_fault(kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [("weight", "the weights 'weight'"), ("mask", "the mask of 'weight'"), ("nothing", "")],
+    [
+        ("weight", "the weights 'weight'"),
+        ("mask", "the mask of 'weight'"),
+        ("age", "the ages of 'weight'"),
+        ("nothing", ""),
+    ],
 )
 def test_copies_of_a_shard_are_compared(pools: dict[int, ProcessPool], kind: str, named: str) -> None:
     messages = pools[4](hybrid_with_fault, kind)
