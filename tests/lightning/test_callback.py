@@ -763,6 +763,19 @@ def test_a_policy_for_another_phase_holds_there_and_not_in_training(two_layers, 
     assert seen == {"fit": False, phase: True}
 
 
+@pytest.mark.parametrize("phase", ["fit", "validate"])
+def test_after_a_validation_within_a_fit_the_policies_of_training_hold_again(
+    two_layers, loader, make_trainer, phase
+):
+    class Watch(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            self.active = callback.installed.report().rows[0].active
+
+    callback, watch = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=[phase]))}), Watch()
+    make_trainer(callbacks=[callback, watch]).fit(two_layers, loader, loader)
+    assert watch.active is (phase == "fit")
+
+
 def test_what_a_policy_did_in_the_test_phase_is_logged_at_its_end(two_layers, loader, make_trainer, tmp_path):
     class Attributes(Callback):
         def on_test_end(self, trainer, pl_module):
