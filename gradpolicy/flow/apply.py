@@ -130,10 +130,13 @@ def _is_numpy(forward: Callable[..., Any]) -> bool:
 def _as_tensors(values: Any, name: str, device: torch.device | None) -> Any:
     if isinstance(values, Tensor):
         return as_plain(values)
-    if isinstance(values, np.ndarray | np.generic | Number):
-        return torch.as_tensor(values, device=device)
     if isinstance(values, tuple | list):
         return rebuilt_sequence(values, [_as_tensors(value, name, device) for value in values])
-    raise PolicyError(
-        f"forward {shown(name)} returned {type(values).__name__}; it must return tensors or arrays"
-    )
+    if isinstance(values, np.ndarray | np.generic | Number):
+        try:
+            return torch.as_tensor(values, device=device)
+        except TypeError:  # of strings, dates or objects
+            kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
+    else:
+        kind = type(values).__name__
+    raise PolicyError(f"forward {shown(name)} returned {kind}; it must return tensors or arrays of numbers")

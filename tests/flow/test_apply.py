@@ -105,9 +105,13 @@ def test_the_wrong_number_shape_or_kind_of_gradients_is_an_error(rule, message):
         y.sum().backward()
 
 
-def test_a_forward_must_return_tensors():
-    with pytest.raises(gp.PolicyError, match="returned str"):
-        gp.apply("identity", lambda x: "no", torch.randn(3))
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [("no", "str"), (np.array(["no"]), "an array of <U2"), ((1.0, np.datetime64("2020")), "datetime64")],
+)
+def test_a_forward_must_return_tensors_or_arrays_of_numbers(value, told):
+    with pytest.raises(gp.PolicyError, match=f"returned {told}; it must return"):
+        gp.apply("identity", lambda x: value, torch.randn(3))
 
 
 def test_a_registered_rule_by_name(gradient):
