@@ -27,6 +27,15 @@ def test_one_changed_entry_changes_the_checksum(dtype: torch.dtype, shape: tuple
     assert checksum(tensor.clone()) == checksum(tensor)
 
 
+def test_the_sign_of_any_float64_changes_the_checksum() -> None:
+    tensor = some((1100,), torch.float64) + 1
+    whole = checksum(tensor)
+    for place in range(len(tensor)):
+        tensor[place].neg_()
+        assert checksum(tensor) != whole, place
+        tensor[place].neg_()
+
+
 def test_swapped_rows_change_the_checksum() -> None:
     tensor = some((8, 4096), torch.float32)
     assert checksum(tensor) != checksum(tensor[[1, 0, *range(2, 8)]])
