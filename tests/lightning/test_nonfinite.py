@@ -3,7 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from process_pool import ProcessPool
+from runs import fit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -81,6 +84,27 @@ def test_training_stops_with_the_module_and_the_policy(
     trainer = make_trainer(callbacks=[gp.GradientPolicies(policies), StopOnNonFinite()])
     with pytest.raises(gp.PolicyError, match=r"update 1: a gradient is not finite.*'trunk.1'.*spoiler"):
         trainer.fit(two_layers, loader)
+
+
+def spoil_on_rank_1(module: LightningModule) -> None:
+    """The root's derivative at 0 is infinite, and infinity times 0 is no number."""
+    if dist.get_rank() == 1:
+        layer = module.get_submodule("layers.1")
+        layer.register_forward_hook(lambda _, args, output: output + 0 * (0 * output).sqrt())
+
+
+def spoilt() -> str:
+    try:
+        fit("ddp", "entries", settings={"callbacks": [StopOnNonFinite()]}, prepare=spoil_on_rank_1)
+    except gp.PolicyError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_share_a_gradient_name_the_module_of_the_rank_that_spoilt_it(pair: ProcessPool) -> None:
+    for rank, message in enumerate(pair(spoilt)):
+        assert message.startswith(f"rank {rank}, epoch 0, update 1: a gradient is not finite; ")
+        assert "'layers.1." in message
 
 
 def test_a_loss_that_is_not_finite_stops_training_too(

@@ -96,6 +96,21 @@ def test_a_rank_that_leaves_in_good_order_is_no_death_and_stops_watching(watched
     assert ended == []
 
 
+def test_while_the_other_ranks_live_nothing_ends(watched, capfd) -> None:
+    watch, _, ended = watched
+    killed: list[bool] = []
+    child = SimpleNamespace(pid=7, returncode=None, poll=lambda: child.returncode)
+    child.kill = lambda: killed.append(True)
+    watch._children.append(child)
+    time.sleep(0.2)
+    assert ended == []
+    child.returncode = -15
+    time.sleep(0.2)
+    assert ended
+    assert killed
+    assert "rank 1 (process 7) died: killed by SIGTERM; ending the job" in capfd.readouterr().err
+
+
 def test_exit_codes_are_told_in_words() -> None:
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(-15) == "killed by SIGTERM"
