@@ -60,7 +60,6 @@ def continue_after(
     assert fit._data_fetcher is not None
     fetcher = fit._data_fetcher
     fit.load_state_dict(loops)
-    fit._combined_loader_states_to_load = []
     if saved_in == EPOCH:
         _end_epoch(trainer, log)
         return
