@@ -6,12 +6,13 @@
     python scripts/mutate.py --room flow --list
 
 A change is one node of a file's syntax tree: a comparison turned, a number or a flag changed, a condition
-negated, `and` for `or`, a sum for a difference, a statement left out, None returned. It is made in a clone of
-the repository, never in the working tree, so that what is not committed is not tried. First the tests of the
-module run (`tests/<room>/test_<module>.py`), then those of the room. Tests that run too long count as having
-noticed: most such changes loop without end. A change that no test notices is printed with its place: write
-the test that is missing, or remove what nobody needs. Some change nothing that can be seen; a person has to
-tell. Which changes are tried follows from the seed and the committed code.
+negated, `and` for `or`, a sum for a difference, a statement left out, None returned. It is made in a clone
+of the repository, never in the working tree, so that what is not committed is not tried. First the quick
+tests of the module run (`tests/<room>/test_<module>.py`), then those of the room, and with --slow the
+room's slow ones. Tests that run too long count as having noticed: most such changes loop without end. A
+change that no test notices is printed with its place: write the test that is missing, or remove what nobody
+needs. Some change nothing that can be seen; a person has to tell. Which changes are tried follows from the
+seed and the committed code.
 """
 
 import argparse
@@ -171,9 +172,9 @@ def tests_of(root: Path, file: str) -> list[list[str]]:
     return [nearest, [room, *(f"--ignore={path}" for path in nearest)]] if nearest else [[room]]
 
 
-def passes(root: Path, tests: Sequence[str], seconds: float) -> bool | None:
-    """Whether tests pass in the clone; None where they run too long."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-n0", "-p", "no:cacheprovider"]
+def passes(root: Path, tests: Sequence[str], seconds: float, which: str = "not slow") -> bool | None:
+    """Whether tests with a mark pass in the clone; None where they run too long."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", which, "-n0", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*command, *tests],
@@ -195,8 +196,15 @@ def passes(root: Path, tests: Sequence[str], seconds: float) -> bool | None:
             process.wait()
 
 
-def judge(root: Path, mutation: Mutation, seconds: float) -> str:
-    """Makes a change in the clone, runs the tests, and takes it back."""
+def judge(root: Path, mutation: Mutation, seconds: float, slow: float = 0.0) -> str:
+    """Makes a change in the clone, runs the tests, and takes it back.
+
+    Args:
+        root: The clone.
+        mutation: The change.
+        seconds: For the quick tests.
+        slow: For the room's slow ones, if these do not notice; 0: they do not run.
+    """
     file = root / mutation.file
     original = file.read_text()
     file.write_text(mutation.source)
@@ -206,7 +214,8 @@ def judge(root: Path, mutation: Mutation, seconds: float) -> str:
             passed = passes(root, tests, max(until - time.monotonic(), 1.0))
             if not passed:
                 return NOTICED if passed is False else TOO_LONG
-        return SURVIVED
+        passed = not slow or passes(root, [f"tests/{Path(mutation.file).parts[1]}"], slow, "slow")
+        return SURVIVED if passed else NOTICED if passed is False else TOO_LONG
     finally:
         file.write_text(original)
 
@@ -248,6 +257,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="for the tests of a change (default: a minute and four times what they take without)",
     )
+    parser.add_argument(
+        "--slow",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="run the room's slow tests too, for at most so long, where the others notice nothing",
+    )
     return parser.parse_args(arguments)
 
 
@@ -271,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for number, mutation in enumerate(cases):
                 if options.only not in (None, number):
                     continue
-                verdict = "" if options.list else judge(root, mutation, limit)
+                verdict = "" if options.list else judge(root, mutation, limit, options.slow)
                 if not options.list:
                     of_room[verdict] += 1
                 console.print(

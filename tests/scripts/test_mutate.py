@@ -73,6 +73,16 @@ def test_what_tests_notice_is_told_from_what_they_do_not(
     assert (clone / "gradpolicy" / "masks" / "limits.py").read_text() == SOURCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "verdict"), [(60.0, NOTICED), (0.0, SURVIVED)])
+def test_slow_tests_are_asked_last(clone: Path, seconds: float, verdict: str) -> None:
+    (clone / "tests" / "masks" / "test_slowly.py").write_text(
+        "import pytest\n\nfrom gradpolicy.masks.limits import limited\n\n\n"
+        "@pytest.mark.slow\ndef test_seven_is_not_limited():\n    assert limited(7, 9) == 7\n"
+    )
+    assert judge(clone, found(clone)["7", "(8)"], 60.0, seconds) == verdict
+
+
 def test_tests_that_do_not_end_are_ended(clone: Path) -> None:
     endless = Mutation("gradpolicy/masks/limits.py", 1, "", "", SOURCE + "\nwhile True:\n    pass\n")
     assert judge(clone, endless, 3.0) == TOO_LONG
