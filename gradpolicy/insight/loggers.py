@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import loggers
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 
 PREFIXES = ("policy/", "test/policy/")
 
@@ -28,8 +29,9 @@ class VaryingOnly(Logger):
     def _varying(self) -> set[str]:
         return set()
 
+    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Writes all but what has not changed yet."""
+        """Writes all but what has not changed yet, on the first rank."""
         written = {}
         for name, value in metrics.items():
             if not name.startswith(PREFIXES) or name in self._varying:

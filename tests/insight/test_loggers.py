@@ -1,12 +1,19 @@
 """Dashboards have no chart of what never changes."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_only
 
-from gradpolicy.insight.loggers import TensorBoardLogger, VaryingOnly, custom_scalars
+from gradpolicy.insight.loggers import (
+    TensorBoardLogger,
+    VaryingOnly,
+    WandbLogger,
+    custom_scalars,
+)
 
 
 class Kept(VaryingOnly, CSVLogger):
@@ -39,6 +46,23 @@ def test_other_numbers_are_written_as_they_come(tmp_path: Path) -> None:
     for step in range(2):
         logger.log_metrics({"train/loss": 1.0, "test/policy/a/active": 1.0}, step)
     assert logger.rows == [{"train/loss": 1.0, "step": step} for step in range(2)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda folder: WandbLogger(save_dir=folder, offline=True), id="wandb"),
+        pytest.param(lambda folder: TensorBoardLogger(folder, name=""), id="tensorboard"),
+    ],
+)
+def test_a_rank_that_is_not_the_first_writes_nothing(
+    make: Callable[[Path], Logger], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = make(tmp_path)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    for step in range(3):
+        logger.log_metrics({"policy/a/active": 1.0, "policy/a/active_share": 0.1 * step}, step)
+    assert not list(tmp_path.iterdir())
 
 
 def test_tensorboard_gets_no_flat_lines(tmp_path: Path) -> None:

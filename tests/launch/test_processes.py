@@ -147,6 +147,14 @@ def test_a_run_that_is_stopped_leaves_a_report_that_says_so(
 
 
 @pytest.mark.slow
+def test_two_ranks_log_to_every_dashboard(train_process) -> None:
+    loggers = ("logger=[csv,wandb,tensorboard,mlflow]", "trainer.log_every_n_steps=1")
+    ended = train_process("trainer=ddp_sim", *loggers, "callbacks=default")
+    assert ended.code == 0, ended.err
+    assert {"csv", "wandb", "tensorboard", "mlflow.db"} <= {path.name for path in ended.run.iterdir()}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
 def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(
     tmp_path: Path, train, trainer: str
