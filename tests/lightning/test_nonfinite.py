@@ -64,6 +64,25 @@ def test_weights_that_an_update_spoilt_are_named_with_the_policy_that_trains_the
     assert found.policies == ("head",)
 
 
+class RootOfWeight(nn.Module):
+    """Gives its input a finite gradient, and its weight an infinite one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sqrt()
+
+
+def test_a_gradient_of_a_weight_alone_is_named_with_the_policy_that_trains_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), RootOfWeight())
+    policies = {name: gp.Freeze(gp.masks.Fixed(), params=f"{name}.*") for name in "01"}
+    found = first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum(), policies)
+    assert (found.module, found.policies) == ("1", ("1",))
+    assert found.what == "first in the gradient of '1.weight'"
+
+
 def test_a_backward_that_is_not_finite_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Linear(2, 1))
     nn.init.zeros_(model[0].weight)
