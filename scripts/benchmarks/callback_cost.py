@@ -1,13 +1,12 @@
 """What a callback costs a training step: the time spent in it, against the rest of the same steps."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from benchmarks.measure import Row, interval_of_median
+from benchmarks.measure import Row, time_row
 
 STEPS, WARMUP, WINDOW = 1020, 20, 100
 """Steps of a run, those that do not count, and those that are taken together: not each writes to a file."""
@@ -64,19 +63,7 @@ class Clock(Callback):
         """
         steps = self.steps[WARMUP:]
         windows = [steps[first : first + WINDOW] for first in range(0, len(steps), WINDOW)]
-        totals = [(sum(step for step, _ in window), sum(spent for _, spent in window)) for window in windows]
-        ratios = [step / (step - spent) for step, spent in totals]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        at_least, at_most = interval_of_median(ratios)
-        return {
-            "what": what,
-            "ratio": middle,
-            "target": target,
-            "unit": "time",
-            "low": low,
-            "high": high,
-            "at_least": at_least,
-            "at_most": at_most,
-            "milliseconds": 1e3 * statistics.median(step for step, _ in totals) / WINDOW,
-            "baseline_milliseconds": 1e3 * statistics.median(step - spent for step, spent in totals) / WINDOW,
-        }
+        taken = [sum(step for step, _ in window) / len(window) for window in windows]
+        without = [sum(step - spent for step, spent in window) / len(window) for window in windows]
+        ratios = [with_it / rest for with_it, rest in zip(taken, without, strict=True)]
+        return time_row(what, ratios, taken, without, target)

@@ -84,6 +84,29 @@ def paired_ratio(
     """
     taken, against = paired_times(candidate, baseline, rounds=rounds, warmup=warmup, seconds=seconds)
     ratios = [sum(taken[i : i + 2]) / sum(against[i : i + 2]) for i in range(0, len(taken), 2)]
+    return {
+        **time_row(what, ratios, taken, against, target),
+        "fastest": _fastest(taken) / _fastest(against),
+        **more,
+    }
+
+
+def time_row(
+    what: str,
+    ratios: Sequence[float],
+    taken: Sequence[float],
+    against: Sequence[float],
+    target: float | None = None,
+) -> Row:
+    """The row of several ratios of times; see :func:`paired_ratio`.
+
+    Args:
+        what: What was measured, in words.
+        ratios: A ratio for each round.
+        taken: Seconds of what was measured.
+        against: Seconds of what it was measured against.
+        target: The most that the ratio should be.
+    """
     low, middle, high = statistics.quantiles(ratios, n=4)
     at_least, at_most = interval_of_median(ratios)
     return {
@@ -95,10 +118,8 @@ def paired_ratio(
         "high": high,
         "at_least": at_least,
         "at_most": at_most,
-        "fastest": _fastest(taken) / _fastest(against),
         "milliseconds": 1e3 * statistics.median(taken),
         "baseline_milliseconds": 1e3 * statistics.median(against),
-        **more,
     }
 
 
