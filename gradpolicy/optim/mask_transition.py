@@ -123,7 +123,7 @@ def _repack_ages(masked: MaskedParameter, flags: Tensor, block: int) -> tuple[Te
     """
     ages, source = masked.packed_ages(), masked.index
     masked.index = select(flags.device).pack_bits(flags)
-    masked.ages, masked.uncounted = _repacked(masked, ages, source, block, 1, 1.0), 0
+    masked.ages = _repacked(masked, ages, source, block, 1, 1.0)
     return source, block
 
 

@@ -152,9 +152,12 @@ class MaskedParameter:
         return self._of_all_blocks(self.ages, 1, -1)
 
     def packed_ages(self) -> Tensor:
-        """The ages of the blocks in the index, all of which are active."""
+        """The ages of the blocks in the index, all of which are active, with every update counted in."""
         self._make_room()
-        return self.ages + self.uncounted
+        if self.uncounted:
+            self.ages += self.uncounted
+            self.uncounted = 0
+        return self.ages
 
     def _make_room(self) -> None:
         """Stores ages in as many bits as the oldest entry needs."""

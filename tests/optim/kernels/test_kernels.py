@@ -141,22 +141,41 @@ def every_processor(monkeypatch):
     """Each kind of processor that this one can stand in for, in turn."""
     own = torch.backends.cpu.get_cpu_capability()
     kinds = ("DEFAULT", "AVX2", "AVX512")
+    loaded = [value for value in vars(native).values() if hasattr(value, "cache_clear")]
 
     def processors():
         for kind in kinds[: kinds.index(own) + 1]:
-            native._update_library.cache_clear()
-            native._update_of.cache_clear()
+            for each in loaded:
+                each.cache_clear()
             monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda kind=kind: kind)
             yield kind
 
     yield processors()
-    native._update_library.cache_clear()
-    native._update_of.cache_clear()
+    for each in loaded:
+        each.cache_clear()
 
 
-@pytest.mark.skipif(
+needs_vectors = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs a processor with vectors"
 )
+
+
+@needs_vectors
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_values_are_repacked_alike_on_every_processor(every_processor, dtype, share):
+    source, target = (torch.rand(70001) < share for _ in range(2))
+    values = torch.randint(-30000, 30000, (70001,), dtype=dtype)
+    expected = torch.where(source, values, 7)[target]
+    libraries = set()
+    for _ in every_processor:
+        indices = [NATIVE.pack_bits(flags) for flags in (source, target)]
+        assert torch.equal(NATIVE.repack(values[source], *indices, 1, 70001, 7), expected)
+        libraries.add(native._library()._name)
+    assert len(libraries) > 1
+
+
+@needs_vectors
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_updates_give_the_same_bits_on_every_processor(every_processor, dtype):
     rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)], weight_decay=0.1))

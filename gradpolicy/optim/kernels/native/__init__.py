@@ -90,6 +90,7 @@ class Native:
         # C would read and write beyond the tensors.
         assert values.numel() == read * block, "values must be those of the index that they follow"
         repacked = values.new_empty(written * block)
+        _large_pages()(repacked.data_ptr(), repacked.nbytes)
         job = _block_job(values, repacked, index=source, target=target, blocks=blocks, block=block, fill=fill)
         _call(_blocks("repack"), job)
         return repacked
@@ -137,6 +138,15 @@ def _block_counter() -> ctypes._NamedFuncPointer:
     assert library is not None, "no index is read by C that cannot be had"
     function = library.count_blocks
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
+    return function
+
+
+@functools.cache
+def _large_pages() -> ctypes._NamedFuncPointer:
+    library = _library()
+    assert library is not None, "no memory is packed by C that cannot be had"
+    function = library.ask_for_large_pages
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), None
     return function
 
 

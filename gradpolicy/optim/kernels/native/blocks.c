@@ -1,5 +1,11 @@
 /* What a mask does to ages, state and gradients, a block of consecutive entries at a time. */
 #include "common.h"
+#ifdef __AVX512BW__
+#include <immintrin.h>
+#endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 typedef struct {
     void *values;            /* what is read, or filled */
@@ -40,14 +46,17 @@ static void turn_part(const block_job *j, int64_t first, int64_t last)
 
 void turn(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PARTS(jobs, count, threads, turn_part); }
 
-/* --- pack_bits: a bit for each flag; blocks beyond the last are 0. */
+/* --- pack_bits: a bit for each flag; blocks beyond the last are 0.
+ *     The product has the lowest bits of eight bytes in its highest byte. */
 
 static void pack_bits_part(const block_job *j, int64_t first, int64_t last)
 {
     for (int64_t start = first; start < last; start += 64) {
-        uint64_t word = 0;
-        for (int64_t b = start; b < smaller(start + 64, last); b++) word |= (uint64_t)(j->flags[b] != 0) << (b - start);
-        memcpy(j->active + start / 8, &word, 8);
+        uint64_t flags[8] = {0};
+        uint8_t bits[8];
+        memcpy(flags, j->flags + start, smaller(64, last - start));
+        for (int byte = 0; byte < 8; byte++) bits[byte] = flags[byte] * 0x0102040810204080 >> 56;
+        memcpy(j->active + start / 8, bits, 8);
     }
 }
 
@@ -95,39 +104,81 @@ static inline uint64_t blocks_of_word(const uint8_t *index, int64_t word, int64_
     return last - word * 64 >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << (last - word * 64)) - 1;
 }
 
-/* No branch asks for a bit: half of them would be predicted wrongly. */
-#define REPACK(type, block)                                                                     \
+/* Writes the blocks of a word of an index, after those of the words before it.
+ * No branch asks for a bit: half of them would be predicted wrongly. */
+#define REPACK_WORD(type)                                                                       \
+    static inline __attribute__((always_inline)) void repack_word_##type(                       \
+        type *to, const type *from, uint64_t old, uint64_t new, int64_t block, type fill)       \
+    {                                                                                           \
+        const int64_t written = __builtin_popcountll(new) * block;                              \
+        for (int64_t i = 0; i < written; i++) to[i] = fill;                                     \
+        for (uint64_t both = old & new; both; both &= both - 1) {                               \
+            const uint64_t below = (both & -both) - 1;                                          \
+            memcpy(to + __builtin_popcountll(new & below) * block,                              \
+                   from + __builtin_popcountll(old & below) * block, block * sizeof(type));     \
+        }                                                                                       \
+    }
+
+REPACK_WORD(int16_t)
+REPACK_WORD(int32_t)
+REPACK_WORD(int64_t)
+
+#ifdef __AVX512BW__
+/* The same for blocks of one entry, sixteen at a time: old ones are spread out, new ones packed. */
+#define REPACK_VECTORS(type, load, store)                                                       \
+    static inline void repack_entries_##type(type *to, const type *from, uint64_t old, uint64_t new, type fill) \
+    {                                                                                           \
+        for (int done = 0; done < 64; done += 16, old >>= 16, new >>= 16) {                     \
+            const int read = __builtin_popcount(old & 0xffff), written = __builtin_popcount(new & 0xffff); \
+            const __m512i packed = load((1u << read) - 1, from);                                \
+            const __m512i spread = _mm512_mask_expand_epi32(_mm512_set1_epi32(fill), (__mmask16)old, packed); \
+            store(to, (1u << written) - 1, _mm512_maskz_compress_epi32((__mmask16)new, spread)); \
+            from += read;                                                                       \
+            to += written;                                                                      \
+        }                                                                                       \
+    }
+#define LOAD_WIDENED(mask, from) _mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(mask, from))
+#define STORE_NARROWED(to, mask, values) _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(values))
+
+REPACK_VECTORS(int16_t, LOAD_WIDENED, STORE_NARROWED)
+REPACK_VECTORS(int32_t, _mm512_maskz_loadu_epi32, _mm512_mask_storeu_epi32)
+#else
+#define repack_entries_int16_t(to, from, old, new, fill) repack_word_int16_t(to, from, old, new, 1, fill)
+#define repack_entries_int32_t(to, from, old, new, fill) repack_word_int32_t(to, from, old, new, 1, fill)
+#endif
+#define repack_entries_int64_t(to, from, old, new, fill) repack_word_int64_t(to, from, old, new, 1, fill)
+
+#define REPACK(type)                                                                            \
     do {                                                                                        \
-        const type *from = (const type *)j->values + rank_of(j->active, first) * (block);       \
-        type *to = (type *)j->packed + rank_of(j->target, first) * (block);                     \
+        const type *from = (const type *)j->values + rank_of(j->active, first) * j->block;      \
+        type *to = (type *)j->packed + rank_of(j->target, first) * j->block;                    \
         type fill;                                                                              \
         memcpy(&fill, &j->fill, sizeof fill);                                                   \
         for (int64_t word = first / 64; word * 64 < last; word++) {                             \
             const uint64_t old = blocks_of_word(j->active, word, last);                         \
             const uint64_t new = blocks_of_word(j->target, word, last);                         \
-            const int64_t written = __builtin_popcountll(new) * (block);                        \
-            for (int64_t i = 0; i < written; i++) to[i] = fill;                                 \
-            for (uint64_t both = old & new; both; both &= both - 1) {                           \
-                const uint64_t below = (both & -both) - 1;                                      \
-                memcpy(to + __builtin_popcountll(new & below) * (block),                        \
-                       from + __builtin_popcountll(old & below) * (block), (block) * sizeof(type)); \
-            }                                                                                   \
-            from += __builtin_popcountll(old) * (block);                                        \
-            to += written;                                                                      \
+            if (j->block == 1) repack_entries_##type(to, from, old, new, fill);                 \
+            else repack_word_##type(to, from, old, new, j->block, fill);                        \
+            from += __builtin_popcountll(old) * j->block;                                       \
+            to += __builtin_popcountll(new) * j->block;                                         \
         }                                                                                       \
-    } while (0)
-
-#define REPACK_ENTRIES_OR_ROWS(type)        \
-    do {                                    \
-        if (j->block == 1) REPACK(type, 1); \
-        else REPACK(type, j->block);        \
     } while (0)
 
 static void repack_part(const block_job *j, int64_t first, int64_t last)
 {
-    if (j->item_bytes == 2) REPACK_ENTRIES_OR_ROWS(int16_t);
-    else if (j->item_bytes == 4) REPACK_ENTRIES_OR_ROWS(int32_t);
-    else REPACK_ENTRIES_OR_ROWS(int64_t);
+    if (j->item_bytes == 2) REPACK(int16_t);
+    else if (j->item_bytes == 4) REPACK(int32_t);
+    else REPACK(int64_t);
 }
 
 void repack(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PARTS(jobs, count, threads, repack_part); }
+
+/* Asks the system for large pages: new memory comes several times as fast, a page at a time. */
+void ask_for_large_pages(void *memory, int64_t bytes)
+{
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = 1 << 21, start = ((uintptr_t)memory + page - 1) / page * page;
+    const uintptr_t end = ((uintptr_t)memory + bytes) / page * page;
+    if (start < end) madvise((void *)start, end - start, MADV_HUGEPAGE);
+#endif
+}
