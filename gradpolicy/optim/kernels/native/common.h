@@ -6,6 +6,8 @@
 
 #define TILE 256    /* entries that are computed at once, in the first-level cache */
 #define PART 16384  /* entries that are worth a thread's while */
+#define LINE 64      /* bytes that a processor reads at once */
+#define FETCHED 2048 /* bytes of a block that are read ahead; the processor foresees the rest */
 #define MAX_STATES 3 /* tensors of state that a rule may keep */
 #define MAX_SETTINGS 16 /* numbers of a rule that are the same for all entries */
 

@@ -163,6 +163,37 @@ static void NAME(row)(const update_job *j, const REAL *settings, int64_t at, int
                    numbers, 1);
 }
 
+/* The first active block from `b` on, or `last`. */
+static int64_t NAME(next_active)(const update_job *j, int64_t b, int64_t last)
+{
+    while (b < last && !(j->active ? is_set(j->active, b) : age_of(j->ages, j->age_bytes, b) > 0)) b++;
+    return b;
+}
+
+/* Begins to read a block, which the processor does not foresee behind frozen ones.
+ * Always inlined: GCC drops calls of a function that does nothing else. */
+static inline __attribute__((always_inline)) void NAME(fetch)(const update_job *j, int64_t b, int64_t own_block)
+{
+    const int64_t item = j->type == BFLOAT16 ? 2 : sizeof(REAL), bytes = j->block * item;
+    for (int64_t i = 0; i < smaller(bytes, FETCHED); i += LINE) {
+        __builtin_prefetch((const char *)j->parameter + b * bytes + i, 1, 2);
+        __builtin_prefetch((const char *)j->gradient + b * bytes + i, 0, 2);
+        for (int k = 0; k < STATES; k++)
+            if (j->state[k]) __builtin_prefetch((const char *)j->state[k] + own_block * bytes + i, 1, 2);
+    }
+}
+
+/* The active blocks of a part, of several entries each. */
+static void NAME(rows)(const update_job *j, const REAL *settings, int64_t first, int64_t last)
+{
+    int64_t packed = j->active ? count_bits(j->active, first) : 0;
+    for (int64_t next, b = NAME(next_active)(j, first, last); b < last; b = next, packed++) {
+        next = NAME(next_active)(j, b + 1, last);
+        if (b + 1 < next && next < last) NAME(fetch)(j, next, j->active ? packed + 1 : next);
+        NAME(row)(j, settings, b * j->block, j->active ? packed : b);
+    }
+}
+
 /* The active entries of a part whose state is packed, a tile at a time. */
 static void NAME(packed_entries)(const update_job *j, const REAL *settings, int64_t first, int64_t last)
 {
@@ -188,11 +219,5 @@ static void NAME(part)(const update_job *j, int64_t first, int64_t last)
     else if (j->block == 1)
         for (int64_t at = first; at < last; at += TILE)
             NAME(entries)(j, settings, at, NULL, at, smaller(TILE, last - at));
-    else if (j->active) {
-        int64_t own = count_bits(j->active, first);
-        for (int64_t b = first; b < last; b++)
-            if (is_set(j->active, b)) NAME(row)(j, settings, b * j->block, own++);
-    } else
-        for (int64_t b = first; b < last; b++)
-            if (age_of(j->ages, j->age_bytes, b) > 0) NAME(row)(j, settings, b * j->block, b);
+    else NAME(rows)(j, settings, first, last);
 }
