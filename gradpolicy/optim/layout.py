@@ -87,7 +87,7 @@ class Layout:
     Attributes:
         shape: local shape, with a last dimension of 2 for complex parameters.
         order: dimensions from the outermost in memory to the innermost.
-        plain: whether entries are real and lie in logical order.
+        plain: whether the parameter is not sharded, and its entries are real and lie in logical order.
     """
 
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ class Layout:
         """Reads the layout off a parameter."""
         real = _real(local_shard(parameter.detach()))
         order = sorted(range(real.dim()), key=lambda d: real.stride(d), reverse=True)
-        plain = order == sorted(order) and not parameter.is_complex()
+        plain = order == sorted(order) and not parameter.is_complex() and not is_sharded(parameter)
         return cls(tuple(real.shape), tuple(order), plain)
 
     @functools.cached_property
@@ -120,11 +120,11 @@ class Layout:
 
     def lies_plainly(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is what `flat` would give."""
-        return self.plain and tensor.is_contiguous() and not is_sharded(tensor)
+        return self.plain and tensor.is_contiguous()
 
     def shaped(self, flat: Tensor, parameter: Tensor) -> Tensor:
         """A flat vector as a tensor like the parameter, of which it becomes the memory where that can be."""
-        if self.plain and not is_sharded(parameter):
+        if self.plain:
             return flat.view(parameter.shape)
         shaped = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         _real(local_shard(shaped)).copy_(self.unflatten(flat))
@@ -132,7 +132,7 @@ class Layout:
 
     def write_back(self, flat: Tensor, tensor: Tensor) -> None:
         """Puts a flat vector from `flat` back where that was a copy."""
-        if self.plain and not is_sharded(tensor) and tensor.data_ptr() == flat.data_ptr():
+        if self.plain and tensor.data_ptr() == flat.data_ptr():
             return
         target = _real(local_shard(tensor.detach()))
         if target.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
@@ -154,7 +154,7 @@ class Layout:
             whole-tensor mask, a row's worth for a row mask, one for an entry mask.
         """
         one_each = self.plain and mask.shape == parameter.shape and mask.device == parameter.device
-        if one_each and not is_sharded(mask) and not is_sharded(parameter):
+        if one_each and not is_sharded(mask):
             return mask.reshape(-1).contiguous(), 1
         own = local_mask(mask, parameter).to(local_shard(parameter).device)
         if parameter.is_complex():
