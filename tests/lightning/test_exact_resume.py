@@ -2,6 +2,7 @@
 
 import csv
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,38 @@ class Numbers(DataModule):
         values = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
         self.train_set = TensorRows(values[:22], values[:22].sum(dim=1))
         self.validation_set = TensorRows(values[22:], values[22:].sum(dim=1))
+
+
+class OwnDraws:
+    """A loader of a person's own, whose state is another one on each process."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        self.given = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.given %= len(self)
+        while self.given < len(self):
+            values = torch.randn(4, 3, generator=self.generator)
+            self.given += 1
+            yield values, values.sum(dim=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.given = state["given"]
+
+
+class DrawnNumbers(Numbers):
+    """Each process draws batches of its own."""
+
+    def train_dataloader(self) -> OwnDraws:
+        return OwnDraws()
 
 
 class SaveEverywhere(Checkpoint):
@@ -234,6 +267,16 @@ def test_resuming_on_two_processes_gives_the_same_bits(tmp_path: Path) -> None:
     whole = run("whole")
     assert run("within_a_window", tmp_path / "whole" / "1_2_0_batch.ckpt") == whole
     assert run("end_of_an_epoch", tmp_path / "whole" / "1_4_0_batch.ckpt") == whole
+
+
+def test_every_process_resumes_a_loader_of_its_own(tmp_path: Path) -> None:
+    def run(folder: str, resume_from: Path | None = None) -> list[Any]:
+        data = DrawnNumbers(batch_size=2, seed=5)
+        fit(tmp_path / folder, resume_from, data=data, strategy="ddp_fork", devices=2)
+        return content(tmp_path / folder / "2_4_2_epoch.ckpt")
+
+    whole = run("whole")
+    assert run("resumed", tmp_path / "whole" / "1_2_0_batch.ckpt") == whole
 
 
 def test_resuming_inside_an_epoch_with_another_batch_size_is_refused(tmp_path: Path) -> None:
