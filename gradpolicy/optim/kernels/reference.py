@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from gradpolicy.optim.kernels.interface import EntryUpdate
 from gradpolicy.optim.update_rules import State, UpdateRule
@@ -265,17 +264,17 @@ def _joined(updates: Sequence[EntryUpdate]) -> Iterator[EntryUpdate]:
 def _batches(updates: Sequence[EntryUpdate]) -> Iterator[list[EntryUpdate]]:
     """Updates that one call can carry out, of at most `JOINED` entries unless one tensor has more."""
     batches: dict[Any, list[EntryUpdate]] = {}
-    sizes: dict[Any, int] = {}
+    room: dict[Any, int] = {}
     for update in updates:
-        packed = update.index is not None
-        types = (update.parameter.dtype, update.ages.dtype, *update.state)
-        key = (types, packed, update.block, update.uncounted, update.age)
-        size = update.parameter.numel()
-        if sizes.get(key, 0) + size > JOINED and key in batches:
+        parameter, ages, packed = update.parameter, update.ages, update.index is not None
+        key = (parameter.dtype, ages.dtype, packed, update.block, update.uncounted, update.age, *update.state)
+        size = parameter.numel()
+        if key in batches and room[key] < size:
             yield batches.pop(key)
-            sizes[key] = 0
-        batches.setdefault(key, []).append(update)
-        sizes[key] = sizes.get(key, 0) + size
+        if key not in batches:
+            batches[key], room[key] = [], JOINED
+        batches[key].append(update)
+        room[key] -= size
     yield from batches.values()
 
 
@@ -284,25 +283,33 @@ def _join(updates: Sequence[EntryUpdate]) -> EntryUpdate:
     indices = [each.index for each in updates if each.index is not None]
     return dataclasses.replace(
         first,
-        parameter=_flatten_dense_tensors(_padded(updates, [each.parameter for each in updates])),
-        gradient=_flatten_dense_tensors(_padded(updates, [each.gradient for each in updates])),
-        state={name: _flatten_dense_tensors([each.state[name] for each in updates]) for name in first.state},
-        ages=_flatten_dense_tensors([each.ages for each in updates]),
+        parameter=torch.cat(_padded(updates, _vectors([each.parameter for each in updates]))),
+        gradient=torch.cat(_padded(updates, _vectors([each.gradient for each in updates]))),
+        state={name: torch.cat(_vectors([each.state[name] for each in updates])) for name in first.state},
+        ages=torch.cat([each.ages for each in updates]),
         index=torch.cat(indices) if indices else None,
     )
 
 
-def _padded(updates: Sequence[EntryUpdate], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors; where they have indices, each is followed by as much as its index has bits too many."""
+def _vectors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors as vectors; most small ones are, and Python takes a microsecond for a view."""
+    return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
+
+
+def _padded(updates: Sequence[EntryUpdate], tensors: list[Tensor]) -> list[Tensor]:
+    """The vectors; where they have indices, each is followed by as much as its index has bits too many."""
     block = updates[0].block
     if updates[0].index is None:
-        return list(tensors)
+        return tensors
     padding = tensors[0].new_zeros(63 * block)
     return [part for tensor in tensors for part in (tensor, padding[: -tensor.numel() % (64 * block)])]
 
 
 def _put_back(joined: EntryUpdate, updates: Sequence[EntryUpdate]) -> None:
-    pairs = [(joined.parameter, _padded(updates, [each.parameter for each in updates]))]
-    pairs += [(value, [each.state[name] for each in updates]) for name, value in joined.state.items()]
+    parameters = _vectors([each.parameter for each in updates])
+    pairs = [(joined.parameter, _padded(updates, parameters))]
+    pairs += [
+        (value, _vectors([each.state[name] for each in updates])) for name, value in joined.state.items()
+    ]
     for vector, targets in pairs:
-        torch._foreach_copy_(targets, _unflatten_dense_tensors(vector, targets))
+        torch._foreach_copy_(targets, vector.split([target.numel() for target in targets]))
