@@ -19,7 +19,7 @@ from gradpolicy.when import When
 if TYPE_CHECKING:
     from gradpolicy import delta, masks, schedules
     from gradpolicy.flow.apply import apply
-    from gradpolicy.flow.gradcheck import gradcheck_rule
+    from gradpolicy.flow.gradcheck_rule import gradcheck_rule
     from gradpolicy.flow.install import install
     from gradpolicy.flow.override import gradient_override
     from gradpolicy.freezing import Freezer

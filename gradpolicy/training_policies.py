@@ -20,7 +20,7 @@ from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
 from gradpolicy.flow.install import Installed
 from gradpolicy.flow.policy_checks import check_cuts
-from gradpolicy.flow.report import check_met
+from gradpolicy.flow.policy_report import check_met
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of

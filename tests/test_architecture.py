@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -78,6 +79,19 @@ INSIDE = [module for module in MODULES if module != "gradpolicy"]
 def test_the_picture_shows_every_room_and_no_other() -> None:
     assert set(rooms()) == {module.split(".")[1] for module in INSIDE}
     assert set(rooms().values()) == set(arrows())
+
+
+SHARED_NAMES = {
+    "base.py": "what the files of its folder have in common",
+    "binary.py": "rules, and the task that trains with them",
+    "sampling.py": "rules for draws, and how draws are found",
+    "spiking.py": "rules, and the task that trains with them",
+}
+
+
+def test_no_two_files_share_a_name_without_reason() -> None:
+    names = Counter(path.name for path in MODULES.values())
+    assert {name for name, count in names.items() if count > 1} - {"__init__.py"} == SHARED_NAMES.keys()
 
 
 def test_no_module_imports_in_a_circle() -> None:

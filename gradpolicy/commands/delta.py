@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gradpolicy.delta.apply import apply, revert
+from gradpolicy.delta.apply_delta import apply, revert
 from gradpolicy.delta.info import info
 from gradpolicy.delta.merge import merge
 from gradpolicy.delta.save import save

@@ -1,9 +1,9 @@
 """JSON schemas of config files, so that editors complete keys, show what they mean and underline wrong ones.
 
-They are made from the signatures by which :mod:`gradpolicy.launch.arguments` checks a config, and from the
-docstrings. A schema knows the classes of this package, of Lightning and of torch that a config may name; what
-a person's own package holds may have any arguments. Where a value stands a reference may stand, such as
-``${seed}``.
+They are made from the signatures by which :mod:`gradpolicy.launch.target_arguments` checks a config, and
+from the docstrings. A schema knows the classes of this package, of Lightning and of torch that a config may
+name; what a person's own package holds may have any arguments. Where a value stands a reference may stand,
+such as ``${seed}``.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from gradpolicy.errors import constructors
 from gradpolicy.imports import follow
 from gradpolicy.launch import kinds
-from gradpolicy.launch.arguments import KEY_TYPES, PLAIN, argument_names
 from gradpolicy.launch.config import Group, Node, Paths, Settings
+from gradpolicy.launch.target_arguments import KEY_TYPES, PLAIN, argument_names
 from gradpolicy.launch.targets import TARGET
 from gradpolicy.masks import MaskSource
 from gradpolicy.policies import Policy

@@ -20,7 +20,7 @@ Example:
     True
 """
 
-from gradpolicy.delta.apply import apply, revert
+from gradpolicy.delta.apply_delta import apply, revert
 from gradpolicy.delta.info import Info, TensorInfo, info
 from gradpolicy.delta.merge import merge
 from gradpolicy.delta.save import save

@@ -1,7 +1,7 @@
 """Puts rules on a model and takes them off: operations, module boundaries, parameters."""
 
 from gradpolicy.flow.apply import apply
-from gradpolicy.flow.gradcheck import gradcheck_rule
+from gradpolicy.flow.gradcheck_rule import gradcheck_rule
 from gradpolicy.flow.install import Installed, install
 from gradpolicy.flow.override import gradient_override
 

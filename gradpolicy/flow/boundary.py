@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from gradpolicy.flow.arguments import Argument
 from gradpolicy.flow.autograd_functions import (
     AdoptHistory,
     in_transform,
@@ -16,6 +15,7 @@ from gradpolicy.flow.autograd_functions import (
 )
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors
+from gradpolicy.flow.forward_argument import Argument
 
 
 class Boundary:

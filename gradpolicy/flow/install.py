@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.flow.arguments import Argument, find_argument
 from gradpolicy.flow.bound_rule import FlowObserver, RuleState
 from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.counted_calls import CountedCalls
 from gradpolicy.flow.dispatch import DispatchTable
+from gradpolicy.flow.forward_argument import Argument, find_argument
 from gradpolicy.flow.locations import FlowPolicy, describe_location, find_locations
 from gradpolicy.flow.operation_rule import OperationRule, rules_for
 from gradpolicy.flow.operation_tables import MODULE_CALLS
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
-from gradpolicy.flow.report import Met, Report, ReportRow, tell_unmet
+from gradpolicy.flow.policy_report import Met, Report, ReportRow, tell_unmet
 from gradpolicy.flow.session import InstallSession
 from gradpolicy.flow.through import Through, ThroughRule
 from gradpolicy.flow.wrapped_forward import WrappedForward, WrappedReLU

@@ -17,7 +17,7 @@ from gradpolicy.flow.dispatch import DispatchMode, DispatchTable, note_taken
 from gradpolicy.flow.operation_rule import rules_for
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
-from gradpolicy.flow.report import NEVER_FLOATING, Met, tell_unmet
+from gradpolicy.flow.policy_report import NEVER_FLOATING, Met, tell_unmet
 from gradpolicy.flow.table_rule import TableRule
 from gradpolicy.rules.registry import Rule, RuleFunction
 

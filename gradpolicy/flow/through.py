@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.flow.arguments import Argument
 from gradpolicy.flow.autograd_functions import in_transform, is_differentiable, replace_gradient
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.boundary import adopt_writes
 from gradpolicy.flow.containers import map_tensors, replace_at, tensors_in
+from gradpolicy.flow.forward_argument import Argument
 from gradpolicy.flow.locations import FlowPolicy
 from gradpolicy.rules.call import Call
 from gradpolicy.rules.passing import identity

@@ -21,9 +21,9 @@ from gradpolicy.freezing.combination import (
     parameter_ids,
     set_masks,
 )
+from gradpolicy.freezing.freeze_report import FreezeReport, FreezeRow
 from gradpolicy.freezing.missing_gradients import MissingGradients
 from gradpolicy.freezing.policy_masks import FreezePolicy, PolicyMasks
-from gradpolicy.freezing.report import FreezeReport, FreezeRow
 from gradpolicy.freezing.requires_grad import FOLLOWS_REQUIRES_GRAD, RequiresGrad, compiled_parameters
 from gradpolicy.freezing.scaled_updates import ScaledUpdates, check_proportional
 from gradpolicy.masks.base import MaskSource

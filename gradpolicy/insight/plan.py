@@ -15,7 +15,7 @@ from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate, name_policies
 from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.flow.policy_checks import remarks as flow_remarks
-from gradpolicy.flow.report import check_met
+from gradpolicy.flow.policy_report import check_met
 from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.insight.plan_table import Plan, PlanModule, PlanRow
@@ -35,7 +35,7 @@ from gradpolicy.when import When
 from gradpolicy.where import named_parameters, pick_each, plain_name
 
 if TYPE_CHECKING:
-    from gradpolicy.flow.report import ReportRow
+    from gradpolicy.flow.policy_report import ReportRow
 
 Step = Callable[[nn.Module], Tensor]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

@@ -107,7 +107,7 @@ def check_config(config: DictConfig) -> Settings:
         raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
     _check_trainer(settings.trainer)
     load_extensions(settings.extensions)
-    from gradpolicy.launch.arguments import check_arguments
+    from gradpolicy.launch.target_arguments import check_arguments
 
     # The optimizer before the model, which refers to it: a message should name the key that a person set.
     for key in sorted(container, key=lambda key: key == "model"):

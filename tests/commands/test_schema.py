@@ -17,7 +17,7 @@ import yaml
 from gradpolicy.commands.schema import FILES, as_text, main, name_schemas, schema_of
 from gradpolicy.imports import follow
 from gradpolicy.launch.app import main as run_program
-from gradpolicy.launch.arguments import argument_names, misfits
+from gradpolicy.launch.target_arguments import argument_names, misfits
 from gradpolicy.policies import Freeze
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -17,7 +17,7 @@ from gradpolicy.insight.report import write
 from gradpolicy.insight.report.comparison import compare, config_differences, groups_of, holm, spread, welch
 from gradpolicy.insight.report.figures import ages, run_curves, timeline
 from gradpolicy.insight.report.gradient_map import gradient_map, make_tree
-from gradpolicy.insight.report.images import inlined
+from gradpolicy.insight.report.inline_images import inlined
 from gradpolicy.insight.report.page import LARGEST
 from gradpolicy.insight.report.reading import read_run
 

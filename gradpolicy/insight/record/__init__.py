@@ -12,7 +12,7 @@
 0     5  fc.weight          0.75
 """
 
-from gradpolicy.insight.record.callback import Record
+from gradpolicy.insight.record.record_callback import Record
 from gradpolicy.insight.record.record_file import load
 
 __all__ = ["Record", "load"]

@@ -24,7 +24,7 @@ from gradpolicy.insight.report.comparison import (
 )
 from gradpolicy.insight.report.figures import Figure
 from gradpolicy.insight.report.gradient_map import gradient_map
-from gradpolicy.insight.report.images import inlined
+from gradpolicy.insight.report.inline_images import inlined
 from gradpolicy.insight.report.reading import Run
 
 # Bytes of a whole report, at most, and of the pictures of one run.

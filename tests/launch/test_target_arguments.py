@@ -8,7 +8,7 @@ from torch import Tensor
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.arguments import argument_names, check_arguments, check_value, misfits
+from gradpolicy.launch.target_arguments import argument_names, check_arguments, check_value, misfits
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gradpolicy as gp
-from gradpolicy.freezing.report import FreezeReport
+from gradpolicy.freezing.freeze_report import FreezeReport
 
 
 @pytest.fixture
