@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -49,9 +50,9 @@ def _batches(data: LightningDataModule, loader: str, limit: float, name: str) ->
     if not is_overridden(loader, data, LightningDataModule):
         return None
     made: Any = getattr(data, loader)()
-    if not hasattr(made, "__len__") or isinstance(made, list | tuple | dict):
+    length = None if isinstance(made, list | tuple | dict) else sized_len(made)
+    if length is None:
         return None
-    length = len(made)
     taken = min(length, limit) if isinstance(limit, int) else int(length * limit)
     if taken == 0 and length > 0 and limit > 0:
         raise PolicyError(f"trainer.{name}: {limit} given, but of {length} batches that is none")
