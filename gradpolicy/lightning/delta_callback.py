@@ -46,7 +46,6 @@ class SaveDelta(Callback):
             if trainer.is_global_zero:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 write_weights(self.directory / BASE, begun)
-        trainer.strategy.barrier("gradpolicy.delta")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes sure that the base is there, and of this model, before hours are spent."""

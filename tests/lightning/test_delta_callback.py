@@ -1,9 +1,11 @@
 """A run writes what it changed, compared with what it began with, resumed or not."""
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file, save_file
 
 import gradpolicy as gp
@@ -25,10 +27,11 @@ def test_the_file_leads_from_the_first_weights_to_the_last(
     began = weights(two_layers)
     names = list(began)
     policies = gp.GradientPolicies({"rows": gp.Freeze(gp.masks.Rows(":2"), params=names[0])})
-    make_trainer(callbacks=[policies, SaveDelta(str(tmp_path))], max_steps=3).fit(two_layers, loader)
-    info = gp.delta.info(tmp_path / "delta.safetensors")
+    folder = tmp_path / "run" / "delta"
+    make_trainer(callbacks=[policies, SaveDelta(str(folder))], max_steps=3).fit(two_layers, loader)
+    info = gp.delta.info(folder / "delta.safetensors")
     assert {tensor.name: tensor.form for tensor in info.tensors}[names[0]] == "rows"
-    base = load_file(tmp_path / "base.safetensors")
+    base = load_file(folder / "base.safetensors")
     assert same(base, began)
     gp.delta.apply(base, info.path)
     assert same(base, two_layers.state_dict())
@@ -54,9 +57,10 @@ def test_a_base_and_a_module_can_be_named(two_layers, loader, make_trainer, tmp_
         {key: torch.zeros_like(tensor) for key, tensor in child.state_dict().items()},
         tmp_path / "zero.safetensors",
     )
-    callback = SaveDelta(str(tmp_path), base=str(tmp_path / "zero.safetensors"), module=name)
+    folder = tmp_path / "run" / "delta"
+    callback = SaveDelta(str(folder), base=str(tmp_path / "zero.safetensors"), module=name)
     make_trainer(callbacks=[callback], max_steps=1).fit(two_layers, loader)
-    gp.delta.revert(child, tmp_path / "delta.safetensors")
+    gp.delta.revert(child, folder / "delta.safetensors")
     assert not any(tensor.any() for tensor in child.state_dict().values())
 
 
@@ -79,5 +83,29 @@ def test_a_base_of_another_model_is_refused_before_training(
 ) -> None:
     save_file({"other": torch.zeros(3)}, tmp_path / "other.safetensors")
     callback = SaveDelta(str(tmp_path), base=str(tmp_path / "other.safetensors"))
+    trainer = make_trainer(callbacks=[callback], max_steps=1)
     with pytest.raises(PolicyError, match="the model has no tensor other"):
-        make_trainer(callbacks=[callback], max_steps=1).fit(two_layers, loader)
+        trainer.fit(two_layers, loader)
+    assert trainer.global_step == 0
+
+
+def test_what_was_written_is_told(two_layers, loader, make_trainer, tmp_path: Path, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        make_trainer(callbacks=[SaveDelta(str(tmp_path))], max_steps=1).fit(two_layers, loader)
+    info = gp.delta.info(tmp_path / "delta.safetensors")
+    assert f"{info.path}: {info.stored:,} of {info.entries:,} entries, {info.bytes:,} bytes" in caplog.text
+
+
+def test_ranks_wait_for_each_other_once_the_file_is_written(
+    two_layers, loader, make_trainer, tmp_path: Path
+) -> None:
+    """Or one of them would look for it too early."""
+    there: list[bool] = []
+
+    class Waits(SingleDeviceStrategy):
+        def barrier(self, name: str | None = None) -> None:
+            if name == "gradpolicy.delta":
+                there.append((tmp_path / "delta.safetensors").exists())
+
+    make_trainer(strategy=Waits(), callbacks=[SaveDelta(str(tmp_path))]).fit(two_layers, loader)
+    assert there == [True]
