@@ -172,9 +172,7 @@ class GradientPolicies(TrainingPolicies, Callback):
 
         Not if a source needs whole gradients: then call the optimizer's ``mask_gradients`` before you clip.
         """
-        if pl_module.automatic_optimization or self.freezer is None:
-            return
-        if not self._wanted_gradients():
+        if not pl_module.automatic_optimization and not self._wanted_gradients():
             for optimizer in self.masked_optimizers:
                 with _one_gradient_left(trainer, optimizer):
                     optimizer.mask_gradients()
@@ -214,7 +212,7 @@ class GradientPolicies(TrainingPolicies, Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switches back from validation within a fit."""
-        if trainer.state.fn is TrainerFn.FITTING and self.installed is not None:
+        if trainer.state.fn is TrainerFn.FITTING:
             self._update_flow(trainer, "fit")
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
@@ -276,8 +274,8 @@ def _loss_scale(trainer: Trainer) -> float:
 def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
     """Removes the loss scale from gradients that a fused optimizer would get with it."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-        # Under manual optimization it may have been done.
+    if scaler is not None:
+        # It has been done for any other optimizer, and may have been under manual optimization.
         with suppress(RuntimeError):
             scaler.unscale_(optimizer)
 
