@@ -817,6 +817,8 @@ def test_what_policies_did_in_training_and_in_the_test_has_keys_of_its_own(
     assert {f"test/{key}" for key in of_training} >= of_test > set()
     assert of_test in keys
     assert not any(row & of_training and row & of_test for row in keys)
+    (counted,) = [row["test/policy/rounding/operations"] for row in rows if of_test & {*row}]
+    assert float(counted) == 0, "no gradient was recorded in the test"
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -835,10 +837,11 @@ def test_what_no_logger_gets_is_measured_for_whoever_records_it(two_layers, load
     callback = gp.GradientPolicies(policies)
     assert not callback.recorded
     callback.recorded = recorded
-    trainer = make_trainer(limit_train_batches=2, log_every_n_steps=2, callbacks=[callback, Reads()])
+    trainer = make_trainer(limit_train_batches=3, log_every_n_steps=3, callbacks=[callback, Reads()])
     trainer.fit(two_layers, loader)
     nothing = (False, set(), set())
-    assert seen == [nothing, (True, {"head.weight", "rounding"}, {"rounding"}) if recorded else nothing]
+    measured = (True, {"head.weight", "rounding"}, {"rounding"})
+    assert seen == [nothing, nothing, measured if recorded else nothing]
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -966,7 +969,9 @@ def test_what_is_for_several_processes_does_no_harm_on_one(two_layers, loader, m
             seen.append((callback.ranks.agreement_every, callback.ranks.communication))
 
     policies = {"half": gp.Freeze(half, params="head.weight")}
-    callback = gp.GradientPolicies(policies, agreement_every=7, communication=ActiveEntries())
+    communication = ActiveEntries()
+    callback = gp.GradientPolicies(policies, agreement_every=7, communication=communication)
+    assert callback.communication is communication
     trainer = make_trainer(callbacks=[callback, Reads()])
     trainer.fit(two_layers, loader)
     assert trainer.global_step == 4

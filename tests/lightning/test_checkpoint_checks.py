@@ -42,6 +42,23 @@ def test_a_checkpoint_of_another_model_is_told_apart(
         check_fits(save(tmp_path / "a.ckpt", other), model)
 
 
+def test_of_many_shapes_that_differ_two_are_told(tmp_path: Path) -> None:
+    wide, narrow = (nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2)) for width in (4, 3))
+    with pytest.raises(PolicyError) as refused:
+        check_fits(save(tmp_path / "a.ckpt", wide), narrow)
+    assert str(refused.value).count(" there and ") == 2
+
+
+def test_infinite_values_are_refused_in_parameters_and_taken_in_buffers(
+    tmp_path: Path, model: nn.Module
+) -> None:
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    check_fits(save(tmp_path / "masked.ckpt", model), model)
+    model.bias.data[1] = torch.inf
+    with pytest.raises(PolicyError, match=r"^ckpt_path: .*spoilt\.ckpt holds infinite values in bias$"):
+        check_fits(save(tmp_path / "spoilt.ckpt", model), model)
+
+
 def test_what_is_no_checkpoint_of_a_run_is_told(tmp_path: Path, model: nn.Module) -> None:
     torch.save(model.state_dict(), tmp_path / "weights.ckpt")
     with pytest.raises(PolicyError, match="no 'state_dict'"):
@@ -76,6 +93,16 @@ MAKERS = [partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.SGD, lr=0.1)]
 def test_an_optimizers_state_as_it_was_saved_is_taken(make: partial, tmp_path: Path) -> None:
     model = Classifier(nn.Linear(2, 2), optimizer=make)
     check_optimizer(model, saved_after_a_step(nn.Linear(2, 2), make, tmp_path / "made.ckpt"))
+
+
+def test_parameters_that_a_schedule_has_added_to_the_optimizer_are_left_to_it(tmp_path: Path) -> None:
+    """Finetuning adds them in the course of a run, and again when that is resumed."""
+    made = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.1)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    torch.save({"state_dict": {}, "optimizer_states": [optimizer.state_dict()]}, tmp_path / "made.ckpt")
+    check_optimizer(Classifier(nn.Linear(2, 2), optimizer=MAKERS[0]), tmp_path / "made.ckpt")
+    check_optimizer(Classifier(nn.Linear(2, 2, bias=False), optimizer=MAKERS[0]), tmp_path / "made.ckpt")
 
 
 @pytest.mark.parametrize("value", [None, -1, "abc", [], torch.zeros(3)])

@@ -1,5 +1,6 @@
 import errno
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO, write_whole
 
 MEGABYTE = 2**20
@@ -30,8 +32,10 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
-    WholeCheckpointIO().save_checkpoint({"step": 3, "weight": torch.arange(4)}, tmp_path / "new" / "a.ckpt")
-    loaded = WholeCheckpointIO().load_checkpoint(tmp_path / "new" / "a.ckpt", weights_only=True)
+    WholeCheckpointIO().save_checkpoint(
+        {"step": 3, "weight": torch.arange(4)}, tmp_path / "new" / "run" / "a.ckpt"
+    )
+    loaded = WholeCheckpointIO().load_checkpoint(tmp_path / "new" / "run" / "a.ckpt", weights_only=True)
     assert loaded["step"] == 3
     assert torch.equal(loaded["weight"], torch.arange(4))
 
@@ -49,6 +53,86 @@ def test_a_full_disk_keeps_the_former_checkpoint_and_says_so(
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     assert torch.load(path) == {"step": 1}
     assert os.listdir(tmp_path) == ["last.ckpt"], "nothing half written stays"
+
+
+def test_what_is_saved_is_on_the_disk_before_it_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the name is there too before anything else happens: the machine may die at any moment."""
+    done: list[object] = []
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(os.readlink(f"/proc/self/fd/{file}")))
+    replace = os.replace
+
+    def rename(part: Path, path: Path) -> None:
+        done.append(part.stat().st_size)
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", rename)
+    path = tmp_path / "last.ckpt"
+    write_whole({"weight": torch.zeros(1000)}, path)
+    assert done == [str(tmp_path / ".last.ckpt.part"), path.stat().st_size, str(tmp_path)]
+
+
+def test_what_a_killed_save_has_left_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".last.ckpt.part").write_bytes(b"half")
+    write_whole({"step": 2}, tmp_path / "other.ckpt")
+    assert os.listdir(tmp_path) == ["other.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_file_takes_the_place_of_a_directory_of_shards(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    save_whole({"state_dict": {"weight": torch.zeros(2)}}, {"step": 1}, path)
+    write_whole({"step": 2}, path)
+    assert torch.load(path) == {"step": 2}
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+class Refuses:
+    def __reduce__(self) -> tuple:
+        raise RuntimeError("on purpose")
+
+
+def test_what_cannot_be_saved_keeps_the_former_checkpoint_and_its_own_words(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    write_whole({"step": 1}, path)
+    with pytest.raises(RuntimeError, match=r"^on purpose$"):
+        write_whole({"step": Refuses()}, path)
+    assert torch.load(path) == {"step": 1}
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_full_disk_names_the_newest_checkpoint_or_says_that_there_is_none(
+    tmp_path: Path, small_files: Callable[[int], None]
+) -> None:
+    small_files(MEGABYTE)
+    content = {"weight": torch.zeros(MEGABYTE)}
+    with pytest.raises(OSError, match=r"there is no former checkpoint$"):
+        write_whole(content, tmp_path / "c.ckpt")
+    for age, name in ((0, "a.ckpt"), (50, "b.ckpt")):
+        write_whole({"step": 1}, tmp_path / name)
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+    with pytest.raises(OSError, match=r"the former a\.ckpt is whole"):
+        write_whole(content, tmp_path / "c.ckpt")
+
+
+def test_remote_paths_are_left_to_lightning_which_runs_nothing_either() -> None:
+    writer = WholeCheckpointIO()
+    writer.save_checkpoint({"step": 3}, "memory://remote/a.ckpt")
+    assert writer.load_checkpoint("memory://remote/a.ckpt") == {"step": 3}
+    writer.save_checkpoint({"step": print}, "memory://remote/b.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        writer.load_checkpoint("memory://remote/b.ckpt", weights_only=False)
+
+
+def test_options_that_lightnings_own_files_do_not_take_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="storage_options"):
+        WholeCheckpointIO().save_checkpoint({"step": 3}, tmp_path / "a.ckpt", storage_options={})
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*none\.ckpt$"):
+        WholeCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")

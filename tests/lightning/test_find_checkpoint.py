@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradpolicy.distributed.sharded_checkpoint import MARKER, save_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.lightning.run_record import RunRecord
@@ -159,3 +160,111 @@ def test_where_there_is_none_it_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PolicyError, match=r"^ckpt_path"):
         find_checkpoint(asked, [tmp_path])
+
+
+def cut(path: Path) -> Path:
+    """What is left of a checkpoint that was not written to its end."""
+    path.write_bytes(path.read_bytes()[:200])
+    return path
+
+
+def test_a_file_that_is_named_is_meant_itself(tmp_path: Path, model: nn.Module) -> None:
+    save(tmp_path / "last.ckpt", model)
+    best = save(tmp_path / "best.ckpt", model, age=5)
+    assert find_checkpoint(str(best), []) == best
+
+
+def test_what_a_named_directory_holds_besides_is_told_where_it_is_damaged(
+    tmp_path: Path, model: nn.Module
+) -> None:
+    best = save(tmp_path / "checkpoints/best.ckpt", model, age=5)
+    last = cut(save(tmp_path / "checkpoints/last.ckpt", model))
+    with pytest.warns(UserWarning, match=rf"^ckpt_path: passed over: {last} is ") as told:
+        assert find_checkpoint(str(tmp_path), []) == best
+    assert len(told) == 1
+
+
+def test_each_damaged_checkpoint_is_told_once(tmp_path: Path, model: nn.Module) -> None:
+    """Also those of the run's own directory, which lies below that of all runs."""
+    good = save(tmp_path / "old/checkpoints/last.ckpt", model, age=100)
+    best = cut(save(tmp_path / "own/checkpoints/best.ckpt", model, age=20))
+    last = cut(save(tmp_path / "own/checkpoints/last.ckpt", model))
+    with pytest.warns(UserWarning, match=rf"^ckpt_path=last means {good}; passed over: {last} is ") as told:
+        assert find_checkpoint("last", [tmp_path / "own", tmp_path]) == good
+    (line,) = [str(warning.message) for warning in told]
+    assert [line.count(str(path)) for path in (best, last)] == [1, 1]
+    assert "(2)" not in line
+
+
+def test_a_run_that_did_not_save_its_last_is_passed_over(tmp_path: Path, model: nn.Module) -> None:
+    old = run_of(tmp_path / "train/runs/old", model, started=1.0)
+    new = run_of(tmp_path / "train/runs/new", model, started=2.0)
+    (new / "checkpoints/last.ckpt").rename(new / "checkpoints/best.ckpt")
+    with pytest.warns(UserWarning, match="new, which holds no last"):
+        assert find_checkpoint("last", [tmp_path]) == old / "checkpoints/last.ckpt"
+
+
+def test_where_nothing_good_is_left_it_says_what_is_there(tmp_path: Path, model: nn.Module) -> None:
+    nothing = f"ckpt_path=last: no good checkpoint below {tmp_path}"
+    with pytest.raises(PolicyError) as refused:
+        find_checkpoint("last", [tmp_path])
+    assert str(refused.value) == nothing
+    last = cut(save(tmp_path / "run/last.ckpt", model))
+    with pytest.raises(PolicyError, match=rf"^{nothing}; passed over: {last} is "):
+        find_checkpoint("last", [tmp_path])
+
+
+def test_of_the_same_step_the_last_counts_whatever_file_times_say(tmp_path: Path, model: nn.Module) -> None:
+    last = save(tmp_path / "last.ckpt", model, age=50)
+    save(tmp_path / "best.ckpt", model)
+    assert find_checkpoint(str(tmp_path), []) == last
+
+
+def test_of_the_same_step_and_kind_the_newest_counts(tmp_path: Path, model: nn.Module) -> None:
+    new = save(tmp_path / "a.ckpt", model)
+    save(tmp_path / "b.ckpt", model, age=50)
+    assert find_checkpoint(str(tmp_path), []) == new
+
+
+@pytest.mark.parametrize("mark", ["config.yaml", ".hydra", "run.json"])
+def test_what_marks_a_run_holds_together_what_lies_below_it(
+    tmp_path: Path, model: nn.Module, mark: str
+) -> None:
+    save(tmp_path / "old/checkpoints/last.ckpt", model, age=100)
+    best = save(tmp_path / "new/best.ckpt", model, age=20)
+    cut(save(tmp_path / "new/version_0/checkpoints/last.ckpt", model))
+    (tmp_path / "new" / mark).touch()
+    with pytest.warns(UserWarning, match="passed over"):
+        assert find_checkpoint("last", [tmp_path]) == best
+    deep = save(tmp_path / "new/version_1/checkpoints/last.ckpt", model)
+    with pytest.warns(UserWarning, match="passed over"):
+        assert find_checkpoint(str(tmp_path / "new"), []) == deep
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_directory_of_shards_that_was_not_finished_is_passed_over(tmp_path: Path, model: nn.Module) -> None:
+    good = save(tmp_path / "a.ckpt", model)
+    save_whole({"state_dict": model.state_dict()}, {"global_step": 3}, tmp_path / "last.ckpt")
+    assert find_checkpoint(str(tmp_path), []) == tmp_path / "last.ckpt"
+    (tmp_path / "last.ckpt" / MARKER).unlink()
+    with pytest.warns(UserWarning, match=r"passed over: .*last\.ckpt was not finished$"):
+        assert find_checkpoint(str(tmp_path), []) == good
+
+
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ("lats.ckpt", "did you mean 'last.ckpt'?"),
+        ("absent/last.ckpt", "absent either; ckpt_path=last finds the newest"),
+        ("empty/last.ckpt", "does not exist; ckpt_path=last finds the newest"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_answered_with_what_is_near(
+    tmp_path: Path, model: nn.Module, asked: str, hint: str
+) -> None:
+    save(tmp_path / "last.ckpt", model)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PolicyError) as refused:
+        find_checkpoint(str(tmp_path / asked), [])
+    assert str(refused.value).startswith(f"ckpt_path: {tmp_path / asked} does not exist; ")
+    assert str(refused.value).endswith(hint)

@@ -1,3 +1,4 @@
+import logging
 import os
 import signal
 import subprocess
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from process_pool import ProcessPool
 from torch.utils.data import DataLoader
 
 from gradpolicy import PolicyError
@@ -63,23 +66,22 @@ def test_a_signal_of_a_former_fit_does_not_end_the_next(
     assert again.global_step == 3
 
 
-@pytest.mark.parametrize(
-    ("rank", "launcher", "code"), [(0, "lightning", 143), (1, None, 143), (1, "lightning", 0)]
-)
-def test_a_rank_that_lightning_launched_exits_without_an_error(
-    tmp_path: Path, rank: int, launcher: str | None, code: int
-) -> None:
-    """Lightning kills the whole job as soon as such a rank ends with one."""
-    trainer: Any = SimpleNamespace(
+def rank_of(rank: int, launcher: str | None, folder: Path) -> Any:
+    """A trainer on one rank of a job."""
+    return SimpleNamespace(
         world_size=1,
         global_rank=rank,
         is_global_zero=rank == 0,
         strategy=SimpleNamespace(launcher=launcher),
         checkpoint_callbacks=[],
-        default_root_dir=tmp_path,
+        default_root_dir=folder,
         save_checkpoint=lambda path: Path(path).touch(),
     )
-    saving, module = SaveOnPreemption(["SIGTERM"]), LightningModule()
+
+
+def interrupted(trainer: Any, saving: SaveOnPreemption) -> int:
+    """The code with which a rank exits after a signal."""
+    module = LightningModule()
     saving.on_train_start(trainer, module)
     try:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -87,8 +89,92 @@ def test_a_rank_that_lightning_launched_exits_without_an_error(
             saving.on_train_batch_end(trainer, module, None, None, 0)
     finally:
         saving.on_train_end(trainer, module)
-    assert ended.value.code == code
+    return int(ended.value.code)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rank", "launcher", "code"), [(0, "lightning", 143), (1, None, 143), (1, "lightning", 0)]
+)
+def test_a_rank_that_lightning_launched_exits_without_an_error(
+    tmp_path: Path, rank: int, launcher: str | None, code: int
+) -> None:
+    """Lightning kills the whole job as soon as such a rank ends with one."""
+    trainer = rank_of(rank, launcher, tmp_path)
+    assert interrupted(trainer, SaveOnPreemption(["SIGTERM"])) == code
     assert (tmp_path / "last.ckpt").exists()
+
+
+def test_a_run_that_ends_leaves_signals_as_it_found_them(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    saving, before = SaveOnPreemption(["SIGUSR1"]), signal.getsignal(signal.SIGUSR1)
+    make_trainer(enable_checkpointing=True, callbacks=[saving]).fit(two_layers, loader)
+    assert signal.getsignal(signal.SIGUSR1) == before
+    try:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        saving.on_exception(make_trainer(), two_layers, RuntimeError("of a later stage"))
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(
+    ("rank", "requeue", "told"), [(0, True, "requeue 4711\n"), (0, False, ""), (1, True, "")]
+)
+def test_one_rank_puts_the_job_back_unless_that_is_not_wanted(
+    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture, rank: int, requeue: bool, told: str
+) -> None:
+    interrupted(rank_of(rank, None, tmp_path), SaveOnPreemption(requeue=requeue))
+    assert (slurm.read_text() if slurm.exists() else "") == told
+    line = f"SIGTERM: saved {tmp_path / 'last.ckpt'}\n"
+    assert capsys.readouterr().err == (line if rank == 0 else "")
+
+
+def signalled(folder: str) -> tuple[Any, int]:
+    """Code and batch with which a rank exits where the second of two gets a signal in the third batch."""
+    trainer, saving, module = (
+        rank_of(dist.get_rank(), None, Path(folder)),
+        SaveOnPreemption(),
+        LightningModule(),
+    )
+    trainer.world_size = dist.get_world_size()
+    saving.on_train_start(trainer, module)
+    try:
+        for batch in range(6):
+            if batch == 2 and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            saving.on_train_batch_end(trainer, module, None, None, batch)
+    except SystemExit as ended:
+        return ended.code, batch
+    finally:
+        saving.on_train_end(trainer, module)
+    return None, batch
+
+
+def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_batch(
+    pair: ProcessPool, tmp_path: Path
+) -> None:
+    """A batch later: no rank waits for what the others tell."""
+    assert pair(signalled, str(tmp_path)) == [(143, 3), (143, 3)]
+    assert (tmp_path / "last.ckpt").exists()
+
+
+class Final(ModelCheckpoint):
+    CHECKPOINT_NAME_LAST = "final"
+
+
+@pytest.mark.parametrize(
+    ("folders", "path"),
+    [([], "last.ckpt"), ([None], "final.ckpt"), ([None, "kept", "other"], "kept/final.ckpt")],
+)
+def test_it_is_saved_where_the_run_keeps_its_last_checkpoint(
+    tmp_path: Path, folders: list[str | None], path: str
+) -> None:
+    trainer = rank_of(0, None, tmp_path)
+    trainer.checkpoint_callbacks = [Final(dirpath=folder and tmp_path / folder) for folder in folders]
+    (tmp_path / "kept").mkdir()
+    interrupted(trainer, SaveOnPreemption(requeue=False))
+    assert (tmp_path / path).exists()
 
 
 @pytest.fixture
@@ -153,3 +239,25 @@ def test_a_job_told_to_go_resumes_where_it_was(tmp_path: Path, slurm: Path, rank
         [*command, str(saved + 2)], capture_output=True, text=True, env=environment, timeout=60
     )
     assert f"finished at step {saved + 2}" in resumed.stdout
+
+
+def test_where_there_is_no_scontrol_that_is_told(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.warns(
+        UserWarning, match="job 4711 is not put back into the queue: there is no scontrol here"
+    ):
+        requeue_slurm_job()
+
+
+def test_a_job_that_is_back_in_the_queue_is_told_and_outside_of_slurm_nothing_is(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        requeue_slurm_job()
+    assert "Slurm job 4711 is back in the queue" in caplog.text
+    monkeypatch.delenv("SLURM_JOB_ID")
+    slurm.unlink()
+    requeue_slurm_job()
+    assert not slurm.exists()
