@@ -125,7 +125,7 @@ def first_nonfinite_value(
         return Finding("", "in a second pass over the batch every module's output is finite")
     name, had_finite_inputs = found[0]
     module = model.get_submodule(name)
-    nonfinite = [key for key, value in module.named_parameters(recurse=False) if not _finite(value)]
+    nonfinite = [key for key, value in module.named_parameters() if not _finite(value)]
     described = f"first in the output of module {name!r} ({type(module).__name__})"
     if nonfinite:
         described += f", whose {', '.join(nonfinite)} an earlier update made non-finite"
@@ -243,7 +243,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _finite(value: Any) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value) if tensor.is_floating_point())
+    return all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from process_pool import ProcessPool
 from runs import fit
 from torch import Tensor, nn
@@ -132,7 +134,7 @@ def test_a_loss_that_is_not_finite_stops_training_too(
     two_layers.head.weight.data[0, 0] = torch.inf
     trainer = make_trainer(callbacks=[gp.GradientPolicies({}), StopOnNonFinite()])
     with pytest.raises(
-        gp.PolicyError, match=r"epoch 0, update 1: the loss is .*'head'.*no policy acts there"
+        gp.PolicyError, match=r"^epoch 0, update 1: the loss is .*'head'.*no policy acts there"
     ):
         trainer.fit(two_layers, loader)
 
@@ -186,3 +188,118 @@ def test_the_first_of_several_backwards_that_are_not_finite_is_named() -> None:
     nn.init.zeros_(model[0].weight)
     nn.init.zeros_(model[0].bias)
     assert first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum()).module == "3"
+
+
+class Gathered(nn.Module):
+    """Gives what it is given, in a form of its own."""
+
+    def __init__(self, form: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: Tensor) -> object:
+        return self.form(x)
+
+
+@pytest.mark.parametrize(
+    ("form", "is_finite"),
+    [
+        (lambda x: {"kept": x, "root": x.sqrt()}, False),
+        (lambda x: [x, (x, x.sqrt())], False),
+        (lambda x: torch.complex(x, x.sqrt()), False),
+        (lambda x: (x.int(), x > 0, "words", None), True),
+    ],
+)
+def test_outputs_of_any_form_are_looked_at(form: Callable[[Tensor], object], is_finite: bool) -> None:
+    model = nn.Sequential(Gathered(form))
+    found = first_nonfinite_value(model, lambda m: m(-torch.ones(2)))  # type: ignore[return-value]
+    assert found.module == ("" if is_finite else "0")
+
+
+def test_weights_that_a_module_takes_from_within_another_are_named() -> None:
+    """Attention never calls the layer that holds the weights of its output."""
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(2, 1)})
+    model["attention"].out_proj.weight.data[0, 0] = torch.nan
+    found = first_nonfinite_value(model, lambda m: m["attention"](*[torch.ones(3, 1, 2)] * 3)[0].sum())
+    assert found.module == "attention"
+    assert "whose out_proj.weight an earlier update made non-finite" in found.what
+
+
+def test_where_everything_is_finite_it_says_so() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    value = first_nonfinite_value(model, lambda m: m(torch.ones(3, 2)).sum())
+    gradient = first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum())
+    assert str(value) == (
+        "in a second pass over the batch every module's output is finite (no policy acts there)"
+    )
+    assert (value.module, gradient.module) == ("", "")
+    assert gradient.what == "in a second pass over the batch every gradient is finite"
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_parameters_that_rest_or_go_unused_are_no_obstacle() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), RootOfWeight())
+    model[0].requires_grad_(False)
+    model.register_parameter("unused", nn.Parameter(torch.zeros(1)))
+    assert first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum()).module == "1"
+
+
+def test_policies_act_where_their_patterns_say() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), Root()), nn.Linear(2, 2))
+    nn.init.constant_(model[0][0].weight, -1.0)
+    policies = {
+        "of a class": gp.Guided(modules=Root),
+        "of another class": gp.Guided(modules=nn.ReLU),
+        "of what contains it": gp.Guided(modules="0"),
+        "of all but what lies there": gp.Guided(modules="!0*"),
+        "of all but another": gp.Guided(modules="!1"),
+        "of all but its parameters": gp.Scale(0.5, params="!0.*"),
+    }
+    found = first_nonfinite_value(model, lambda m: m(torch.ones(3, 2)).sum(), policies)
+    assert found.module == "0.1"
+    assert found.policies == ("of a class", "of what contains it", "of all but another")
+
+
+class AsMapping:
+    """A training step that gives its loss by name."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return {"loss": super().training_step(batch, batch_idx)}  # type: ignore[misc]
+
+
+def test_a_step_is_run_again_without_logging_and_with_its_own_batch(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    given: list[tuple[Tensor, int]] = []
+
+    class Module(AsMapping, type(two_layers)):  # type: ignore[misc]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+            given.append((batch[0], batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    module = Module()
+    policies = {
+        "spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu", when=gp.When(start=2))
+    }
+    trainer = make_trainer(callbacks=[gp.GradientPolicies(policies), StopOnNonFinite()])
+    with pytest.raises(gp.PolicyError, match=r"^epoch 0, update 3: a gradient is not finite; first in"):
+        trainer.fit(module, loader)
+    *_, before, again = given
+    assert [number for _, number in given] == [0, 1, 2, 2]
+    assert torch.equal(before[0], again[0])
+    assert "log" not in vars(module)
+
+
+def test_a_batch_is_let_go_when_its_step_is_over(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    batches: list[weakref.ref[Tensor]] = []
+
+    class Notes(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: list, *_) -> None:
+            batches.append(weakref.ref(batch[0]))
+
+    make_trainer(callbacks=[StopOnNonFinite(), Notes()]).fit(two_layers, loader)
+    gc.collect()
+    assert [batch() for batch in batches] == [None] * 4
