@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,82 @@ def test_nan_weights_are_refused_by_name(tmp_path: Path, ran: Path, kind: str, d
 def test_infinite_values_are_found_but_may_be_those_of_a_mask(tmp_path: Path, kind: str) -> None:
     save_as(kind, tmp_path / "a.ckpt", {"mask": torch.tensor([0.0, -torch.inf]), "weight": torch.ones(2)})
     assert check_checkpoint(tmp_path / "a.ckpt").infinite == ("mask",)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        torch.tensor([[1.0, torch.nan], [0.0, 2.0]]).to_sparse(),
+        torch.complex(torch.ones(2), torch.tensor([0.0, torch.nan])),
+    ],
+    ids=["sparse", "imaginary"],
+)
+def test_nan_is_found_in_tensors_of_any_layout(tmp_path: Path, ran: Path, spoilt: torch.Tensor) -> None:
+    write_whole({"state_dict": {"spoilt": spoilt}}, tmp_path / "a.ckpt")
+    assert "holds NaN in spoilt" in refused(tmp_path / "a.ckpt", ran)
+
+
+def test_weights_without_entries_or_fractions_are_taken(tmp_path: Path) -> None:
+    state = {"empty": torch.zeros(0), "count": torch.tensor(3), "mask": torch.tensor([True]), "name": "words"}
+    write_whole({"state_dict": state}, tmp_path / "a.ckpt")
+    assert check_checkpoint(tmp_path / "a.ckpt").infinite == ()
+
+
+def test_a_file_of_weights_alone_can_be_tested_and_other_content_is_given_as_it_is(tmp_path: Path) -> None:
+    write_whole({"state_dict": weights()}, tmp_path / "weights.ckpt")
+    assert load_checkpoint(tmp_path / "weights.ckpt")["pytorch-lightning_version"]
+    write_whole({"state_dict": weights(), "pytorch-lightning_version": "2.0"}, tmp_path / "whole.ckpt")
+    assert load_checkpoint(tmp_path / "whole.ckpt")["pytorch-lightning_version"] == "2.0"
+    write_whole({"step": 3}, tmp_path / "other.ckpt")
+    assert load_checkpoint(tmp_path / "other.ckpt") == {"step": 3}
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"step": 3}, {"state_dict": [1, 2]}])
+def test_what_holds_no_weights_by_name_is_no_checkpoint_of_a_run(tmp_path: Path, content: Any) -> None:
+    write_whole(content, tmp_path / "a.ckpt")
+    for read in (read_checkpoint, read_weights):
+        with pytest.raises(PolicyError, match="holds no 'state_dict' with tensors by name"):
+            read(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize(
+    "callbacks", [3, {"ModelCheckpoint{}": 3}, {"ModelCheckpoint{}": {"best_k_models": 3}}]
+)
+def test_states_of_callbacks_that_name_no_paths_are_taken(tmp_path: Path, callbacks: Any) -> None:
+    write_whole({"state_dict": weights(), "callbacks": callbacks}, tmp_path / "a.ckpt")
+    assert read_checkpoint(tmp_path / "a.ckpt")["callbacks"] == callbacks
+
+
+def test_only_what_has_no_checksums_is_told_of(tmp_path: Path, directory: Path) -> None:
+    write_whole({"state_dict": weights()}, tmp_path / "whole.ckpt")
+    former = tmp_path / "former.ckpt"
+    torch.save({"state_dict": weights()}, former, _use_new_zipfile_serialization=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for path in (tmp_path / "whole.ckpt", directory, former):
+            check_checkpoint(path)
+    lines = [str(each.message) for each in told if "checksums" in str(each.message)]
+    assert lines == [f"{former} was written without checksums: it cannot be told whether it is damaged"]
+
+
+def test_a_directory_that_was_written_again_is_looked_through_again(directory: Path) -> None:
+    assert read_weights(directory).keys() == weights().keys()
+    former = check_checkpoint(directory)
+    assert check_checkpoint(directory) is former
+    save_whole(sharded(), {"global_step": 4}, directory)
+    assert check_checkpoint(directory) is not former
+    assert read_checkpoint(directory)["global_step"] == 4
+
+
+def test_tensors_go_where_they_are_mapped_to(tmp_path: Path) -> None:
+    write_whole({"state_dict": weights()}, tmp_path / "a.ckpt")
+    loaded = WholeCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", map_location="meta")
+    assert loaded["state_dict"]["weight"].is_meta
+
+
+def test_tensors_of_a_checkpoint_that_is_loaded_outlast_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write_whole({"state_dict": weights()}, path)
+    loaded = load_checkpoint(path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert torch.equal(loaded["state_dict"]["weight"], weights()["weight"])
