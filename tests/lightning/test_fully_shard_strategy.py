@@ -1,13 +1,20 @@
-"""Which modules are gathered as one."""
+"""Which modules are gathered as one, and what a run saves and goes on from."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from process_pool import ProcessPool, here
+from runs import STRATEGIES, fit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradpolicy import PolicyError
+from gradpolicy.distributed.sharded_checkpoint import is_whole, save_whole
 from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy, shard_modules
 
 
@@ -55,3 +62,71 @@ def test_a_pattern_that_matches_nothing_is_refused(pair: ProcessPool) -> None:
 def test_gathered_parameters_are_freed_after_the_forward_pass_unless_asked_otherwise() -> None:
     assert FullyShardStrategy().reshard_after_forward
     assert not FullyShardStrategy(reshard_after_forward=False).reshard_after_forward
+
+
+def test_what_is_asked_for_is_what_the_modules_are_sharded_by() -> None:
+    assert FullyShardStrategy(["model.layers.*"]).modules == ("model.layers.*",)
+    assert FullyShardStrategy().modules == ()
+
+
+class Sharding(Callback):
+    """Notes the units of a run, and whether the module has kept a hook that it did not have."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.units = [name for name, module in pl_module.named_modules() if isinstance(module, FSDPModule)]
+        self.hooked = "configure_model" in vars(pl_module)
+
+
+def shard_it_oneself(module: LightningModule) -> None:
+    """Gives a module the hook by which it shards itself, in another way than the strategy would."""
+
+    class OfItself(type(module)):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            shard_modules(self, self.device_mesh["data_parallel"], ("head",))
+
+    module.__class__ = OfItself
+
+
+def sharded_runs(folder: str) -> dict[str, Any]:
+    """Runs of two epochs: left alone, sharded by the module itself, and resumed after the first epoch."""
+    ours, own = Sharding(), Sharding()
+    found = {
+        "alone": fit("fsdp2", "entries", settings={"callbacks": [ours]}),
+        "by itself": fit("fsdp2", "entries", settings={"callbacks": [own]}, prepare=shard_it_oneself),
+    }
+    fit("fsdp2", "entries", settings={"max_epochs": 1}, save_to=f"{folder}/shards.ckpt")
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setitem(STRATEGIES, "fsdp2", lambda: FullyShardStrategy(save_distributed_checkpoint=False))
+        fit("fsdp2", "entries", settings={"max_epochs": 1}, save_to=f"{folder}/file.ckpt")
+    for name in ("shards", "file", "one"):
+        found[name] = fit("fsdp2", "entries", resume_from=f"{folder}/{name}.ckpt")
+    return {**found, "units": (ours.units, own.units), "hooked": ours.hooked}
+
+
+def test_a_run_goes_on_from_what_it_or_one_process_has_saved(pair: ProcessPool, tmp_path: Path) -> None:
+    fit("one process", "entries", settings={"max_epochs": 1}, save_to=str(tmp_path / "one.ckpt"))
+    for found in pair(sharded_runs, str(tmp_path)):
+        layers = [f"layers.{number}" for number in range(4)]
+        within = [f"{layer}.0" for layer in layers]
+        ours, own = found["units"]
+        assert ours == ["", *(name for pair in zip(layers, within, strict=True) for name in pair)]
+        assert own == ["", "head"]
+        assert not found["hooked"]
+        alone = found["alone"]
+        for name in ("by itself", "shards", "file", "one"):
+            torch.testing.assert_close(found[name]["weights"], alone["weights"])
+            for kind in ("masks", "ages"):
+                assert all(torch.equal(found[name][kind][key], alone[kind][key]) for key in alone[kind])
+    assert is_whole(tmp_path / "shards.ckpt")
+    assert (tmp_path / "file.ckpt").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_deletes_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    save_whole({"state_dict": {"weight": torch.zeros(2)}}, {}, tmp_path / "a.ckpt")
+    monkeypatch.setattr(FullyShardStrategy, "is_global_zero", rank == 0)
+    FullyShardStrategy().remove_checkpoint(tmp_path / "a.ckpt")
+    assert (tmp_path / "a.ckpt").exists() is (rank == 1)

@@ -1,8 +1,13 @@
 """An optimizer whose state is sharded shares its groups with the optimizer that it was made of."""
 
+import warnings
+
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from process_pool import ProcessPool, here
+from runs import fit
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from gradpolicy.lightning.zero_strategy import as_zero
 
@@ -41,3 +46,41 @@ def kept_settings() -> tuple[str, float, list[float]]:
 
 def test_settings_and_groups_stay(pair: ProcessPool) -> None:
     assert pair(kept_settings) == [("SGD", 0.9, [0.1, 0.5])] * 2
+
+
+class Kinds(Callback):
+    """Notes of what kind the optimizers of a run are."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen = [type(optimizer) for optimizer in trainer.optimizers]
+
+
+def kinds_in_a_run() -> list[bool]:
+    kinds = Kinds()
+    fit("zero1", "none", settings={"callbacks": [kinds], "max_epochs": 1})
+    return [kind is ZeroRedundancyOptimizer for kind in kinds.seen]
+
+
+def test_the_strategy_shards_each_optimizer_of_a_run(pair: ProcessPool) -> None:
+    assert pair(kinds_in_a_run) == [[True]] * 2
+
+
+def sharded_twice() -> tuple[bool, list[str]]:
+    """Whether sharding is done once only, and what a scheduler of the optimizer given complains of."""
+    model = nn.Linear(2, 2).to(here())
+    given = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)
+    shared = as_zero(given)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(1, 2, device=here())).sum().backward()
+            shared.step()
+            scheduler.step()
+    return as_zero(shared) is shared, [str(each.message) for each in told if "step" in str(each.message)]
+
+
+def test_what_is_sharded_stays_as_it_is_and_a_scheduler_has_nothing_to_complain_of(
+    pair: ProcessPool,
+) -> None:
+    assert pair(sharded_twice) == [(True, [])] * 2
