@@ -313,6 +313,32 @@ def test_steps_of_several_optimizers_before_count_once(two_layers, loader, make_
     assert asked == [4, 5, 6, 7]
 
 
+def test_an_optimizer_that_has_not_stepped_yet_resumes_so(two_layers, loader, make_trainer, tmp_path):
+    """As that of a generator whose critic learns first; the trainer counts the steps of both."""
+
+    class CriticFirst(type(two_layers)):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.trunk, self.head)]
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers()[1].step()
+
+    class Reads(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            steps.append([optimizer.effective_steps for optimizer in callback.masked_optimizers])
+
+    module, steps = CriticFirst(), []
+    for epochs, resumed in ((1, None), (2, tmp_path / "last.ckpt")):
+        callback = gp.GradientPolicies({"half": gp.Freeze(half)})
+        trainer = make_trainer(max_epochs=epochs, callbacks=[callback, Reads()])
+        trainer.fit(module, loader, ckpt_path=resumed, weights_only=True)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert steps == [[0, step] for step in range(8)]
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_parameters_that_a_finetuning_schedule_adds_are_masked_too(two_layers, loader, make_trainer, first):
     class Finetuned(type(two_layers)):

@@ -59,18 +59,23 @@ def test_what_is_saved_is_on_the_disk_before_it_takes_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the name is there too before anything else happens: the machine may die at any moment."""
+    path = tmp_path / "last.ckpt"
     done: list[object] = []
-    monkeypatch.setattr(os, "fsync", lambda file: done.append(os.readlink(f"/proc/self/fd/{file}")))
     replace = os.replace
 
+    def sync(file: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{file}")
+        done.append((name, os.fstat(file).st_size if name.endswith(".part") else None))
+
     def rename(part: Path, path: Path) -> None:
-        done.append(part.stat().st_size)
+        done.append("renamed")
         replace(part, path)
 
+    monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", rename)
-    path = tmp_path / "last.ckpt"
     write_whole({"weight": torch.zeros(1000)}, path)
-    assert done == [str(tmp_path / ".last.ckpt.part"), path.stat().st_size, str(tmp_path)]
+    part = str(tmp_path / ".last.ckpt.part")
+    assert done == [(part, path.stat().st_size), "renamed", (str(tmp_path), None)]
 
 
 def test_what_a_killed_save_has_left_is_cleared_away(tmp_path: Path) -> None:
