@@ -90,7 +90,7 @@ def write_whole(content: Any, path: Path) -> None:
         # torch.save reports a failed write as a RuntimeError whose context is the OSError.
         cause = _os_error(error)
         with suppress(OSError):
-            part.unlink(missing_ok=True)
+            part.unlink()
         if cause is None:
             raise
         raise OSError(
