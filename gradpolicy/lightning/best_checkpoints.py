@@ -62,7 +62,7 @@ class BestCheckpoints(Callback):
             if key in states and "://" not in f"{callback.dirpath}{states[key]['dirpath']}{trainer.ckpt_path}"
         }
         changed: dict[str, State] | OSError | PolicyError = {}
-        if trainer.is_global_zero and local:
+        if trainer.is_global_zero:
             try:
                 former = FormerRun(Path(str(trainer.ckpt_path)), checkpoint)
                 changed = {key: former.copy_files(key, callback) for key, callback in local.items()}
@@ -133,7 +133,7 @@ class FormerRun:
         beside = Path(os.path.normpath(self.folder / os.path.relpath(path, self.former_folder)))
         problem = self._problem(beside, key, name)
         elsewhere = Path(path)
-        if problem and elsewhere != beside and not self._problem(elsewhere, key, name):
+        if problem and not self._problem(elsewhere, key, name):
             return elsewhere, ""
         return beside, problem
 
@@ -169,7 +169,7 @@ def copy_whole(source: Path, target: Path) -> None:
         return
     part = target.with_name(f".{target.name}.part")
     with source.open("rb") as original, part.open("wb") as copy:
-        shutil.copyfileobj(original, copy, 1 << 20)
+        shutil.copyfileobj(original, copy)
         copy.flush()
         os.fsync(copy.fileno())
     os.replace(part, target)

@@ -137,11 +137,11 @@ def _restore_stop(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.should_stop = True
 
 
-def random_states(device: torch.device | None = None) -> dict[str, Any]:
+def random_states(device: torch.device) -> dict[str, Any]:
     """The global random states of this process, in tensors, numbers, strings and containers.
 
     Args:
-        device: A CUDA device whose state is included.
+        device: The process's own; that of a CUDA device has a state too.
     """
     version, words, spare = random.getstate()
     mersenne = np.random.get_state(legacy=False)
@@ -151,12 +151,12 @@ def random_states(device: torch.device | None = None) -> dict[str, Any]:
         "numpy": {**mersenne, "state": {"key": keys, "pos": mersenne["state"]["pos"]}},
         "torch": torch.get_rng_state(),
     }
-    if device is not None and device.type == "cuda":
+    if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def set_random_states(states: dict[str, Any], device: torch.device | None = None) -> None:
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """Restores what `random_states` gave."""
     version, words, spare = states["python"]
     random.setstate((version, tuple(words.tolist()), spare))
@@ -164,7 +164,7 @@ def set_random_states(states: dict[str, Any], device: torch.device | None = None
     keys = mersenne["state"]["key"].cpu().numpy().astype(np.uint32)
     np.random.set_state({**mersenne, "state": {**mersenne["state"], "key": keys}})
     torch.set_rng_state(states["torch"].cpu())
-    if device is not None and device.type == "cuda" and "cuda" in states:
+    if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
 
 

@@ -17,7 +17,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
-    _ResultCollection,
     _ResultMetric,
     _Sync,
 )
@@ -49,7 +48,7 @@ def pending_row(trainer: Trainer, moment: str) -> dict[str, Any]:
     connector, epoch_loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
     due = {BATCH: connector.should_update_logs and not epoch_loop._should_accumulate(), EPOCH: True}
     values = convert_tensors_to_scalars(connector.metrics["log"]) if due.get(moment) else {}
-    if not trainer.loggers or not values:
+    if not values:
         return {}
     step = values.pop("step", None)
     if step is None:
@@ -110,8 +109,7 @@ def _count_rows(path: Path) -> int:
     if not path.is_file():
         return 0
     with path.open("rb") as file:
-        lines = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-    return max(lines - 1, 0)
+        return sum(1 for _ in file) - 1
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
@@ -127,11 +125,11 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
 def averages(trainer: Trainer, pl_module: LightningModule, moment: str) -> dict[str, Any]:
     """This rank's averages over many batches, except those that end at this point."""
     of_training = trainer.fit_loop.epoch_loop._results
-    ended = {
+    ended: dict[str, _ResultMetric] = {
         VALIDATION: trainer.fit_loop.epoch_loop.val_loop._results,
         EPOCH: of_training,
-    }.get(moment, _ResultCollection(training=True))
-    reset_next = {id(result.value) for result in ended.values() if not result.is_tensor}
+    }.get(moment, {})
+    reset_next = {id(result.value) for result in ended.values()}
     metrics = {
         name: {
             "updates": module._update_count,

@@ -22,7 +22,7 @@ ELSEWHERE = "elsewhere"
 def moment(trainer: Trainer) -> str:
     """Which of these points the loops have reached."""
     fit = trainer.fit_loop
-    if trainer.state.fn is not TrainerFn.FITTING or trainer.sanity_checking:
+    if trainer.state.fn is not TrainerFn.FITTING:
         return ELSEWHERE
     if trainer.validating:
         validated = fit.epoch_loop.val_loop.batch_progress
@@ -63,8 +63,6 @@ def continue_after(
     if saved_in == EPOCH:
         _end_epoch(trainer, log)
         return
-    # Tells the loop that the epoch has begun.
-    fit.update_restart_stage()
     epoch_loop = fit.epoch_loop
 
     def end_batch_instead_of_reset() -> None:
