@@ -2,7 +2,10 @@
 
 import csv
 import random
-from collections.abc import Iterator
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from torchmetrics import MeanMetric
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.exact_resume import ExactResume
+from gradpolicy.lightning.exact_resume import ExactResume, random_states, set_random_states
 from gradpolicy.tasks.loading import DataModule, TensorRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -31,7 +34,7 @@ class NoisyRegression(LightningModule):
         super().__init__()
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        self.mean = MeanMetric()
+        self.mean, self.validation_mean = MeanMetric(), MeanMetric()
         self.schedule = schedule
 
     def on_fit_start(self) -> None:
@@ -43,11 +46,15 @@ class NoisyRegression(LightningModule):
         self.log("train/loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.mean(loss.detach())
         self.log("train/mean", self.mean, on_step=False, on_epoch=True)
+        if self.current_epoch == 0:
+            self.log("train/first_epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         loss = (self.net(batch[0])[:, 0] - batch[1]).square().mean()
         self.log("loss", loss + random.random(), sync_dist=True)
+        self.validation_mean(loss)
+        self.log("validation_mean", self.validation_mean)
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -133,34 +140,45 @@ class Seen(Callback):
         self.events.append([random.random(), np.random.rand(), torch.rand(()).item()])
 
 
+class SaveAtTheEnd(Callback):
+    """Writes a checkpoint when nothing is left to train."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 def fit(
     folder: Path,
     resume_from: Path | None = None,
     exact: bool = True,
     data: DataModule | None = None,
     schedule: str = "step",
-    stopping: bool = False,
+    patience: int | None = None,
     version: int | None = None,
+    more: Sequence[Callback] = (),
     **settings: Any,
-) -> list[list[float]]:
-    """Trains for three epochs, saving everywhere; gives what it saw."""
+) -> list[Any]:
+    """Trains for three epochs, saving everywhere; gives what it saw, and the metrics at its end."""
     random.seed(3 if resume_from is None else 4)
     np.random.seed(3 if resume_from is None else 4)
     seen = Seen()
-    callbacks: list[Callback] = [seen, *[ExactResume()] * exact, SaveEverywhere(folder)]
-    if stopping:
-        callbacks.append(EarlyStopping("loss", patience=1, min_delta=100))
+    callbacks: list[Callback] = [*more, seen, *[ExactResume()] * exact, SaveEverywhere(folder)]
+    if patience is not None:
+        callbacks.append(EarlyStopping("loss", patience=patience, min_delta=100))
     quiet = ("enable_progress_bar", "enable_model_summary")
-    settings = {**dict.fromkeys(quiet, False), "max_epochs": 3, "accelerator": "cpu", **settings}
+    defaults = {"max_epochs": 3, "accelerator": "cpu", "log_every_n_steps": 1, **dict.fromkeys(quiet, False)}
     logger = CSVLogger(folder, name="log", version=version)
-    trainer = Trainer(callbacks=callbacks, logger=logger, log_every_n_steps=1, **settings)
+    trainer = Trainer(callbacks=callbacks, **{"logger": logger, **defaults, **settings})
     trainer.fit(
         NoisyRegression(schedule),
         data or Numbers(batch_size=4, seed=5),
         ckpt_path=resume_from,
         weights_only=True if resume_from else None,
     )
-    return seen.events
+    return [*seen.events, {name: float(value) for name, value in trainer.callback_metrics.items()}]
 
 
 def content(checkpoint: Path) -> list[tuple[str, Any]]:
@@ -179,7 +197,7 @@ def log(folder: Path) -> list[dict[str, str]]:
 def departures(folder: Path, checkpoints: str = "*", **settings: Any) -> tuple[list[str], int]:
     """The checkpoints from which a resumed run departs from the undisturbed one, and how many were tried.
 
-    The batches that it sees, every later checkpoint and the log must be the same.
+    The batches that it sees, its metrics, every later checkpoint and the log must be the same.
     """
     whole = folder / "whole"
     events = fit(whole, **settings)
@@ -191,7 +209,7 @@ def departures(folder: Path, checkpoints: str = "*", **settings: Any) -> tuple[l
         rest = fit(resumed, checkpoint, **settings)
         later = [path.name for path in saved if path > checkpoint]
         return (
-            rest in (events[len(events) - len(rest) :], [])
+            rest == events[len(events) - len(rest) :]
             and sorted(path.name for path in resumed.glob("*.ckpt")) == later
             and all(content(resumed / name) == content(whole / name) for name in later)
             and log(resumed) == log(whole)
@@ -200,8 +218,17 @@ def departures(folder: Path, checkpoints: str = "*", **settings: Any) -> tuple[l
     return [checkpoint.stem for checkpoint in tried if not same(checkpoint)], len(tried)
 
 
+@contextmanager
+def no_warning(words: str) -> Iterator[None]:
+    """Raises such a warning; a mark would count for less than the marks of the whole file."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", words)
+        yield
+
+
 def test_resuming_from_any_moment_gives_the_same_bits_and_the_same_log(tmp_path: Path) -> None:
-    assert departures(tmp_path, "1_*") == ([], 5 + 2)
+    with no_warning("The ``compute`` method .* was called before"):
+        assert departures(tmp_path, "1_*") == ([], 5 + 2)
 
 
 @pytest.mark.slow
@@ -241,12 +268,65 @@ def test_resuming_with_loader_workers_gives_the_same_bits(tmp_path: Path) -> Non
     assert departures(tmp_path, "1_[14]_*", data=data) == ([], 4)
 
 
+@pytest.mark.parametrize(
+    ("checkpoints", "settings", "tried"),
+    [
+        ("1_*", {"max_epochs": -1, "max_steps": 7, "log_every_n_steps": 2}, 3),
+        ("1_[34]_*", {"max_epochs": -1, "max_steps": 10}, 4),
+    ],
+)
+def test_a_limit_of_steps_is_kept(
+    tmp_path: Path, checkpoints: str, settings: dict[str, Any], tried: int
+) -> None:
+    assert departures(tmp_path, checkpoints, **settings) == ([], tried)
+
+
+def test_a_scheduler_that_watches_the_validation_steps_once_an_epoch(tmp_path: Path) -> None:
+    assert departures(tmp_path, "0_4_*", schedule="plateau", max_epochs=2) == ([], 3)
+
+
 def test_a_run_that_early_stopping_ended_stays_ended(tmp_path: Path) -> None:
-    assert departures(tmp_path, "1_4_*", stopping=True) == ([], 3)
+    assert departures(tmp_path, "1_4_*", patience=1) == ([], 3)
 
 
 def test_without_the_callback_a_resumed_run_departs(tmp_path: Path) -> None:
     assert len(departures(tmp_path, "1_[03]_0_batch", exact=False)[0]) == 2
+
+
+def test_a_run_that_has_ended_goes_on_for_more_epochs(tmp_path: Path) -> None:
+    whole, short, longer = tmp_path / "whole", tmp_path / "short", tmp_path / "longer"
+    events = fit(whole)
+    fit(short, max_epochs=1, more=[SaveAtTheEnd(short / "end.pt")])
+    assert fit(longer, short / "end.pt") == events[5:]
+    assert content(longer / "2_4_2_epoch.ckpt") == content(whole / "2_4_2_epoch.ckpt")
+    assert log(longer) == log(whole)
+
+
+def test_a_checkpoint_that_was_only_validated_does_not_begin_the_next_run(
+    make_trainer, tmp_path: Path
+) -> None:
+    events = fit(tmp_path / "whole", max_epochs=1)
+    seen = Seen()
+    trainer = make_trainer(callbacks=[seen, ExactResume()])
+    model, data = NoisyRegression(), Numbers(batch_size=4, seed=5)
+    trainer.validate(model, data, ckpt_path=tmp_path / "whole" / "0_2_0_batch.ckpt", weights_only=True)
+    trainer.fit(model, data)
+    assert seen.events[:5] == events[:5]
+
+
+def test_another_number_of_processes_goes_on_with_a_warning(tmp_path: Path) -> None:
+    events = fit(tmp_path / "whole")
+    of_two = tmp_path / "of_two.ckpt"
+    saved = torch.load(tmp_path / "whole" / "1_2_0_batch.ckpt", weights_only=True)
+    saved[ExactResume.KEY].append({})
+    torch.save(saved, of_two)
+    with pytest.warns(UserWarning, match=r"is of 2 process\(es\), resumed by 1: random states start anew"):
+        rest = fit(tmp_path / "resumed", of_two)
+    assert rest[:-2] == events[8:-2]
+    assert rest[-2:] != events[-2:]
+    assert [row["step"] for row in log(tmp_path / "resumed")] == [
+        row["step"] for row in log(tmp_path / "whole")
+    ]
 
 
 def test_a_log_that_the_logger_itself_deletes_is_told_of(tmp_path: Path) -> None:
@@ -255,6 +335,56 @@ def test_a_log_that_the_logger_itself_deletes_is_told_of(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="begins at the resumed step.*leave version= out"):
         fit(tmp_path, tmp_path / "0_4_2_epoch.ckpt", version=0, max_epochs=2)
     assert log(tmp_path)[0]["step"] != rows[0]["step"]
+
+
+def test_a_log_that_is_gone_is_told_of(tmp_path: Path) -> None:
+    fit(tmp_path / "whole", max_epochs=1)
+    rows = log(tmp_path / "whole")
+    shutil.rmtree(tmp_path / "whole" / "log")
+    with pytest.warns(UserWarning, match=r"begins at the resumed step: .*metrics\.csv, .*, is gone"):
+        fit(tmp_path / "resumed", tmp_path / "whole" / "0_2_0_batch.ckpt", max_epochs=1)
+    assert log(tmp_path / "resumed") == rows[2:]
+
+
+def test_a_log_that_had_not_begun_is_not_missed(tmp_path: Path) -> None:
+    settings = {"max_epochs": 1, "log_every_n_steps": 100}
+    fit(tmp_path / "whole", **settings)
+    rows = log(tmp_path / "whole")
+    shutil.rmtree(tmp_path / "whole" / "log")
+    with no_warning(".*begins at the resumed step"):
+        fit(tmp_path / "resumed", tmp_path / "whole" / "0_2_0_batch.ckpt", **settings)
+    assert log(tmp_path / "resumed") == rows
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_log_may_be_left_out_on_either_side(tmp_path: Path, before: bool) -> None:
+    logs = {"logger": False}
+    events = fit(tmp_path / "whole", max_epochs=1, **({} if before else logs))
+    checkpoint = tmp_path / "whole" / "0_2_0_batch.ckpt"
+    assert fit(tmp_path / "resumed", checkpoint, max_epochs=1, **(logs if before else {})) == events[3:]
+    assert (tmp_path / "resumed" / "log").is_dir() != before
+
+
+def test_a_run_of_a_gpu_can_go_on_without_one() -> None:
+    cpu = torch.device("cpu")
+    states = {**random_states(cpu), "cuda": torch.get_rng_state()}
+    drawn = random.random(), np.random.rand(), torch.rand(())
+    set_random_states(states, cpu)
+    assert (random.random(), np.random.rand(), torch.rand(())) == drawn
+
+
+def test_a_trainer_that_goes_on_itself_keeps_its_log(make_trainer, tmp_path: Path) -> None:
+    model, data = NoisyRegression(), Numbers(batch_size=4, seed=5)
+    logger = CSVLogger(tmp_path, name="log")
+    trainer = make_trainer(log_every_n_steps=1, logger=logger, callbacks=[ExactResume()])
+    trainer.fit(model, data)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    rows = log(tmp_path)
+    trainer.fit_loop.max_epochs = 2
+    with no_warning(".*begins at the resumed step"):
+        trainer.fit(model, data, ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    assert log(tmp_path)[: len(rows)] == rows
+    assert [row["step"] for row in log(tmp_path)[len(rows) :]] == ["5", "6", "7", "8", "9", "9", "9"]
 
 
 def test_resuming_on_two_processes_gives_the_same_bits(tmp_path: Path) -> None:
