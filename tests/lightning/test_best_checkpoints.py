@@ -1,5 +1,6 @@
 """A resumed run keeps the best checkpoint of the run before, wherever it writes."""
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from gradpolicy.distributed.sharded_checkpoint import MARKER, is_whole
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.best_checkpoints import BestCheckpoints, copy_whole
+from gradpolicy.lightning.best_checkpoints import BestCheckpoints, best_checkpoint, best_scores, copy_whole
 from gradpolicy.lightning.exact_resume import ExactResume
 
 # The best of all is seen early: a run that forgets it takes a later one.
@@ -54,7 +55,7 @@ class Kill(Callback):
 def keep(folder: Path, **settings: Any) -> ModelCheckpoint:
     """A checkpoint callback as the config has it."""
     named = {"filename": "best", "monitor": "score", "mode": "max", "enable_version_counter": False}
-    return ModelCheckpoint(dirpath=folder / "checkpoints", **{**named, **settings})
+    return ModelCheckpoint(**{"dirpath": folder / "checkpoints", **named, **settings})
 
 
 def fit(
@@ -149,6 +150,60 @@ def test_so_does_one_whose_run_directory_was_moved(tmp_path: Path) -> None:
     assert kept(fit(tmp_path / "resumed", tmp_path / "moved/checkpoints/last.ckpt")) == kept(whole)
 
 
+def test_so_does_one_of_several_directories_that_were_moved(tmp_path: Path) -> None:
+    def run(name: str, *resume_from: Path, **settings: Any) -> Trainer:
+        folder = tmp_path / name
+        return fit(folder, *resume_from, best=({"dirpath": folder / "best"},), **settings)
+
+    whole = run("whole")
+    run("killed", kill=3)
+    (tmp_path / "killed").rename(tmp_path / "moved")
+    assert kept(run("resumed", tmp_path / "moved/checkpoints/last.ckpt")) == kept(whole)
+
+
+def test_so_does_one_whose_last_was_renamed_and_moved(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole")
+    fit(tmp_path / "killed", kill=3)
+    (tmp_path / "killed").rename(tmp_path / "moved")
+    mine = (tmp_path / "moved/checkpoints/last.ckpt").rename(tmp_path / "moved/checkpoints/mine.ckpt")
+    assert kept(fit(tmp_path / "resumed", mine)) == kept(whole)
+
+
+def test_so_does_one_whose_last_alone_was_copied(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole")
+    fit(tmp_path / "killed", kill=3)
+    (tmp_path / "copy").mkdir()
+    last = shutil.copy(tmp_path / "killed/checkpoints/last.ckpt", tmp_path / "copy")
+    assert kept(fit(tmp_path / "resumed", Path(last))) == kept(whole)
+
+
+def test_so_does_one_that_keeps_weights_alone(tmp_path: Path) -> None:
+    settings = {"best": ({"save_weights_only": True},)}
+    whole = fit(tmp_path / "whole", **settings)
+    fit(tmp_path / "killed", kill=3, **settings)
+    assert kept(fit(tmp_path / "resumed", tmp_path / "killed/checkpoints/last.ckpt", **settings)) == kept(
+        whole
+    )
+
+
+def test_a_callback_that_the_run_before_did_not_have_begins_anew(tmp_path: Path) -> None:
+    fit(tmp_path / "killed", kill=3)
+    last = tmp_path / "killed/checkpoints/last.ckpt"
+    resumed = fit(
+        tmp_path / "resumed", last, best=({}, {"filename": "loss", "monitor": "loss", "mode": "min"})
+    )
+    assert best_scores(resumed) == pytest.approx({"score_best": 0.9, "loss_best": 0.3})
+
+
+def test_a_test_of_another_checkpoint_does_not_change_the_best(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, best=({}, {"filename": "{epoch}", "save_top_k": -1, "monitor": "loss"}))
+    before = kept(trainer)
+    first = tmp_path / "checkpoints/epoch=0.ckpt"
+    data = DataLoader(torch.ones(2, 1))
+    trainer.validate(Scored((*SCORES, 1.0)), data, ckpt_path=first, weights_only=True, verbose=False)
+    assert kept(trainer) == before
+
+
 def test_a_copied_run_directory_counts_and_not_what_became_of_the_original(tmp_path: Path) -> None:
     whole = fit(tmp_path / "whole")
     fit(tmp_path / "killed", kill=3)
@@ -205,6 +260,42 @@ def test_a_best_one_that_is_gone_is_told_and_does_not_count(
     assert Path(callback.best_model_path) == tmp_path / "resumed/checkpoints/best.ckpt"
 
 
+@pytest.mark.parametrize("watched", [{}, {"monitor": "loss", "mode": "min"}], ids=["max", "min"])
+@pytest.mark.filterwarnings("ignore:epoch=1.ckpt .* is gone")
+def test_if_one_of_several_is_gone_the_others_count(tmp_path: Path, watched: dict[str, str]) -> None:
+    settings = {"best": ({"filename": "{epoch}", "save_top_k": 3, **watched},)}
+    fit(tmp_path / "killed", kill=3, **settings)
+    (tmp_path / "killed/checkpoints/epoch=1.ckpt").unlink()
+    last = tmp_path / "killed/checkpoints/last.ckpt"
+    ended = fit(tmp_path / "ended", last, scores=SCORES[:3], **settings)
+    assert best_checkpoint(ended) == tmp_path / "ended/checkpoints/epoch=0.ckpt"
+    assert list(best_scores(ended).values()) == pytest.approx([0.5])
+    resumed = fit(tmp_path / "resumed", last, **settings)
+    names = {Path(path).name for path in resumed.checkpoint_callbacks[0].best_k_models}
+    assert names == {"epoch=0.ckpt", "epoch=3.ckpt", "epoch=4.ckpt"}
+
+
+def with_another_score(content: dict[str, Any]) -> None:
+    (state,) = (state for state in content["callbacks"].values() if state.get("best_k_models"))
+    state["best_k_models"] = dict.fromkeys(state["best_k_models"], torch.tensor(0.95))
+
+
+@pytest.mark.parametrize(
+    "overwrite", [with_another_score, lambda content: content.update(global_step=100)], ids=["score", "step"]
+)
+def test_a_best_one_of_another_score_or_a_later_step_does_not_count(
+    tmp_path: Path, overwrite: Callable[[dict[str, Any]], None]
+) -> None:
+    fit(tmp_path / "killed", kill=3)
+    best = tmp_path / "killed/checkpoints/best.ckpt"
+    content = torch.load(best, weights_only=True)
+    overwrite(content)
+    torch.save(content, best)
+    with pytest.warns(UserWarning, match=r"best.ckpt \(score 0.9\) .* was overwritten later"):
+        resumed = fit(tmp_path / "resumed", tmp_path / "killed/checkpoints/last.ckpt")
+    assert float(resumed.checkpoint_callbacks[0].best_model_score) == pytest.approx(0.7)
+
+
 def test_a_save_that_waits_for_the_next_validation_is_not_lost(tmp_path: Path) -> None:
     best = ({"every_n_train_steps": 3},)
     settings = {"best": best, "last_every": 3, "check_val_every_n_epoch": 2}
@@ -243,20 +334,26 @@ def test_no_name_in_a_checkpoint_replaces_what_this_run_would_not_write(tmp_path
     fit(tmp_path / "killed", kill=3)
     last = tmp_path / "killed/checkpoints/last.ckpt"
     renamed(last, "mine.ckpt")
-    mine = tmp_path / "resumed/checkpoints/mine.ckpt"
+    theirs, mine = last.with_name("mine.ckpt"), tmp_path / "resumed/checkpoints/mine.ckpt"
     mine.parent.mkdir(parents=True)
-    mine.write_text("mine")
+    # Neither its size nor its time tells it from the other.
+    mine.write_bytes(bytes(theirs.stat().st_size))
+    os.utime(mine, ns=(theirs.stat().st_atime_ns, theirs.stat().st_mtime_ns))
     with pytest.raises(PolicyError, match=r"mine\.ckpt exists already and is of another run"):
         fit(tmp_path / "resumed", last)
-    assert mine.read_text() == "mine"
+    assert not any(mine.read_bytes())
 
 
-def test_a_directory_of_shards_is_copied_as_a_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_directory_of_shards_is_copied_as_a_whole(tmp_path: Path, interrupted: bool) -> None:
     source, target = tmp_path / "former/best.ckpt", tmp_path / "now/best.ckpt"
     for folder, text in ((source, "new"), (target, "old")):
         folder.mkdir(parents=True)
         for name in (".metadata", "meta.pt", MARKER):
             (folder / name).write_text(text)
+    if interrupted:
+        # What the copy before has left.
+        (target.parent / ".best.ckpt.copied").mkdir()
     copy_whole(source, target)
     assert is_whole(target)
     assert {path.read_text() for path in target.iterdir()} == {"new"}
@@ -275,6 +372,42 @@ def test_a_copy_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="no space left"):
         copy_whole(source, target)
     assert target.read_text() == "old"
+
+
+def test_a_copy_is_on_the_disk_before_it_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "former.ckpt", tmp_path / "best.ckpt"
+    source.write_text("new")
+    synced: list[tuple[bool, str]] = []
+
+    def note(descriptor: int) -> None:
+        whole = os.path.samestat(os.fstat(descriptor), tmp_path.stat()) or os.fstat(descriptor).st_size == 3
+        synced.append((whole, target.read_text() if target.exists() else ""))
+
+    monkeypatch.setattr(os, "fsync", note)
+    copy_whole(source, target)
+    assert synced == [(True, ""), (True, "new")]
+
+
+def test_a_file_is_not_copied_onto_itself(tmp_path: Path) -> None:
+    path, link = tmp_path / "best.ckpt", tmp_path / "link.ckpt"
+    path.write_text("best")
+    link.symlink_to(path)
+    copy_whole(path, link)
+    assert link.is_symlink()
+    assert path.read_text() == "best"
+
+
+def test_the_best_is_one_that_watches_a_metric(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, best=({"filename": "newest", "monitor": None, "every_n_epochs": 2}, {}))
+    assert best_checkpoint(trainer) == tmp_path / "checkpoints/best.ckpt"
+
+
+def test_without_a_checkpoint_there_is_no_best(make_trainer, tmp_path: Path) -> None:
+    trainer = make_trainer(enable_checkpointing=True, callbacks=[keep(tmp_path)])
+    assert best_checkpoint(trainer) is None
+    assert best_scores(trainer) == {}
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.lightning.checked_resume import CheckedResume, checked_restore
@@ -26,8 +28,8 @@ class WithSchedulers(TwoLayers):
 def checkpoint(make_trainer: Callable[..., Trainer], loader, tmp_path: Path) -> Path:
     trainer = make_trainer(max_epochs=9, max_steps=1)
     trainer.fit(WithSchedulers(), loader)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    return tmp_path / "one.ckpt"
+    trainer.save_checkpoint(tmp_path / "theirs" / "one.ckpt")
+    return tmp_path / "theirs" / "one.ckpt"
 
 
 def test_the_same_number_goes_on(make_trainer, loader, checkpoint: Path) -> None:
@@ -57,6 +59,43 @@ def test_a_file_that_is_no_checkpoint_is_refused_before_it_is_restored(tmp_path:
 def test_an_error_that_restoring_did_not_cause_stays_as_it_is(checkpoint: Path, named: bool) -> None:
     with pytest.raises(KeyError, match="another"), checked_restore(checkpoint if named else None):
         raise KeyError("another")
+
+
+@pytest.mark.parametrize("own", [PolicyError, MisconfigurationException])
+def test_an_error_that_is_clear_already_stays_as_it_is(checkpoint: Path, own: type[Exception]) -> None:
+    with pytest.raises(own, match="in plain words"), checked_restore(checkpoint):
+        raise own("in plain words")
+
+
+def kept_in(folder: Path, named: Path, checkpoint: Path) -> ModelCheckpoint:
+    """A callback that keeps its files in a folder; has a checkpoint name one of them."""
+    kept = ModelCheckpoint(dirpath=folder)
+    content = torch.load(checkpoint, weights_only=True)
+    content["callbacks"][kept.state_key] = {**kept.state_dict(), "best_model_path": str(named)}
+    torch.save(content, checkpoint)
+    return kept
+
+
+def test_a_checkpoint_for_which_this_run_would_delete_another_is_refused(
+    make_trainer, loader, checkpoint: Path, tmp_path: Path
+) -> None:
+    kept = kept_in(tmp_path / "mine", tmp_path / "mine/precious.ckpt", checkpoint)
+    trainer = make_trainer(enable_checkpointing=True, callbacks=[CheckedResume(), kept])
+    with pytest.raises(PolicyError, match=r"one\.ckpt names .*precious\.ckpt, which is not beside it"):
+        trainer.fit(WithSchedulers(), loader, ckpt_path=checkpoint, weights_only=True)
+
+
+@pytest.mark.parametrize(("folder", "named"), [("theirs", "theirs/a.ckpt"), ("mine", "elsewhere/a.ckpt")])
+@pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory .* is not empty")
+def test_one_that_names_its_own_files_or_none_of_this_run_goes_on(
+    make_trainer, loader, checkpoint: Path, tmp_path: Path, folder: str, named: str
+) -> None:
+    kept = kept_in(tmp_path / folder, tmp_path / named, checkpoint)
+    trainer = make_trainer(
+        max_epochs=9, max_steps=2, enable_checkpointing=True, callbacks=[CheckedResume(), kept]
+    )
+    trainer.fit(WithSchedulers(), loader, ckpt_path=checkpoint, weights_only=True)
+    assert trainer.global_step == 2
 
 
 def test_a_state_that_cannot_be_restored_is_named(make_trainer, loader, checkpoint: Path) -> None:
