@@ -46,6 +46,7 @@ class ExactResume(Callback):
         self._restored: list[dict[str, Any]] = []
         self._loops: dict[str, Any] = {}
         self._max_steps = -1
+        self._patience: dict[str, int] = {}
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -73,6 +74,7 @@ class ExactResume(Callback):
         if trainer.state.fn is not TrainerFn.FITTING:
             return
         self._restored = checkpoint.get(self.KEY, [])
+        self._patience = {key: stopper.patience for key, stopper in _stoppers(trainer).items()}
         self._loops = checkpoint["loops"]["fit_loop"]
         if len(self._restored) == trainer.world_size:
             loaders = self._restored[trainer.global_rank].get("loaders")
@@ -93,7 +95,7 @@ class ExactResume(Callback):
         same_ranks = len(saved) == trainer.world_size
         state = saved[trainer.global_rank if same_ranks else 0]
         copy_rows(trainer, state["written"])
-        _restore_stop(trainer, state)
+        self._restore_stop(trainer, state)
         _restore_metrics(trainer, pl_module, state)
         if same_ranks:
             self._restore_rank(trainer, pl_module, state)
@@ -114,6 +116,15 @@ class ExactResume(Callback):
             copy_rows(trainer, saved[0]["written"])
             log_row(trainer, saved[0]["row"])
 
+    def _restore_stop(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Stops a run that early stopping had ended, unless its patience has been raised since."""
+        stoppers = _stoppers(trainer)
+        for key, stopper in stoppers.items():
+            # Lightning has restored the patience of the run before.
+            stopper.patience = self._patience[key]
+        if state["should_stop"] and any(each.wait_count >= each.patience for each in stoppers.values()):
+            trainer.should_stop = True
+
     def _restore_rank(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
         set_random_states(state["random"], pl_module.device)
         restore_averages(trainer, pl_module, state["averages"])
@@ -129,12 +140,9 @@ def _restore_metrics(trainer: Trainer, pl_module: LightningModule, state: dict[s
     trainer._logger_connector._callback_metrics.update(seen)
 
 
-def _restore_stop(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Stops a run that early stopping had ended, unless its patience has been raised since."""
+def _stoppers(trainer: Trainer) -> dict[str, EarlyStopping]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    stoppers = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
-    if state["should_stop"] and any(callback.wait_count >= callback.patience for callback in stoppers):
-        trainer.should_stop = True
+    return {callback.state_key: callback for callback in callbacks if isinstance(callback, EarlyStopping)}
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

@@ -289,6 +289,12 @@ def test_a_run_that_early_stopping_ended_stays_ended(tmp_path: Path) -> None:
     assert departures(tmp_path, "1_4_*", patience=1) == ([], 3)
 
 
+def test_it_goes_on_if_its_patience_has_been_raised(tmp_path: Path) -> None:
+    fit(tmp_path / "whole", patience=1)
+    fit(tmp_path / "longer", tmp_path / "whole" / "1_4_2_epoch.ckpt", patience=3)
+    assert (tmp_path / "longer" / "2_4_2_epoch.ckpt").is_file()
+
+
 def test_without_the_callback_a_resumed_run_departs(tmp_path: Path) -> None:
     assert len(departures(tmp_path, "1_[03]_0_batch", exact=False)[0]) == 2
 
