@@ -210,7 +210,7 @@ def _acting(model: nn.Module, name: str, policies: Mapping[str, Policy]) -> tupl
     for policy_name, policy in policies.items():
         if isinstance(policy, Freeze | FlowPolicy) and policy.params:
             here = any(_matches(policy.params, parameter) for parameter in parameters)
-        elif isinstance(policy, FlowPolicy) and policy.modules:
+        elif isinstance(policy, FlowPolicy):
             parts = plain_name(name).split(".")
             here = any(
                 _matches(policy.modules, ".".join(parts[: end + 1]), model) for end in range(len(parts))

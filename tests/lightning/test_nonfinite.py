@@ -255,10 +255,12 @@ def test_policies_act_where_their_patterns_say() -> None:
         "of all but what lies there": gp.Guided(modules="!0*"),
         "of all but another": gp.Guided(modules="!1"),
         "of all but its parameters": gp.Scale(0.5, params="!0.*"),
+        "of all parameters, of which it has none": gp.Freeze(gp.masks.Fixed()),
+        "of everything": gp.Guided(),
     }
     found = first_nonfinite_value(model, lambda m: m(torch.ones(3, 2)).sum(), policies)
     assert found.module == "0.1"
-    assert found.policies == ("of a class", "of what contains it", "of all but another")
+    assert found.policies == ("of a class", "of what contains it", "of all but another", "of everything")
 
 
 class AsMapping:

@@ -114,6 +114,10 @@ def test_a_run_that_ends_leaves_signals_as_it_found_them(
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         saving.on_exception(make_trainer(), two_layers, RuntimeError("of a later stage"))
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        saving.on_train_start(make_trainer(), two_layers)
+        assert signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN
+        saving.on_exception(make_trainer(), two_layers, RuntimeError("of this stage"))
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
 

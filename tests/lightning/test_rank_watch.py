@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankWatch, dist.H
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(rank_watch, "_GRACE", 0.05)
     store, watch = dist.HashStore(), RankWatch(every=0.02)
+    # What is not there is not waited for.
+    store.set_timeout(timedelta(seconds=1))
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     trainer: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=SimpleNamespace(launcher=None))
     watch.setup(trainer, LightningModule(), "fit")
