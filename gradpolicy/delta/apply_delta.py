@@ -32,7 +32,7 @@ def revert(model: nn.Module | State, path: str | Path) -> None:
     Nothing is written unless the result is the base.
 
     Args:
-        model: What :func:`gradpolicy.delta.apply_delta` gave, as a module or a state_dict.
+        model: What :func:`gradpolicy.delta.apply` gave, as a module or a state_dict.
         path: The same file.
 
     Raises:

@@ -74,6 +74,11 @@ def test_an_index_is_padded_to_whole_words(blocks):
         assert not bits.view(-1)[blocks:].any()
 
 
+def test_every_byte_but_0_is_a_flag_that_is_set():
+    flags = torch.tensor([0, 1, 2, 128, 255, 0, 7, 1] * 9, dtype=torch.uint8)
+    assert torch.equal(NATIVE.pack_bits(flags.view(torch.bool)), NATIVE.pack_bits(flags != 0))
+
+
 @pytest.mark.parametrize("blocks", SIZES)
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -90,7 +90,7 @@ class Native:
         # C would read and write beyond the tensors.
         assert values.numel() == read * block, "values must be those of the index that they follow"
         repacked = values.new_empty(written * block)
-        _large_pages()(repacked.data_ptr(), repacked.nbytes)
+        _of_memory("ask_for_large_pages", None)(repacked.data_ptr(), repacked.nbytes)
         job = _block_job(values, repacked, index=source, target=target, blocks=blocks, block=block, fill=fill)
         _call(_blocks("repack"), job)
         return repacked
@@ -129,24 +129,16 @@ def _update_of(rule_kernel: str) -> ctypes._NamedFuncPointer:
 
 def _count_blocks(index: Tensor) -> int:
     """How many blocks are in an index."""
-    return _block_counter()(index.data_ptr(), index.numel() * 8)
+    return _of_memory("count_blocks", ctypes.c_int64)(index.data_ptr(), index.numel() * 8)
 
 
 @functools.cache
-def _block_counter() -> ctypes._NamedFuncPointer:
+def _of_memory(name: str, result: type | None) -> ctypes._NamedFuncPointer:
+    """A function that takes an address and a number."""
     library = _library()
-    assert library is not None, "no index is read by C that cannot be had"
-    function = library.count_blocks
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
-    return function
-
-
-@functools.cache
-def _large_pages() -> ctypes._NamedFuncPointer:
-    library = _library()
-    assert library is not None, "no memory is packed by C that cannot be had"
-    function = library.ask_for_large_pages
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), None
+    assert library is not None, "nothing is packed by C that cannot be had"
+    function = getattr(library, name)
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), result
     return function
 
 

@@ -46,17 +46,14 @@ static void turn_part(const block_job *j, int64_t first, int64_t last)
 
 void turn(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PARTS(jobs, count, threads, turn_part); }
 
-/* --- pack_bits: a bit for each flag; blocks beyond the last are 0.
- *     The product has the lowest bits of eight bytes in its highest byte. */
+/* --- pack_bits: a bit for each flag; blocks beyond the last are 0. */
 
 static void pack_bits_part(const block_job *j, int64_t first, int64_t last)
 {
     for (int64_t start = first; start < last; start += 64) {
-        uint64_t flags[8] = {0};
-        uint8_t bits[8];
-        memcpy(flags, j->flags + start, smaller(64, last - start));
-        for (int byte = 0; byte < 8; byte++) bits[byte] = flags[byte] * 0x0102040810204080 >> 56;
-        memcpy(j->active + start / 8, bits, 8);
+        uint64_t word = 0;
+        for (int64_t b = start; b < smaller(start + 64, last); b++) word |= (uint64_t)(j->flags[b] != 0) << (b - start);
+        memcpy(j->active + start / 8, &word, 8);
     }
 }
 
