@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from gradpolicy.flow.override import gradient_override
     from gradpolicy.freezing import Freezer
     from gradpolicy.insight import curvature
-    from gradpolicy.insight.plan import plan
     from gradpolicy.lightning.callback import GradientPolicies
     from gradpolicy.optim import MaskedOptimizer, UpdateRule, update_rule
+    from gradpolicy.planning.plan import plan
     from gradpolicy.policies import (
         Clip,
         Deconv,
@@ -54,7 +54,7 @@ _HOMES = {
     "Freezer": "gradpolicy.freezing",
     **dict.fromkeys(("MaskedOptimizer", "UpdateRule", "update_rule"), "gradpolicy.optim"),
     "gradcheck_rule": "gradpolicy.flow",
-    "plan": "gradpolicy.insight.plan",
+    "plan": "gradpolicy.planning.plan",
     "Call": "gradpolicy.rules.call",
     "gradient_of": "gradpolicy.rules.derivative",
     **dict.fromkeys(("Rule", "get_rule", "rule", "rule_names"), "gradpolicy.rules"),

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from gradpolicy.checks import check_choice, check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight import curvature
-from gradpolicy.insight.plan import training_loss
+from gradpolicy.planning.plan import training_loss
 
 QUANTITIES = {
     "trace": curvature.trace,

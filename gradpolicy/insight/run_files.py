@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from gradpolicy.insight.loggers import custom_scalars
-from gradpolicy.insight.plan_table import HEADINGS, Plan, cells
+from gradpolicy.planning.plan_table import HEADINGS, Plan, cells
 
 PLAN_JSON, PLAN_TEXT = "plan.json", "plan.txt"
 # Keys of the config that say where a run writes, not what it does.

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.logged_metrics import missing_metric
-from gradpolicy.insight.plan import plan, training_loss
 from gradpolicy.insight.results import (
     REPORT,
     RESULT,
@@ -50,6 +49,7 @@ from gradpolicy.lightning.checked_resume import checked_restore
 from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.lightning.run_record import record_of
+from gradpolicy.planning.plan import plan, training_loss
 
 # The config without overrides, in the directory of a run.
 DEFAULTS = "defaults.yaml"

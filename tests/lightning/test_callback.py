@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import gradpolicy as gp
 from gradpolicy.distributed.compression import ActiveEntries
-from gradpolicy.insight.plan import training_loss
+from gradpolicy.planning.plan import training_loss
 
 
 class Recorder(Callback):

@@ -18,8 +18,9 @@ from gradpolicy.flow.policy_checks import remarks as flow_remarks
 from gradpolicy.flow.policy_report import check_met
 from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
-from gradpolicy.insight.plan_table import Plan, PlanModule, PlanRow
-from gradpolicy.insight.plan_warnings import (
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
+from gradpolicy.planning.plan_warnings import (
     buffer_warnings,
     gets_gradient,
     kept_buffers,
@@ -27,7 +28,6 @@ from gradpolicy.insight.plan_warnings import (
     trained_in_vain,
     vain_warnings,
 )
-from gradpolicy.masks.base import MaskSource
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import intersect

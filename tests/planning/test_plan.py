@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.insight.plan import training_loss
+from gradpolicy.planning.plan import training_loss
 
 
 @pytest.fixture
