@@ -141,6 +141,21 @@ def test_policies_at_one_boundary_act_in_the_order_in_which_they_are_declared(gr
         torch.testing.assert_close(found, (2 * weights).clamp(-1, 1))
 
 
+@pytest.mark.parametrize("side", ["input", "output"])
+@pytest.mark.parametrize("off", [gp.Stop, lambda **where: gp.Reverse(2.0, **where)])
+def test_a_policy_that_is_off_does_nothing_beside_one_that_is_on(side, off, gradient):
+    model = PassOn()
+    policies = {
+        "on": gp.Scale(3.0, modules=PassOn, at=side, when=gp.When(stop=1)),
+        "off": off(modules=PassOn, at=side, when=gp.When(start=1)),
+    }
+    with gp.install(model, policies) as installed:
+        installed.update(step=0)
+        found, _ = gradient(model, torch.ones(3))
+        assert installed.operation_counts == {"on": 1, "off": 0}
+    assert torch.equal(found, torch.full((3,), 3.0))
+
+
 @pytest.mark.parametrize("factor", [lambda step: 0.1 * step, gp.schedules.Linear(0.0, 1.0, steps=10)])
 def test_a_schedule_sets_the_factor_at_each_step(factor, gradient):
     model = PassOn()
@@ -149,6 +164,15 @@ def test_a_schedule_sets_the_factor_at_each_step(factor, gradient):
             installed.update(step=step)
             found, _ = gradient(model, torch.ones(3))
             torch.testing.assert_close(found, torch.full((3,), -0.1 * step))
+
+
+def test_a_schedule_counts_epochs_where_its_policy_does(gradient):
+    model, when = PassOn(), gp.When(unit="epoch")
+    with gp.install(model, [gp.Scale(lambda epoch: 10.0 * epoch, modules=PassOn, when=when)]) as installed:
+        for step, epoch in ((0, 0), (7, 1), (9, 2)):
+            installed.update(step=step, epoch=epoch)
+            found, _ = gradient(model, torch.ones(3))
+            assert torch.equal(found, torch.full((3,), 10.0 * epoch))
 
 
 @pytest.mark.parametrize("backend", [None, "eager"])

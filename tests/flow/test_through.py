@@ -228,6 +228,20 @@ def test_inputs_are_in_the_order_of_the_parameters_in_whichever_order_a_call_nam
     assert torch.equal(x.grad, torch.ones(2))
 
 
+def test_a_rule_gets_two_inputs_by_name_in_the_order_of_the_parameters():
+    class Difference(nn.Module):
+        def forward(self, left, right):
+            return left - right
+
+    def first_and_second(grad, inputs, output):
+        return 2.0 * grad * inputs[0], 3.0 * grad * inputs[1]
+
+    left, right = torch.tensor([5.0], requires_grad=True), torch.tensor([7.0], requires_grad=True)
+    with gp.install(model := Difference(), [gp.UseRule(first_and_second, modules="*", at="through")]):
+        model(right=right, left=left).backward()
+    assert (left.grad, right.grad) == (10.0, 21.0)
+
+
 def test_one_argument_may_be_named_that_gets_the_gradient():
     layer = Lambda(lambda *args, **kwargs: torch.round(args[0] + kwargs["x"]))
     x, other = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
