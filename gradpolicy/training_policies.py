@@ -19,9 +19,11 @@ from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
 from gradpolicy.flow.install import Installed
-from gradpolicy.flow.policy_checks import check_cuts
+from gradpolicy.flow.policy_checks import check_cuts, remarks
 from gradpolicy.flow.policy_report import check_met
 from gradpolicy.freezing import Freezer
+from gradpolicy.freezing.moving_buffers import buffer_warnings, changed_buffers, copy_buffers
+from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
@@ -76,7 +78,12 @@ class TrainingPolicies:
         # step that fp16 skipped, leaves it as it is.
         self._updates_seen = -1
         self._checked_phases: set[str] = set()
+        self._warned_of_unmet = False
         self._met_before: dict[str, int] = {}
+        # The model, and copies of its buffers, from the first update until its step is taken.
+        self._buffers: tuple[nn.Module, dict[str, Tensor]] | None = None
+        # Lines of warnings that a plan of the run has shown already.
+        self.shown_warnings: frozenset[str] = frozenset()
 
     @property
     def flow_policies(self) -> dict[str, FlowPolicy]:
@@ -134,8 +141,9 @@ class TrainingPolicies:
         missing = set(self.policies) - flow - freeze
         if missing:
             raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")
-        for line in divided_factors(self.policies, named_parameters(model), optimizers):
-            self._warn(f"policy {line}")
+        self._warn_of(remarks(self.flow_policies))
+        self._warn_of(divided_factors(self.policies, named_parameters(model), optimizers))
+        self._buffers = None if self.freezer is None else (model, copy_buffers(model))
 
     def _join_ranks(
         self, model: nn.Module, wrapped: nn.Module | None, communication: ActiveEntries | None = None
@@ -153,10 +161,21 @@ class TrainingPolicies:
     def _finish_step(self, *_: Any) -> None:
         if self.freezer is not None:
             self.freezer.finish_step()
+            self._warn_of_moving_buffers()
+
+    def _warn_of_moving_buffers(self) -> None:
+        """Warns, after the first step, of buffers that moved although their layer's parameters freeze."""
+        if self._buffers is None or self.freezer is None:
+            return
+        (model, before), self._buffers = self._buffers, None
+        changed = changed_buffers(before, model)
+        names = [name for name, p in named_parameters(model).items() if p.requires_grad or is_turned_off(p)]
+        if changed:
+            self._warn_of(buffer_warnings(self.freezer.frozen_tensors(), changed, names))
 
     def _remove(self, *, quiet: bool = True) -> None:
         if self.installed is not None:
-            self.installed.remove(quiet=quiet)
+            self.installed.remove(quiet=quiet or self._warned_of_unmet)
             self.installed = None
         for hook in self._hooks:
             hook.remove()
@@ -195,14 +214,21 @@ class TrainingPolicies:
         self._met_before = {row.name: row.operations_matched for row in rows}
 
     def _check_operations_met(self, phase: str, *, thaws: bool) -> None:
-        """Raises, after the first batch of a phase, for a policy that met none of the operations it names."""
+        """Raises, after the first batch of a phase, for a policy that met none of the operations it names.
+
+        Of one that met only some of them it warns.
+        """
         if self.installed is None or phase in self._checked_phases:
             return
         self._checked_phases.add(phase)
         for row in self.installed.report().rows:
             policy = self.flow_policies[row.name]
             if row.active and policy.when.active(phase=phase):
-                check_met(row.name, row.met, may_get_gradient=thaws)
+                message = check_met(row.name, row.met, may_get_gradient=thaws)
+                # In a test gradients are recorded only where a callback enables them.
+                if message and phase == "fit" and f"{row.name}: {message}" not in self.shown_warnings:
+                    self._warn(f"policy {row.name!r}: {message}")
+                    self._warned_of_unmet = True
 
     def _check_cuts(self) -> None:
         """Names the policy that cut the loss off from all parameters, which torch says less clearly.
@@ -278,6 +304,12 @@ class TrainingPolicies:
         for optimizer in self.masked_optimizers:
             if not optimizer.effective_steps:
                 optimizer.effective_steps = steps
+
+    def _warn_of(self, lines: Iterable[str]) -> None:
+        """Warns of what a plan warns of as well, unless one has been shown."""
+        for line in lines:
+            if line not in self.shown_warnings:
+                self._warn(f"policy {line}")
 
     def _warn(self, line: str) -> None:
         """Warns on one process only."""

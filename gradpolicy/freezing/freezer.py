@@ -32,6 +32,16 @@ from gradpolicy.tensors.mask import Mask, same_mask
 from gradpolicy.tensors.sharding import finite_everywhere
 from gradpolicy.where import named_parameters, once_each, pick, plain_name
 
+# Why what a policy lets train may stand still.
+_NO_GRADIENT = (
+    "no gradient gets there: no loss depends on it, something else turned requires_grad off, or code was "
+    "compiled while it was frozen"
+)
+_ONLY_ZEROS = (
+    "only zeros get there: a rounding or another step before the loss passes no other gradient, unless a "
+    "policy such as straight_through gives it one"
+)
+
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -51,8 +61,8 @@ class Freezer:
     Masks change in :meth:`begin_step` only, and only when the count of effective steps has moved on: never
     within a window of accumulated batches, never after a skipped step.
 
-    A tensor that policies let train, and that gets no gradient until it freezes again or training ends, or
-    for 100 updates, is named in a warning.
+    A tensor that policies let train, and that gets no gradient, or only zeros, until it freezes again or
+    training ends, or for 100 updates, is named in a warning.
 
     Args:
         model: A model, or its parameters by name.
@@ -303,6 +313,10 @@ class Freezer:
         )
         return FreezeReport(tuple(rows))
 
+    def frozen_tensors(self) -> dict[str, set[str]]:
+        """Return the parameters that each policy freezes as a whole, at its first step or later."""
+        return {each.name: each.frozen_tensors() for each in self._policies}
+
     def parameters_of(self, policy: str) -> dict[str, Tensor]:
         """The parameters that a policy matches, by name.
 
@@ -411,16 +425,12 @@ class Freezer:
 
     def _warn_of_missing(self, names: Collection[str]) -> None:
         """Says which tensors train without a gradient."""
-        by_policy: dict[str, list[str]] = {}
+        alike: dict[tuple[str, str], list[str]] = {}
         for name in sorted(names, key=[*self.parameters].index):
-            by_policy.setdefault(self._policies_of[name][0].name, []).append(name)
-        for policy, own in by_policy.items():
-            warnings.warn(
-                f"policy.{policy}: lets {shortened(own, most=8)} train, but no gradient gets there: no loss "
-                "depends on it, something else turned requires_grad off, or code was compiled while it was "
-                "frozen",
-                stacklevel=3,
-            )
+            why = _ONLY_ZEROS if name in self._missing.zeros else _NO_GRADIENT
+            alike.setdefault((self._policies_of[name][0].name, why), []).append(name)
+        for (policy, why), own in alike.items():
+            warnings.warn(f"policy.{policy}: lets {shortened(own, most=8)} train, but {why}", stacklevel=3)
 
     def _warn_of_unobserved(self) -> None:
         """Says once, when a step is over, that a source waits for gradients which nobody showed it."""

@@ -1,8 +1,10 @@
-"""Notices tensors that train and get no gradient."""
+"""Notices tensors that train and get no gradient, or one of zeros alone."""
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 MOST_UPDATES = 100
 """Updates after which a tensor without a gradient is named, where it does not freeze before."""
@@ -11,11 +13,14 @@ LEAST_UPDATES = 2
 
 
 class MissingGradients:
-    """Finds tensors that should train and never get a gradient.
+    """Finds tensors that should train and never get a gradient, or only zeros.
 
     A tensor is named when it freezes or training ends, if it got none in the updates before; and after
-    :data:`MOST_UPDATES` updates without one. A gradient of zeros counts as a gradient. Only tensors without a
-    gradient so far are looked at, so that a step costs next to nothing.
+    :data:`MOST_UPDATES` updates without one. Only tensors without a gradient so far are looked at, so that a
+    step costs next to nothing.
+
+    Attributes:
+        zeros: Tensors that got a gradient, but zeros alone.
 
     Example:
         >>> import torch
@@ -33,6 +38,7 @@ class MissingGradients:
         self._without: dict[str, int] = {}
         self._training: set[str] = set()
         self._named: set[str] = set()
+        self.zeros: set[str] = set()
         self._updates = 0
 
     def follow(self, training: Collection[str]) -> list[str]:
@@ -55,10 +61,13 @@ class MissingGradients:
             parameter = parameters.get(name)
             if parameter is None or name not in self._training:
                 continue
-            if parameter.grad is None:
-                self._without[name] += 1
-            else:
+            if _trains_by(parameter.grad):
                 del self._without[name]
+                self.zeros.discard(name)
+                continue
+            self._without[name] += 1
+            if parameter.grad is not None:
+                self.zeros.add(name)
         self._updates += 1
         if self._updates % MOST_UPDATES == 0:
             self._expect(self._training)
@@ -82,3 +91,12 @@ class MissingGradients:
             del self._without[name]
         self._named.update(found)
         return found
+
+
+def _trains_by(gradient: Tensor | None) -> bool:
+    """Return True for a gradient with an entry other than 0; of shards and sparse gradients, for any."""
+    if gradient is None:
+        return False
+    if isinstance(gradient, DTensor) or gradient.layout != torch.strided or gradient.is_meta:
+        return True
+    return bool(gradient.any())

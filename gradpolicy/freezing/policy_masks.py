@@ -170,6 +170,12 @@ class PolicyMasks:
             source.source = copy.copy(source.source)
         return self._ask(source, 0, 0)
 
+    def frozen_tensors(self) -> set[str]:
+        """Return the parameters without an active entry, now or at some time that is known beforehand."""
+        masks = self.masks or self._first_masks()
+        now = {name for name, p in self.parameters.items() if not active_entries(masks[name], p.shape)}
+        return now | self.source.may_freeze()
+
     def active(self) -> int:
         """How many entries the policy lets train; counted once for each change of the masks."""
         if self.asked and not self.in_effect:

@@ -1,6 +1,6 @@
 """Builds the parts of a run: data, model, policies and trainer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +63,21 @@ class RunBegins(Callback):
 
 
 def build_trainer(
-    settings: Settings, subject: Subject, directory: RunDirectory, *others: Callback
+    settings: Settings,
+    subject: Subject,
+    directory: RunDirectory,
+    *others: Callback,
+    shown_warnings: Iterable[str] = (),
 ) -> Trainer:
-    """Builds the trainer, with the callbacks and plugins that every run has."""
+    """Builds the trainer, with the callbacks and plugins that every run has.
+
+    Args:
+        settings: The config.
+        subject: The data, the model, and the policies.
+        directory: Where the run writes.
+        others: Further callbacks.
+        shown_warnings: Warnings that the printed plan contains, so that policies do not repeat them.
+    """
     node = dict(settings.trainer)
     saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
     chosen = list(build_all(settings.callbacks, "callbacks", Callback).values())
@@ -77,13 +89,15 @@ def build_trainer(
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
     # After the best checkpoint, since the one to resume from records which that is.
     chosen.sort(key=lambda callback: isinstance(callback, ModelCheckpoint) and callback.monitor is None)
+    policies = GradientPolicies(subject.policies, seed=settings.seed, plan=False)
+    policies.shown_warnings = frozenset(shown_warnings)
     callbacks = [
         CheckedResume(),
         ExactResume(),
         BestCheckpoints(),
         RankWatch(),
         *(callback for callback in chosen if callback not in guards),
-        GradientPolicies(subject.policies, seed=settings.seed),
+        policies,
         *guards,
         RunBegins(directory),
         *others,

@@ -198,13 +198,14 @@ def train_and_test(
     subject: Subject,
     checkpoint: Path | None,
     directory: RunDirectory,
-    reporter: Callback,
+    reporter: LogRun,
 ) -> dict[str, float]:
     """Trains, tests the best weights, and gives the last value of each metric."""
     metrics: dict[str, float] = {}
     best: dict[str, float] = {}
     with own_command_line(checkpoint), finished_loggers():
-        trainer = build_trainer(settings, subject, directory, reporter)
+        shown_warnings = reporter.plan.warnings if reporter.plan else ()
+        trainer = build_trainer(settings, subject, directory, reporter, shown_warnings=shown_warnings)
         if settings.train:
             check_optimized_metric(settings, subject, trainer)
             with monitor_errors_named(settings, trainer), checked_restore(checkpoint):

@@ -1,5 +1,6 @@
 """The Lightning callback: when policies are installed, updated, measured, saved and removed."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -10,10 +11,13 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.optim.zero_redundancy import deepspeed_refused
+from gradpolicy.planning.plan import plan as make_plan
+from gradpolicy.planning.plan import training_loss
 from gradpolicy.policies import Policy
 from gradpolicy.training_policies import TrainingPolicies
 
@@ -34,7 +38,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     - before gradient clipping, if there is any: gradients of frozen entries are removed, so that they do not
       count there, nor in what is logged;
     - as soon as an optimizer has stepped: its update is scaled where a mask source sets learning rates;
-    - once for each tensor that a policy lets train and that gets no gradient: a warning, see
+    - once for each tensor that a policy lets train and that gets no gradient, or only zeros: a warning, see
       :class:`~gradpolicy.Freezer`;
     - at the end of a stage: the model is left as it was found.
 
@@ -47,6 +51,9 @@ class GradientPolicies(TrainingPolicies, Callback):
         agreement_every: On many processes: the number of updates after which the ranks compare checksums of
             masks, ages and weights; None never compares.
         communication: Under DistributedDataParallel: sends the gradients of active entries only.
+        plan: Prints the plan, a table of what each policy will touch, before the first batch trains: it takes
+            one step of a copy of the model. Of one process under automatic optimization. None prints it where
+            the output is a terminal.
 
     Attributes:
         installed: The flow policies on the model, from the start of a stage to its end.
@@ -82,9 +89,12 @@ class GradientPolicies(TrainingPolicies, Callback):
         log: bool = True,
         agreement_every: int | None = 100,
         communication: ActiveEntries | None = None,
+        plan: bool | None = None,
     ) -> None:
         super().__init__(policies, seed=seed, log=log, agreement_every=agreement_every)
         self.communication = communication
+        self.plan = plan
+        self._has_planned = False
         self.recorded = self.records_now = False
         self.before_removal: list[Callable[[], None]] = []
         self._restored: dict[str, Any] | None = None
@@ -148,6 +158,9 @@ class GradientPolicies(TrainingPolicies, Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Updates the policies before the first batch of each effective step."""
+        if not self._has_planned:
+            self._has_planned = True
+            self._print_plan(trainer, pl_module, batch)
         updates = self.updates(trainer)
         if self._begin_update(updates, trainer.current_epoch):
             self.records_now = self.recorded and (updates + 1) % log_interval(trainer) == 0
@@ -157,6 +170,31 @@ class GradientPolicies(TrainingPolicies, Callback):
             self.installed.measure_norms(logs or self.records_now, zeros=self.records_now)
             if logs:
                 self._begin_counting()
+
+    def _print_plan(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        """Prints what each policy will touch, found by a step of a copy of the model on the first batch."""
+        if self.plan is False or not self.policies or (self.plan is None and not sys.stdout.isatty()):
+            return
+        if trainer.world_size > 1 or not pl_module.automatic_optimization:
+            if self.plan:
+                where = "several processes" if trainer.world_size > 1 else "manual optimization"
+                self._warn(f"GradientPolicies: plan=True makes no plan under {where}; call gradpolicy.plan")
+            return
+
+        def loss(copied: Any) -> Tensor:
+            with trainer.precision_plugin.forward_context():
+                return training_loss(copied, batch)
+
+        try:
+            with isolate_rng():
+                planned = make_plan(
+                    pl_module, self.policies, loss, seed=self.seed, optimizers=trainer.optimizers
+                )
+        except Exception as error:
+            # Such as a training_step that asks the Trainer, of which a copy of the module knows nothing.
+            self._warn(f"GradientPolicies: no plan could be made: {error}")
+        else:
+            pl_module.print(planned)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Names the policy that cut the loss off from all parameters, before torch raises a less clear error.

@@ -17,17 +17,11 @@ from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.flow.policy_checks import remarks as flow_remarks
 from gradpolicy.flow.policy_report import check_met
 from gradpolicy.freezing.combination import check_same_options
+from gradpolicy.freezing.moving_buffers import buffer_warnings, changed_buffers, copy_buffers
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
-from gradpolicy.planning.plan_warnings import (
-    buffer_warnings,
-    gets_gradient,
-    kept_buffers,
-    moved_buffers,
-    trained_in_vain,
-    vain_warnings,
-)
+from gradpolicy.planning.plan_warnings import gets_gradient, trained_in_vain, vain_warnings
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import intersect
@@ -91,9 +85,9 @@ def plan(
         duplicate = _duplicate(model, flow)
         optimized = named_parameters(duplicate if optimizers is None else model)
         divided = tuple(divided_factors(policies, optimized, _optimizers(duplicate, optimizers)))
-        buffers = kept_buffers(duplicate)
+        buffers = copy_buffers(duplicate)
         rows, gradients, partly = _flow_rows(duplicate, flow, step)
-        moved = moved_buffers(buffers, duplicate)
+        changed = changed_buffers(buffers, duplicate)
         sizes = {name: parameter.numel() for name, parameter in _trainable(duplicate).items()}
     sources, masks = _freeze_masks(freeze, matched, gradients, seed)
     vain = trained_in_vain(policies, matched, gradients)
@@ -124,7 +118,7 @@ def plan(
             *partly,
             *flow_remarks(flow),
             *divided,
-            *buffer_warnings(masks, sources, moved, sizes, mask_share),
+            *buffer_warnings(_frozen_tensors(masks, sources), changed, sizes),
         ),
         modules=_modules(model, planned),
     )
@@ -345,6 +339,16 @@ def _first_masks(source: MaskSource, when: When, gradients: Mapping[str, Tensor 
         source.observe({name: gradient for name, gradient in known.items() if gradient is not None})
     step, epoch = (when.start, 0) if when.unit == "step" else (0, when.start)
     return dict(source.masks(step, epoch))
+
+
+def _frozen_tensors(
+    masks: Mapping[str, Mapping[str, Any]], sources: Mapping[str, MaskSource]
+) -> dict[str, set[str]]:
+    """Return the parameters that each policy freezes as a whole, at its first step or later."""
+    return {
+        name: {key for key, mask in given.items() if mask_share(mask) == 0.0} | sources[name].may_freeze()
+        for name, given in masks.items()
+    }
 
 
 def _freeze_row(

@@ -103,3 +103,38 @@ def test_many_names_are_shortened():
     (message,) = told(model, {"all": gp.Freeze(gp.masks.Random(0.5, every=1))}, 3)
     assert "1.weight, 1.bias, 2.weight" in message
     assert "and 30 more" in message
+
+
+def test_a_gradient_of_zeros_alone_is_named_with_its_reason():
+    class Rounded(Branches):
+        def forward(self, x):
+            return (self.a(x).round() + self.c(x)).sum()
+
+    model = Rounded()
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    policies = {"half": gp.Freeze(gp.masks.Random(0.5), params=["a.*", "c.*"])}
+    freezer = gp.Freezer(model, optimizer, policies, seed=0)
+    for step in range(3):
+        freezer.begin_step(step)
+        model(torch.ones(1, 2)).backward()
+        freezer.observe()
+        optimizer.step()
+        freezer.finish_step()
+        optimizer.zero_grad()
+    with pytest.warns(
+        UserWarning, match=r"policy\.half: lets a\.weight, a\.bias train, but only zeros"
+    ) as told:
+        freezer.restore()
+    assert len(told) == 1
+
+
+def test_zeros_at_first_are_no_reason_for_a_warning():
+    """As under an output layer that starts at zero, which passes no gradient until its first step."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    nn.init.zeros_(model[1].weight)
+    forward = model.forward
+    model.forward = lambda x: forward(x).sum()
+    policies = {"all": gp.Freeze(gp.masks.Random(0.9, every=1))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told(model, policies, 5)

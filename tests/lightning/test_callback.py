@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 import gradpolicy as gp
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.planning.plan import training_loss
+from tests.conftest import TwoLayers
 
 
 class Recorder(Callback):
@@ -1014,3 +1015,87 @@ def test_policies_without_names_are_refused(policies):
 def test_what_is_no_policy_is_refused_by_name():
     with pytest.raises(gp.PolicyError, match=r"policy\.cut: must be a gradient policy, got str"):
         gp.GradientPolicies({"cut": "stop"})
+
+
+class Normalized(TwoLayers):
+    """Two layers with a BatchNorm in the trunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(self.trunk[0].in_features)
+
+    def training_step(self, batch, *rest):
+        return super().training_step((self.norm(batch[0]), *batch[1:]), *rest)
+
+
+def caught(model, loader, trainer):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(model, loader)
+    return [str(each.message) for each in found if str(each.message).startswith("policy")]
+
+
+def test_statistics_that_move_in_a_frozen_layer_are_a_warning(loader, make_trainer):
+    frozen = {"still": gp.Freeze(gp.masks.Fixed(False), params=["norm.*"])}
+    (line,) = caught(Normalized(), loader, make_trainer(max_steps=3, callbacks=[gp.GradientPolicies(frozen)]))
+    assert line.startswith("policy still: freezing stops parameters, not buffers: norm goes on changing")
+
+
+def test_every_warning_of_the_plan_comes_from_the_callback_too(loader, make_trainer):
+    policies = {
+        "still": gp.Freeze(gp.masks.Fixed(False), params=["norm.*"]),
+        "nothing": gp.Scale(1.0, modules="head", at="output"),
+        "adam": gp.Scale(0.5, params="head.*"),
+        "steps": gp.StraightThrough(ops=["round", "floor"]),
+    }
+    model = Normalized()
+    batch = next(iter(loader))
+    planned = gp.plan(model, policies, lambda copy: training_loss(copy, batch))
+    assert len(planned.warnings) == 4
+    lines = caught(model, loader, make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]))
+    found = [line.removeprefix("policy ").replace("'steps'", "steps") for line in lines]
+    # What else ran there differs: the callback sees the logging too.
+    assert {line.split(";")[0] for line in found} == {line.split(";")[0] for line in planned.warnings}
+
+
+def test_warnings_that_a_plan_has_shown_are_not_repeated(loader, make_trainer):
+    policies = {"still": gp.Freeze(gp.masks.Fixed(False), params=["norm.*"])}
+    model, batch = Normalized(), next(iter(loader))
+    callback = gp.GradientPolicies(policies)
+    callback.shown_warnings = frozenset(
+        gp.plan(model, policies, lambda copy: training_loss(copy, batch)).warnings
+    )
+    assert caught(model, loader, make_trainer(max_steps=2, callbacks=[callback])) == []
+
+
+def test_plan_prints_the_table_before_training_and_leaves_the_course_as_it_was(
+    two_layers, loader, make_trainer, capsys
+):
+    policies = {"half": gp.Freeze(gp.masks.Random(0.5, every=1), params="head.weight")}
+    weights = []
+    for plan in (None, True):
+        model = copy.deepcopy(two_layers)
+        torch.manual_seed(0)
+        make_trainer(max_steps=3, callbacks=[gp.GradientPolicies(policies, plan=plan)]).fit(model, loader)
+        weights.append(bits(model))
+        printed = capsys.readouterr().out
+        assert ("Freeze · Random" in printed) is bool(plan)
+    assert same(*weights)
+
+
+def test_a_plan_that_cannot_be_made_is_a_warning(two_layers, loader, make_trainer):
+    class AsksTrainer(type(two_layers)):
+        def training_step(self, batch, *rest):
+            assert self.trainer.max_steps == 1
+            return super().training_step(batch, *rest)
+
+    callback = gp.GradientPolicies({"cut": gp.Stop(modules="head")}, plan=True)
+    with pytest.warns(UserWarning, match="no plan could be made: .*Trainer"):
+        make_trainer(max_steps=1, callbacks=[callback]).fit(AsksTrainer(), loader)
+
+
+def test_under_manual_optimization_a_plan_is_not_made(two_layers, loader, make_trainer):
+    two_layers.automatic_optimization = False
+    callback = gp.GradientPolicies({"cut": gp.Stop(modules="head")}, plan=True)
+    with pytest.warns(UserWarning, match="plan=True makes no plan under manual optimization"):
+        make_trainer(max_steps=1, callbacks=[callback]).fit(two_layers, loader)
