@@ -5,6 +5,8 @@ names here are those of the objects themselves, and none is loaded before a conf
 package.
 """
 
+from typing import Any
+
 # The one kind that a key takes, and an example of it. A star stands for one name.
 KIND_AT: dict[str, tuple[str, str]] = {
     "callbacks.*": ("lightning.pytorch.Callback", "lightning.pytorch.callbacks.ModelCheckpoint"),
@@ -51,13 +53,13 @@ ARGUMENT_KINDS: tuple[str, ...] = (
     "transformers.PretrainedConfig",
 )
 
-# The functions, each with the arguments that a config may not give it.
-FUNCTIONS: dict[str, tuple[str, ...]] = {
-    "gradpolicy.get_rule": (),
-    "gradpolicy.gradient_of": (),
-    "timm.create_model": ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"),
-    **{
-        f"torch.nn.functional.{loss}": ()
+# The functions.
+FUNCTIONS: tuple[str, ...] = (
+    "gradpolicy.get_rule",
+    "gradpolicy.gradient_of",
+    "timm.create_model",
+    *(
+        f"torch.nn.functional.{loss}"
         for loss in (
             "binary_cross_entropy",
             "binary_cross_entropy_with_logits",
@@ -69,8 +71,8 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
             "nll_loss",
             "smooth_l1_loss",
         )
-    },
-}
+    ),
+)
 
 # These methods make Hugging Face's models and configs too. They are told not to run a repository's code.
 HUGGING_FACE = "transformers"
@@ -81,26 +83,39 @@ HUGGING_FACE_CLASSES = (
     "transformers.PretrainedConfig",
     "transformers.models.auto.auto_factory._BaseAutoModelClass",
 )
-# Each of these can load code or a pickle.
-HUGGING_FACE_REFUSED = (
-    "adapter_kwargs",
-    "allow_all_kernels",
-    "attn_implementation",
-    "code_revision",
-    "custom_generate",
-    "experts_implementation",
-    "kernel_config",
-    "trust_remote_code",
-    "use_kernels",
-    "weights_only",
-)
-# ... but for these values.
-HUGGING_FACE_HARMLESS = (
-    None,
-    False,
-    "eager",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flex_attention",
-    "sdpa",
-)
+
+# Packages whose functions hand unnamed arguments on: a config gives them one such argument at most.
+HANDING_ON = (HUGGING_FACE, "timm")
+
+_ATTENTION = (None, "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa")
+# Arguments by which a class or function that is allowed loads what is not, a pickle or code; each with the
+# values that a config may give it. They are looked for at any depth of a node's arguments, since many classes
+# hand mappings on, such as `model_args` and `text_config`.
+LOADING_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "adapter_kwargs": (None,),
+    "allow_all_kernels": (None, False),
+    "attn_implementation": _ATTENTION,
+    # Gives any of these another name.
+    "attribute_map": (None,),
+    "auto_map": (None,),
+    "checkpoint_path": (None,),
+    "code_revision": (None,),
+    "custom_generate": (None,),
+    "experts_implementation": _ATTENTION,
+    "feature_extractor_weights_path": (None,),
+    "kernel_config": (None,),
+    # torchmetrics runs the code of a repository whose name has "jinaai" in it, and asks about that of others.
+    "model_name_or_path": (
+        None,
+        "clip_iqa",
+        "openai/clip-vit-base-patch16",
+        "openai/clip-vit-base-patch32",
+        "openai/clip-vit-large-patch14",
+        "openai/clip-vit-large-patch14-336",
+    ),
+    "pretrained_cfg": (None,),
+    "pretrained_cfg_overlay": (None,),
+    "trust_remote_code": (None, False),
+    "use_kernels": (None, False),
+    "weights_only": (True,),
+}

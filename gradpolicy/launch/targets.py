@@ -8,6 +8,7 @@ Nodes follow the rules of :func:`hydra.utils.instantiate`. That function looks t
 builds. :func:`build` calls the very object that was checked.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -23,6 +24,7 @@ from gradpolicy.launch.messages import LINE, root_cause
 
 TARGET = "_target_"
 HYDRA_KEYS = (TARGET, "_args_", "_convert_", "_partial_", "_recursive_")
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def check_targets(config: Any, key: str = "") -> None:
@@ -210,17 +212,37 @@ def _check_kind(key: str, path: str, found: Callable[..., Any]) -> None:
 
 def _check_arguments(key: str, path: str, found: Callable[..., Any], node: Mapping[str, Any]) -> None:
     """Refuses the arguments by which what is allowed would load what is not."""
-    refused: tuple[str, ...] = ()
-    harmless: tuple[Any, ...] = (None,)
-    if lies_in(str(home_of(found)), (kinds.HUGGING_FACE,)):
-        refused, harmless = kinds.HUGGING_FACE_REFUSED, kinds.HUGGING_FACE_HARMLESS
-    elif not isinstance(found, type):
-        refused = next(names for name, names in kinds.FUNCTIONS.items() if _loaded(name) is found)
-    for name in refused:
-        if node.get(name) not in harmless:
-            raise PolicyError(f"{key}.{name}: may not be set for {path}: it can run code")
-    if refused and len(node.get("_args_") or ()) > 1:
+    unnamed = node.get("_args_")
+    unnamed = unnamed if isinstance(unnamed, list | tuple) else ()
+    if len(unnamed) > 1 and lies_in(str(home_of(found)), kinds.HANDING_ON):
         raise PolicyError(f"{key}._args_: give {path} its arguments by name, but for the first")
+    for name, value in zip(_argument_order(found), unnamed, strict=False):
+        _refuse_loading(f"{key}.{name}", name, value, path)
+    for name, value in node.items():
+        if name not in HYDRA_KEYS or name == "_args_":
+            _refuse_loading(f"{key}.{name}", str(name), value, path)
+
+
+def _refuse_loading(key: str, name: str, value: Any, path: str) -> None:
+    """Refuses an argument that loads something, and those in the mappings and lists of its value."""
+    # Hugging Face's configs keep some under such names, and take these as well.
+    plain = name.strip("_").removesuffix("_internal")
+    if plain in kinds.LOADING_ARGUMENTS and value not in kinds.LOADING_ARGUMENTS[plain]:
+        raise PolicyError(f"{brief(key)}: may not be set for {path}: it can load code or a pickle")
+    if isinstance(value, Mapping) and TARGET not in value:
+        for inner, below in value.items():
+            _refuse_loading(f"{key}.{inner}", str(inner), below, path)
+    elif isinstance(value, list | tuple):
+        for index, below in enumerate(value):
+            _refuse_loading(f"{key}[{index}]", "", below, path)
+
+
+def _argument_order(found: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [parameter.name for parameter in parameters if parameter.kind in POSITIONAL]
 
 
 def _is_hugging_face_method(found: object) -> bool:

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from fuzzing.case import SHORT, Case, Expectation, command
-from fuzzing.dangers import FILES, target, walked
+from fuzzing.dangers import FILES, loading_node, target, walked
 from fuzzing.words import ODD, misspelt, scratched, written
 from gradpolicy.launch.processes import quoted
 from gradpolicy.policies import Policy
@@ -497,6 +497,13 @@ def dangerous_target(draw: random.Random) -> Case:
     return Case("a dangerous target", command(*words), expectation, (name, "_target_"), FILES)
 
 
+def loading_argument(draw: random.Random) -> Case:
+    """Something that may be built, with an argument that ends in a loader."""
+    name, node = loading_node(draw)
+    place = draw.choice(("+model.model.evil", "+user.evil"))
+    return Case("an argument that loads", command(f"{place}={written(node)}"), REFUSE, (name,), FILES)
+
+
 def walked_target(draw: random.Random) -> Case:
     """Any callable of the allowed packages, in the place of a policy."""
     name = draw.choice(walked(Policy))
@@ -543,6 +550,7 @@ MUTATIONS: tuple[Callable[[random.Random], Case], ...] = (
     reference,
     *(dangerous_target,) * 5,
     *(walked_target,) * 3,
+    *(loading_argument,) * 3,
     allowed_from_config,
     short_run,
 )

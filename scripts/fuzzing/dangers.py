@@ -12,6 +12,12 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from gradpolicy.errors import PolicyError
+from gradpolicy.imports import KNOWN, lies_in, limited_to
+from gradpolicy.launch.kinds import LOADING_ARGUMENTS
+from gradpolicy.launch.target_arguments import argument_names
+from gradpolicy.launch.targets import locate_target
+
 # Whoever runs something writes this file, starts a program or removes what is guarded.
 CANARY = "canary"
 SHELL = f"touch {CANARY}"
@@ -139,6 +145,8 @@ TARGETS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("torchmetrics.utilities.plot.plot_single_or_multi_val", {"val": 1.0}),
     ("transformers.AutoModel.from_pretrained", {"_args_": ["stranger"], "trust_remote_code": True}),
     ("transformers.pipeline", {"model": "stranger", "trust_remote_code": True}),
+    ("transformers.TimmWrapperConfig", {"model_args": {"checkpoint_path": "evil.pkl"}}),
+    ("transformers.TimmBackbone", {"config": {}, "checkpoint_path": "evil.pkl"}),
     ("timm.create_model", {"model_name": f"local-dir:{CANARY}"}),
     ("gradpolicy.launch.app.main", {"config_dir": ".", "arguments": _AGAIN}),
     ("gradpolicy.launch.app.shutil.rmtree", {"path": "guarded"}),
@@ -171,20 +179,46 @@ def target(draw: random.Random) -> tuple[str, dict[str, Any]]:
     return name, {"_target_": name, **arguments}
 
 
+def loading_node(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    """A node that a config may build, but for what one of its arguments holds at some depth, and its name."""
+    name, arguments = draw.choice(_allowed())
+    loader = draw.choice(tuple(LOADING_ARGUMENTS))
+    value: Any = {
+        loader: draw.choice(("evil.pkl", "./stranger", {"AutoModel": "stranger--stranger.Nothing"}))
+    }
+    for _ in range(draw.randrange(3)):
+        value = draw.choice(([value], {"deep": value}))
+    return name, {"_target_": name, draw.choice(arguments): value}
+
+
+@cache
+def _allowed() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The callables that a config may build, as far as imported, each with its arguments."""
+    found = {}
+    with limited_to(()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in sorted(set(_walk(KNOWN, type(None)))):
+            try:
+                names, takes_any = argument_names(locate_target("x", {"_target_": name}))
+            except PolicyError:
+                continue
+            found[name] = (*names, *(["anything"] if takes_any else []))
+    return tuple((name, arguments) for name, arguments in found.items() if arguments)
+
+
 @cache
 def walked(kind: type) -> tuple[str, ...]:
     """The public callables of the allowed packages that are no classes of a kind, as far as imported."""
     with warnings.catch_warnings():
         # Some of torch's names warn when they are only looked at.
         warnings.simplefilter("ignore")
-        return tuple(sorted(set(_walk(kind))))
+        return tuple(sorted(set(_walk(("gradpolicy", "torch", "lightning", "torchmetrics"), kind))))
 
 
-def _walk(kind: type) -> Iterator[str]:
-    packages = ("gradpolicy", "torch", "lightning", "torchmetrics")
+def _walk(packages: tuple[str, ...], kind: type) -> Iterator[str]:
     for name, module in sorted(sys.modules.items()):
         public = not any(part.startswith("_") for part in name.split("."))
-        if not (name.split(".")[0] in packages and public and isinstance(module, types.ModuleType)):
+        if not (lies_in(name, packages) and public and isinstance(module, types.ModuleType)):
             continue
         for attribute, found in sorted(vars(module).items()):
             other = not (isinstance(found, type) and issubclass(found, kind))

@@ -84,7 +84,7 @@ def _wrongly_refused(case: Case, outcome: Outcome) -> Iterator[str]:
     (message,) = lines
     if len(message) > LONGEST:
         yield f"a line of {len(message)} characters"
-    if "weights_only" in message:
+    if "`weights_only`" in message or "weights_only=" in message:
         yield "the message repeats torch's advice to load with weights_only=False"
     if not message.removeprefix("error:").strip():
         yield "an empty message"
