@@ -92,8 +92,7 @@ class PolicyMasks:
     @property
     def never_changes(self) -> bool:
         """Whether the first masks hold all the time."""
-        chosen_at_once = self.source.every is None and not self.source.start
-        return chosen_at_once and not self.source.needs_gradients and self.policy.when == When()
+        return masks_never_change(self.policy, self.source)
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
         """The parameters whose gradients the source needs in this step."""
@@ -186,6 +185,12 @@ class PolicyMasks:
                 active_entries(masks[name], parameter.shape) for name, parameter in self.parameters.items()
             )
         return self.counted
+
+
+def masks_never_change(policy: FreezePolicy, source: MaskSource) -> bool:
+    """Return True if the masks of the first step hold all the time."""
+    chosen_at_once = source.every is None and not source.start
+    return chosen_at_once and not source.needs_gradients and policy.when == When()
 
 
 def _version(mask: Tensor) -> int | None:

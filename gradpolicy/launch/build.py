@@ -22,6 +22,7 @@ from gradpolicy.lightning.exact_resume import ExactResume
 from gradpolicy.lightning.nonfinite import StopOnNonFinite
 from gradpolicy.lightning.preemption import SaveOnPreemption
 from gradpolicy.lightning.rank_watch import RankWatch
+from gradpolicy.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.policies import Policy
 
 
@@ -89,6 +90,7 @@ def build_trainer(
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
     # After the best checkpoint, since the one to resume from records which that is.
     chosen.sort(key=lambda callback: isinstance(callback, ModelCheckpoint) and callback.monitor is None)
+    check_weight_averaging(chosen, subject.policies)
     policies = GradientPolicies(subject.policies, seed=settings.seed, plan=False)
     policies.shown_warnings = frozenset(shown_warnings)
     callbacks = [

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from gradpolicy.distributed.compression import ActiveEntries
+from gradpolicy.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.optim.zero_redundancy import deepspeed_refused
 from gradpolicy.planning.plan import plan as make_plan
 from gradpolicy.planning.plan import training_loss
@@ -100,6 +101,11 @@ class GradientPolicies(TrainingPolicies, Callback):
         self._restored: dict[str, Any] | None = None
 
     # ---- installing and removing
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses callbacks that average frozen weights, before anything is trained."""
+        if stage == "fit":
+            check_weight_averaging(trainer.callbacks, self.policies)  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs all policies: the model is on its device and wrapped, and the optimizers exist."""

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from pydantic import ValidationError
 
 import gradpolicy as gp
@@ -157,9 +157,13 @@ def test_a_write_to_kept_optimizer_state_is_found(fit, tmp_path):
 
 
 @pytest.mark.parametrize("audit", [FULL, {}])
-def test_averaged_weights_are_found_when_training_ends(fit, tmp_path, audit):
+def test_weights_that_are_written_as_training_ends_are_found(fit, tmp_path, audit):
+    def write_all(trainer, pl_module):
+        for parameter in pl_module.parameters():
+            parameter.add_(1e-3)
+
     with pytest.raises(PolicyError, match="frozen entries of the weight changed"):
-        fit(turning(every=4), EMAWeightAveraging(decay=0.9), audit=audit)
+        fit(turning(every=4), Meddler(write_all, "on_train_end", at=0), audit=audit)
     assert written(tmp_path)["changed"] >= 1
 
 
