@@ -1,6 +1,8 @@
-"""Checks of what constructors take; each names the argument it refuses."""
+"""Checks of arguments; each names the argument it refuses."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from gradpolicy.errors import PolicyError, shown, unknown
 
@@ -74,3 +76,20 @@ def check_sizes(owner: str, **sizes: object) -> None:
     """
     for name, value in sizes.items():
         check_whole(f"{owner}.{name}", value, least=1, most=LARGEST_SIZE)
+
+
+def check_free(key: str, path: Path, kind: str | None, is_own: Callable[[Path], bool]) -> None:
+    """Makes sure that writing a file destroys nobody else's.
+
+    Args:
+        key: The argument that names the file.
+        path: The file.
+        kind: What this program writes there; None where it replaces nothing.
+        is_own: Whether a file that is there is of this kind.
+
+    Raises:
+        PolicyError: If something else is there.
+    """
+    if os.path.lexists(path) and not (path.is_file() and is_own(path)):
+        other = f" and is no {kind}" if kind else ""
+        raise PolicyError(f"{key}: {path} is there already{other}; it is kept, so name another file")

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradpolicy.checks import check_free
 from gradpolicy.errors import PolicyError, brief, nearest
-from gradpolicy.insight.report import REPORT, looks_like_run, write
+from gradpolicy.insight.report import REPORT, is_report, looks_like_run, write
 
 WRONG_INPUT, INTERRUPTED = 2, 130
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if output.is_dir():
             raise PolicyError(f"--output: {output} is a directory; name a file, such as {output / REPORT}")
         try:
+            check_free("--output", output, "report of gradpolicy", is_report)
             print(f"Saved in {write(runs, output)}")
         except OSError as error:
             reason = (error.strerror or str(error)).lower()

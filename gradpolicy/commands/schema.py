@@ -26,7 +26,8 @@ from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from gradpolicy.errors import constructors
+from gradpolicy.checks import check_free
+from gradpolicy.errors import PolicyError, constructors
 from gradpolicy.imports import follow
 from gradpolicy.launch import kinds
 from gradpolicy.launch.config import Group, Node, Paths, Settings
@@ -97,8 +98,10 @@ def main(arguments: Sequence[str]) -> int:
     directory = Path(options.directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            path = directory / f"{name}{ENDING}"
+        paths = {name: directory / f"{name}{ENDING}" for name in FILES}
+        for path in paths.values():
+            check_free("DIR", path, "schema that gradpolicy wrote", is_written_here)
+        for name, path in paths.items():
             path.write_text(as_text(schema_of(name)))
             print(path)
         for path in name_schemas(directory) if options.name_in_files else ():
@@ -106,7 +109,21 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
+    except PolicyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def is_written_here(path: Path) -> bool:
+    """Whether a file is a schema as this program writes it, of whatever version."""
+    try:
+        text = path.read_text("utf-8")
+        schema = json.loads(text)
+        return text == as_text(schema)
+    # json raises ValueError, and RecursionError for what is nested too deeply.
+    except (ValueError, RecursionError, AttributeError):
+        return False
 
 
 def as_text(schema: Schema) -> str:
@@ -514,18 +531,27 @@ def name_schemas(root: Path) -> list[Path]:
     """
     written = []
     for path in sorted(root.rglob("*.yaml")):
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise PolicyError(f"DIR: {path} is no text in UTF-8") from error
         inner = path.relative_to(root).parts
         group = inner[0] if len(inner) > 1 else "train"
         # A sweep of Hydra's is a job, and the others are of W&B's format.
-        is_job = "# @package _global_" in path.read_text()
+        is_job = "# @package _global_" in text
         name = "experiment" if is_job else {"audit": "callbacks"}.get(group, group)
         if name not in FILES:
             continue
-        lines = [line for line in path.read_text().splitlines(keepends=True) if not line.startswith(MODELINE)]
+        lines = [line for line in text.splitlines(keepends=True) if not line.startswith(MODELINE)]
         # Hydra reads its own comment in the first line only.
         place = 1 if lines and lines[0].startswith("# @package") else 0
         lines.insert(place, f"{MODELINE}{'../' * (len(inner) - 1) or './'}{name}{ENDING}\n")
-        if "".join(lines) != path.read_text():
-            path.write_text("".join(lines))
+        if "".join(lines) != text:
+            # Whole or not at all, and where a link leads.
+            target = path.resolve()
+            part = target.with_name(f".{target.name}.part")
+            part.write_text("".join(lines), "utf-8")
+            part.chmod(target.stat().st_mode)
+            part.replace(target)
             written.append(path)
     return written

@@ -23,12 +23,15 @@ from typing import Any
 
 from torch import Tensor
 
+from gradpolicy.checks import check_free
 from gradpolicy.delta.change import Change
 from gradpolicy.delta.gaps import decode, encode
 from gradpolicy.delta.state import DTYPES, Print, Prints, content, fingerprint
 from gradpolicy.errors import PolicyError, brief, shown
 
 FORMAT = "gradpolicy.delta 1"
+# The metadata that tells a delta, of any version, and the base that a run keeps beside it.
+DELTA_MARK, BASE_MARK = ("format", "gradpolicy.delta"), ("gradpolicy", "base of a delta")
 _VALUES, _GAPS = "values", "gaps"
 _LARGEST = 2**63 - 1
 
@@ -56,10 +59,10 @@ class _DamagedError(Exception):
 
 
 def write(path: str | Path, delta: Delta) -> None:
-    """Writes a file; one that is there already is replaced once the new one is whole.
+    """Writes a file; a delta that is there already is replaced once the new one is whole.
 
     Raises:
-        PolicyError: If it cannot be written.
+        PolicyError: If it cannot be written, or something else is there.
     """
     owners: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -74,14 +77,46 @@ def write(path: str | Path, delta: Delta) -> None:
             tensors[f"{_GAPS}:{name}"] = encode(change.indices)
     metadata = {"format": FORMAT, "base": _compact(delta.base), "same": _compact(same)}
     metadata["checksum"] = _checksum(tensors, metadata)
-    write_safetensors(path, tensors, metadata)
+    write_safetensors(path, tensors, metadata, DELTA_MARK)
 
 
-def write_safetensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file; one that is there already is replaced once the new one is whole.
+def check_replaceable(path: str | Path, mark: tuple[str, str] | None = DELTA_MARK) -> None:
+    """Makes sure that nothing is lost when a file is written.
+
+    Args:
+        path: The file.
+        mark: The metadata that the file has if it may be replaced; None: no file may be.
 
     Raises:
-        PolicyError: If it cannot be written.
+        PolicyError: If something else is there.
+    """
+    kind = {None: None, DELTA_MARK: "delta", BASE_MARK: "base that a run kept"}[mark]
+    check_free("delta", Path(path), kind, lambda found: mark is not None and _has_mark(found, mark))
+
+
+def _has_mark(path: Path, mark: tuple[str, str]) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get(mark[0], "").startswith(mark[1])
+    except (OSError, SafetensorError):
+        return False
+
+
+def write_safetensors(
+    path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str], mark: tuple[str, str] | None
+) -> None:
+    """Writes a safetensors file, whole or not at all.
+
+    Args:
+        path: The file; see :func:`check_replaceable`.
+        tensors: What it holds.
+        metadata: What its header says.
+        mark: The metadata by which a file that is there may be replaced.
+
+    Raises:
+        PolicyError: If it cannot be written, or something else is there.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -94,6 +129,7 @@ def write_safetensors(path: str | Path, tensors: dict[str, Tensor], metadata: di
         save_file(tensors, part, metadata)
         # safetensors makes files that nobody else may read.
         part.chmod(mode)
+        check_replaceable(path, mark)
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
         raise PolicyError(f"delta: {path} cannot be written: {brief(str(error), most=120)}") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from gradpolicy.delta.change import BASE, NEW, Change, bits, of_entries
-from gradpolicy.delta.file import Delta, read, write
+from gradpolicy.delta.file import Delta, check_replaceable, read, write
 from gradpolicy.delta.info import Info, describe
 from gradpolicy.errors import PolicyError, shortened, shown
 from gradpolicy.finite import all_finite
@@ -22,14 +22,14 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
     Args:
         paths: Files with the same base.
         weights: A number for each.
-        out: The file that is written.
+        out: The file that is written; a delta that is there is replaced, and no other file.
 
     Returns:
         What it holds.
 
     Raises:
         PolicyError: If a file cannot be read or is damaged, the bases differ (the names of the tensors), a
-            weight is no finite number, or a value would not be finite.
+            weight is no finite number, a value would not be finite, or `out` is something else than a delta.
 
     Source: task arithmetic; Ilharco et al. 2023, arXiv:2212.04089.
     """
@@ -40,6 +40,7 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
     for weight in weights:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise PolicyError(f"delta.merge: a weight must be a finite number, got {shown(weight)}")
+    check_replaceable(out)
     deltas = [read(path) for path in paths]
     base = deltas[0].base
     for path, delta in zip(paths, deltas, strict=True):

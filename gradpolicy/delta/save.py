@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradpolicy.delta.change import Change, difference
-from gradpolicy.delta.file import Delta, write
+from gradpolicy.delta.file import Delta, check_replaceable, write
 from gradpolicy.delta.info import Info, describe
 from gradpolicy.delta.state import Print, State, check_same_tensors, print_of, tensors_of, whole
 from gradpolicy.errors import PolicyError, shown
@@ -17,7 +17,7 @@ def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) ->
     """Writes a file of what changed from a base to a model: parameters and buffers.
 
     Args:
-        path: The safetensors file; one that is there is replaced.
+        path: The safetensors file; a delta that is there is replaced, and no other file.
         model: After the change; may be sharded, then every process calls this.
         base: Before the change; its names, dtypes and shapes are the model's.
 
@@ -26,8 +26,9 @@ def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) ->
 
     Raises:
         PolicyError: If names, dtypes or shapes differ, the base is the model itself, or the file cannot be
-            written.
+            written or is something else than a delta.
     """
+    check_replaceable(path)
     after, before = tensors_of(model), tensors_of(base)
     check_same_tensors(after, before, "delta: the model", "the base")
     if after and all(_place(tensor) == _place(before[name]) for name, tensor in after.items()):

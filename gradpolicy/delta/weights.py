@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from gradpolicy.checkpoint_file import read_file
-from gradpolicy.delta.file import write_safetensors
+from gradpolicy.delta.file import BASE_MARK, write_safetensors
 from gradpolicy.delta.state import tensors_of
 from gradpolicy.errors import PolicyError, brief
 
@@ -40,11 +40,16 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise PolicyError(f"delta: {path} is damaged: {brief(str(error))}") from error
 
 
-def write_weights(path: str | Path, tensors: dict[str, Tensor]) -> None:
+def write_weights(path: str | Path, tensors: dict[str, Tensor], *, is_base: bool = False) -> None:
     """Writes a state_dict as a safetensors file.
 
+    Args:
+        path: The file; none is overwritten.
+        tensors: The state_dict.
+        is_base: It is the base that a run keeps beside its delta, and replaces that of a former run.
+
     Raises:
-        PolicyError: If it cannot be written, or is to be of another format.
+        PolicyError: If it cannot be written, is to be of another format, or is there already.
     """
     path = Path(path)
     if path.suffix != ENDING:
@@ -56,4 +61,5 @@ def write_weights(path: str | Path, tensors: dict[str, Tensor]) -> None:
         alone[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
         seen.add(tensor.data_ptr())
     # transformers reads no file that does not say of which framework it is.
-    write_safetensors(path, alone, {"format": "pt"})
+    metadata = {"format": "pt", **dict([BASE_MARK] if is_base else [])}
+    write_safetensors(path, alone, metadata, BASE_MARK if is_base else None)

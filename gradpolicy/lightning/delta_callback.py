@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from gradpolicy.delta import save
+from gradpolicy.delta.file import check_replaceable
 from gradpolicy.delta.state import check_same_tensors, tensors_of, whole
 from gradpolicy.delta.weights import read_weights, write_weights
 from gradpolicy.errors import PolicyError, nearest, shown
@@ -28,8 +29,8 @@ class SaveDelta(Callback):
         module: The name of the module whose weights are meant; None: the LightningModule.
 
     Raises:
-        PolicyError: Before training, if there is no such module, or the base is absent, damaged, or of
-            another model.
+        PolicyError: Before training, if there is no such module, the base is absent, damaged, or of another
+            model, or other files have the names of those that are written.
     """
 
     def __init__(self, directory: str, base: str | None = None, module: str | None = None) -> None:
@@ -41,11 +42,13 @@ class SaveDelta(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keeps what a training begins with; a run that resumes has begun before."""
         model = self._module_of(pl_module)
+        if trainer.is_global_zero:
+            check_replaceable(self.directory / DELTA)
         if self.base is None and trainer.ckpt_path is None:
             begun = self._gathered(trainer, model)
             if trainer.is_global_zero:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                write_weights(self.directory / BASE, begun)
+                write_weights(self.directory / BASE, begun, is_base=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes sure that the base is there, and of this model, before hours are spent."""

@@ -1,5 +1,6 @@
 """`gradpolicy delta`: the same from a terminal."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,15 @@ def run(*words: str) -> None:
 
 
 def test_save_apply_revert_merge_and_info(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("save", "one.delta", "one.ckpt", "base.safetensors")
-    run("save", "two.delta", "two.ckpt", "base.safetensors")
+    run("save", "one.ckpt", "base.safetensors", "--out", "one.delta")
+    run("save", "two.ckpt", "base.safetensors", "--out", "two.delta")
     run("apply", "base.safetensors", "one.delta", "--out", "applied.safetensors")
     assert load_file("applied.safetensors")["w"].view(-1).nonzero().flatten().tolist() == [3]
     run("revert", "one.ckpt", "one.delta", "--out", "reverted.safetensors")
     assert not load_file("reverted.safetensors")["w"].any()
     run("merge", "one.delta", "two.delta", "--weights", "0.5", "-2", "--out", "both.delta")
-    run("apply", "base.safetensors", "both.delta", "--out", "applied.safetensors")
-    assert load_file("applied.safetensors")["w"].view(-1)[[3, 9]].tolist() == [0.5, -2.0]
+    run("apply", "base.safetensors", "both.delta", "--out", "both.safetensors")
+    assert load_file("both.safetensors")["w"].view(-1)[[3, 9]].tolist() == [0.5, -2.0]
     run("merge", "one.delta", "two.delta", "--out", "both.delta")
     capsys.readouterr()
     run("info", "both.delta")
@@ -50,7 +51,7 @@ def test_save_apply_revert_merge_and_info(files: Path, capsys: pytest.CaptureFix
     [
         (["info", "base.safetensors"], "is no file of gradpolicy.delta"),
         (["info", "missing"], "delta: missing cannot be read"),
-        (["save", "x.delta", "missing.ckpt", "base.safetensors"], "missing.ckpt"),
+        (["save", "missing.ckpt", "base.safetensors", "--out", "x.delta"], "missing.ckpt"),
         (
             ["apply", "broken.safetensors", "one.delta", "--out", "x.safetensors"],
             "broken.safetensors is damaged",
@@ -63,7 +64,7 @@ def test_save_apply_revert_merge_and_info(files: Path, capsys: pytest.CaptureFix
 def test_wrong_input_is_one_line(
     files: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("save", "one.delta", "one.ckpt", "base.safetensors")
+    run("save", "one.ckpt", "base.safetensors", "--out", "one.delta")
     Path("broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     capsys.readouterr()
     assert main(words) == 2
@@ -72,3 +73,50 @@ def test_wrong_input_is_one_line(
     assert message in printed
     assert printed.count("\n") == 1
     assert not list(files.glob("x*"))
+
+
+@pytest.mark.parametrize(
+    "kept", ["two.ckpt", "base.safetensors", "notes.txt", "empty", "folder", "pipe", "link"]
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["save", "one.ckpt", "base.safetensors"],
+        ["merge", "one.delta", "one.delta"],
+        ["apply", "base.safetensors", "one.delta"],
+        ["revert", "one.ckpt", "one.delta"],
+    ],
+)
+def test_no_file_that_is_no_delta_is_ever_overwritten(
+    files: Path, words: list[str], kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("save", "one.ckpt", "base.safetensors", "--out", "one.delta")
+    Path("notes.txt").write_text("mine")
+    Path("empty").touch()
+    Path("folder").mkdir()
+    os.mkfifo("pipe")
+    Path("link").symlink_to("nowhere")
+    before = {path: path.read_bytes() for path in files.iterdir() if path.is_file()}
+    capsys.readouterr()
+    assert main([*words, "--out", kept]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: delta: {kept} is there already")
+    assert printed.count("\n") == 1
+    assert {path: path.read_bytes() for path in files.iterdir() if path.is_file()} == before
+
+
+def test_a_delta_is_replaced_by_a_delta_and_by_no_weights(files: Path) -> None:
+    run("save", "one.ckpt", "base.safetensors", "--out", "task.delta")
+    run("save", "two.ckpt", "base.safetensors", "--out", "task.delta")
+    run("apply", "base.safetensors", "task.delta", "--out", "new.safetensors")
+    assert load_file("new.safetensors")["w"].view(-1).nonzero().flatten().tolist() == [9]
+    for out in ("task.delta", "new.safetensors"):
+        assert main(["apply", "base.safetensors", "task.delta", "--out", out]) == 2
+
+
+def test_the_output_is_named_by_a_word_of_its_own(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path("two.ckpt").read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        main(["save", "two.ckpt", "one.ckpt", "base.safetensors"])
+    assert "--out" in capsys.readouterr().err
+    assert Path("two.ckpt").read_bytes() == before

@@ -35,6 +35,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Path]]:
 
 def test_one_run_gets_its_report_in_its_directory(runs: list[Path]) -> None:
     assert main([str(runs[0])]) == 0
+    assert main([str(runs[0])]) == 0
     assert "seed 0" in (runs[0] / "report.html").read_text()
 
 
@@ -55,6 +56,7 @@ def test_a_folder_stands_for_the_runs_in_it(
         (["multiruns/0/config.yaml"], "RUN: .* is a file; name the run directory, such as .*/0"),
         (["empty"], "RUN: .* holds neither a run's files nor run directories"),
         (["multiruns/0", "--output", "empty"], "--output: .* is a directory; name a file, such as"),
+        (["multiruns/0", "--output", "thesis.html"], "--output: .* is there already and is no report"),
         (["multiruns/0", "--output", "multiruns/0/config.yaml/x.html"], "--output: .* cannot be written"),
     ],
 )
@@ -67,11 +69,13 @@ def test_wrong_input_gives_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "thesis.html").write_text("mine")
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert re.search(message, said)
+    assert (tmp_path / "thesis.html").read_text() == "mine"
 
 
 def test_the_help_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:

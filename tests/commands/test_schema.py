@@ -155,6 +155,7 @@ def test_a_schema_refuses_a_value_where_the_check_of_a_run_does() -> None:
 
 def test_the_schemas_that_are_shipped_are_those_of_the_signatures(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == 0  # over the ones that it wrote
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in CONF.glob("*.json")}
     # Other versions of torch and Lightning have other arguments; ours are the same under all of them.
     pinned = (CONF.parent / "constraints.txt").read_text().splitlines()
@@ -186,6 +187,26 @@ def test_a_place_that_cannot_be_written_is_one_line(
     (tmp_path / "file").touch()
     assert main([str(tmp_path / "file" / "below")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["mine", '{"type": "object"}', "[1]", "", "[" * 100_000])
+def test_a_file_that_is_no_schema_of_ours_is_kept(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trainer.schema.json"
+    path.write_text(text)
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: DIR: {path} is there already and is no schema")
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert path.read_text() == text
+
+
+def test_a_config_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "policy" / "binary.yaml"
+    path.parent.mkdir()
+    path.write_bytes(b"\xff\xfe")
+    assert main([str(tmp_path), "--name-in-files"]) == 2
+    assert capsys.readouterr().err == f"error: DIR: {path} is no text in UTF-8\n"
 
 
 def test_a_schema_is_written_with_a_line_for_each_definition() -> None:

@@ -351,3 +351,18 @@ def test_the_header_is_json_that_others_can_read(network: nn.Module, saved_base:
     metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
     assert metadata["format"] == "gradpolicy.delta 1"
     assert json.loads(metadata["base"]).keys() == saved_base.keys()
+
+
+def test_no_file_that_is_no_delta_is_overwritten(
+    network: nn.Module, saved_base: dict, path: Path, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "best.ckpt"
+    torch.save(network.state_dict(), checkpoint)
+    before = checkpoint.read_bytes()
+    with pytest.raises(PolicyError, match=r"^delta: .*best\.ckpt is there already and is no delta"):
+        gp.delta.save(checkpoint, network, saved_base)
+    with pytest.raises(PolicyError, match=r"^delta: .*best\.ckpt is there already and is no delta"):
+        gp.delta.merge([path], [1.0], checkpoint)
+    assert checkpoint.read_bytes() == before
+    gp.delta.merge([path], [0.5], path)
+    assert sorted(tmp_path.iterdir()) == [checkpoint, path]

@@ -109,3 +109,24 @@ def test_ranks_wait_for_each_other_once_the_file_is_written(
 
     make_trainer(strategy=Waits(), callbacks=[SaveDelta(str(tmp_path))]).fit(two_layers, loader)
     assert there == [True]
+
+
+@pytest.mark.parametrize("name", ["delta.safetensors", "base.safetensors"])
+def test_files_of_others_are_kept_and_named_before_training(
+    two_layers, loader, make_trainer, tmp_path: Path, name: str
+) -> None:
+    mine = {"mine": torch.ones(1)}
+    save_file(mine, tmp_path / name)
+    with pytest.raises(PolicyError, match=f"{name} is there already"):
+        make_trainer(callbacks=[SaveDelta(str(tmp_path))], max_steps=1).fit(two_layers, loader)
+    assert load_file(tmp_path / name).keys() == mine.keys()
+
+
+def test_a_second_run_replaces_the_files_of_the_first(
+    two_layers, loader, make_trainer, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        began = weights(two_layers)
+        make_trainer(callbacks=[SaveDelta(str(tmp_path))], max_steps=1).fit(two_layers, loader)
+    gp.delta.revert(two_layers, tmp_path / "delta.safetensors")
+    assert same(two_layers.state_dict(), began)

@@ -7,7 +7,7 @@ from pathlib import Path
 from gradpolicy.insight.report.page import render
 from gradpolicy.insight.report.reading import Run, looks_like_run, read_run
 
-__all__ = ["REPORT", "looks_like_run", "write"]
+__all__ = ["REPORT", "is_report", "looks_like_run", "write"]
 
 REPORT = "report.html"
 
@@ -38,6 +38,12 @@ def write(runs: Sequence[Path], output: Path) -> Path:
     part.write_text(page, encoding="utf-8")
     os.replace(part, output)
     return output
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a report."""
+    with path.open("rb") as file:
+        return b"gradpolicy report</title>" in file.read(4096)
 
 
 def _read(directories: Sequence[Path]) -> list[Run]:
