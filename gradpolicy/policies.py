@@ -6,6 +6,7 @@ What is a policy's own may be positional; where (``modules``, ``ops``, ``params`
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,8 @@ from gradpolicy.errors import PolicyError, knows_its_arguments, shown, under, un
 from gradpolicy.flow.operations import find_rule
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.function import as_source
-from gradpolicy.rules.registry import Rule, RuleFunction, get_rule
+from gradpolicy.rules.derivative import Derivative
+from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names
 from gradpolicy.when import When
 from gradpolicy.where import PLACES, STEP_OPERATIONS, ModulePattern, as_patterns
 
@@ -100,6 +102,8 @@ class FlowPolicy(Policy):
 
     # Whether the graph is cut instead of asking the rule.
     detaches = False
+    # Whether at operations it changes their own gradient, for every input, instead of replacing it.
+    own = False
 
     def __init__(
         self,
@@ -116,7 +120,7 @@ class FlowPolicy(Policy):
         when: WhenLike = None,
     ) -> None:
         super().__init__(when)
-        self.rule = rule
+        self.rule = replace(rule, own=True) if self.own and ops is not None else rule
         self.modules = as_patterns(modules)
         self.ops = as_patterns(ops)
         self.params = as_patterns(params)
@@ -165,9 +169,10 @@ class FlowPolicy(Policy):
             raise PolicyError(f"{kind}.output: goes with at='through'")
         if self.at != "through" and self.inside != self.INSIDE[0]:
             raise PolicyError(f"{kind}.inside: goes with at='through'")
-        if (self.ops or self.params) and (self.at == "through" or self.argument is not None):
-            key = "at='through'" if self.at == "through" else "argument="
-            raise PolicyError(f"{kind}: {key} goes with modules= alone, not with ops= or params=")
+        if (self.ops or self.params) and self.at == "through":
+            raise PolicyError(f"{kind}: at='through' goes with modules= alone, not with ops= or params=")
+        if self.params and self.argument is not None:
+            raise PolicyError(f"{kind}: argument= goes with modules= or ops=, not with params=")
 
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""
@@ -206,6 +211,7 @@ class Stop(FlowPolicy):
     """
 
     MODES = ("detach", "zero")
+    own = True
 
     def __init__(self, mode: str = "detach", **where_and_when: Any) -> None:
         if mode not in self.MODES:
@@ -281,12 +287,14 @@ class Deconv(FlowPolicy):
 
 
 class Scale(FlowPolicy):
-    """Multiplies the gradient: ``grad_input = factor · grad``.
+    """Multiplies the gradient: ``grad_input = factor · grad``; at operations their own, for every input.
 
     Args:
         factor: A number, or a function of the step (or epoch) count that gives one.
         **where_and_when: See :class:`FlowPolicy`.
     """
+
+    own = True
 
     def __init__(self, factor: Scheduled, **where_and_when: Any) -> None:
         super().__init__(
@@ -295,7 +303,7 @@ class Scale(FlowPolicy):
 
 
 class Reverse(FlowPolicy):
-    """Reverses the gradient: ``grad_input = −factor · grad``.
+    """Reverses the gradient: ``grad_input = −factor · grad``; at operations their own, for every input.
 
     Args:
         factor: A number, or a function of the step (or epoch) count that gives one.
@@ -303,6 +311,8 @@ class Reverse(FlowPolicy):
 
     Source: Ganin, Lempitsky 2015, arXiv:1409.7495.
     """
+
+    own = True
 
     def __init__(self, factor: Scheduled = 1.0, **where_and_when: Any) -> None:
         super().__init__(
@@ -313,6 +323,8 @@ class Reverse(FlowPolicy):
 class Clip(FlowPolicy):
     """Bounds the gradient by value or by norm. Thresholds follow the loss scale of fp16 training.
 
+    At operations it bounds what each input gets of their own gradient, each by itself.
+
     Args:
         value: Every entry is brought into ``[−value, value]``.
         norm: The gradient is shortened to this Euclidean length where it is longer.
@@ -322,6 +334,8 @@ class Clip(FlowPolicy):
     Raises:
         PolicyError: Unless exactly one of value and norm is given, as a positive number.
     """
+
+    own = True
 
     def __init__(
         self,
@@ -354,13 +368,47 @@ class UseRule(FlowPolicy):
             ``(grad, inputs, output)``, or another operation, whose derivative at the same inputs is used. A
             bare name that is both means the rule: ``"torch.tanh"`` is the operation.
         parameters: Values for the rule's arguments.
+        own: With ``ops``: the rule changes the operation's own gradients instead of replacing them. The
+            function is called as ``(own, inputs, output)`` and returns what each input gets; ``own`` is a
+            tuple with the gradient that the operation itself gives each input, None where there is none.
         **where_and_when: See :class:`FlowPolicy`.
+
+    Raises:
+        PolicyError: With ``own``, if no operation is named, or for a registered rule that replaces gradients.
+
+    Example:
+        >>> import torch, gradpolicy as gp
+        >>> def swapped(own, inputs, output):
+        ...     return own[1], own[0]
+        >>> class Product(torch.nn.Module):
+        ...     def forward(self, x, y):
+        ...         return x * y
+        >>> x, y = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+        >>> with gp.install(model := Product(), [gp.UseRule(swapped, ops=["mul"], own=True)]):
+        ...     model(x, y).backward()
+        >>> x.grad, y.grad
+        (tensor(2.), tensor(3.))
     """
 
     def __init__(
-        self, rule: RuleLike, *, parameters: Mapping[str, Any] | None = None, **where_and_when: Any
+        self,
+        rule: RuleLike,
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        own: bool = False,
+        **where_and_when: Any,
     ) -> None:
-        super().__init__(_chosen_rule("UseRule.rule", rule, parameters), **where_and_when)
+        chosen = _chosen_rule("UseRule.rule", rule, parameters)
+        self.own = own or chosen.own
+        if self.own and not where_and_when.get("ops"):
+            raise PolicyError("UseRule.own: goes with ops=, the operations whose own gradients are meant")
+        replaces = chosen.name in rule_names() or isinstance(chosen.function, Derivative)
+        if self.own and replaces and not (chosen.own or chosen.each):
+            raise PolicyError(
+                f"UseRule.own: rule {shown(chosen.name)} replaces a gradient; own=True takes a function "
+                "(own, inputs, output), or a rule that is registered with own=True"
+            )
+        super().__init__(chosen, **where_and_when)
 
 
 class Freeze(Policy):

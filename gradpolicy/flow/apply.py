@@ -1,15 +1,16 @@
 """A rule for any forward: NumPy code, a library's function, a physical simulation."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from gradpolicy.errors import PolicyError, shown
+from gradpolicy.errors import PolicyError, shown, warn_user
 from gradpolicy.flow.autograd_functions import in_transform, replace_gradient
 from gradpolicy.flow.bound_rule import BoundRule, RuleState, runs_while_tracing
 from gradpolicy.flow.call_arguments import arguments_of
@@ -19,6 +20,9 @@ from gradpolicy.flow.operations import as_rule, is_operation, name_of
 from gradpolicy.flow.tensor_or_array import as_arrays, as_either, as_plain
 from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import Rule, RuleFunction
+
+# Attributes that are views of a tensor: its gradient would follow these.
+_VIEWS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 
 
 def apply(
@@ -33,7 +37,8 @@ def apply(
     The forward gets its tensors detached and runs without a graph, so it may call ``.numpy()`` on them.
     Arrays and numbers that it returns become tensors. A single integer or boolean result is converted to the
     dtype of the first floating-point input, since otherwise it could have no gradient. In a tuple such
-    results stay as they are.
+    results stay as they are. Tensors that the forward uses and is not given, such as the parameters of a
+    module, get no gradient; a warning says so, but in compiled code.
 
     Args:
         rule: What replaces the gradient: a rule's name, a rule, a function ``(grad, inputs, output)``,
@@ -63,17 +68,78 @@ def apply(
         (tensor([0., 1.]), tensor([1., 1.]))
     """
     check_forward("apply", forward)
-    # The forward has no gradient of its own that a filter could act before.
-    state = RuleState(forward_name(forward), replace(as_rule(rule), gradient_filter=None), is_reported=False)
+    state = RuleState(
+        forward_name(forward), replacing_rule("apply", rule), has_own_gradient=False, is_reported=False
+    )
     bound_rule = BoundRule(state, f"forward {state.name!r}")
     state.count(state.name)
     inputs = tensors_in((args, kwargs))
+    watches = torch.is_grad_enabled() and not in_transform()
     with torch.no_grad():
         plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
-        values = run_forward(forward, plain_args, plain_kwargs, numpy)
+        with WatchForward(state.name) if watches else nullcontext():
+            values = run_forward(forward, plain_args, plain_kwargs, numpy)
         if bound_rule.takes_call:
             bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
     return replace_gradient(bound_rule, as_floating_point(values, inputs), inputs)
+
+
+class WatchForward(TorchFunctionMode):
+    """Warns of tensors that need a gradient and that a forward uses without being given them.
+
+    Args:
+        name: What messages call the forward.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        # Tensors that need a gradient and were made by the forward itself.
+        self._made: list[Tensor] = []
+        self._has_warned = False
+
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Makes the call, and looks at what it was given."""
+        result = func(*args, **(kwargs or {}))
+        self._made += [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+        if not self._has_warned and isinstance(result, Tensor) and not _drops_gradient(func):
+            for tensor in tensors_in((args, kwargs or {})):
+                if tensor.requires_grad and not any(tensor is made for made in self._made):
+                    self._has_warned = True
+                    warn_user(
+                        f"apply: forward {self.name!r} uses a tensor of shape {tuple(tensor.shape)} that "
+                        "needs a gradient and is not among its arguments: it gets none; pass it as an "
+                        "argument, or detach it if none is meant"
+                    )
+                    break
+        return result
+
+
+def _drops_gradient(function: Callable) -> bool:
+    """Whether a call of a torch function uses a tensor on purpose in a way that no gradient follows."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return not any(function == attribute for attribute in _VIEWS)
+    return (
+        name in ("detach", "detach_", "requires_grad_") or name.endswith("_like") or name.startswith("new_")
+    )
+
+
+def replacing_rule(caller: str, rule: str | Rule | RuleFunction) -> Rule:
+    """The rule that is meant, for a forward that has no gradient of its own.
+
+    Raises:
+        PolicyError: If there is no such rule, or it changes an operation's own gradients.
+    """
+    found = as_rule(rule)
+    if found.own:
+        raise PolicyError(
+            f"{caller}: rule {found.name!r} changes an operation's own gradients (own=True), and a forward "
+            "has none; give a rule (grad, inputs, output) that makes the gradient"
+        )
+    return found
 
 
 def check_forward(caller: str, forward: object) -> None:

@@ -71,21 +71,98 @@ class ReplaceGradient(Function):
         return (None, None, None, *[None] * ctx.count, *gradients)
 
 
-class ReplaceGradientInForwardMode(ReplaceGradient):
-    """The same while forward-mode derivatives are taken. The compiler takes no Function with ``jvp``."""
+class ChangeOwnGradients(Function):
+    """Lies between the inputs of an operation and their nodes, and changes what each gets as gradient.
+
+    All gradients arrive together, so that a rule may look at all of them.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        """Refuses to pass a forward-mode derivative on."""
-        raise PolicyError(
-            f"rule {ctx.bound_rule.rule.name!r} at {ctx.bound_rule.location} has no forward-mode derivative: "
-            "it says what becomes of a gradient that flows back. Use reverse mode: torch.func.jacrev for "
-            "jacfwd, torch.autograd.grad for jvp. For hessian use gradpolicy.curvature, which differentiates "
-            "the gradient under the policy; jacrev(jacrev(f)) would apply the rule in both passes. Or switch "
-            "the policy off"
-        )
+    def forward(
+        bound_rule: BoundRule, module: str | None, outputs: list, places: tuple, *tensors: Tensor
+    ) -> Any:
+        """Takes the rule, the running module, where the outputs arrive, which inputs change, the inputs.
+
+        Returns:
+            Those inputs that need a gradient; one by itself.
+        """
+        changed = [tensors[place].detach() for place in places]
+        return changed[0] if len(changed) == 1 else tuple(changed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        """Keeps the inputs if the rule reads them, otherwise their shapes."""
+        ctx.bound_rule, ctx.module, ctx.outputs, ctx.places, *tensors = inputs
+        ctx.reads_inputs = "inputs" in ctx.bound_rule.reads
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        if ctx.reads_inputs:
+            ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        """Asks the rule."""
+        own: list[Tensor | None] = [None] * len(ctx.like)
+        for place, grad in zip(ctx.places, grads, strict=True):
+            own[place] = grad
+        inputs = ctx.saved_tensors
+        if not ctx.reads_inputs:
+            inputs = [
+                torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad
+                for grad, (shape, dtype, device) in zip(own, ctx.like, strict=True)
+            ]
+        output = ctx.outputs[-1] if ctx.outputs else None
+        wanted = [grad is not None for grad in own]
+        gradients = ctx.bound_rule.gradients(tuple(own), tuple(inputs), output, wanted, ctx.module)
+        return (None, None, None, None, *gradients)
+
+
+class HandOverOutput(Function):
+    """Lies behind an operation, and hands its output to the Function that lies before its inputs."""
+
+    @staticmethod
+    def forward(outputs: list, *tensors: Tensor) -> Any:
+        """Returns the tensors."""
+        return tensors[0].detach() if len(tensors) == 1 else tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        """Keeps the output."""
+        ctx.outputs = inputs[0]
+        ctx.save_for_backward(*(output if isinstance(output, tuple) else (output,)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        """Passes the gradients on; this backward pass reaches the operation's inputs later."""
+        saved = ctx.saved_tensors
+        ctx.outputs[:] = [saved[0] if len(saved) == 1 else saved]
+        return (None, *grads)
+
+
+def _refuse_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
+    """Refuses to pass a forward-mode derivative on."""
+    raise PolicyError(
+        f"rule {ctx.bound_rule.rule.name!r} at {ctx.bound_rule.location} has no forward-mode derivative: "
+        "it says what becomes of a gradient that flows back. Use reverse mode: torch.func.jacrev for "
+        "jacfwd, torch.autograd.grad for jvp. For hessian use gradpolicy.curvature, which differentiates "
+        "the gradient under the policy; jacrev(jacrev(f)) would apply the rule in both passes. Or switch "
+        "the policy off"
+    )
+
+
+class ReplaceGradientInForwardMode(ReplaceGradient):
+    """The same while forward-mode derivatives are taken. The compiler takes no Function with ``jvp``."""
+
+    generate_vmap_rule = True
+    jvp = staticmethod(_refuse_forward_mode)
+
+
+class ChangeOwnGradientsInForwardMode(ChangeOwnGradients):
+    """The same while forward-mode derivatives are taken."""
+
+    generate_vmap_rule = True
+    jvp = staticmethod(_refuse_forward_mode)
 
 
 class AdoptHistory(Function):
@@ -127,6 +204,12 @@ def run_function(function: type[Function], *args: Any) -> Any:
 
     ``Function.apply`` looks up the signature of ``forward`` for defaults, which takes most of its time.
     """
+    if _is_compiling():
+        # The compiler takes each tensor once. There a copy costs nothing.
+        given: list[Any] = []
+        for arg in args:
+            given.append(arg.clone() if isinstance(arg, Tensor) and any(arg is one for one in given) else arg)
+        args = tuple(given)
     if in_transform():
         return function.apply(*args)
     return super(Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
@@ -168,6 +251,64 @@ def replace_gradient(
     for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
         results[index] = result
     return rebuilt_sequence(values, results)
+
+
+def change_own_gradients(
+    bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list, module: str | None = None
+) -> list[Tensor]:
+    """Lets a rule change the gradients that an operation gives its inputs.
+
+    Args:
+        bound_rule: The rule.
+        inputs: The inputs.
+        outputs: Empty; :func:`hand_over` puts there what the operation gave, if the rule reads that.
+        module: The module in whose forward it runs, for messages.
+
+    Returns:
+        The inputs that the operation is to be called with.
+
+    Raises:
+        PolicyError: In compiled or transformed code, where the backward pass cannot hand the output over.
+    """
+    if "output" in bound_rule.reads and in_transform():
+        raise PolicyError(
+            f"rule {bound_rule.rule.name!r} at {bound_rule.location} changes the operation's own gradients "
+            "(own=True) and cannot read its output in code that is compiled or transformed by torch.func: "
+            "compute what it needs from the inputs, leave this part to eager mode (torch.compiler.disable), "
+            "or compile without fullgraph"
+        )
+    found = list(inputs)
+    # Under torch.func and in forward mode a tensor does not say whether it needs a gradient.
+    unknown = in_transform() and not _is_compiling()
+    places = [
+        place
+        for place, tensor in enumerate(inputs)
+        if is_differentiable(tensor) and (unknown or tensor.requires_grad)
+    ]
+    if not places:
+        return found
+    bound_rule = bound_rule.with_current_numbers()
+    function: type[Function] = ChangeOwnGradients
+    if torch.compiler.is_compiling():
+        _refuse_compiled_transforms(bound_rule)
+    elif in_forward_mode():
+        function = ChangeOwnGradientsInForwardMode
+    changed = run_function(function, bound_rule, module, outputs, tuple(places), *inputs)
+    for place, tensor in zip(places, changed if len(places) > 1 else (changed,), strict=True):
+        found[place] = tensor
+    return found
+
+
+def hand_over(outputs: list, values: Any) -> Any:
+    """Has the backward pass put the differentiable tensors of what an operation gave into a list."""
+    tensors = [
+        value for value in ([values] if isinstance(values, Tensor) else values) if is_differentiable(value)
+    ]
+    found = run_function(HandOverOutput, outputs, *tensors)
+    if isinstance(values, Tensor):
+        return found
+    left = iter(found if len(tensors) > 1 else (found,))
+    return rebuilt_sequence(values, [next(left) if is_differentiable(value) else value for value in values])
 
 
 def insert_rule(bound_rule: BoundRule, values: Any, module: str | None = None) -> Any:

@@ -92,6 +92,9 @@ class RuleState:
         when: When it is active.
         calls: The numbers of the calls that it is for, of each operation within a module's forward; none
             means all.
+        argument: The one argument of each operation that it is for, by name or position; None means all.
+        has_own_gradient: Whether what it acts on has a gradient of its own, which a rule's filter or its
+            ``own`` can change; otherwise the rule's function makes it.
         is_reported: Whether it counts what it meets in compiled code. For a ``gradient_override`` it does
             not, so that the compiler cannot tell one from the next and need not compile anew for each.
         written: The policy as a person writes it.
@@ -108,6 +111,8 @@ class RuleState:
         detaches: bool = False,
         when: When | None = None,
         calls: Sequence[int] = (),
+        argument: int | str | None = None,
+        has_own_gradient: bool = True,
         is_reported: bool = True,
         written: str = "",
     ) -> None:
@@ -116,7 +121,10 @@ class RuleState:
         self.is_reported = is_reported
         self.when = when or When()
         self.calls = tuple(calls)
+        self.argument = argument
         self.detaches = detaches
+        # Whether the rule's filter changes the gradient that comes in.
+        self.filters = has_own_gradient and rule.gradient_filter is not None
         self.active = True
         # Whether a forward pass with gradients ran while the rule was active, and while it was not.
         self.ran_active = self.ran_inactive = False
@@ -261,14 +269,14 @@ class BoundRule:
         self.location = location
         self.sums_broadcast = sums_broadcast
         self.parameters = state.rule.parameters if parameters is None else parameters
-        self.takes_call = self.rule.gradient_filter is None and self.rule.takes_call
+        self.takes_call = self.rule.takes_call and not state.filters
         if self.takes_call and "call" not in self.parameters:
             self.parameters = {**self.parameters, "call": Call(location)}
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Which of ``"inputs"`` and ``"output"`` the rule reads the values of."""
-        return () if self.rule.gradient_filter is not None else self.rule.reads or ()
+        return () if self.state.filters else self.rule.reads or ()
 
     def with_current_numbers(self) -> "BoundRule":
         """The rule with its scheduled numbers as they are now, whatever they are when backward runs."""
@@ -302,7 +310,8 @@ class BoundRule:
         """The rule's gradients, one per input, checked and in each input's dtype.
 
         Args:
-            grad: The gradient of the output; a tuple if the output is one.
+            grad: The gradient of the output; a tuple if the output is one. For a rule that changes the
+                operation's own gradients: these, one per input.
             inputs: The inputs.
             output: The output.
             wanted: Which inputs need a gradient.
@@ -311,15 +320,18 @@ class BoundRule:
         Raises:
             PolicyError: If the rule fails, or returns the wrong number, shape or kind of gradients.
         """
-        gradient_filter = self.rule.gradient_filter
         gradients: Sequence
-        if gradient_filter is None:
-            returned = self._call(module, self.rule.function, grad, inputs, output)
-            gradients = self._one_per_input(module, returned, inputs, wanted)
-        else:
-            gradients = [self._call(module, gradient_filter, grad)]
+        if self.state.filters and self.rule.gradient_filter is not None:
+            gradients = [self._call(module, self.rule.gradient_filter, grad)]
             if gradients[0] is None:
                 raise self._error(module, "returned None; a gradient filter returns a tensor")
+        elif self.rule.own and self.rule.each:
+            gradients = [
+                None if one is None else self._returned(module, one, (tensor,), tensor, (True,))[0]
+                for one, tensor in zip(grad, inputs, strict=True)
+            ]
+        else:
+            gradients = self._returned(module, grad, inputs, output, wanted)
         checked = [
             self._checked(module, number, gradient, tensor, output) if needed else None
             for number, (gradient, tensor, needed) in enumerate(zip(gradients, inputs, wanted, strict=True))
@@ -345,9 +357,20 @@ class BoundRule:
             except Exception as error:
                 raise self._failure(module, error, *arguments) from error
 
-    def _one_per_input(
-        self, module: str | None, returned: Any, inputs: tuple[Tensor, ...], wanted: Sequence[bool]
+    def _returned(
+        self,
+        module: str | None,
+        grad: Any,
+        inputs: tuple[Tensor, ...],
+        output: Any,
+        wanted: Sequence[bool],
     ) -> Sequence:
+        """What the rule's function returns, one gradient per input.
+
+        Raises:
+            PolicyError: If it returns the wrong number, or one gradient where several inputs need one.
+        """
+        returned = self._call(module, self.rule.function, grad, inputs, output)
         if isinstance(returned, tuple | list):
             if len(returned) != len(inputs):
                 raise self._error(
@@ -356,14 +379,23 @@ class BoundRule:
                     f"for {len(inputs)} inputs {_shapes(inputs)}",
                 )
             return returned
-        first = first_index(inputs)
+        first = list(wanted).index(True) if self.rule.own else first_index(inputs)
         if any(wanted[number] for number in range(len(inputs)) if number != first):
-            raise self._error(
-                module,
-                f"returned one gradient ({_kind(returned)}) for {len(inputs)} inputs {_shapes(inputs)}; "
-                "return a tuple with one for each, None where there is none",
-            )
+            raise self._error(module, self._of_several_inputs(returned, inputs))
         return [returned if number == first else None for number in range(len(inputs))]
+
+    def _of_several_inputs(self, returned: Any, inputs: tuple[Tensor, ...]) -> str:
+        """Says that one gradient is too few for several inputs, and how to say which is meant."""
+        text = (
+            f"returned one gradient ({_kind(returned)}) for {len(inputs)} inputs {_shapes(inputs)} of which "
+            "others need one too; use a function that returns a tuple with one for each, None where there is "
+            "none"
+        )
+        if self.state.is_reported:
+            text += ", or name the input that the gradient is for (argument=…)"
+        if self.rule.each and self.sums_broadcast:
+            text += "; or change the operation's own gradients, for every input (own=True)"
+        return text
 
     def _checked(
         self, module: str | None, number: int, gradient: Any, tensor: Tensor, output: Any
@@ -392,8 +424,10 @@ class BoundRule:
         self, module: str | None, error: Exception, grad: Any, inputs: Any = (), output: Any = None
     ) -> PolicyError:
         given = [f"a gradient of shape {_shapes(grad)}"]
-        given += [f"inputs of shapes {_shapes(inputs)}"] * bool(inputs)
-        given += [f"an output of shape {_shapes(output)}"] * (output is not None)
+        if inputs:
+            given.append(f"inputs of shapes {_shapes(inputs)}")
+        if output is not None:
+            given.append(f"an output of shape {_shapes(output)}")
         reason = " ".join(str(error).split()).removeprefix(f"rule {self.rule.name!r}: ")
         kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
         return self._error(module, f"failed with {', '.join(given)}: {kind}{reason}")

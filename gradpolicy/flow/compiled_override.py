@@ -61,7 +61,8 @@ def constants_of(value: Any) -> tuple:
                 )
             # A number that changes from call to call is symbolic: compiled anew for each value.
             parameters.append((key, guard_scalar(number) if isinstance(number, int | float) else number))
-        return ("rule", value.name, value.function, tuple(parameters), value.gradient_filter, value.reads)
+        rest = (value.gradient_filter, value.reads, value.own, value.each)
+        return ("rule", value.name, value.function, tuple(parameters), rest)
     if isinstance(value, _CONSTANTS):
         return ("constant", value)
     raise PolicyError(
@@ -74,5 +75,5 @@ def from_constants(constants: tuple) -> Any:
     """Undoes :func:`constants_of`."""
     if constants[0] == "constant":
         return constants[1]
-    _, name, function, parameters, gradient_filter, reads = constants
-    return Rule(name, function, dict(parameters), gradient_filter, reads)
+    _, name, function, parameters, rest = constants
+    return Rule(name, function, dict(parameters), *rest)

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradpolicy.flow.apply import call_of, check_forward, run_forward
+from gradpolicy.flow.apply import call_of, check_forward, replacing_rule, run_forward
 from gradpolicy.flow.containers import map_tensors, tensors_in
-from gradpolicy.flow.operations import as_rule
 from gradpolicy.rules.gradcheck import Outcomes, RuleCheck, Subject, check_rule
 from gradpolicy.rules.registry import Rule, RuleFunction
 
@@ -85,7 +84,7 @@ def gradcheck_rule(
     exact = _in_double(given, evaluate if outcomes is None else None)
     call = call_of(forward, _with_tensors(args, exact), {})
     return check_rule(
-        Subject(as_rule(rule), evaluate, exact, call),
+        Subject(replacing_rule("gradcheck_rule", rule), evaluate, exact, call),
         outcomes=outcomes,
         loss=loss,
         cotangents=cotangents,

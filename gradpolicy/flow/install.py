@@ -96,11 +96,12 @@ class Installed(Displayed):
         self._states = {
             name: RuleState(
                 name,
-                # Across a module there is no gradient of its own that a filter could act before.
-                replace(policy.rule, gradient_filter=None) if policy.at == "through" else policy.rule,
+                policy.rule,
                 detaches=policy.detaches,
                 when=policy.when,
                 calls=policy.calls,
+                argument=policy.argument if policy.ops else None,
+                has_own_gradient=policy.at != "through",
                 written=repr(policy),
             )
             for name, policy in self.policies.items()

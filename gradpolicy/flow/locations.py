@@ -121,7 +121,8 @@ def describe_location(policy: FlowPolicy) -> str:
     modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
     if policy.ops:
         calls = f" (calls {written(policy.calls)})" if policy.calls else ""
-        return f"ops {written(policy.ops)}{calls} in {modules}"
+        argument = "" if policy.argument is None else f", argument {policy.argument!r},"
+        return f"ops {written(policy.ops)}{calls}{argument} in {modules}"
     if policy.at == "through":
         output = f"output {written(policy.output)}" if policy.output else "output"
         return f"{modules}, from {output} to {_input_of(policy)}"

@@ -1,8 +1,9 @@
 """One call of an operation with a rule on it: the native forward, then the rule's gradient.
 
-If the rule only filters the incoming gradient, a hook on the node of the native operation calls it; that
-costs a tenth of an autograd Function in Python. Every other rule goes through an autograd Function, and so
-does every rule under ``torch.compile`` and ``torch.func``, where hooks on nodes do not run.
+A rule that *changes* the operation's own gradients lies between its inputs and their nodes. One that filters
+the incoming gradient is called by a hook on the native node; that costs a tenth of an autograd Function in
+Python. Every other rule *replaces* the gradient by an autograd Function, and so do filters under
+``torch.compile`` and ``torch.func``, where hooks on nodes do not run.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,11 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
-from gradpolicy.flow.autograd_functions import in_transform, insert_rule, replace_gradient
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.flow.autograd_functions import (
+    change_own_gradients,
+    hand_over,
+    in_transform,
+    insert_rule,
+    replace_gradient,
+)
 from gradpolicy.flow.bound_rule import BoundRule, GradientNorms, RuleState
 from gradpolicy.flow.call_arguments import arguments_of, in_order_of_parameters
-from gradpolicy.flow.containers import map_tensors
+from gradpolicy.flow.containers import map_tensors, tensors_in
 from gradpolicy.flow.gradient_path import is_discrete, start_path
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
@@ -49,7 +56,9 @@ class OperationRule(TableRule):
         self.functions = operation.functions
         self.decides = operation.decides
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
-        self.filters = state.rule.gradient_filter is not None and not state.detaches
+        self.filters = state.filters and not state.detaches
+        # Where one argument is named, a policy that cuts the graph leaves the others as they are.
+        self.changes_own = state.rule.own and (not state.detaches or state.argument is not None)
         # The derivative of a ReLU is 0 or 1, so behind its node the positive part can be taken in place.
         self.hooks_behind = operation.name == "relu" and state.rule.gradient_filter is positive_part
         self.hook = (
@@ -67,8 +76,9 @@ class OperationRule(TableRule):
         return self.decides is None or self.decides(function, args, kwargs)
 
     def allows_plain_recomputation(self) -> bool:
-        """Whether a checkpoint may rerun the operation without the rule: the hook is on the first run."""
-        return self.filters and torch.is_grad_enabled()
+        """Whether a checkpoint may rerun the operation without the rule: it is on the first run's nodes."""
+        keeps_nothing = self.filters or (self.changes_own and not self.bound_rule.reads)
+        return keeps_nothing and torch.is_grad_enabled()
 
     def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
         """Makes the call. Its gradient is the rule's.
@@ -80,12 +90,17 @@ class OperationRule(TableRule):
             module: The module in whose forward it runs, for messages.
         """
         spelling = self.operation.spellings[function]
-        inputs = spelling.inputs(args, in_order_of_parameters(function, self.name, args, kwargs))
+        kwargs = in_order_of_parameters(function, self.name, args, kwargs)
+        inputs = spelling.inputs(args, kwargs)
+        if self.state.argument is not None:
+            inputs = self._named_inputs(function, args, kwargs, inputs)
         if not _need_gradient(inputs):
             self.state.note_without_gradient(self.name)
             return function(*args, **kwargs)
         # An outer override of the same operation must not act on it too.
         with torch._C.DisableTorchFunction():
+            if self.changes_own:
+                return self._changed(function, args, kwargs, inputs, module)
             if spelling.is_in_place(kwargs):
                 return self._in_place(function, args, kwargs, inputs, module)
             if self.name in _SCORES:
@@ -121,16 +136,82 @@ class OperationRule(TableRule):
         return result
 
     def hook_on(self, node: Any) -> None:
-        """Registers the rule's filter as a hook on the node of the operation."""
-        (node.register_hook if self.hooks_behind else node.register_prehook)(self.hook)
+        """Registers the rule's filter, with its numbers as they are now, as a hook on a node."""
+        hook = _filter_before(self.bound_rule.with_current_numbers()) if self.state.schedules else self.hook
+        (node.register_hook if self.hooks_behind else node.register_prehook)(hook)
+
+    def _named_inputs(
+        self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The inputs within the one argument that the policy names.
+
+        Raises:
+            PolicyError: If the operation has no such argument, or is given its tensor twice.
+        """
+        named, wanted = arguments_of(function, self.name, args, kwargs), self.state.argument
+        names = list(named)
+        key = f"policy {self.state.name!r}: operation {self.name!r}"
+        if isinstance(wanted, int) and wanted < len(names):
+            wanted = names[wanted]
+        if wanted not in named:
+            raise unknown("argument", str(wanted), names, key=key)
+        chosen = tensors_in(named[wanted])
+        found = [tensor for tensor in inputs if any(tensor is one for one in chosen)]
+        if len(found) > len(chosen):
+            raise PolicyError(f"{key}: argument {wanted!r} and another one are given the same tensor")
+        return found
+
+    def _changed(
+        self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list, module: str | None
+    ) -> Any:
+        """Makes the native call with inputs that get its gradients as the rule changes them."""
+        target = None
+        if self.operation.spellings[function].is_in_place(kwargs):
+            target, args, kwargs = _target_first(args, kwargs)
+            before = target.clone()
+            args = (target, *args)
+            args, kwargs, inputs = map_tensors(
+                lambda tensor: before if tensor is target else tensor, (args, dict(kwargs), list(inputs))
+            )
+        outputs: list = []
+        bound_rule = self.bound_rule
+        if bound_rule.takes_call:
+            bound_rule = self._bound_to(function, *map_tensors(Tensor.detach, (args, dict(kwargs))))
+        if self.state.detaches:
+            changed = [tensor.detach() for tensor in inputs]
+        else:
+            changed = change_own_gradients(bound_rule, inputs, outputs, module)
+        left = list(zip(inputs, changed, strict=True))
+
+        def replacement(tensor: Tensor) -> Tensor:
+            # In order, so that of a tensor that is given twice each place gets its own gradient.
+            for place, (given, found) in enumerate(left):
+                if given is tensor:
+                    del left[place]
+                    return found
+            return tensor
+
+        args, kwargs = map_tensors(replacement, (args, dict(kwargs)))
+        if target is None:
+            result = function(*args, **kwargs)
+        else:
+            # It writes to a copy, so that the rule gets the values from before.
+            result = function(args[0].clone(), *args[1:], **kwargs)
+        if self.state.detaches:
+            self.state.count(self.name)
+            self.state.note_cut(self.name, inputs, result)
+        elif not _has_gradient(result):
+            self.state.note_without_gradient(self.name)
+        else:
+            self.state.count(self.name)
+            if "output" in bound_rule.reads:
+                result = hand_over(outputs, result)
+        return result if target is None else target.copy_(result)
 
     def _in_place(
         self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list, module: str | None
     ) -> Any:
-        if args:
-            target, args, kwargs = args[0], args[1:], dict(kwargs)
-        else:
-            target, kwargs = kwargs["input"], {key: kwargs[key] for key in kwargs if key != "input"}
+        target, args, kwargs = _target_first(args, kwargs)
         if self.filters and not in_transform() and not target._is_view():
             return self.filtered(function(target, *args, **kwargs))
         # The rule's gradient goes to the values before the call. Then copy_ makes the new values the
@@ -255,6 +336,13 @@ def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
         return values
     dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.get_default_dtype())
     return values.to(dtype)
+
+
+def _target_first(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
+    """The tensor that a call in place writes to, and the other arguments."""
+    if args:
+        return args[0], args[1:], dict(kwargs)
+    return kwargs["input"], (), {key: kwargs[key] for key in kwargs if key != "input"}
 
 
 def _filter_before(bound_rule: BoundRule) -> Callable:

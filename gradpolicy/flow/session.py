@@ -69,7 +69,7 @@ class InstallSession:
         without them gives the same, or torch finds another number of tensors and says so.
         """
         if not self._runs_again:
-            reads = any(state.rule.reads and state.rule.gradient_filter is None for state in self.states)
+            reads = any(state.rule.reads and not state.filters for state in self.states)
             self._runs_again = reads and checkpoints_above() > 0
 
     def end_forward(self, result: Any) -> None:

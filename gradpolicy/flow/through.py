@@ -16,7 +16,6 @@ from gradpolicy.flow.containers import map_tensors, replace_at, tensors_in
 from gradpolicy.flow.forward_argument import Argument
 from gradpolicy.flow.locations import FlowPolicy
 from gradpolicy.rules.call import Call
-from gradpolicy.rules.passing import identity
 
 Forward = Callable[[tuple, dict], Any]
 
@@ -48,8 +47,6 @@ class ThroughRule:
         self.argument = argument
         self.location = f"module {module!r}, from output to input"
         self.bound_rule = BoundRule(state, self.location)
-        # Rules that give an input the gradient of the output as it is, or a multiple of it.
-        self.passes_on = policy.rule.gradient_filter is not None or policy.rule.function is identity
 
     def put_on(self, result: Any, args: tuple, kwargs: dict) -> tuple[Any, list[Tensor]]:
         """Gives the chosen outputs the rule's gradient to the inputs.
@@ -123,15 +120,24 @@ class ThroughRule:
         if self.state.detaches:
             self.state.note_cut(self.location, [tensor, *inputs], tensor.detach())
             return tensor.detach()
-        if self.passes_on:
-            self._check_shape(tensor, inputs)
+        # Such a rule gives one input the gradient of the output as it is, or a multiple of it.
+        if self.state.rule.each:
+            self._check_input(tensor, inputs)
         ruled = replace_gradient(bound_rule, tensor.detach(), inputs)
         if self.keeps_own and tensor.requires_grad:
             return BothGradients.apply(tensor, ruled)
         return ruled
 
-    def _check_shape(self, tensor: Tensor, inputs: list[Tensor]) -> None:
-        """Refuses to pass a gradient on to an input of another shape."""
+    def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
+        """Refuses to pass a gradient on where several inputs need one, or to an input of another shape."""
+        count = sum(one.requires_grad for one in inputs)
+        if count > 1:
+            names = ", ".join(self.parameter_names)
+            raise self._error(
+                f"rule {self.state.rule.name!r} gives its gradient to one input, and {count} need one; name "
+                f"the argument that is meant (argument=…, its forward takes {names}), or use a function that "
+                "returns a gradient for each (UseRule)"
+            )
         first = next((one for one in inputs if is_differentiable(one)), None)
         if first is not None and first.requires_grad and first.shape != tensor.shape:
             raise self._error(

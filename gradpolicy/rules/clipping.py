@@ -9,7 +9,7 @@ from gradpolicy.rules.registry import rule
 from gradpolicy.rules.routing import Number, on_device_of, to_first
 
 
-@rule("clip_value", reads=())
+@rule("clip_value", reads=(), each=True)
 def clip_value(
     grad: Tensor,
     inputs: tuple[Tensor, ...],
@@ -49,7 +49,7 @@ def clip_value(
     return to_first(torch.clamp(grad, min=-bound, max=bound).to(grad.dtype), inputs)
 
 
-@rule("clip_norm", reads=())
+@rule("clip_norm", reads=(), each=True)
 def clip_norm(
     grad: Tensor,
     inputs: tuple[Tensor, ...],

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError
 from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import Rule
+from gradpolicy.rules.routing import first_index
 
 Outcomes = Callable[..., Iterable[tuple[Tensor, Tensor]]]
 
@@ -264,7 +265,9 @@ def _by_rule(subject: Subject, grad: Any, output: Any) -> Tensor:
     """The rule's gradients for the floating-point inputs, end to end; None counts as zeros."""
     rule, inputs = subject.rule, subject.inputs
     returned = rule(grad, inputs, output, subject.call)
-    gradients = returned if isinstance(returned, tuple | list) else (returned,)
+    gradients = returned
+    if not isinstance(returned, tuple | list):
+        gradients = [returned if number == first_index(inputs) else None for number in range(len(inputs))]
     if len(gradients) != len(inputs):
         raise PolicyError(f"rule {rule.name!r} returned {len(gradients)} gradients for {len(inputs)} inputs")
     flat = []

@@ -32,7 +32,7 @@ def stop(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
     return zeros[0] if len(zeros) == 1 else zeros
 
 
-@rule("identity", reads=())
+@rule("identity", reads=(), each=True)
 def identity(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
     """Passes the gradient as it is to the first input: the straight-through estimator.
 
@@ -55,7 +55,7 @@ def identity(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
     return to_first(grad, inputs)
 
 
-@rule("scale", reads=())
+@rule("scale", reads=(), each=True)
 def scale(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: Number) -> Any:
     """Multiplies the gradient by a number. A factor of 0 gives exact zeros, also for infinite gradients.
 
@@ -83,7 +83,7 @@ def scale(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: N
     return to_first(_times(factor, grad), inputs)
 
 
-@rule("reverse", reads=())
+@rule("reverse", reads=(), each=True)
 def reverse(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: Number = 1.0) -> Any:
     """Turns the gradient round: the gradient reversal layer of domain-adversarial training.
 

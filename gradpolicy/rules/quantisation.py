@@ -205,7 +205,8 @@ def rotation(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, dim: i
         - 2 * between * (between * grad).sum(dim, keepdim=True)
         + 2 * direction * (code_direction * grad).sum(dim, keepdim=True)
     )
-    return to_first(torch.where(length > 0, turned * _divide(code_length, length), grad), inputs)
+    gradient = to_first(torch.where(length > 0, turned * _divide(code_length, length), grad), inputs)
+    return (gradient, *[None] * (len(inputs) - 1)) if len(inputs) > 1 else gradient
 
 
 def _divide(numerator: Tensor, length: Tensor) -> Tensor:

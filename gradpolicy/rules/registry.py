@@ -3,7 +3,7 @@
 import dis
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -19,7 +19,7 @@ AnyRuleFunction = TypeVar("AnyRuleFunction", bound=RuleFunction)
 
 @dataclass(frozen=True)
 class Rule:
-    """A backward rule: what takes the place of an operation's gradient.
+    """A backward rule: what takes the place of an operation's gradient, or changes it (``own``).
 
     Called as ``rule(grad, inputs, output)`` it returns the gradient for the operation's input, or a
     tuple with one an input. It never changes the forward value.
@@ -36,6 +36,11 @@ class Rule:
         reads: Which of ``"inputs"`` and ``"output"`` the function reads the values of. What it does not
             read is not kept for the backward pass: it gets other tensors of the same shape. If None, the
             function's code tells.
+        own: Whether the rule *changes* the operation's own gradients instead of replacing them. The function
+            is then called as ``function(own, inputs, output, **parameters)``; ``own`` is a tuple with the
+            gradient that the operation itself gives each input, None for an input that gets none.
+        each: Whether the function changes one gradient, whatever it is of, as ``scale`` does. With ``own``
+            it is called for the gradient of each input by itself, with a tensor.
     """
 
     name: str
@@ -43,6 +48,8 @@ class Rule:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     gradient_filter: GradientFilter | None = None
     reads: tuple[str, ...] | None = None
+    own: bool = False
+    each: bool = False
     # Whether the function has a keyword ``call``. Compiled code cannot ask for its signature.
     takes_call: bool = field(init=False, repr=False, compare=False)
 
@@ -52,11 +59,13 @@ class Rule:
             object.__setattr__(self, "reads", _names_read(self.function))
 
     def __reduce__(self) -> tuple:
-        # A registered rule goes by its name, so that one defined within a function can be saved too.
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
+        values["parameters"] = dict(self.parameters)
+        # A registered function goes by its rule's name, so that one defined within a function can be saved.
         known = _RULES.get(self.name)
-        if known is not None and known.function is self.function:
-            return (_registered, (self.name, dict(self.parameters)))
-        return (Rule, (self.name, self.function, dict(self.parameters), self.gradient_filter, self.reads))
+        if known is None or known.function is not self.function:
+            return (_rule_of, (None, values))
+        return (_rule_of, (self.name, {k: v for k, v in values.items() if v is not getattr(known, k)}))
 
     def __call__(
         self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, call: Call | None = None
@@ -94,7 +103,12 @@ _RULES: dict[str, Rule] = {}
 
 
 def rule(
-    name: str, *, gradient_filter: GradientFilter | None = None, reads: tuple[str, ...] | None = None
+    name: str,
+    *,
+    gradient_filter: GradientFilter | None = None,
+    reads: tuple[str, ...] | None = None,
+    own: bool = False,
+    each: bool = False,
 ) -> Callable[[AnyRuleFunction], AnyRuleFunction]:
     """Registers a backward rule under a name.
 
@@ -102,6 +116,8 @@ def rule(
         name: The name that configs and :func:`gradient_override` use.
         gradient_filter: See :class:`Rule`.
         reads: See :class:`Rule`.
+        own: See :class:`Rule`.
+        each: See :class:`Rule`.
 
     Returns:
         A decorator that gives the function back as it is.
@@ -127,7 +143,7 @@ def rule(
             raise PolicyError(
                 f"rule {shown(name)} is already registered, by {'.'.join(_origin(known.function))}"
             )
-        _RULES[name] = Rule(name, function, gradient_filter=gradient_filter, reads=reads)
+        _RULES[name] = Rule(name, function, gradient_filter=gradient_filter, reads=reads, own=own, each=each)
         return function
 
     return register
@@ -222,8 +238,9 @@ def _check_signature(name: str, function: RuleFunction) -> None:
         raise PolicyError(f"rule {shown(name)} must take (grad, inputs, output): {error}") from error
 
 
-def _registered(name: str, parameters: Mapping[str, Any]) -> Rule:
-    return replace(get_rule(name), parameters=parameters)
+def _rule_of(name: str | None, values: dict[str, Any]) -> Rule:
+    """A rule as it was saved: a registered one with other values, or one of its own."""
+    return Rule(**values) if name is None else replace(get_rule(name), **values)
 
 
 def _names_read(function: RuleFunction) -> tuple[str, ...]:

@@ -24,25 +24,19 @@ def first_input(inputs: tuple[Tensor, ...]) -> Tensor:
     return inputs[first_index(inputs)]
 
 
-def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Any:
-    """Gives a gradient to the first input that can have one; the others get none.
+def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
+    """The gradient for the first input that can have one, as a rule returns it that says nothing of others.
 
     If the operation broadcast that input, the gradient is summed over the dimensions that were repeated.
 
     Args:
         gradient: The gradient, in the shape of the output.
         inputs: The operation's inputs.
-
-    Returns:
-        A tensor for one input, otherwise a tuple with ``None`` for every other input.
     """
-    first = first_index(inputs)
-    shape = inputs[first].shape
+    shape = first_input(inputs).shape
     if gradient.shape != shape and broadcasts(shape, gradient.shape):
         gradient = gradient.sum_to_size(shape)
-    if len(inputs) == 1:
-        return gradient
-    return tuple(gradient if index == first else None for index in range(len(inputs)))
+    return gradient
 
 
 def on_device_of(number: Any, tensor: Tensor) -> Any:

@@ -1,10 +1,14 @@
+import functools
 from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import gradpolicy as gp
+
+WEIGHT = torch.ones(2, 2, requires_grad=True)
 
 
 def add_grad(grad, inputs, output):
@@ -128,3 +132,41 @@ def test_results_without_a_floating_point_one_stay_as_they_are():
     first, second = gp.apply("identity", lambda x: (x.argmax(), x.argmin()), x)
     assert (first, second) == (0, 1)
     assert first.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x * WEIGHT,
+        lambda x: torch.stack([x, 0 * x]) @ WEIGHT.T,
+        nn.Linear(2, 2),
+        functools.partial(torch.mul, WEIGHT),
+    ],
+)
+def test_a_forward_that_uses_tensors_it_is_not_given_gives_a_warning(forward):
+    x = torch.ones(2, requires_grad=True)
+    with pytest.warns(UserWarning, match="needs a gradient and is not among its arguments"):
+        gp.apply(lambda grad, inputs, output: torch.ones(2), forward, x).sum().backward()
+    assert x.grad is not None
+
+
+def with_gradients_inside(x):
+    with torch.enable_grad():
+        point = x.clone().requires_grad_()
+        return torch.autograd.grad((point * point).sum(), point)[0]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x * WEIGHT.detach(),
+        lambda x: x * WEIGHT.numel() + torch.zeros_like(WEIGHT),
+        with_gradients_inside,
+        torch.round,
+    ],
+)
+def test_a_forward_that_uses_what_it_is_given_gives_none(forward, recwarn):
+    gp.apply("identity", forward, torch.ones(2, requires_grad=True)).sum().backward()
+    with torch.no_grad():
+        gp.apply("identity", lambda x: x * WEIGHT, torch.ones(2))
+    assert not recwarn.list

@@ -119,7 +119,7 @@ def test_what_collects_several_arguments_is_no_argument():
     ("make", "message"),
     [
         (lambda: gp.Stop(modules="a", at="output", argument="z"), r"Stop\.argument: is of the input"),
-        (lambda: gp.Stop(ops="relu", argument="z"), r"Stop: argument= goes with modules= alone"),
+        (lambda: gp.Stop(params="*", argument="z"), r"Stop: argument= goes with modules= or ops="),
         (lambda: gp.Stop(modules="a", argument=-1), r"argument: positions count from 0, got -1"),
         (lambda: gp.Stop(modules="a", argument=True), r"argument: must be a name or a number, got True"),
         (lambda: gp.Stop(modules="a", output=0), r"Stop\.output: goes with at='through'"),

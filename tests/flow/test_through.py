@@ -221,10 +221,9 @@ def test_inputs_are_in_the_order_of_the_parameters_in_whichever_order_a_call_nam
         def forward(self, x, noise):
             return (x + noise).round()
 
-    x, noise = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
+    x, noise = torch.randn(2, requires_grad=True), torch.randn(2)
     with gp.install(layer := Round(), [gp.StraightThrough(modules=Round)]):
         layer(noise=noise, x=x).sum().backward()
-    assert noise.grad is None
     assert torch.equal(x.grad, torch.ones(2))
 
 
@@ -413,3 +412,46 @@ def test_a_copied_model_goes_through_its_own_module():
         assert not (model(x).codes == 7.0).any()
         other(x).codes.sum().backward()
         assert other.encoder.weight.grad is not None
+
+
+class Attends(nn.Module):
+    """Attention over one tensor, which is query, key and value."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def test_a_rule_for_one_input_is_refused_where_several_need_a_gradient():
+    x, other = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    with (
+        gp.install(layer := Lambda(torch.add), {"ste": gp.StraightThrough(modules="*")}),
+        pytest.raises(gp.PolicyError, match=r"'ste': module '': rule 'identity' .* 2 need one; .*argument=…"),
+    ):
+        layer(x, other)
+
+
+def test_attention_over_one_tensor_asks_which_argument_is_meant():
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    with (
+        gp.install(model := Attends(), [gp.StraightThrough(modules="attention")]),
+        pytest.raises(
+            gp.PolicyError, match=r"3 need one; .*\(argument=…, its forward takes query, key, value"
+        ),
+    ):
+        model(x)
+    with gp.install(model, [gp.StraightThrough(modules="attention", argument="value", output=0)]):
+        model(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 3, 4))
+
+
+def test_a_surrogate_for_one_input_is_refused_where_several_need_a_gradient():
+    x, other = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with (
+        gp.install(layer := Lambda(torch.add), [gp.StraightThrough("tanh", modules="*")]),
+        pytest.raises(gp.PolicyError, match=r"name the input that the gradient is for \(argument=…\)"),
+    ):
+        layer(x, other).sum().backward()
