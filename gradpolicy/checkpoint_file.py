@@ -5,6 +5,7 @@ the archive follows it, as the archive's comment, which readers of archives igno
 """
 
 import io
+import os
 import pickle
 import re
 import struct
@@ -109,6 +110,17 @@ def read_file(path: Path, key: str) -> Any:
         return load_file(path)
 
 
+def check_kind(path: Path, key: str) -> None:
+    """Refuses a pipe, a socket or a device, which can be read without end.
+
+    Raises:
+        PolicyError: If it is there, and is neither a file nor a directory.
+    """
+    # Of os.path: Path.exists raises where a name is too long for the file system.
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise PolicyError(f"{key}: {path} is neither a file nor a directory")
+
+
 @contextmanager
 def errors_named(path: Path, key: str) -> Iterator[None]:
     """Reports whatever is wrong with a file in one line, under the config key that names it.
@@ -116,6 +128,7 @@ def errors_named(path: Path, key: str) -> Iterator[None]:
     Raises:
         PolicyError: In place of any other error.
     """
+    check_kind(path, key)
     try:
         yield
     except PolicyError:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradpolicy.checkpoint_file import UnreadableError, check_file, load_file, save_file
+from gradpolicy.checkpoint_file import UnreadableError, check_file, load_file, read_file, save_file
+from gradpolicy.errors import PolicyError
 
 CONTENT = {"state_dict": {"weight": torch.arange(300.0), "bias": torch.zeros(3)}, "step": 3, "name": "run"}
 
@@ -109,3 +110,11 @@ def test_a_compiled_program_is_refused_without_advice_to_run_it(tmp_path: Path) 
     with pytest.raises(UnreadableError) as caught:
         read(tmp_path / "program.ckpt")
     assert "weights_only" not in str(caught.value)
+
+
+def test_what_could_be_read_without_end_is_not_opened(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(PolicyError, match=rf"^weights: {path} is neither a file nor a directory$"):
+            read_file(path, "weights")

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.checks import check_free
 from gradpolicy.delta.change import Change
 from gradpolicy.delta.gaps import decode, encode
@@ -146,6 +147,7 @@ def read(path: str | Path) -> Delta:
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
+    check_kind(path, "delta")
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gradpolicy.checkpoint_file import read_file
+from gradpolicy.checkpoint_file import check_kind, read_file
 from gradpolicy.delta.file import BASE_MARK, write_safetensors
 from gradpolicy.delta.state import tensors_of
 from gradpolicy.errors import PolicyError, brief
@@ -32,6 +32,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         if not isinstance(found, dict):
             raise PolicyError(f"delta: {path} holds no weights")
         return tensors_of(found)
+    check_kind(path, "delta")
     try:
         return tensors_of(load_file(path))
     except OSError as error:

@@ -10,7 +10,7 @@ from fsspec.utils import get_protocol
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from gradpolicy.checkpoint_file import UnreadableError, check_file, errors_named, load_file
+from gradpolicy.checkpoint_file import UnreadableError, check_file, check_kind, errors_named, load_file
 from gradpolicy.distributed.shard_reader import entries
 from gradpolicy.distributed.sharded_checkpoint import check_manifest, read_as_one, read_unsharded
 
@@ -202,6 +202,8 @@ def named_checkpoints(content: Any) -> list[str]:
 
 def _stamp(path: Path) -> tuple[Any, ...]:
     files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        check_kind(file, KEY)
     return tuple(
         (file.name, status.st_ino, status.st_size, status.st_mtime_ns)
         for file, status in ((file, file.stat()) for file in files)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.distributed.sharded_checkpoint import find_whole, is_sharded_checkpoint, is_whole
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.lightning.checkpoint_reading import KEY, read_checkpoint
@@ -47,6 +48,7 @@ def find_checkpoint(
         return found
     if not os.path.exists(path):
         raise PolicyError(f"ckpt_path: {brief(str(path), most=120)} does not exist; {_near(path)}")
+    check_kind(path, KEY)
     return path
 
 

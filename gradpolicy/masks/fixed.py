@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.masks.base import StaticSource
 from gradpolicy.tensors.mask import Mask, check_mask
@@ -117,6 +118,7 @@ def read_masks(path: str | Path) -> dict[str, Mask]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    check_kind(Path(path), "Fixed.mask")
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -15,6 +15,7 @@ from torch import Tensor
 import gradpolicy as gp
 from gradpolicy.delta.file import _checksum
 from gradpolicy.delta.gaps import decode, encode
+from gradpolicy.delta.weights import read_weights
 from gradpolicy.errors import PolicyError
 
 Metadata = dict[str, str]
@@ -192,3 +193,13 @@ def test_indices_come_back_from_their_gaps(chosen: set[int]) -> None:
     if chosen:
         with pytest.raises(PolicyError, match="out of range"):
             decode(gaps, limit=max(chosen))
+
+
+@pytest.mark.parametrize("read", [gp.delta.info, read_weights])
+def test_a_device_is_not_read(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    for name in ("null", "null.safetensors"):
+        (tmp_path / name).symlink_to("/dev/null")
+        with pytest.raises(
+            PolicyError, match=rf"^delta: {tmp_path}/{name} is neither a file nor a directory$"
+        ):
+            read(tmp_path / name)

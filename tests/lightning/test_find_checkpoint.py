@@ -10,6 +10,7 @@ from torch import nn
 
 from gradpolicy.distributed.sharded_checkpoint import MARKER, save_whole
 from gradpolicy.errors import PolicyError
+from gradpolicy.lightning.checkpoint_reading import read_checkpoint
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.lightning.run_record import RunRecord
 
@@ -268,3 +269,20 @@ def test_a_path_that_does_not_exist_is_answered_with_what_is_near(
         find_checkpoint(str(tmp_path / asked), [])
     assert str(refused.value).startswith(f"ckpt_path: {tmp_path / asked} does not exist; ")
     assert str(refused.value).endswith(hint)
+
+
+def test_a_pipe_or_device_is_refused_or_passed_over(tmp_path: Path, model: nn.Module) -> None:
+    with pytest.raises(PolicyError, match=r"^ckpt_path: /dev/zero is neither a file nor a directory$"):
+        find_checkpoint("/dev/zero", [])
+    good = save(tmp_path / "run/checkpoints/good.ckpt", model)
+    os.mkfifo(good.with_name("last.ckpt"))
+    with pytest.warns(match=r"last.ckpt is neither a file nor a directory"):
+        assert find_checkpoint(str(good.parent), []) == good
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_pipe_among_the_shards_of_a_checkpoint_is_refused(tmp_path: Path, model: nn.Module) -> None:
+    save_whole({"state_dict": model.state_dict()}, {"global_step": 3}, tmp_path / "last.ckpt")
+    os.mkfifo(tmp_path / "last.ckpt/more.distcp")
+    with pytest.raises(PolicyError, match=r"more.distcp is neither a file nor a directory$"):
+        read_checkpoint(tmp_path / "last.ckpt")
