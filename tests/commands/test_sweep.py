@@ -152,14 +152,20 @@ def stop_when(process: subprocess.Popen, made: Callable[[], bool], number: signa
     return process.communicate(timeout=100)
 
 
-def program(folder: Path, script: str, *arguments: str) -> subprocess.Popen:
+def heed_interrupts() -> None:
+    """Undoes in a child what a shell does to programs in the background: they ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def program(folder: Path, script: str, *arguments: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, str(ROOT / script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        preexec_fn=heed_interrupts,
     )
 
 
@@ -213,14 +219,8 @@ def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(tmp_path: Pa
     (tmp_path / "torch.py").write_text(
         "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(100)\n"
     )
-    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / script), "plan_only=true"],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, **path},
-    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    process = program(tmp_path, script, "plan_only=true", PYTHONPATH=path)
     _, err = stop_when(process, (tmp_path / "importing").exists, signal.SIGINT)
     assert process.returncode == 130
     assert len(err.splitlines()) <= 1
