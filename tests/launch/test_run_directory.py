@@ -93,6 +93,20 @@ def test_a_directory_that_held_something_stays(fresh: Path) -> None:
     assert (fresh / "config.yaml").exists()
 
 
+def test_a_directory_with_a_log_of_another_run_stays(fresh: Path) -> None:
+    (fresh / "train.log").write_text("epoch 1\n")
+    with pytest.raises(PolicyError):
+        fail(fresh, PolicyError("wrong"))
+    assert (fresh / "train.log").read_text() == "epoch 1\n"
+
+
+def test_only_the_first_rank_removes_what_was_written(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    with pytest.raises(PolicyError):
+        fail(fresh, PolicyError("wrong"))
+    assert (fresh / "half.txt").exists()
+
+
 def test_under_srun_all_processes_say_the_same_and_so_does_the_requeued_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -169,6 +183,17 @@ def test_what_cannot_be_written_to_is_refused_under_its_key(tmp_path: Path, key:
     with pytest.raises(PolicyError, match=f"^{key}: nothing can be written to .*: not a directory$"):
         check_destinations(whole)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_place_that_is_no_directory_of_this_machine_is_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Taken for a directory, it would be below this file.
+    (tmp_path / "s3:").touch()
+    checkpoints = {"dirpath": "s3://bucket/run"}
+    check_destinations({"paths": {"output_dir": "out"}, "trainer": {}, "callbacks": {"best": checkpoints}})
+    assert [path.name for path in tmp_path.iterdir()] == ["s3:"]
 
 
 def test_only_the_first_rank_looks_whether_a_place_can_be_written_to(
