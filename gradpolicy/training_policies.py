@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradpolicy.checks import check_whole
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
-from gradpolicy.errors import PolicyError, check_named
+from gradpolicy.errors import PolicyError, check_named, shortened
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
 from gradpolicy.flow.install import Installed
@@ -30,6 +31,9 @@ from gradpolicy.optim.zero_redundancy import as_masked
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, once_each, pick_each
+
+STATE = "gradient_policies"
+"""The key of the policies' state in the first param group of a saved optimizer."""
 
 
 class TrainingPolicies:
@@ -114,14 +118,7 @@ class TrainingPolicies:
         policies = self.freeze_policies
         if not policies:
             return list(optimizers)
-        named = named_parameters(model)
-        matched = pick_each(named, {name: policy.params for name, policy in policies.items()})
-        wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
-        wrapped = [_masked_if_needed(optimizer, wanted) for optimizer in optimizers]
-        self.masked_optimizers = [
-            optimizer for optimizer in wrapped if isinstance(optimizer, MaskedOptimizer)
-        ]
-        _check_optimized(named, wanted, self.masked_optimizers)
+        wrapped = self._wrap(model, optimizers)
         self.freezer = Freezer(
             model,
             self.masked_optimizers,
@@ -129,11 +126,66 @@ class TrainingPolicies:
             seed=self.seed,
             toggle_requires_grad=toggle_requires_grad,
         )
-        # At once after the update: others may save or average the weights, or compute another loss with them.
-        self._hooks = [
-            optimizer.register_step_post_hook(self._finish_step) for optimizer in self.masked_optimizers
-        ]
+        self._hook_steps()
         return wrapped
+
+    def _wrap(
+        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+    ) -> list[torch.optim.Optimizer]:
+        named = named_parameters(model)
+        params = {name: policy.params for name, policy in self.freeze_policies.items()}
+        matched = pick_each(named, params)
+        wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
+        wrapped = [_masked_if_needed(optimizer, wanted) for optimizer in optimizers]
+        self.masked_optimizers[:] = [each for each in wrapped if isinstance(each, MaskedOptimizer)]
+        _check_optimized(named, wanted, self.masked_optimizers)
+        return wrapped
+
+    def _hook_steps(self) -> None:
+        # At once after the update: others may save or average the weights, or compute another loss with them.
+        for optimizer in self.masked_optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(self._finish_step))
+        self._hooks.append(register_optimizer_step_pre_hook(self._refuse_other_step))
+
+    def _follow_optimizers(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Gives the optimizers to go on with where somebody has put others in place during the training."""
+        masked = [each for each in optimizers if isinstance(each, MaskedOptimizer)]
+        if self.freezer is None or masked == self.masked_optimizers:
+            return optimizers
+        steps = max(optimizer.effective_steps for optimizer in self.masked_optimizers)
+        wrapped = self._wrap(model, optimizers)
+        for optimizer in self.masked_optimizers:
+            optimizer.effective_steps = optimizer.effective_steps or steps
+        self.freezer.take_optimizers(self.masked_optimizers)
+        if self.ranks is not None:
+            self.ranks.optimizers = list(self.masked_optimizers)
+        self._remove_hooks()
+        self._hook_steps()
+        self._updates_seen = -1
+        return wrapped
+
+    def _refuse_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Is called before each step of any optimizer.
+
+        Raises:
+            PolicyError: If it is not one of those that know the masks, and would update what they mask.
+        """
+        if any(optimizer is each or each.steps_inner for each in self.masked_optimizers):
+            return
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = [name for name, parameter in self._held_parameters().items() if id(parameter) in stepped]
+        if held:
+            raise PolicyError(
+                f"{type(optimizer).__name__}.step would update {shortened(held)} past the policies: call "
+                "step() of the optimizer that was wrapped for them (gradpolicy.training gives it), and make "
+                "no other one for these parameters while they train"
+            )
+
+    def _held_parameters(self) -> Mapping[str, Tensor]:
+        """What only the optimizers of the policies may update."""
+        return self.freezer.parameters if self.freezer is not None else {}
 
     def _check_installed(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         flow = {row.name for row in self.installed.report().rows} if self.installed else set()
@@ -177,13 +229,16 @@ class TrainingPolicies:
         if self.installed is not None:
             self.installed.remove(quiet=quiet or self._warned_of_unmet)
             self.installed = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._remove_hooks()
         if self.freezer is not None:
             self.freezer.restore()
         self.ranks = None
         self._updates_seen = -1
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     # ---- an update
 

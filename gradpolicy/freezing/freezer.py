@@ -6,6 +6,7 @@ It knows neither Lightning nor the optimizer's arithmetic. A training loop calls
 """
 
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -76,6 +77,7 @@ class Freezer:
 
     Attributes:
         observers: Who is told when masks change; add to it, and take away.
+        scales_gradients: Whether :meth:`observe` scales gradients where a source says so.
 
     Raises:
         PolicyError: If a policy does not freeze, an optimizer takes no masks, a pattern matches nothing,
@@ -112,6 +114,7 @@ class Freezer:
         check_named(policies)
         self.toggle_requires_grad = toggle_requires_grad
         self.observers: list[MaskObserver] = []
+        self.scales_gradients = True
         self._seed = seed
         self._model = model if isinstance(model, nn.Module) else _named_parameters(model)
         self._requires_grad = RequiresGrad({})
@@ -122,12 +125,15 @@ class Freezer:
         self._step: int | None = None
         # The step and epoch that sources are asked about.
         self._now = (0, 0)
+        # Whether a step would be taken before there are masks for it.
+        self._awaits_begin = True
         # Whether gradients were shown in this step, and whether it was said that they were not.
         self._observed = self._has_told = False
         self._find_parameters()
         self._policies = [self._bind(name, policy) for name, policy in policies.items()]
         _check_sources(self._policies)
         self._look_up()
+        self._guard_steps()
 
     # ---- policies and parameters
 
@@ -189,6 +195,23 @@ class Freezer:
             and not (FOLLOWS_REQUIRES_GRAD and all(each.never_changes for each in self._policies_of[name]))
         }
 
+    def take_optimizers(self, optimizers: Sequence[MaskingOptimizer]) -> None:
+        """Goes on with optimizers that were put in the place of the former ones; masks are to begin anew.
+
+        Raises:
+            PolicyError: If a parameter was replaced too, which the masks then would not know.
+        """
+        self.optimizers = list(optimizers)
+        named = _named_parameters(self._model)
+        lost = [name for name, parameter in self.parameters.items() if named.get(name) is not parameter]
+        if lost:
+            raise PolicyError(
+                f"{shortened(lost)}: replaced during the training, together with the optimizers; policies "
+                "know only the parameters that the model had when it began"
+            )
+        # As if all had joined just now.
+        self._optimized, self._combined, self._step = -1, {}, None
+
     def _bind_joined(self) -> None:
         """Binds policies anew to parameters that joined an optimizer, as a finetuning schedule adds them.
 
@@ -230,6 +253,7 @@ class Freezer:
             return
         self._warn_of_unobserved()
         self._bind_joined()
+        self._awaits_begin = False
         self._step, self._now, self._observed = step, (step, epoch), False
         changes = [(each, each.update(step, epoch, phase)) for each in self._policies]
         changed = set().union(*(names for _, names in changes)) if self._combined else set(self.parameters)
@@ -269,10 +293,14 @@ class Freezer:
         if self.wanted_gradients() and _finite_gradients(chosen):
             self._show_gradients(mine, optimizer)
         self._warn_of_missing(self._missing.update(mine))
-        for name, scale in self._scales("gradient_scale").items():
+        for name, scale in self.gradient_scales().items() if self.scales_gradients else ():
             if name in mine and (gradient := mine[name].grad) is not None:
                 gradient.mul_(scale)
         self._updates.begin(mine, self._scales("learning_rate_scale"))
+
+    def note_gradient(self, name: str, gradient: Tensor) -> None:
+        """Takes what a backward pass gives a parameter, where it is masked before :meth:`observe`."""
+        self._missing.note(name, gradient)
 
     @torch.no_grad()
     def finish_step(self) -> None:
@@ -280,14 +308,23 @@ class Freezer:
         self._warn_of_unobserved()
         self._updates.finish(self.parameters)
 
+    def gradient_scales(self) -> dict[str, float]:
+        """What sources want the gradients of parameters multiplied by in this step."""
+        return self._scales("gradient_scale")
+
     def wanted_gradients(self) -> set[str]:
         """The parameters whose whole gradients mask sources want to see in this step."""
         return set().union(*(each.gradient_names(*self._now) for each in self._policies))
 
+    def keep_requires_grad(self) -> None:
+        """Turns ``requires_grad`` on again, and off no more."""
+        self.toggle_requires_grad = False
+        self._requires_grad.restore()
+
     def restore(self) -> None:
         """Gives every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
         self._requires_grad.restore()
-        self._step = None
+        self._step, self._awaits_begin = None, False
         self._warn_of_missing(self._missing.finish())
 
     # ---- what a person sees
@@ -376,9 +413,25 @@ class Freezer:
             each.load_mask_state(masks.get(each.name) if known else None)
         self._release(set(state.get("parameters", ())) - set(self.parameters))
         self._combined = {}
-        self._step = None
+        self._step, self._awaits_begin = None, True
 
     # ---- the parts
+
+    def _guard_steps(self) -> None:
+        """Has the optimizers refuse a step before :meth:`begin_step`, while this object lives."""
+        freezer = weakref.ref(self)
+
+        def check(optimizer: Any, *_: Any) -> None:
+            own = freezer()
+            if own is not None and own._awaits_begin and not optimizer.is_probed:
+                raise PolicyError(
+                    f"policy.{', policy.'.join(own.policies)}: no masks are set for this optimizer step; "
+                    "call begin_step(step) before the forward pass, or use gradpolicy.training, which does"
+                )
+
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                weakref.finalize(self, optimizer.register_step_pre_hook(check).remove)
 
     def _release(self, names: Collection[str]) -> None:
         """Takes off the masks that an optimizer has from a checkpoint, and no policy gives any more."""

@@ -51,6 +51,12 @@ class MissingGradients:
         self._expect(self._training - before)
         return self._found(before - self._training, LEAST_UPDATES)
 
+    def note(self, name: str, gradient: Tensor) -> None:
+        """Takes a gradient that is masked before :meth:`update` sees it."""
+        if name in self._without and _trains_by(gradient):
+            del self._without[name]
+            self.zeros.discard(name)
+
     def update(self, parameters: Mapping[str, Tensor]) -> list[str]:
         """Looks at the gradients of some parameters, before those of frozen entries are removed.
 

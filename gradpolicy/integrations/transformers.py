@@ -15,10 +15,7 @@ from transformers.trainer_utils import IntervalStrategy
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.policy_checks import is_cut
 from gradpolicy.optim.zero_redundancy import deepspeed_refused
-from gradpolicy.training_policies import TrainingPolicies
-
-STATE = "gradient_policies"
-"""The key of the policies' state in the first param group of ``optimizer.pt``."""
+from gradpolicy.training_policies import STATE, TrainingPolicies
 
 
 class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):

@@ -167,6 +167,9 @@ class GradientPolicies(TrainingPolicies, Callback):
         if not self._has_planned:
             self._has_planned = True
             self._print_plan(trainer, pl_module, batch)
+        optimizers = self._follow_optimizers(pl_module, trainer.strategy.optimizers)
+        if optimizers is not trainer.strategy.optimizers:
+            trainer.strategy.optimizers = list(optimizers)
         updates = self.updates(trainer)
         if self._begin_update(updates, trainer.current_epoch):
             self.records_now = self.recorded and (updates + 1) % log_interval(trainer) == 0

@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -54,9 +55,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
         bias_correction: "entry": by the entry's own age. "tensor": by the tensor's one step count, as torch
             does when moments are zeroed by hand; the count rests while the whole tensor is frozen.
 
+    Attributes:
+        steps_inner: whether a step is being taken, which steps the wrapped optimizer too.
+
     Raises:
-        PolicyError: `inner` is no optimizer, or is wrapped already, or is DeepSpeed's; an option does not
-            exist.
+        PolicyError: `inner` is no optimizer, or is wrapped already, or is DeepSpeed's, Fabric's or
+            accelerate's; an option does not exist. Later, if `inner.step` is called while entries are frozen.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -108,6 +112,10 @@ class MaskedOptimizer(torch.optim.Optimizer):
         for hooks in ("pre", "post"):
             setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
         self._patch_step_function()
+        self.steps_inner = False
+        guard = self.inner.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
+        weakref.finalize(self, guard.remove)
+        self._guard = guard.id
         self._places: dict[int, tuple[int, int]] = {}
         self._rule = rule_for(self.inner)
         self._update_entries = None if self._rule is None else EntryUpdates(self._rule)
@@ -271,6 +279,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Counts on from here, where an optimizer is wrapped in the middle of a training."""
         self._effective_steps = steps
 
+    @property
+    def is_probed(self) -> bool:
+        """Whether a step now is the one that only shows torch.distributed.checkpoint which state there is."""
+        return state_probe.is_probe(self.inner)
+
     def state_bytes(self, parameter: Tensor | None = None) -> int:
         """Bytes held on this process for the state of one parameter, or of all.
 
@@ -346,10 +359,25 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 continue
             if masked.drops_gradient:
                 masked.parameter.grad = None
-            elif not masked.is_full:
-                if gradient.layout is not torch.strided:
-                    self._refuse_sparse(masked.parameter)
-                masked.mask_gradient(gradient)
+            else:
+                self._mask(masked, gradient)
+
+    @torch.no_grad()
+    def mask_gradient(self, parameter: Tensor) -> None:
+        """Zeroes the gradient of one parameter at frozen entries in place, NaN and infinity too."""
+        masked, gradient = self._masked.get(parameter), parameter.grad
+        if masked is None or gradient is None:
+            return
+        if masked.drops_gradient:
+            gradient.zero_()
+        else:
+            self._mask(masked, gradient)
+
+    def _mask(self, masked: MaskedParameter, gradient: Tensor) -> None:
+        if not masked.is_full:
+            if gradient.layout is not torch.strided:
+                self._refuse_sparse(masked.parameter)
+            masked.mask_gradient(gradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the active entries.
@@ -363,6 +391,13 @@ class MaskedOptimizer(torch.optim.Optimizer):
         Raises:
             PolicyError: a gradient is sparse.
         """
+        self.steps_inner = True
+        try:
+            return self._step(closure)
+        finally:
+            self.steps_inner = False
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self._closure_needed or (closure is not None and self._calls_closure_itself):
             return self._update(self._masking(closure))
         loss = None
@@ -391,7 +426,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """One update: the wrapped optimizer's own for what it can do, then the rule's for the rest."""
         modes = StepModes.of(self.param_groups, self._masked, closure is not None, self._refuse_sparse)
-        if closure is None and state_probe.is_probe(self.inner):
+        if closure is None and self.is_probed:
             self._probed = state_probe.probe(self.inner, self._masked.values())
             return None
         stepped = self._masked.values() if self._closure_needed else modes.by_optimizer
@@ -418,7 +453,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def _inner_is_heard(self) -> bool:
         """Whether a step of the wrapped optimizer that has no gradients is still one for somebody."""
         inner = self.inner
-        hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
+        hooks = (inner._optimizer_step_pre_hooks.keys() - {self._guard}, inner._optimizer_step_post_hooks)
         # Learning rate schedulers put theirs in the place of an optimizer's step.
         return self._rule is None or any(hooks) or "step" in vars(inner)
 
@@ -537,7 +572,31 @@ def wrapper_of(optimizer: torch.optim.Optimizer) -> MaskedOptimizer | None:
 def _check_inner(inner: Any) -> None:
     if not isinstance(inner, torch.optim.Optimizer):
         raise PolicyError(f"inner: a torch.optim.Optimizer is needed, not {type(inner).__name__}")
+    if type(inner).__module__.partition(".")[0] in ("accelerate", "lightning", "lightning_fabric"):
+        raise PolicyError(
+            f"inner: {type(inner).__name__} passes steps on to an optimizer of its own; wrap the torch "
+            "optimizer first, and prepare or set up what MaskedOptimizer or gradpolicy.training gives"
+        )
     if isinstance(inner, MaskedOptimizer) or wrapper_of(inner) is not None:
         raise PolicyError(
             "inner: this optimizer is wrapped by a MaskedOptimizer already; set its masks there"
+        )
+
+
+def _refuse_to_pass_masks(
+    wrapper: weakref.ref[MaskedOptimizer], inner: torch.optim.Optimizer, *_: Any
+) -> None:
+    """Is called before each step of a wrapped optimizer.
+
+    Raises:
+        PolicyError: The step passes the wrapper by, and entries are frozen.
+    """
+    masking = wrapper()
+    if masking is None or masking.steps_inner:
+        return
+    if not all(masked.is_full for masked in masking.masked_parameters().values()):
+        kind = type(inner).__name__
+        raise PolicyError(
+            f"{kind}.step was called past the MaskedOptimizer that wraps it, and would move frozen entries; "
+            "call step() of the MaskedOptimizer, or lift its masks with set_masks({parameter: None, ...})"
         )

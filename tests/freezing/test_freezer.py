@@ -742,3 +742,20 @@ def test_a_loop_that_observes_is_told_nothing():
             freezer.finish_step()
             optimizer.zero_grad()
     assert freezer.report()[0].active > 0
+
+
+def test_a_step_before_its_masks_are_set_is_refused(stack):
+    optimizer = masked(stack)
+    freezer = Freezer(stack, optimizer, {"tenth": gp.Freeze(gp.masks.Random(0.1))})
+    stack(torch.tensor([[1, 2]])).sum().backward()
+    before = {name: p.detach().clone() for name, p in stack.named_parameters()}
+    with pytest.raises(gp.PolicyError, match=r"policy.tenth: no masks are set .* call begin_step\(step\)"):
+        optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in stack.named_parameters())
+    freezer.begin_step(0)
+    optimizer.step()
+    freezer.load_state_dict(freezer.state_dict())
+    with pytest.raises(gp.PolicyError, match="no masks are set"):
+        optimizer.step()
+    freezer.restore()
+    optimizer.step()  # masks stay with the optimizer

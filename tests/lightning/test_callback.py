@@ -379,6 +379,74 @@ def test_parameters_that_join_the_model_and_the_optimizer_are_masked_too(two_lay
     assert (two_layers.late != 0).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start"])
+def test_optimizers_that_are_made_anew_in_the_middle_of_a_fit_are_masked_too(
+    two_layers, loader, make_trainer, first, hook
+):
+    class MakesAnew(Callback):
+        def _set_up(self, trainer, *_):
+            if trainer.current_epoch == 1 and trainer.global_step == len(loader):
+                trainer.strategy.setup_optimizers(trainer)
+
+    setattr(MakesAnew, hook, MakesAnew._set_up)
+    seen = []
+    policies = {"odd": gp.Freeze(alternating, params="head.weight", frozen_state="zero")}
+    callback, recorder = gp.GradientPolicies(policies), Recorder()
+    trainer = make_trainer(
+        max_epochs=2,
+        callbacks=[callback, MakesAnew(), recorder] if first else [MakesAnew(), callback, recorder],
+    )
+    start = two_layers.head.weight.detach().clone()
+    if first and hook == "on_train_batch_start":
+        # It comes too late for this batch, so that nothing knows the masks.
+        with pytest.raises(gp.PolicyError, match=r"AdamW.step would update head.weight past the policies"):
+            trainer.fit(two_layers, loader)
+        return
+    trainer.fit(two_layers, loader)
+    courses = [start, *(weights["head.weight"] for weights in recorder.weights)]
+    for step, (before, after) in enumerate(itertools.pairwise(courses)):
+        assert torch.equal(after != before, alternating("", after, step))
+        seen.append(step)
+    assert len(seen) == 2 * len(loader)
+    assert callback.masked_optimizers == trainer.optimizers
+    # Its moments began anew with it.
+    assert int(callback.masked_optimizers[0].age(two_layers.head.weight).max()) <= len(loader)
+
+
+def test_parameters_that_are_made_anew_with_their_optimizer_are_refused(two_layers, loader, make_trainer):
+    class MakesAnew(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                pl_module.head.weight = torch.nn.Parameter(pl_module.head.weight.detach().clone())
+                trainer.strategy.setup_optimizers(trainer)
+
+    callbacks = [gp.GradientPolicies({"half": gp.Freeze(half, params="head.weight")}), MakesAnew()]
+    with pytest.raises(gp.PolicyError, match=r"head.weight: replaced during the training"):
+        make_trainer(max_epochs=2, callbacks=callbacks).fit(two_layers, loader)
+
+
+def test_a_step_past_the_policies_is_refused(two_layers, loader, make_trainer):
+    class Own(type(two_layers)):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            self.own = super().configure_optimizers()
+            return self.own
+
+        def training_step(self, batch, index):
+            super().training_step(batch, index).backward()
+            self.own.step()
+
+    module = Own()
+    before = bits(module)
+    policies = gp.GradientPolicies({"half": gp.Freeze(half, params="head.weight")})
+    with pytest.raises(gp.PolicyError, match=r"would update head.weight past the policies: call step"):
+        make_trainer(max_epochs=1, callbacks=[policies]).fit(module, loader)
+    assert same(before, bits(module))
+    module.own.zero_grad()
+
+
 class Shown(gp.masks.MaskSource):
     """Writes down the gradients that it is shown."""
 

@@ -1,9 +1,12 @@
 import copy
+import gc
 import pickle
 import warnings
 
 import pytest
 import torch
+from accelerate import Accelerator
+from lightning.fabric import Fabric
 from torch.testing._internal.common_optimizers import (
     _get_optim_inputs_including_global_cliquey_kwargs as inputs_with_flags,
 )
@@ -498,6 +501,50 @@ def test_a_wrong_mask_is_named(parameter, mask, message):
     named = torch.optim.AdamW([("head.weight", parameter)])
     with pytest.raises(PolicyError, match=rf"'head\.weight'.*{message}"):
         MaskedOptimizer(named).set_mask(parameter, mask)
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda each: each, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
+)
+def test_a_step_of_the_wrapped_optimizer_is_refused_while_entries_are_frozen(parameter, copied):
+    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], lr=0.1))
+    optimizer.set_mask(parameter, torch.rand_like(parameter) < 0.5)
+    optimizer = copied(optimizer)
+    (weight,) = optimizer.param_groups[0]["params"]
+    before = weight.detach().clone()
+    weight.grad = torch.ones_like(weight)
+    for step in (optimizer.inner.step, lambda: optimizer.inner.step(lambda: weight.sum())):
+        with pytest.raises(
+            PolicyError, match=r"AdamW.step was called past .* call step\(\) of the MaskedOptimizer"
+        ):
+            step()
+    assert torch.equal(weight, before)
+    optimizer.step()
+    assert torch.equal(weight != before, optimizer.get_mask(weight))
+    optimizer.set_mask(weight, None)
+    optimizer.inner.step()  # nothing is frozen any more
+    assert (weight != before).all()
+
+
+def test_an_optimizer_serves_alone_again_once_its_wrapper_is_gone(parameter):
+    inner = torch.optim.AdamW([parameter])
+    MaskedOptimizer(inner).set_mask(parameter, False)
+    gc.collect()
+    assert not inner._optimizer_step_pre_hooks
+    parameter.grad = torch.ones_like(parameter)
+    inner.step()
+    MaskedOptimizer(inner).set_mask(parameter, True)
+
+
+def test_what_has_been_prepared_by_another_library_is_refused(parameter):
+    prepared = Accelerator(cpu=True).prepare(torch.optim.AdamW([parameter]))
+    with pytest.raises(
+        PolicyError, match=r"AcceleratedOptimizer passes steps on .* wrap the torch optimizer first"
+    ):
+        MaskedOptimizer(prepared)
+    with_fabric = Fabric(accelerator="cpu").setup_optimizers(torch.optim.AdamW([parameter]))
+    with pytest.raises(PolicyError, match="FabricAdamW passes steps on"):
+        MaskedOptimizer(with_fabric)
 
 
 def test_a_differentiable_step_cannot_freeze(parameter):
