@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from gradpolicy.rules import Rule, get_rule, rule, rule_names
     from gradpolicy.rules.call import Call
     from gradpolicy.rules.derivative import gradient_of
+    from gradpolicy.training_loop import training
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ _HOMES = {
     "plan": "gradpolicy.planning.plan",
     "Call": "gradpolicy.rules.call",
     "gradient_of": "gradpolicy.rules.derivative",
+    "training": "gradpolicy.training_loop",
     **dict.fromkeys(("Rule", "get_rule", "rule", "rule_names"), "gradpolicy.rules"),
     **dict.fromkeys(
         ("Clip", "Deconv", "Freeze", "Guided", "Reverse", "Scale", "Stop", "StraightThrough", "UseRule"),
@@ -99,6 +101,7 @@ __all__ = [
     "rule",
     "rule_names",
     "schedules",
+    "training",
     "update_rule",
 ]
 

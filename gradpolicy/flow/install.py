@@ -477,7 +477,7 @@ def _named(policies: Iterable[FlowPolicy] | Mapping[str, FlowPolicy]) -> dict[st
         if not isinstance(policy, FlowPolicy):
             raise PolicyError(
                 f"policy {shown(name)}: must be a flow policy, got {shown(policy)}. Freeze acts on the "
-                "optimizer, not on the model: use gradpolicy.MaskedOptimizer with gradpolicy.Freezer, "
-                "or the callback gradpolicy.GradientPolicies"
+                "optimizer, not on the model: use gradpolicy.training, or the callback "
+                "gradpolicy.GradientPolicies"
             )
     return named

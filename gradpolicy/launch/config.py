@@ -42,7 +42,7 @@ class Strict(BaseModel):
 class Extras(Strict):
     """What is printed and checked besides the run."""
 
-    print_config: bool = False
+    print_config: bool = True
     plan: bool = True
     report: bool = True
     traceback: bool = False

@@ -27,6 +27,7 @@ QUICK = (
     *SHORT,
     "logger=csv",
     "callbacks=model_checkpoint",
+    "extras.print_config=false",
     "extras.report=false",
 )
 

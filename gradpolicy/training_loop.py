@@ -1,0 +1,370 @@
+"""Flow and freeze policies together in a training loop of one's own."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradpolicy.checks import check_whole
+from gradpolicy.errors import PolicyError, shown
+from gradpolicy.flow.install import name_policies
+from gradpolicy.flow.policy_checks import is_cut
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.masked_optimizer import wrapper_of
+from gradpolicy.optim.zero_redundancy import as_masked
+from gradpolicy.policies import Policy
+from gradpolicy.tensors.sharding import is_sharded
+from gradpolicy.training_policies import STATE, TrainingPolicies
+from gradpolicy.where import named_parameters
+
+Policies = Mapping[str, Policy | None] | Iterable[Policy]
+
+
+@overload
+def training(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    policies: Policies,
+    seed: int = 0,
+    *,
+    steps_per_epoch: int | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    toggle_requires_grad: bool = True,
+) -> AbstractContextManager[MaskedOptimizer]: ...
+@overload
+def training(
+    model: nn.Module,
+    optimizer: Sequence[torch.optim.Optimizer],
+    policies: Policies,
+    seed: int = 0,
+    *,
+    steps_per_epoch: int | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    toggle_requires_grad: bool = True,
+) -> AbstractContextManager[list[MaskedOptimizer]]: ...
+@contextmanager
+def training(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    policies: Policies,
+    seed: int = 0,
+    *,
+    steps_per_epoch: int | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    toggle_requires_grad: bool = True,
+) -> Iterator[Any]:
+    """Trains under policies in a loop of one's own.
+
+    The block gives the optimizer to train with; its ``step()`` is all that is needed.
+
+    - New masks are set by the first forward pass after a step, before it runs. Gradients of several backward
+      passes add up under the same masks.
+    - Gradients of frozen entries are removed as they arrive, so that they do not count where gradients are
+      clipped or logged; but not in a step in which a mask source, such as ``TopK``, looks at them.
+    - A step that ``GradScaler`` skips is none.
+    - The optimizer's ``state_dict`` holds masks, ages and what mask sources remember.
+    - At the end of the block masks are lifted, and the model is as it was found.
+
+    With several optimizers, new masks are set once each has stepped, or when one steps again; the first one's
+    ``state_dict`` has what mask sources remember.
+
+    Args:
+        model: The model; under DistributedDataParallel, what that gives.
+        optimizer: The optimizer, or a list of several.
+        policies: Flow and freeze policies, by name or in a list.
+        seed: Seeds the mask sources that have no seed of their own.
+        steps_per_epoch: Optimizer steps of an epoch, for policies that count epochs.
+        scaler: The loss scaler, which the bounds of ``Clip`` follow.
+        toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, so that the
+            backward pass skips them. Say False where the whole training step is one compiled function.
+
+    Returns:
+        A context manager that gives the optimizer to step, or the list of them.
+
+    Raises:
+        PolicyError: If a pattern matches nothing, policies contradict each other, or one counts epochs
+            without ``steps_per_epoch``; within the block, if another optimizer than the given one is stepped.
+
+    Example:
+        >>> import torch, gradpolicy as gp
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> policies = [gp.Clip(norm=1.0, modules=""), gp.Freeze(gp.masks.Random(0.1), params="weight")]
+        >>> with training(model, optimizer, policies, seed=0) as optimizer:
+        ...     for x in torch.ones(3, 1, 4):
+        ...         model(x).sum().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> optimizer.effective_steps
+        3
+    """
+    several = isinstance(optimizer, list | tuple)
+    optimizers = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
+    if isinstance(policies, Policy):
+        raise PolicyError("training takes a list or dict of policies, not one policy")
+    loop = _Loop(model, name_policies(policies), seed, steps_per_epoch, scaler)
+    finished = False
+    try:
+        masked = loop.begin(optimizers, toggle_requires_grad)
+        yield masked if several else masked[0]
+        finished = True
+    except RuntimeError as error:
+        if is_cut(error):
+            loop._check_cuts()
+        raise
+    finally:
+        loop.end(quiet=not finished)
+
+
+class _Loop(TrainingPolicies):
+    """Policies that follow what the model and the optimizers of a loop do."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policies: Mapping[str, Policy | None],
+        seed: int,
+        steps_per_epoch: int | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        super().__init__(policies, seed=seed, log=False)
+        if steps_per_epoch is not None:
+            check_whole("training.steps_per_epoch", steps_per_epoch, least=1)
+        self.steps_per_epoch, self.scaler = steps_per_epoch, scaler
+        whole = getattr(model, "_orig_mod", model)
+        self._outer, self._ddp = model, whole if isinstance(whole, DistributedDataParallel) else None
+        self.model = model if self._ddp is None else self._ddp.module
+        self._owner: dict[Tensor, MaskedOptimizer] = {}
+        # Of the update that is being prepared: factors on gradients, and gradients that sources want whole.
+        self._scales: Mapping[str, float] = {}
+        self._wanted: set[Tensor] = set()
+        # The updates before this one, and the optimizers that have taken it.
+        self._time = 0
+        self._stepped: set[MaskedOptimizer] = set()
+        self._counts: dict[MaskedOptimizer, int] = {}
+        self._loaded: dict[MaskedOptimizer, dict[str, Any]] = {}
+        self._has_loaded = self._may_toggle = False
+        self._check_times()
+
+    def _check_times(self) -> None:
+        for name, policy in self.policies.items():
+            if "fit" not in policy.when.phases:
+                raise PolicyError(
+                    f"policy.{name}: holds in the phases {', '.join(policy.when.phases)} alone, and a "
+                    "training loop is the phase fit; put it on the model with gradpolicy.install"
+                )
+            units = {policy.when.unit, getattr(getattr(policy, "source", None), "unit", "step")}
+            if "epoch" in units and self.steps_per_epoch is None:
+                raise PolicyError(
+                    f"policy.{name}: counts epochs; say how many optimizer steps an epoch has: "
+                    "gradpolicy.training(..., steps_per_epoch=len(loader))"
+                )
+
+    # ---- installing and removing
+
+    def begin(self, optimizers: Sequence[Any], toggle_requires_grad: bool) -> list[MaskedOptimizer]:
+        """Installs all policies; masks are set before the first forward pass."""
+        for each in optimizers:
+            if not isinstance(each, torch.optim.Optimizer):
+                raise PolicyError(f"training: needs an optimizer, or a list of them; got {shown(each)}")
+        # A plain optimizer that has loaded what one of these saved keeps it in its param groups.
+        loaded = [each.state_dict() if STATE in each.param_groups[0] else None for each in optimizers]
+        wrapped = [wrapper_of(each) or as_masked(each) for each in optimizers]
+        self._install_flow(self.model)
+        for each in wrapped:
+            # Before the hooks of the freezer, which refuses a step without masks.
+            self._hooks.append(each.register_step_pre_hook(self._before_step))
+        self._install_freeze(self.model, wrapped, toggle_requires_grad=False)
+        if self.freezer is not None:
+            # Hooks of sharded parameters are not called.
+            self.freezer.scales_gradients = any(map(is_sharded, self.freezer.parameters.values()))
+            self._hook_gradients()
+        else:
+            self.masked_optimizers[:] = wrapped
+            self._hook_steps()
+        self._check_installed(self.model, wrapped)
+        self._join_ranks(self.model, self._ddp)
+        # Before DistributedDataParallel is made, all that trains must ask for a gradient.
+        alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        self._may_toggle = toggle_requires_grad and (alone or self._ddp is not None) and len(wrapped) == 1
+        self._stepped = set(wrapped)
+        self._hook_forward()
+        for each, state in zip(wrapped, loaded, strict=True):
+            each.register_state_dict_post_hook(self._save)
+            self._hooks.append(each.register_load_state_dict_pre_hook(self._take_state))
+            self._hooks.append(each.register_load_state_dict_post_hook(self._restore))
+            if state is not None:
+                each.load_state_dict(state)
+        return wrapped
+
+    def end(self, *, quiet: bool) -> None:
+        """Takes all policies off."""
+        self._remove(quiet=quiet)
+        held = set(self.freezer.parameters.values()) if self.freezer is not None else set()
+        for each in self.masked_optimizers:
+            each.set_masks({p: None for group in each.param_groups for p in group["params"] if p in held})
+
+    def _held_parameters(self) -> Mapping[str, Tensor]:
+        return named_parameters(self.model)
+
+    def _hook_forward(self) -> None:
+        # A copy of the model has this too, and shall not copy the loop.
+        def before_forward(module: nn.Module, *_: Any) -> None:
+            if module is self._outer and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+                self._before_forward()
+
+        self._hooks.append(self._outer.register_forward_pre_hook(before_forward))
+
+    def _hook_gradients(self) -> None:
+        """Hooks what freeze policies match, also what joined an optimizer meanwhile."""
+        assert self.freezer is not None
+        for name, parameter in self.freezer.parameters.items():
+            if parameter not in self._owner and parameter.requires_grad:
+                self._owner[parameter] = next(
+                    each for each in self.masked_optimizers if _holds(each, parameter)
+                )
+                self._hooks.append(parameter.register_hook(partial(self._take_gradient, name)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._mask_gradient))
+
+    # ---- an update
+
+    def _let_toggle(self) -> None:
+        """Lets the freezer turn ``requires_grad`` off: masks are known to be set before a forward pass."""
+        if self.freezer is not None and self._may_toggle:
+            self.freezer.toggle_requires_grad = True
+
+    def _before_forward(self) -> None:
+        self._let_toggle()
+        if self.installed is not None and self.scaler is not None:
+            self.installed.set_loss_scale(float(self.scaler.get_scale()))
+        self._begin_if_over()
+
+    def _begin_if_over(self, *, late: bool = False) -> None:
+        over = len(self._stepped) == len(self.masked_optimizers)
+        if over or self._has_loaded:
+            self._begin(over, late=late)
+
+    def _begin(self, over: bool, *, late: bool) -> None:
+        """Sets the masks of an update.
+
+        Args:
+            over: Whether the update before is over; else masks that were loaded go on.
+            late: Whether the backward pass has begun, or is over.
+        """
+        if late and self.freezer is not None and self.freezer.toggle_requires_grad:
+            self._may_toggle = False
+            self.freezer.keep_requires_grad()
+            self._warn(
+                "gradpolicy.training: the model was not called before a backward pass, so that tensors that "
+                "thaw get no gradient in this update; call the model itself, not its parts or other methods"
+            )
+        if over:
+            self._time = max(each.effective_steps for each in self.masked_optimizers)
+            self._stepped.clear()
+        self._has_loaded = False
+        self._begin_update(self._time, self._epoch)
+        if self.freezer is not None:
+            self._hook_gradients()
+            parameters = self.freezer.parameters
+            self._wanted = {parameters[name] for name in self.freezer.wanted_gradients()}
+            self._scales = {} if self.freezer.scales_gradients else self.freezer.gradient_scales()
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self.steps_per_epoch is None else self._time // self.steps_per_epoch
+
+    def _take_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
+        """Takes what a backward pass adds to a gradient."""
+        assert self.freezer is not None
+        self._begin_if_over(late=True)
+        self.freezer.note_gradient(name, gradient)
+        scale = self._scales.get(name)
+        return None if scale is None else gradient * scale
+
+    def _mask_gradient(self, parameter: Tensor) -> None:
+        """Removes what is frozen from a gradient, unless new masks may be set before the step."""
+        if parameter not in self._wanted and not self._stepped:
+            self._owner[parameter].mask_gradient(parameter)
+
+    def _before_step(
+        self, optimizer: MaskedOptimizer, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        (closure,) = (*arguments[1:], *named.values()) or (None,)
+        if closure is not None:
+            self._let_toggle()
+        over = optimizer in self._stepped
+        if over or self._has_loaded:
+            self._begin(over, late=closure is None)
+        self._counts[optimizer] = optimizer.effective_steps
+        if closure is None:
+            self._observe(optimizer)
+            return None
+
+        def observed() -> Any:
+            loss = closure()
+            self._observe(optimizer)
+            return loss
+
+        return arguments[:1], {"closure": observed}
+
+    def _observe(self, optimizer: Any) -> None:
+        """Shows sources the gradients, without the loss scale that a fused optimizer gets them with."""
+        if self.freezer is None or optimizer.is_probed:
+            return
+        if self._wanted and getattr(optimizer, "grad_scale", None) is not None:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter.grad is not None:
+                    parameter.grad.div_(optimizer.grad_scale)
+            optimizer.grad_scale = None
+        self.freezer.observe(optimizer)
+
+    def _finish_step(self, optimizer: MaskedOptimizer, *_: Any) -> None:
+        super()._finish_step()
+        if optimizer.effective_steps == self._counts[optimizer]:
+            return  # mixed precision has skipped it
+        self._stepped.add(optimizer)
+        self._check_operations_met("fit", thaws=any(not p.requires_grad for p in self.model.parameters()))
+        if self.installed is not None and len(self._stepped) == len(self.masked_optimizers):
+            # Compiled code may not tell of its next forward pass.
+            updates = max(each.effective_steps for each in self.masked_optimizers)
+            epoch = 0 if self.steps_per_epoch is None else updates // self.steps_per_epoch
+            self.installed.update(step=updates, epoch=epoch)
+
+    # ---- checkpoints
+
+    def _save(self, optimizer: Any, saved: dict[str, Any]) -> None:
+        """Adds to a state_dict how far the loop is, and to the first optimizer's what sources remember."""
+        state = {
+            "effective_steps": optimizer.effective_steps,
+            "stepped": optimizer in self._stepped,
+            "time": self._time,
+        }
+        if optimizer is self.masked_optimizers[0]:
+            state |= self.state_dict()
+        saved["param_groups"][0][STATE] = state
+
+    def _take_state(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        first, *others = state_dict["param_groups"]
+        self._loaded[optimizer] = first.get(STATE, {})
+        first = {key: value for key, value in first.items() if key != STATE}
+        return {**state_dict, "param_groups": [first, *others]}
+
+    def _restore(self, optimizer: Any) -> None:
+        state = self._loaded.pop(optimizer)
+        optimizer.effective_steps = state.get("effective_steps", optimizer.effective_steps)
+        self._time = state.get("time", self._time)
+        (self._stepped.add if state.get("stepped", True) else self._stepped.discard)(optimizer)
+        if self.freezer is not None:
+            # The masks that it has set are gone.
+            self.freezer.take_optimizers(self.masked_optimizers)
+        if "freezer" in state:
+            self._apply_restored(state)
+        self._has_loaded, self._updates_seen = True, -1
+
+
+def _holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    return any(each is parameter for group in optimizer.param_groups for each in group["params"])

@@ -1,0 +1,711 @@
+"""gp.training: what a loop of one's own trains under policies, against references in plain torch."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import gradpolicy as gp
+
+RATE, DECAY, BETAS, EPS = 0.05, 0.1, (0.9, 0.99), 1e-8
+
+
+class Net(nn.Module):
+    """Two layers, and a rounding between them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.round(4 * torch.tanh(self.trunk(x))) / 4)
+
+    def encode(self, x):
+        return self(x)
+
+
+class RoundPassing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class NetByHand(Net):
+    """The same with the straight-through rounding written out, and the clip of what enters the head."""
+
+    def forward(self, x):
+        hidden = RoundPassing.apply(4 * torch.tanh(self.trunk(x))) / 4
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad * (0.1 / grad.norm()).clamp(max=1.0))
+        return self.head(hidden)
+
+
+def flow():
+    return {"through": gp.StraightThrough(ops=["round"]), "clip": gp.Clip(norm=0.1, modules="head")}
+
+
+def mask_at(name, parameter, step):
+    """A third of the entries, others in each step."""
+    return (torch.arange(parameter.numel()) + step + len(name)).reshape(parameter.shape) % 3 == 0
+
+
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
+
+
+class AdamWByHand:
+    """AdamW for each entry by itself, over the updates in which a mask lets it train."""
+
+    def __init__(self, model, frozen_state):
+        self.named = dict(model.named_parameters())
+        self.forgets = frozen_state != "keep"
+        self.state = {name: [torch.zeros_like(p) for _ in range(3)] for name, p in self.named.items()}
+
+    @torch.no_grad()
+    def step(self, masks):
+        for name, p in self.named.items():
+            mean, square, age = self.state[name]
+            mask, grad = masks[name], p.grad
+            if self.forgets:
+                for each in self.state[name]:
+                    each[~mask] = 0
+            age[mask] += 1
+            mean[mask] = (BETAS[0] * mean + (1 - BETAS[0]) * grad)[mask]
+            square[mask] = (BETAS[1] * square + (1 - BETAS[1]) * grad**2)[mask]
+            steps = age.clamp(min=1)
+            root = (square / (1 - BETAS[1] ** steps)).sqrt() + EPS
+            moved = p * (1 - RATE * DECAY) - RATE * mean / (1 - BETAS[0] ** steps) / root
+            p[mask] = moved[mask]
+
+
+def by_hand(steps, frozen_state="keep", parts=1, clip=None, skipped=(), mask=mask_at):
+    model = NetByHand()
+    optimizer = AdamWByHand(model, frozen_state)
+    taken = 0
+    for step in range(steps):
+        masks = {name: mask(name, p, taken) for name, p in model.named_parameters()}
+        model.zero_grad()
+        for part in range(parts):
+            x, y = batch(parts * step + part)
+            (cross_entropy(model(x), y) / parts).backward()
+        for name, p in model.named_parameters():
+            p.grad *= masks[name]
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if step not in skipped:
+            optimizer.step(masks)
+            taken += 1
+    return model
+
+
+def train(model, optimizer, steps, first=0, forward=None):
+    """The shortest loop."""
+    for step in range(first, first + steps):
+        x, y = batch(step)
+        cross_entropy((forward or model)(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_close(one, other):
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def assert_same(one, other):
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def bits(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_both_kinds_of_policies_train_what_the_loop_by_hand_does(frozen_state, listed):
+    model = Net()
+    policies = {**flow(), "third": gp.Freeze(mask_at, frozen_state=frozen_state)}
+    with gp.training(model, adamw(model), [*policies.values()] if listed else policies, seed=0) as optimizer:
+        for step in range(9):
+            before = bits(model)
+            x, y = batch(step)
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, p in model.named_parameters():
+                assert not (p != before[name])[~mask_at(name, p, step)].any()
+                assert torch.equal(optimizer.get_mask(p), mask_at(name, p, step))
+    assert_close(model, by_hand(9, frozen_state))
+
+
+def test_gradients_of_several_batches_add_up_under_one_mask_and_frozen_ones_count_in_no_norm():
+    model = Net()
+    with gp.training(model, adamw(model), {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
+        for number in range(12):
+            x, y = batch(number)
+            (cross_entropy(model(x), y) / 2).backward()
+            if number % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                model.zero_grad()
+    assert optimizer.effective_steps == 6
+    assert_close(model, by_hand(6, parts=2, clip=0.05))
+
+
+def test_gradients_are_scaled_before_they_are_clipped():
+    """Random(rescale=True) divides by the density; torch's SGD then takes what is left of it."""
+    model, plain = Net(), NetByHand()
+    source = gp.masks.Random(0.5, rescale=True)
+    with gp.training(
+        model, torch.optim.SGD(model.parameters(), 0.1), {**flow(), "half": gp.Freeze(source)}
+    ) as optimizer:
+        for step in range(4):
+            for number in (2 * step, 2 * step + 1):
+                for each in (model, plain):
+                    x, y = batch(number)
+                    cross_entropy(each(x), y).backward()
+            masks = [optimizer.get_mask(p) for p in model.parameters()]
+            for p, mask in zip(plain.parameters(), masks, strict=True):
+                p.grad *= 2.0 * mask
+            for each in (model, plain):
+                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            optimizer.step()
+            with torch.no_grad():
+                for p in plain.parameters():
+                    p -= 0.1 * p.grad
+            for each in (model, plain):
+                each.zero_grad()
+    assert_close(model, plain)
+
+
+def test_a_step_may_take_a_closure():
+    model = Net()
+    with gp.training(model, adamw(model), {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
+        for step in range(5):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                x, y = batch(step)
+                loss = cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure).item() > 0
+    assert_close(model, by_hand(5))
+
+
+def test_an_optimizer_that_calls_its_closure_often_does_so_under_one_mask():
+    model, plain = Net(), NetByHand()
+    masks = {name: mask_at(name, p, 0) for name, p in plain.named_parameters()}
+    lbfgs = torch.optim.LBFGS(plain.parameters(), lr=0.5, max_iter=4)
+
+    def closure_of(each, optimizer, step, masks):
+        def closure():
+            optimizer.zero_grad()
+            x, y = batch(step)
+            loss = cross_entropy(each(x), y)
+            loss.backward()
+            for name, p in each.named_parameters() if masks else ():
+                p.grad *= masks[name]
+            return loss
+
+        return closure
+
+    with gp.training(
+        model,
+        torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4),
+        {**flow(), "third": gp.Freeze(masks)},
+    ) as optimizer:
+        for step in range(3):
+            optimizer.step(closure_of(model, optimizer, step, None))
+            lbfgs.step(closure_of(plain, lbfgs, step, masks))
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-3)
+
+
+def several(model):
+    return [
+        torch.optim.SGD(model.trunk.parameters(), lr=0.1),
+        torch.optim.SGD(model.head.parameters(), lr=0.2),
+    ]
+
+
+@torch.no_grad()
+def sgd(layer, prefix, rate, step):
+    for name, p in layer.named_parameters():
+        p -= rate * p.grad * mask_at(f"{prefix}.{name}", p, step)
+
+
+def test_several_optimizers_that_step_together_have_the_masks_of_one_update():
+    model, plain = Net(), NetByHand()
+    policies = {**flow(), "third": gp.Freeze(mask_at)}
+    with gp.training(model, several(model), policies) as (first, second):
+        for step in range(6):
+            x, y = batch(step)
+            for each in (model, plain):
+                each.zero_grad()
+                cross_entropy(each(x), y).backward()
+            first.step()
+            second.step()
+            sgd(plain.trunk, "trunk", 0.1, step)
+            sgd(plain.head, "head", 0.2, step)
+    assert_close(model, plain)
+
+
+def test_optimizers_that_take_turns_have_the_masks_of_one_update_in_a_round():
+    model, plain = Net(), NetByHand()
+    policies = {**flow(), "third": gp.Freeze(mask_at)}
+    with gp.training(model, several(model), policies) as optimizers:
+        for turn in range(10):
+            x, y = batch(turn)
+            for each in (model, plain):
+                each.zero_grad()
+                cross_entropy(each(x), y).backward()
+            optimizers[turn % 2].step()
+            layer = ("trunk", "head")[turn % 2]
+            sgd(getattr(plain, layer), layer, (0.1, 0.2)[turn % 2], turn // 2)
+    assert_close(model, plain)
+
+
+def test_an_optimizer_that_steps_more_often_than_another_has_new_masks_each_time():
+    model, plain = Net(), NetByHand()
+    with gp.training(model, several(model), {**flow(), "third": gp.Freeze(mask_at)}) as (first, second):
+        for update in range(9):
+            x, y = batch(update)
+            for each in (model, plain):
+                each.zero_grad()
+                cross_entropy(each(x), y).backward()
+            first.step()
+            sgd(plain.trunk, "trunk", 0.1, update)
+            if update % 3 == 2:
+                second.step()
+                sgd(plain.head, "head", 0.2, update)
+    assert_close(model, plain)
+
+
+SOURCES = {
+    "function": lambda: mask_at,
+    "random": lambda: gp.masks.Random(0.3, every=2),
+    "layers": lambda: gp.masks.Layerwise(active=1, every=2),
+    "topk": lambda: gp.masks.TopK(0.4, every=2),
+    "topk of a window": lambda: gp.masks.TopK(0.4, window=3, every=3),
+    "sparse": lambda: gp.masks.PruneAndGrow(0.4, every=3),
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("saved_at", [0, 3, 4])
+@pytest.mark.parametrize("where", ["in the block", "after the block"])
+@pytest.mark.parametrize("into", ["the wrapped optimizer", "the plain optimizer", "the model last"])
+def test_a_loop_that_is_saved_and_resumed_ends_with_the_same_bits(
+    source, frozen_state, saved_at, where, into
+):
+    def policies():
+        params = "*.weight" if source == "sparse" else "*"
+        freeze = gp.Freeze(SOURCES[source](), params=params, frozen_state=frozen_state)
+        return {**flow(), "some": freeze}
+
+    whole = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # gradients that are missing in so few steps
+        with gp.training(whole, adamw(whole), policies(), seed=3) as optimizer:
+            train(whole, optimizer, 8)
+
+        part = Net()
+        with gp.training(part, adamw(part), policies(), seed=3) as optimizer:
+            train(part, optimizer, saved_at)
+            state = optimizer.state_dict()
+        state = optimizer.state_dict() if where == "after the block" else state
+        file = io.BytesIO()
+        torch.save({"model": part.state_dict(), "optimizer": state}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+
+        resumed = Net()
+        plain = adamw(resumed)
+        if into != "the model last":
+            resumed.load_state_dict(saved["model"])
+        if into == "the plain optimizer":
+            plain.load_state_dict(saved["optimizer"])
+        with gp.training(resumed, plain, policies(), seed=3) as optimizer:
+            if into != "the plain optimizer":
+                optimizer.load_state_dict(saved["optimizer"])
+            if into == "the model last":
+                resumed.load_state_dict(saved["model"])
+            train(resumed, optimizer, 8 - saved_at, first=saved_at)
+    assert optimizer.effective_steps == 8
+    assert_same(resumed, whole)
+
+
+def test_a_loop_resumes_in_the_middle_of_an_update_of_several_batches_and_optimizers():
+    def run(stop):
+        model = Net()
+        optimizers, saved = several(model), None
+        for first, last in ((0, stop), (stop, 12)):
+            with gp.training(model, optimizers, {**flow(), "third": gp.Freeze(mask_at)}) as wrapped:
+                for each, state in zip(wrapped, saved or (), strict=False):
+                    each.load_state_dict(state)
+                for number in range(first, last):
+                    x, y = batch(number)
+                    cross_entropy(model(x), y).backward()
+                    # First one, then the other.
+                    if number % 2:
+                        wrapped[number // 2 % 2].step()
+                        model.zero_grad()
+                saved = [copy.deepcopy(each.state_dict()) for each in wrapped]
+            optimizers = several(model)
+        return model
+
+    for stop in (2, 4, 6):
+        assert_same(run(stop), run(12))
+
+
+def test_flow_policies_alone_go_on_by_the_clock_when_resumed():
+    def run(stop):
+        model, state = Net(), None
+        slow = gp.Scale(gp.schedules.Linear(1.0, 0.0, steps=8), modules="head")
+        policies = {**flow(), "slow": slow, "late": gp.Reverse(modules="head", when=gp.When(start=5))}
+        for first, last in ((0, stop), (stop, 8)):
+            plain = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+            with gp.training(model, plain, policies) as optimizer:
+                if state is not None:
+                    optimizer.load_state_dict(state)
+                train(model, optimizer, last - first, first=first)
+                state = copy.deepcopy(optimizer.state_dict())
+        return model
+
+    plain = Net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.5)
+    for step in range(8):
+        x, y = batch(step)
+        hidden = RoundPassing.apply(4 * torch.tanh(plain.trunk(x))) / 4
+        # As the gradient meets the policies at the input of the head.
+        hidden.register_hook(lambda grad: grad * (0.1 / grad.norm()).clamp(max=1.0))
+        hidden.register_hook(lambda grad, step=step: grad * (1 - step / 8) * (-1 if step >= 5 else 1))
+        optimizer.zero_grad()
+        cross_entropy(plain.head(hidden), y).backward()
+        optimizer.step()
+    assert_close(run(8), plain)
+    assert_same(run(8), run(3))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("source", ["function", "topk"])
+def test_a_step_that_mixed_precision_skips_is_none(fused, source):
+    def run(overflows):
+        model = Net()
+        plain = torch.optim.AdamW(model.parameters(), lr=RATE, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        policies = {**flow(), "some": gp.Freeze(SOURCES[source]())}
+        with gp.training(model, plain, policies, scaler=scaler) as optimizer:
+            for step in range(7):
+                x, y = batch(step)
+                scaler.scale(cross_entropy(model(x), y)).backward()
+                if step in overflows:
+                    model.head.bias.grad[:] = torch.inf
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = run({2, 3})
+    assert optimizer.effective_steps == 5
+    expected = Net()
+    plain = torch.optim.AdamW(expected.parameters(), lr=RATE)
+    with gp.training(expected, plain, {**flow(), "some": gp.Freeze(SOURCES[source]())}) as optimizer:
+        for step in (0, 1, 4, 5, 6):
+            train(expected, optimizer, 1, first=step)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_epochs_are_counted_by_steps():
+    def mask(name, parameter, step):
+        return mask_at(name, parameter, step // 3)
+
+    class EachEpoch(gp.masks.MaskSource):
+        def masks(self, step, epoch):
+            return {name: mask_at(name, p, epoch) for name, p in self.parameters.items()}
+
+    model = Net()
+    policies = {**flow(), "third": gp.Freeze(EachEpoch(unit="epoch"))}
+    with gp.training(model, adamw(model), policies, steps_per_epoch=3) as optimizer:
+        train(model, optimizer, 9)
+    assert_close(model, by_hand(9, mask=mask))
+    late = {"late": gp.Stop(modules="head", when=gp.When(start=1, unit="epoch"))}
+    for counting in (policies, {**flow(), **late}):
+        with (
+            pytest.raises(gp.PolicyError, match=r"counts epochs; .* steps_per_epoch=len\(loader\)"),
+            gp.training(model, adamw(model), counting),
+        ):
+            pass
+
+
+def test_steps_that_pass_the_policies_by_are_refused_and_allowed_after_the_block():
+    model = Net()
+    plain = adamw(model)
+    wrapped = gp.MaskedOptimizer(torch.optim.SGD(model.trunk.parameters(), lr=0.1))
+    for policies in ([gp.Freeze(gp.masks.Random(0.1))], [gp.StraightThrough(ops=["round"])]):
+        with gp.training(model, plain, policies) as optimizer:
+            x, y = batch(0)
+            cross_entropy(model(x), y).backward()
+            before = bits(model)
+            for other in (plain, adamw(model), torch.optim.SGD(model.head.parameters()), wrapped):
+                with pytest.raises(
+                    gp.PolicyError, match=r"step would update .* past the policies: call step\(\)"
+                ):
+                    other.step()
+            assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+            torch.optim.SGD(Net().parameters()).step()
+            optimizer.step()
+            moved = [p != before[name] for name, p in model.named_parameters()]
+            masks = [optimizer.get_mask(p) for p in model.parameters()]
+            assert all(not each[~mask].any() for each, mask in zip(moved, masks, strict=True))
+        before = bits(model)
+        plain.step()
+        assert all((p != before[name]).all() for name, p in model.named_parameters())
+
+
+def test_the_model_is_left_as_found():
+    model = Net()
+    plain, before = adamw(model), (set(vars(model)), [*model._forward_pre_hooks])
+    policies = {**flow(), "layer": gp.Freeze(False, params="trunk.*")}
+
+    def fail():
+        with gp.training(model, plain, policies) as optimizer:
+            train(model, optimizer, 2)
+            assert not model.trunk.weight.requires_grad
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (set(vars(model)), [*model._forward_pre_hooks]) == before
+    assert "forward" not in vars(model.head)
+    assert all(p.requires_grad and not p._backward_hooks for p in model.parameters())
+    train(model, plain, 1)
+
+
+def test_what_is_frozen_as_a_whole_is_left_out_of_the_backward_pass_and_comes_back_exactly():
+    def whole(name, parameter, step):
+        return name.startswith(("trunk", "head")[step // 2 % 2])
+
+    def entries(name, parameter, step):
+        return torch.full(parameter.shape, whole(name, parameter, step))
+
+    model = Net()
+    with gp.training(model, adamw(model), {**flow(), "layer": gp.Freeze(whole)}) as optimizer:
+        for step in range(8):
+            x, y = batch(step)
+            cross_entropy(model(x), y).backward()
+            assert [p.grad is not None for p in model.parameters()] == [
+                whole(n, p, step) for n, p in model.named_parameters()
+            ]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(model, by_hand(8, mask=entries))
+
+
+@pytest.mark.parametrize(
+    "way", ["torch.compile", "in place", "before", "another method", "a copy is called too"]
+)
+@pytest.mark.parametrize("clips", [False, True])
+def test_however_the_model_is_entered(way, clips):
+    """Compiled code does not tell of its forward pass, nor does another method."""
+
+    def whole(name, parameter, step):
+        return True if name.startswith(("trunk", "head")[step // 2 % 2]) else mask_at(name, parameter, step)
+
+    def entries(name, parameter, step):
+        return torch.as_tensor(whole(name, parameter, step)).expand(parameter.shape)
+
+    model = Net()
+    if way == "in place":
+        model.compile(backend="eager")
+    given = torch.compile(model, backend="eager") if way == "before" else model
+    with gp.training(given, adamw(model), {**flow(), "third": gp.Freeze(whole)}) as optimizer:
+        forward = {
+            "torch.compile": lambda: torch.compile(model, backend="eager"),
+            "another method": lambda: model.encode,
+        }
+        call = forward.get(way, lambda: given)()
+        for step in range(6):
+            x, y = batch(step)
+            cross_entropy(call(x), y).backward()
+            if way == "a copy is called too":
+                copy.deepcopy(model)(x)
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(x)
+    assert_close(model, by_hand(6, mask=entries, clip=0.05 if clips else None))
+
+
+def test_gradients_that_are_set_by_hand_are_taken_too():
+    model = Net()
+    with gp.training(model, torch.optim.SGD(model.parameters(), lr=1.0), [gp.Freeze(mask_at)]) as optimizer:
+        for step in range(3):
+            before = bits(model)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            for name, p in model.named_parameters():
+                assert torch.equal(p != before[name], mask_at(name, p, step))
+
+
+def test_a_model_that_is_called_in_some_updates_only_is_a_warning():
+    model = Net()
+    layers = gp.Freeze(gp.masks.BlockCyclic(every=1), frozen_state="zero")
+    with gp.training(model, adamw(model), {**flow(), "layers": layers}) as optimizer:
+        train(model, optimizer, 2)
+        x, y = batch(2)
+        loss = cross_entropy(model.head(torch.tanh(model.trunk(x))), y)
+        with pytest.warns(UserWarning, match="the model was not called before a backward pass"):
+            loss.backward()
+        optimizer.step()
+        assert all(p.requires_grad for p in model.parameters())
+        train(model, optimizer, 2)
+
+
+def test_parameters_that_join_are_masked_too():
+    model = Net()
+    model.late = nn.Parameter(torch.zeros(6))
+    plain = torch.optim.SGD([*model.trunk.parameters(), *model.head.parameters()], lr=1.0)
+    with gp.training(model, plain, [gp.Freeze(mask_at), gp.StraightThrough(ops=["round"])]) as optimizer:
+        train(model, optimizer, 1)
+        optimizer.add_param_group({"params": [model.late]})
+        x, y = batch(0)
+        (cross_entropy(model(x), y) + model.late.sum()).backward()
+        assert torch.equal(model.late.grad != 0, mask_at("late", model.late, 1))
+        optimizer.step()
+    assert torch.equal(model.late != 0, mask_at("late", model.late, 1))
+
+
+def test_blocks_follow_one_another_and_time_goes_on():
+    model, together = Net(), Net()
+    plain = adamw(model)
+    optimizer = gp.MaskedOptimizer(plain)
+    for step in range(4):
+        given = plain if step % 2 else optimizer
+        with gp.training(model, given, {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
+            train(model, optimizer, 1, first=step)
+    with gp.training(together, adamw(together), {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
+        train(together, optimizer, 4)
+    assert_same(model, together)
+
+
+def test_learning_rate_schedules_follow_the_steps():
+    model, plain = Net(), NetByHand()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    schedules = [torch.optim.lr_scheduler.StepLR(reference, 1, 0.5)]
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedules.append(torch.optim.lr_scheduler.StepLR(inner, 2, 0.5))
+    with gp.training(model, inner, {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
+        schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 2, 1.0))
+        for step in range(4):
+            x, y = batch(step)
+            for each in (model, plain):
+                each.zero_grad()
+                cross_entropy(each(x), y).backward()
+            optimizer.step()
+            for name, p in plain.named_parameters():
+                p.grad *= mask_at(name, p, step)
+            reference.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for schedule in schedules[1:]:
+                    schedule.step()
+            if step % 2:
+                schedules[0].step()
+    assert_close(model, plain)
+
+
+def test_a_policy_that_cuts_the_loss_off_is_named():
+    model = Net()
+    policies = {"cut": gp.Stop(ops=["round"]), "head": gp.Freeze(False, params="head.*")}
+    model.head.requires_grad_(False)
+    with (
+        pytest.raises(gp.PolicyError, match="cut"),
+        gp.training(model, adamw(model), {"cut": policies["cut"]}) as optimizer,
+    ):
+        train(model, optimizer, 1)
+
+
+def test_an_operation_that_is_never_met_is_an_error_after_the_first_step():
+    model = Net()
+    with (
+        pytest.raises(gp.PolicyError, match="relu"),
+        gp.training(model, adamw(model), {"guided": gp.Guided(ops=["relu"])}) as optimizer,
+    ):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([gp.Stop(modules="head", when=gp.When(phases="test"))],), "phases test alone"),
+        ((gp.Stop(modules="head"),), "list or dict of policies"),
+        (({"a": 3},), r"policy.a: must be a gradient policy, got int"),
+        (([gp.Freeze(False, params="tail.*")],), "tail"),
+        (([gp.Stop(modules="tail")],), "tail"),
+    ],
+)
+def test_wrong_policies_are_refused_and_leave_nothing_behind(arguments, message):
+    model = Net()
+    plain = adamw(model)
+    with pytest.raises(gp.PolicyError, match=message), gp.training(model, plain, *arguments):
+        pass
+    assert not model._forward_pre_hooks
+    train(model, plain, 1)
+
+
+@pytest.mark.parametrize("optimizer", [None, "adamw", [nn.Linear(1, 1)], Net().parameters()])
+def test_what_is_no_optimizer_is_refused(optimizer):
+    with (
+        pytest.raises(gp.PolicyError, match="needs an optimizer, or a list of them"),
+        gp.training(Net(), optimizer, []),
+    ):
+        pass
+
+
+def test_steps_per_epoch_is_a_whole_number():
+    with (
+        pytest.raises(gp.PolicyError, match=r"training.steps_per_epoch"),
+        gp.training(Net(), adamw(Net()), [], steps_per_epoch=0),
+    ):
+        pass
+
+
+def test_it_trains_what_lightnings_callback_does(make_trainer, loader, two_layers):
+    policies = {
+        "rounding": gp.StraightThrough(ops=["round"]),
+        "some": gp.Freeze(gp.masks.Random(0.3, every=2), frozen_state="zero"),
+        "layers": gp.Freeze(gp.masks.Layerwise(active=2, every=3), params="trunk.*", frozen_state="zero"),
+    }
+    own = copy.deepcopy(two_layers)
+    make_trainer(
+        max_epochs=2, gradient_clip_val=0.1, callbacks=[gp.GradientPolicies(copy.deepcopy(policies))]
+    ).fit(two_layers, loader)
+    with gp.training(own, own.configure_optimizers(), copy.deepcopy(policies)) as optimizer:
+        for _ in range(2):
+            for x, y in loader:
+                own.zero_grad()
+                cross_entropy(own(x), y).backward()
+                nn.utils.clip_grad_norm_(own.parameters(), 0.1)
+                optimizer.step()
+    assert_same(own, two_layers)
