@@ -88,8 +88,9 @@ class FlowPolicy(Policy):
             position (0 is the first); all of them unless given.
         output: With ``at="through"``: the outputs whose gradient the rule makes, by index, key or attribute;
             every floating-point one unless given. Other outputs keep their own gradients.
-        calls: With ``ops``: which calls of each operation, counted from 0 within the forward of each matched
-            module (of the model, if none is named); all of them unless given.
+        calls: Which calls, counted from 0; all of them unless given. With ``ops``: of each operation, within
+            the forward of each matched module (of the model, if none is named). With ``modules`` alone: of
+            each matched module, within the outermost forward, usually the model's.
         inside: With ``at="through"``: what the parameters within get from these outputs, ``"none"``: nothing,
             or ``"own"``: their own gradient.
         when: When the policy holds.
@@ -153,8 +154,8 @@ class FlowPolicy(Policy):
         for call in self.calls:
             if isinstance(call, bool) or not isinstance(call, int) or call < 0:
                 raise PolicyError(f"{kind}.calls: must be whole numbers from 0 on, got {shown(call)}")
-        if self.calls and not self.ops:
-            raise PolicyError(f"{kind}.calls: goes with ops=, the operations whose calls are meant")
+        if self.calls and self.params:
+            raise PolicyError(f"{kind}.calls: goes with ops= or modules=, whose calls are meant")
 
     def _check_module_settings(self, kind: str) -> None:
         """Refuses settings of a module's boundary, or of the way through it, where they mean nothing."""

@@ -14,7 +14,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.bound_rule import BoundRule, skip_alone
 from gradpolicy.flow.containers import rebuilt_sequence
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
@@ -184,6 +184,7 @@ class AdoptHistory(Function):
         return None, grad
 
 
+@skip_alone
 def in_transform() -> bool:
     """Whether autograd's nodes are out of reach: under torch.compile, torch.func or forward mode."""
     return _is_compiling() or _in_functorch() or forward_ad._current_level >= 0
@@ -197,6 +198,14 @@ def in_forward_mode() -> bool:
 def is_differentiable(value: Any) -> bool:
     """Whether a value is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+@skip_alone
+def may_have_gradient(tensor: Tensor) -> bool:
+    """Whether a gradient may reach a tensor; under torch.func and in forward mode no tensor says so."""
+    if not is_differentiable(tensor):
+        return False
+    return tensor.requires_grad or _in_functorch() or (not _is_compiling() and in_forward_mode())
 
 
 def run_function(function: type[Function], *args: Any) -> Any:

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ _NUMBERS = itertools.count()
 _MET_IN_COMPILED_CODE: set[str] = set()
 # Those of which it has met an operation with a discrete result.
 _DISCRETE_IN_COMPILED_CODE: set[str] = set()
+
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 class GradientNorms:
@@ -128,6 +131,8 @@ class RuleState:
         self.active = True
         # Whether a forward pass with gradients ran while the rule was active, and while it was not.
         self.ran_active = self.ran_inactive = False
+        # Whether compiled code ran with it, which does not say which modules it entered.
+        self.traced = False
         self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
         # A scheduled number lives in a tensor, so that compiled code reads it anew at each step.
         numbers = {key: _number(schedule(0)) for key, schedule in self.schedules.items()}
@@ -135,7 +140,9 @@ class RuleState:
         self.norms = GradientNorms()
         self.observer: FlowObserver | None = None
         self.matched: Counter[str] = Counter()
+        # Operations and places to which no gradient came, and places passed while the rule was off.
         self.without_gradient: set[str] = set()
+        self.off: set[str] = set()
         # Operations with discrete results, and the functions in which the gradient of these was lost.
         self.discrete: set[str] = set()
         self.lost_in: set[tuple[str, str]] = set()
@@ -156,10 +163,29 @@ class RuleState:
         if not torch.compiler.is_compiling() and self.observer is not None:
             self.observer.cut(self.name, location, tensors, results)
 
+    def is_due(self, place: str, number: int) -> bool:
+        """Whether the rule is to act at a place of a module now, in the call with this number.
+
+        It notes the place if it is not, unless another call is meant.
+        """
+        if not self.active:
+            self._note("off", place)
+        elif not torch.is_grad_enabled():
+            self._note("without_gradient", place)
+        else:
+            return not self.calls or number in self.calls
+        return False
+
     def note_without_gradient(self, operation: str) -> None:
-        """Notes an operation that ran where no gradient is recorded, so that there was nothing to do."""
-        if not torch.compiler.is_compiling():
-            self.without_gradient.add(operation)
+        """Notes an operation or place to which no gradient comes, so that there was nothing to do."""
+        self._note("without_gradient", operation)
+
+    def _note(self, kind: str, what: str) -> None:
+        """Adds to one of the sets of what was seen."""
+        if torch.compiler.is_compiling():
+            _note_while_tracing(self.key, kind, what)
+        else:
+            getattr(self, kind).add(what)
 
     def note_discrete(self, operation: str) -> None:
         """Notes an operation whose result is discrete. It counts once that has become floating-point."""
@@ -454,6 +480,18 @@ def runs_while_tracing(function: Callable) -> Callable:
     return function
 
 
+def skip_alone(function: AnyFunction) -> AnyFunction:
+    """Marks a function that the compiler is to trace only where it traces the caller too.
+
+    Where it leaves a caller to eager mode it compiles what that calls alone, and a function that asks there
+    would be told that all of it is compiled.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 @runs_while_tracing
 def _count_while_tracing(key: str, location: str) -> None:
     _MET_IN_COMPILED_CODE.add(key)
@@ -484,6 +522,14 @@ def _note_forward_while_tracing(key: str) -> None:
     state = _STATES.get(key)
     if state is not None:
         state._note_forward()
+        state.traced = True
+
+
+@runs_while_tracing
+def _note_while_tracing(key: str, kind: str, what: str) -> None:
+    state = _STATES.get(key)
+    if state is not None:
+        getattr(state, kind).add(what)
 
 
 @runs_while_tracing

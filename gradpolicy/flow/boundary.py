@@ -1,21 +1,22 @@
 """Rules at a module's boundary: on every tensor that enters or leaves it."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from gradpolicy.flow.autograd_functions import (
-    AdoptHistory,
-    in_transform,
-    insert_rule,
-    is_differentiable,
-)
+from gradpolicy.flow.autograd_functions import AdoptHistory, insert_rule, may_have_gradient
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors
 from gradpolicy.flow.forward_argument import Argument
+from gradpolicy.rules.call import Call
+
+# What a module got, by the names of its forward's parameters; None where no rule asks.
+Arguments = Mapping[str, Any] | None
+DueRules = list[tuple[BoundRule, Argument | None]]
 
 
 class Boundary:
@@ -34,66 +35,99 @@ class Boundary:
         self.location = location
         # The rule put on last is the first that the gradient meets.
         self.bound_rules = tuple(BoundRule(state, location) for state in reversed(states))
-        self.arguments = tuple(reversed(arguments)) if any(arguments) else ()
+        self.arguments = tuple(reversed(arguments)) or (None,) * len(states)
         self._has_looked = False
 
-    def enter(self, args: tuple, kwargs: dict, crossed: list | None = None) -> tuple[tuple, dict]:
-        """Puts the rules between the arguments of a call and their nodes, as :meth:`cross` does."""
-        if not self.arguments:
-            return self.cross((args, kwargs), crossed)
-        by_position = [self.cross(value, crossed, self._rules_at(slot)) for slot, value in enumerate(args)]
-        by_name = {slot: self.cross(value, crossed, self._rules_at(slot)) for slot, value in kwargs.items()}
-        return tuple(by_position), by_name
-
-    def cross(
-        self, values: Any, crossed: list | None = None, bound_rules: Sequence[BoundRule] | None = None
-    ) -> Any:
-        """Puts the rules between tensors and their nodes.
+    def enter(
+        self, args: tuple, kwargs: dict, crossed: list, arguments: Arguments = None, number: int = 0
+    ) -> tuple[tuple, dict]:
+        """Puts the rules between the arguments of a call and their nodes.
 
         Args:
-            values: Tensors in tuples, lists, dicts and dataclasses.
-            crossed: If given, collects the pairs of tensors before and after.
-            bound_rules: The rules for these values; all of them unless given.
+            args: The positional arguments: tensors in tuples, lists, dicts and dataclasses.
+            kwargs: The keyword arguments.
+            crossed: Collects the pairs of tensors before and after.
+            arguments: What the module got, by name, for rules that ask for the call.
+            number: The number of the call, for rules that are for some calls only.
         """
-        rules = self.bound_rules if bound_rules is None else bound_rules
-        if not torch.is_grad_enabled() or not any(bound.state.active for bound in rules):
+        due = self._due(arguments, number)
+        passed: set[str] = set()
+        if all(argument is None for _, argument in due):
+            args, kwargs = self._cross((args, kwargs), [rule for rule, _ in due], crossed, passed)
+        else:
+            args = tuple(
+                [self._cross(value, _rules_at(slot, due), crossed, passed) for slot, value in enumerate(args)]
+            )
+            kwargs = {
+                slot: self._cross(value, _rules_at(slot, due), crossed, passed)
+                for slot, value in kwargs.items()
+            }
+        self._note_untouched(due, passed)
+        return args, kwargs
+
+    def leave(self, result: Any, arguments: Arguments = None, number: int = 0) -> Any:
+        """Puts the rules between what a module returns and its nodes; see :meth:`enter`."""
+        due = self._due(arguments, number)
+        passed: set[str] = set()
+        result = self._cross(result, [rule for rule, _ in due], [], passed)
+        self._note_untouched(due, passed)
+        return result
+
+    def _due(self, arguments: Arguments, number: int) -> DueRules:
+        """The rules that act in this call, each with its argument."""
+        due = [
+            (rule, argument)
+            for rule, argument in zip(self.bound_rules, self.arguments, strict=True)
+            if rule.state.is_due(self.location, number)
+        ]
+        if arguments is None:
+            return due
+        call = Call(self.location, arguments)
+        return [(rule.for_call(call) if rule.takes_call else rule, argument) for rule, argument in due]
+
+    def _note_untouched(self, due: DueRules, passed: Collection[str]) -> None:
+        for rule, _ in due:
+            if rule.state.name not in passed:
+                rule.state.note_without_gradient(self.location)
+
+    def _cross(self, values: Any, rules: Sequence[BoundRule], crossed: list, passed: set[str]) -> Any:
+        """Puts rules on the tensors in some values, and collects the names of their policies."""
+        if not rules:
             return values
-        result = map_tensors(lambda tensor: self._cross(tensor, crossed, rules), values, _can_have_gradient)
-        if torch.compiler.is_compiling():
-            return result
-        if result is values or not self._has_looked:
+        put_on = functools.partial(self._put_on, rules, crossed, passed)
+        result = map_tensors(put_on, values, may_have_gradient)
+        if not torch.compiler.is_compiling() and (result is values or not self._has_looked):
             self._has_looked = True
-            self._note_hidden_tensors(values)
+            self._note_hidden_tensors(values, rules)
         return result
 
-    def _rules_at(self, slot: int | str) -> list[BoundRule]:
-        """The rules for one argument of a call."""
-        chosen = zip(self.bound_rules, self.arguments, strict=True)
-        return [bound for bound, argument in chosen if argument is None or argument.is_at(slot)]
-
-    def _cross(self, tensor: Tensor, crossed: list | None, bound_rules: Sequence[BoundRule]) -> Tensor:
+    def _put_on(self, rules: Sequence[BoundRule], crossed: list, passed: set[str], tensor: Tensor) -> Tensor:
         result = tensor
-        for bound_rule in bound_rules:
+        for bound_rule in rules:
             state = bound_rule.state
-            if state.active:
-                state.count(self.location)
-                # Under torch.compile a copy costs nothing, and an alias that is written to cannot be traced.
-                value = result.clone() if torch.compiler.is_compiling() else result
-                result = value.detach() if state.detaches else insert_rule(bound_rule, value)
-                if state.detaches:
-                    state.note_cut(self.location, [value], result)
-        if crossed is not None:
-            crossed.append((tensor, result))
+            state.count(self.location)
+            passed.add(state.name)
+            # Under torch.compile a copy costs nothing, and an alias that is written to cannot be traced.
+            value = result.clone() if torch.compiler.is_compiling() else result
+            result = value.detach() if state.detaches else insert_rule(bound_rule, value)
+            if state.detaches:
+                state.note_cut(self.location, [value], result)
+        crossed.append((tensor, result))
         return result
 
-    def _note_hidden_tensors(self, values: Any) -> None:
+    def _note_hidden_tensors(self, values: Any, rules: Iterable[BoundRule]) -> None:
         for name in sorted(classes_that_hide_tensors(values)):
-            for bound_rule in self.bound_rules:
+            for bound_rule in rules:
                 bound_rule.state.note_opaque(
                     f"{name} at {self.location}",
                     "tensors are found in tuples, lists, dicts and dataclasses; those in it pass with the "
                     "plain gradient",
                 )
+
+
+def _rules_at(slot: int | str, due: DueRules) -> list[BoundRule]:
+    """The rules for one argument of a call."""
+    return [rule for rule, argument in due if argument is None or argument.is_at(slot)]
 
 
 def adopt_writes(crossed: list[tuple[Tensor, Tensor]], versions: list[int]) -> None:
@@ -108,7 +142,3 @@ def adopt_writes(crossed: list[tuple[Tensor, Tensor]], versions: list[int]) -> N
             # The values stay, so what was saved of them for the backward pass stays valid.
             with _unsafe_preserve_version_counter(tensor):
                 AdoptHistory.apply(tensor, alias)
-
-
-def _can_have_gradient(tensor: Tensor) -> bool:
-    return is_differentiable(tensor) and (tensor.requires_grad or in_transform())

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gradpolicy.flow.bound_rule import skip_alone
 from gradpolicy.flow.carrying import carry, paths_in
 from gradpolicy.flow.checkpointing import may_be_recomputed
 from gradpolicy.flow.gradient_path import has_paths
@@ -102,13 +103,7 @@ class DispatchMode(TorchFunctionMode):
         return due
 
 
-# If the compiler leaves a frame to eager mode, it must not compile this one alone: code that asks there would
-# be told that all of it is compiled. Where the compiler traces the caller, it traces this too.
-_frames = torch._C._dynamo.eval_frame
-_skip = _frames._FrameAction.SKIP
-_frames.set_code_exec_strategy(
-    DispatchMode.__torch_function__.__code__, _frames._FrameExecStrategy(_skip, _skip)
-)
+skip_alone(DispatchMode.__torch_function__)
 
 
 def active_modes() -> list[DispatchMode]:

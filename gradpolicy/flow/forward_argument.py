@@ -1,7 +1,7 @@
 """One argument of a module's forward, by name or position."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,64 @@ class Argument:
         return kwargs.get(self.name)
 
 
+def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a bound forward; those of a ScriptModule stand in its schema."""
+    try:
+        return list(inspect.signature(forward).parameters.values())
+    except ValueError:
+        schema: Any = getattr(forward, "schema", None)
+        if schema is None:
+            raise
+        return [
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
+            )
+            for argument in schema.arguments[1:]
+        ]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a forward, as plain values that compiled code can follow.
+
+    Args:
+        names: Their names, but those of ``*args`` and ``**kwargs``.
+        positional: How many of them may be given by position.
+        several: The name of ``*args``; None if there is none.
+        defaults: The defaults by name.
+    """
+
+    names: tuple[str, ...]
+    positional: int
+    several: str | None
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, forward: Callable[..., Any]) -> "Signature":
+        """The signature of a bound forward."""
+        parameters = parameters_of(forward)
+        several = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
+        return cls(
+            tuple(p.name for p in parameters if p.kind not in _SEVERAL),
+            sum(p.kind in _POSITIONAL for p in parameters),
+            several[0] if several else None,
+            {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty},
+        )
+
+    def in_order(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments in the order of the parameters."""
+        return {key: kwargs[key] for key in (*self.names, *kwargs) if key in kwargs}
+
+    def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, with the defaults of those not given; ``*args`` as a tuple."""
+        named: dict[str, Any] = dict(zip(self.names[: self.positional], args, strict=False))
+        if self.several is not None:
+            named[self.several] = args[self.positional :]
+        return {**self.defaults, **named, **kwargs}
+
+
 def find_argument(forward: Callable[..., Any], wanted: int | str, owner: str) -> Argument:
     """Finds the argument of a forward that a name or position means.
 
@@ -45,7 +103,7 @@ def find_argument(forward: Callable[..., Any], wanted: int | str, owner: str) ->
     Raises:
         PolicyError: If the forward takes no such argument.
     """
-    parameters = inspect.signature(forward).parameters.values()
+    parameters = parameters_of(forward)
     kinds = {parameter.kind for parameter in parameters}
     positional = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
     by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]

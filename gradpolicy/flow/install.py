@@ -15,8 +15,8 @@ from gradpolicy.flow.bound_rule import FlowObserver, RuleState
 from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.counted_calls import CountedCalls
 from gradpolicy.flow.dispatch import DispatchTable
-from gradpolicy.flow.forward_argument import Argument, find_argument
-from gradpolicy.flow.locations import FlowPolicy, describe_location, find_locations
+from gradpolicy.flow.forward_argument import Argument, Signature, find_argument
+from gradpolicy.flow.locations import FlowPolicy, describe_location, find_locations, place_at
 from gradpolicy.flow.operation_rule import OperationRule, rules_for
 from gradpolicy.flow.operation_tables import MODULE_CALLS
 from gradpolicy.flow.operations import name_of
@@ -314,6 +314,10 @@ class Installed(Displayed):
         for method in entry_points.get(name, ("forward",)):
             arguments = {policy: self._argument(policy, name, module, method) for policy in policies}
             entering, leaving = (self._boundary(name, side, arguments) for side in BOUNDARIES)
+            at_module = [self._states[policy] for policy in policies]
+            counted = [state for state in at_module if state.calls]
+            if counted:
+                self._session.counted[name] = counted
             relu_rule = _relu_rule(module, table)
             if table is not None and relu_rule is not None and not policies:
                 wrap: WrappedForward = WrappedReLU(module, self._session, table, relu_rule, name=name)
@@ -329,6 +333,10 @@ class Installed(Displayed):
                     through=self._through(name, arguments, getattr(module, method)),
                     counted=self._counted(name, module, table),
                     parameter_rules=parameter_rules,
+                    signature=Signature.of(getattr(module, method))
+                    if any(state.rule.takes_call for state in at_module)
+                    else None,
+                    counts=bool(counted),
                 )
             wrap.put_on()
             self._wraps.append(wrap)
@@ -390,7 +398,7 @@ class Installed(Displayed):
         if not policies:
             return None
         states = [self._states[policy] for policy in policies]
-        return Boundary(f"{side} of module {name!r}", states, [arguments[policy] for policy in policies])
+        return Boundary(place_at(side, name), states, [arguments[policy] for policy in policies])
 
     def _through(
         self, name: str, arguments: Mapping[str, Argument | None], forward: Callable[..., Any]

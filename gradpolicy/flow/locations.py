@@ -55,7 +55,7 @@ class FlowPolicy(Protocol):
 
     @property
     def calls(self) -> tuple[int, ...]:
-        """The numbers of the calls of each operation on which it acts; none means all."""
+        """The numbers of the calls of each operation or module on which it acts; none means all."""
 
     @property
     def when(self) -> When:
@@ -110,6 +110,11 @@ def find_locations(model: nn.Module, name: str, policy: FlowPolicy) -> Locations
     return Locations(modules, operations, _inside(model, set(modules), excluded))
 
 
+def place_at(side: str, module: str) -> str:
+    """What messages and counts call a side of a module, or the way through it."""
+    return f"module {module!r}, from output to input" if side == "through" else f"{side} of module {module!r}"
+
+
 def describe_location(policy: FlowPolicy) -> str:
     """Where a policy acts, as a person writes it: ``ops round in modules encoder.*``."""
 
@@ -119,14 +124,14 @@ def describe_location(policy: FlowPolicy) -> str:
     if policy.params:
         return f"params {written(policy.params)}"
     modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
+    calls = f" (calls {written(policy.calls)})" if policy.calls else ""
     if policy.ops:
-        calls = f" (calls {written(policy.calls)})" if policy.calls else ""
         argument = "" if policy.argument is None else f", argument {policy.argument!r},"
         return f"ops {written(policy.ops)}{calls}{argument} in {modules}"
     if policy.at == "through":
         output = f"output {written(policy.output)}" if policy.output else "output"
-        return f"{modules}, from {output} to {_input_of(policy)}"
-    return f"{_input_of(policy) if policy.at == 'input' else 'output'} of {modules}"
+        return f"{modules}, from {output} to {_input_of(policy)}{calls}"
+    return f"{_input_of(policy) if policy.at == 'input' else 'output'} of {modules}{calls}"
 
 
 def _input_of(policy: FlowPolicy) -> str:

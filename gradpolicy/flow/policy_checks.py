@@ -106,11 +106,14 @@ def _check_pair(
     modules = [name for name, module in one.modules.items() if id(module) in other.boundaries]
     parameters = [name for name in one.parameters if name in other.parameters]
     if one.side == other.side == "through" and modules:
-        if _overlap(policies[first].output, policies[second].output):
+        both = [(policy.output, policy.calls) for policy in (policies[first], policies[second])]
+        if all(_overlap(*choices) for choices in zip(*both, strict=True)):
             raise PolicyError(
                 f"policies {first!r} and {second!r} both make the gradient through module {modules[0]!r}; "
                 "give each its own outputs (output=…)"
             )
+        return
+    if not _overlap(policies[first].calls, policies[second].calls):
         return
     if one.side and one.side == other.side and modules:
         arguments = [policies[name].argument for name in (first, second)]

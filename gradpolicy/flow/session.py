@@ -1,6 +1,7 @@
 """What the wrapped modules and parameters of one installation share."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +38,9 @@ class InstallSession:
         self._runs_again = False
         # Names of operations that an inner override or policy took.
         self.taken: set[str] = set()
+        # The modules of which rules are for some calls only, with these rules; and their calls so far.
+        self.counted: dict[str, list[RuleState]] = {}
+        self._calls: Counter[str] = Counter()
 
     def matched_operations(self) -> set[str]:
         """The names of all operations that a rule of the installation was put on."""
@@ -51,8 +55,30 @@ class InstallSession:
         if not self.has_run and torch._C._current_graph_task_id() != -1:
             raise _changed("put on")
         self.has_run = self.in_forward = True
+        self._calls.clear()
         for state in self.states:
             state.note_forward()
+
+    def number_of_call(self, module: str) -> int:
+        """Counts one more call of a module, and gives its number: 0 for the outermost forward's first."""
+        self._calls[module] += 1
+        return self._calls[module] - 1
+
+    def check_calls(self) -> None:
+        """Checks at the end of the outermost forward that the calls which policies name took place.
+
+        Raises:
+            PolicyError: For a module that ran less often.
+        """
+        for module, states in self.counted.items():
+            count = self._calls[module]
+            for state in states:
+                if state.active and 0 < count <= max(state.calls):
+                    times = "once" if count == 1 else f"{count} times"
+                    raise PolicyError(
+                        f"policy {state.name!r}: module {module!r} ran {times} in the outermost forward, so "
+                        f"there is no call {max(state.calls)} (calls= counts from 0)"
+                    )
 
     def note_run_without_gradients(self) -> None:
         """Notes in a module that runs without gradients whether a reentrant checkpoint will run it again."""

@@ -1,7 +1,6 @@
 """Rules across a module: its forward runs as it is, and a rule makes the gradient from output to input."""
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +8,17 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.flow.autograd_functions import in_transform, is_differentiable, replace_gradient
+from gradpolicy.flow.autograd_functions import (
+    in_transform,
+    is_differentiable,
+    may_have_gradient,
+    replace_gradient,
+)
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
-from gradpolicy.flow.boundary import adopt_writes
+from gradpolicy.flow.boundary import Arguments, adopt_writes
 from gradpolicy.flow.containers import map_tensors, replace_at, tensors_in
-from gradpolicy.flow.forward_argument import Argument
-from gradpolicy.flow.locations import FlowPolicy
+from gradpolicy.flow.forward_argument import Argument, Signature
+from gradpolicy.flow.locations import FlowPolicy, place_at
 from gradpolicy.rules.call import Call
 
 Forward = Callable[[tuple, dict], Any]
@@ -41,27 +45,30 @@ class ThroughRule:
     ) -> None:
         self.state = state
         self.module = module
-        self.parameter_names = tuple(inspect.signature(forward).parameters)
+        self.signature = Signature.of(forward)
         self.output = tuple(policy.output)
         self.keeps_own = policy.inside == "own"
         self.argument = argument
-        self.location = f"module {module!r}, from output to input"
+        self.location = place_at("through", module)
         self.bound_rule = BoundRule(state, self.location)
 
-    def put_on(self, result: Any, args: tuple, kwargs: dict) -> tuple[Any, list[Tensor]]:
+    def put_on(
+        self, result: Any, args: tuple, kwargs: dict, arguments: Arguments = None
+    ) -> tuple[Any, list[Tensor]]:
         """Gives the chosen outputs the rule's gradient to the inputs.
 
         Args:
             result: What the forward gave.
             args: The arguments that the module got, not those that its forward was fed.
             kwargs: The same by name.
+            arguments: The same by name, for a rule that asks for the call.
 
         Returns:
             The result with its chosen outputs replaced, and these.
         """
         if len(kwargs) > 1:
             # The first input is that of the forward's first parameter, in whichever order a call names them.
-            kwargs = {key: kwargs[key] for key in (*self.parameter_names, *kwargs) if key in kwargs}
+            kwargs = self.signature.in_order(kwargs)
         given = (args, kwargs) if self.argument is None else self.argument.value(args, kwargs)
         inputs = tensors_in(given)
         chosen = [tensor for part in self._parts(result) for tensor in tensors_in(part)]
@@ -72,10 +79,10 @@ class ThroughRule:
         pairs = len(chosen) == len(matching) > 1 and all(
             one.shape == other.shape for one, other in zip(chosen, matching, strict=True)
         )
-        self.state.count(self.location)
+        self._note(inputs)
         bound_rule = self.bound_rule
-        if bound_rule.takes_call:
-            bound_rule = bound_rule.for_call(Call(self.module, self._arguments_by_name(args, kwargs)))
+        if arguments is not None and bound_rule.takes_call:
+            bound_rule = bound_rule.for_call(Call(self.module, arguments))
         replaced: list[Tensor] = []
 
         def replace(tensor: Tensor) -> Tensor:
@@ -90,10 +97,14 @@ class ThroughRule:
             result = replace_at(result, place, lambda part: map_tensors(replace, part, is_differentiable))
         return result, replaced
 
-    def _arguments_by_name(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """What the module got, detached, by the names of its forward's parameters."""
-        args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
-        return {**dict(zip(self.parameter_names, args, strict=False)), **kwargs}
+    def _note(self, inputs: Iterable[Tensor]) -> None:
+        """Counts the call. Where no input needs a gradient the rule is never asked, but the path is cut."""
+        if self.state.detaches or any(may_have_gradient(tensor) for tensor in inputs):
+            self.state.count(self.location)
+            return
+        self.state.note_without_gradient(self.location)
+        if not self.keeps_own:
+            self.state.count(f"{self.location}, cut off")
 
     def _parts(self, result: Any) -> list:
         """The outputs that the policy names.
@@ -132,7 +143,7 @@ class ThroughRule:
         """Refuses to pass a gradient on where several inputs need one, or to an input of another shape."""
         count = sum(one.requires_grad for one in inputs)
         if count > 1:
-            names = ", ".join(self.parameter_names)
+            names = ", ".join(self.signature.names)
             raise self._error(
                 f"rule {self.state.rule.name!r} gives its gradient to one input, and {count} need one; name "
                 f"the argument that is meant (argument=…, its forward takes {names}), or use a function that "
@@ -160,10 +171,20 @@ class Through:
     def __init__(self, rules: Sequence[ThroughRule]) -> None:
         self.rules = tuple(rules)
 
-    def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """Runs the module's forward, with the rules' gradients from its output to its input."""
-        active = [rule for rule in self.rules if rule.state.active]
-        if not active or not torch.is_grad_enabled():
+    def run(
+        self, forward: Forward, args: tuple, kwargs: dict, arguments: Arguments = None, number: int = 0
+    ) -> Any:
+        """Runs the module's forward, with the rules' gradients from its output to its input.
+
+        Args:
+            forward: The forward.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            arguments: The same by name, for rules that ask for the call.
+            number: The number of the call, for rules that are for some calls only.
+        """
+        active = [rule for rule in self.rules if rule.state.is_due(rule.location, number)]
+        if not active:
             return forward(args, kwargs)
         cuts = any(rule.keeps_own for rule in active)
         fed: list[tuple[Tensor, Tensor]] = []
@@ -172,12 +193,12 @@ class Through:
             fed.append((tensor, _fed(tensor, cuts)))
             return fed[-1][1]
 
-        inner_args, inner_kwargs = map_tensors(feed, (args, kwargs), _can_have_gradient)
+        inner_args, inner_kwargs = map_tensors(feed, (args, kwargs), may_have_gradient)
         versions = [] if in_transform() else [tensor._version for tensor, _ in fed]
         result = forward(inner_args, inner_kwargs)
         ruled: list[Tensor] = []
         for rule in active:
-            result, replaced = rule.put_on(result, args, kwargs)
+            result, replaced = rule.put_on(result, args, kwargs, arguments)
             ruled += replaced
         if cuts:
             result = self._with_own_gradients(result, ruled, fed, versions)
@@ -281,7 +302,3 @@ def _fed(tensor: Tensor, cuts: bool) -> Tensor:
         return tensor.detach()
     # Under torch.compile a copy costs nothing, and an alias that is written to cannot be traced.
     return tensor.clone() if torch.compiler.is_compiling() else tensor
-
-
-def _can_have_gradient(tensor: Tensor) -> bool:
-    return is_differentiable(tensor) and (tensor.requires_grad or in_transform())

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.errors import warn_user
+from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow.autograd_functions import in_transform
-from gradpolicy.flow.bound_rule import RuleState
+from gradpolicy.flow.bound_rule import RuleState, skip_alone
 from gradpolicy.flow.boundary import Boundary, adopt_writes
 from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, may_be_recomputed, refusal
+from gradpolicy.flow.containers import map_tensors
 from gradpolicy.flow.counted_calls import CountedCalls
 from gradpolicy.flow.dispatch import (
     DispatchMode,
@@ -20,6 +21,7 @@ from gradpolicy.flow.dispatch import (
     mode_count,
     note_taken,
 )
+from gradpolicy.flow.forward_argument import Signature
 from gradpolicy.flow.operation_rule import OperationRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.session import InstallSession
@@ -69,6 +71,8 @@ class WrappedForward:
         through: The rules across the module.
         counted: Counts calls of operations inside, for rules on some of them.
         parameter_rules: The rules on its parameters; for the whole model, those on all parameters.
+        signature: The forward's parameters, if a rule at the module asks for the call.
+        counts: Whether a rule at the module is for some of its calls only.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class WrappedForward:
         through: Through | None = None,
         counted: CountedCalls | None = None,
         parameter_rules: Sequence[ParameterRules] = (),
+        signature: Signature | None = None,
+        counts: bool = False,
     ) -> None:
         self.module = module
         self.method = method
@@ -95,20 +101,26 @@ class WrappedForward:
         self.through = through
         self.counted = counted
         self.parameter_rules = tuple(parameter_rules)
+        self.signature = signature
+        self.counts = counts
         # What stood in the module's own __dict__ before: another tool's wrapper, or nothing.
         self.inner: Callable | None = module.__dict__.get(method)
+        # The class of a traced module has no forward of its own.
+        self.is_script = isinstance(module, torch.jit.ScriptModule)
 
     @property
     def __wrapped__(self) -> Callable:
         """The forward that this stands for. ``inspect.signature`` and Lightning look for it here."""
         if self.inner is not None:
             return self.inner
+        if self.is_script:
+            return self.module.__getattr__(self.method)  # type: ignore[return-value]
         return getattr(type(self.module), self.method).__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward."""
         # The compiler follows each call, and gives up where calls are nested too deeply. So this makes none.
-        if _is_traced() and self._adds_nothing():
+        if _is_traced() and not self.is_script and self._adds_nothing():
             if self.inner is not None:
                 return self.inner(*args, **kwargs)
             return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
@@ -157,9 +169,8 @@ class WrappedForward:
     def _run_in_session(self, args: tuple, kwargs: dict) -> Any:
         session = self.session
         if in_transform():
-            if torch.compiler.is_compiling():
-                for state in session.states:
-                    state.note_forward()
+            for state in session.states:
+                state.note_forward()
             return self._run_within_boundaries(args, kwargs)
         if not torch.is_grad_enabled():
             session.note_run_without_gradients()
@@ -168,31 +179,53 @@ class WrappedForward:
             if may_be_recomputed():
                 session.note_saved_tensor_hooks()
             return self._run_within_boundaries(args, kwargs)
-        session.begin_forward()
+        return self._run_outermost(args, kwargs)
+
+    def _run_outermost(self, args: tuple, kwargs: dict) -> Any:
+        self.session.begin_forward()
         result = None
         try:
             result = self._run_within_boundaries(args, kwargs)
+            self.session.check_calls()
             return result
         finally:
-            session.end_forward(result)
+            self.session.end_forward(result)
 
     def _run_within_boundaries(self, args: tuple, kwargs: dict) -> Any:
-        if self.entering is None:
-            result = self._run_through(args, kwargs)
-        elif in_transform():
-            result = self._run_through(*self.entering.enter(args, kwargs))
-        else:
-            crossed: list = []
-            args, kwargs = self.entering.enter(args, kwargs, crossed)
-            versions = [tensor._version for tensor, _ in crossed]
-            result = self._run_through(args, kwargs)
-            adopt_writes(crossed, versions)
-        return result if self.leaving is None else self.leaving.cross(result)
-
-    def _run_through(self, args: tuple, kwargs: dict) -> Any:
+        number = self._number_of_call() if self.counts else 0
+        arguments = None
+        if self.signature is not None:
+            arguments = self.signature.by_name(*map_tensors(Tensor.detach, (args, kwargs)))
+        crossed: list = []
+        if self.entering is not None:
+            args, kwargs = self.entering.enter(args, kwargs, crossed, arguments, number)
+        versions = [] if in_transform() else [tensor._version for tensor, _ in crossed]
         if self.through is None:
-            return self._run_under_table(args, kwargs)
-        return self.through.run(self._run_under_table, args, kwargs)
+            result = self._run_under_table(args, kwargs)
+        else:
+            result = self.through.run(self._run_under_table, args, kwargs, arguments, number)
+        if versions:
+            adopt_writes(crossed, versions)
+        return result if self.leaving is None else self.leaving.leave(result, arguments, number)
+
+    @skip_alone
+    def _number_of_call(self) -> int:
+        """The number of this call of the module within the outermost forward.
+
+        Raises:
+            PolicyError: Where calls cannot be counted. Without fullgraph the compiler then leaves the module
+                to eager mode.
+        """
+        where = ""
+        if in_transform():
+            where = "in compiled code, or under a transform of torch.func"
+        elif self.session.in_forward and may_be_recomputed():
+            outermost = WrappedForward._run_outermost.__code__
+            if checkpoints_above(entered_by=outermost):
+                where = "in a checkpointed function, which runs again in the backward pass"
+        if where:
+            raise PolicyError(f"module {self.name!r}: calls= cannot count the calls of a module {where}")
+        return self.session.number_of_call(self.name)
 
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
         table, session = self.table, self.session
@@ -228,8 +261,8 @@ class WrappedForward:
             mode.module = name
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
+        if self.inner is not None or self.is_script:
+            return self.__wrapped__(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
 

@@ -11,7 +11,8 @@ class Call:
 
     Args:
         operation: The operation's name, such as ``"softmax"``, whatever the spelling of the call. For
-            :func:`gradpolicy.apply` the name of the forward, across a module the module's name.
+            :func:`gradpolicy.apply` the name of the forward, across a module that module's, at its input or
+            output ``"input of module 'head'"``.
         arguments: Everything that the call was given, and the defaults of what it was not, by the name of the
             parameter. The first tensor of a torch operation is ``"input"``.
     """

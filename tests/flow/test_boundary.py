@@ -208,6 +208,46 @@ def test_a_module_that_writes_to_its_input_gives_later_readers_the_new_gradient(
     assert torch.equal(found, 3 * plain)
 
 
+class Weighted(nn.Module):
+    def forward(self, x, /, *more, weight, power=2, **others):
+        return x * weight
+
+
+@pytest.mark.parametrize("at", ["input", "output", "through"])
+def test_a_rule_sees_the_other_arguments_of_the_module_by_name(at):
+    seen = []
+
+    def by_weight(grad, inputs, output, *, call):
+        seen.append(call)
+        return grad * call.arguments["weight"]
+
+    x, weight = torch.ones(2, requires_grad=True), torch.tensor([3.0, 5.0])
+    with gp.install(model := Weighted(), [gp.UseRule(by_weight, modules=Weighted, at=at)]):
+        model(x, 7, weight=weight, mode="train").sum().backward()
+    assert torch.equal(x.grad, weight if at == "through" else weight**2)
+    (call,) = seen
+    assert call.operation == ("" if at == "through" else f"{at} of module ''")
+    assert {key: call.arguments[key] for key in ("more", "power", "mode")} == {
+        "more": (7,),
+        "power": 2,
+        "mode": "train",
+    }
+    assert not call.arguments["x"].requires_grad
+
+
+@pytest.mark.parametrize("at", ["input", "output"])
+def test_compiled_code_sees_them_too(at):
+    torch._dynamo.reset()
+
+    def by_weight(grad, inputs, output, *, call):
+        return grad * call.arguments["weight"]
+
+    x, weight = torch.ones(2, requires_grad=True), torch.tensor([3.0, 5.0])
+    with gp.install(model := Weighted(), [gp.UseRule(by_weight, modules=Weighted, at=at)]):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x, weight=weight).sum().backward()
+    assert torch.equal(x.grad, weight**2)
+
+
 def test_what_is_no_gradient_s_business_is_passed_on_as_it_is():
     model = PassOn()
     given = {"labels": torch.tensor([1, 2]), "cache": [torch.ones(2)], "mode": "train"}

@@ -100,6 +100,7 @@ def test_an_inactive_policy_counts_nothing():
 
 
 def test_compiled_whole():
+    torch._dynamo.reset()
     model, x = Model(), torch.ones(1, requires_grad=True)
     weights = torch.arange(1.0, 8.0)
     with gp.install(model, [gp.Scale(5.0, ops=["add"], modules=["first", "second"], calls=[1])]):
@@ -147,7 +148,7 @@ def test_checkpointing_of_the_whole_forward_counts_again_and_of_a_part_is_refuse
             r"Scale\.calls: must be whole numbers from 0 on, got -1",
         ),
         (lambda: gp.Scale(0.5, ops="add", calls=["1"]), r"calls: must be whole numbers from 0 on, got '1'"),
-        (lambda: gp.Scale(0.5, modules="a", calls=1), r"calls: goes with ops="),
+        (lambda: gp.Scale(0.5, params="a", calls=1), r"calls: goes with ops= or modules="),
     ],
 )
 def test_wrong_numbers_are_refused(make, message):
@@ -158,3 +159,99 @@ def test_wrong_numbers_are_refused(make, message):
 def test_an_operation_of_several_calls_cannot_be_counted():
     with pytest.raises(gp.PolicyError, match="calls= cannot count operation 'categorical'"):
         gp.install(nn.Identity(), [gp.UseRule("identity", ops="categorical", calls=0)])
+
+
+class Twice(nn.Module):
+    """One encoder for two views, as a Siamese network has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x):
+        return self.encoder(x), self.encoder(2 * x)
+
+
+def encoder_gradients(model, call=None):
+    """What each of the two results passes to the encoder's weight and to the input."""
+    found = []
+    for index in range(2):
+        x = torch.ones(1, 2, requires_grad=True)
+        model.zero_grad()
+        (model if call is None else call)(x)[index].sum().backward()
+        found.append((model.encoder.weight.grad, x.grad))
+    return found
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize("at", ["input", "output", "through"])
+def test_one_call_of_a_module_by_its_number_in_every_forward(at, calls):
+    plain = encoder_gradients(model := Twice())
+    rule = gp.UseRule("scale", parameters={"factor": 5.0}, modules="encoder", at=at, calls=calls)
+    with gp.install(model, [rule], strict=True):
+        found = encoder_gradients(model)
+    for call in range(2):
+        if call != calls:
+            expected = plain[call]
+        elif at == "input":
+            expected = (plain[call][0], 5 * plain[call][1])
+        elif at == "output":
+            expected = (5 * plain[call][0], 5 * plain[call][1])
+        else:
+            # From the output to the input, times what the model does before its encoder.
+            expected = (None, torch.full((1, 2), 5.0 * (1 + call)))
+        for one, other in zip(found[call], expected, strict=True):
+            if other is None:
+                assert one is None
+            else:
+                torch.testing.assert_close(one, other)
+
+
+def test_two_policies_on_different_calls_of_one_module():
+    plain = encoder_gradients(model := Twice())
+    policies = [gp.Stop("zero", modules="encoder", calls=0), gp.Scale(3.0, modules="encoder", calls=1)]
+    with gp.install(model, policies):
+        (_, first), (_, second) = encoder_gradients(model)
+    assert not first.any()
+    assert torch.equal(second, 3 * plain[1][1])
+    with pytest.raises(gp.PolicyError, match="'stop' stops the gradient"):
+        gp.install(model, [policies[0], gp.Scale(3.0, modules="encoder", calls=[0, 1])])
+
+
+def test_a_module_that_ran_less_often_is_an_error():
+    message = "'scale': module 'encoder' ran 2 times in the outermost forward.* no call 2"
+    with (
+        pytest.raises(gp.PolicyError, match=message),
+        gp.install(model := Twice(), [gp.Scale(5.0, modules="encoder", calls=2)]),
+    ):
+        model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_calls_of_a_module_are_counted_in_a_checkpointed_model_and_refused_in_a_checkpointed_part(
+    use_reentrant,
+):
+    policy = gp.Scale(5.0, modules="encoder", calls=1)
+    with gp.install(model := Twice(), [policy]):
+        expected = encoder_gradients(model)
+        found = encoder_gradients(model, lambda x: checkpoint(model, x, use_reentrant=use_reentrant))
+        assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
+    model.forward = lambda x: (x, checkpoint(model.encoder, x, use_reentrant=use_reentrant))
+    with (
+        gp.install(model, [policy]),
+        pytest.raises(gp.PolicyError, match=r"'encoder': calls= cannot count .* in a checkpointed function"),
+    ):
+        encoder_gradients(model)
+
+
+def test_compiled_code_leaves_counted_modules_to_eager_mode():
+    torch._dynamo.reset()
+    with gp.install(model := Twice(), [gp.Scale(5.0, modules="encoder", calls=1)]):
+        expected = encoder_gradients(model)
+        found = encoder_gradients(model, torch.compile(model, backend="eager"))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="calls= cannot count the calls of a module in compiled code"):
+            torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 2))
+    torch._dynamo.reset()

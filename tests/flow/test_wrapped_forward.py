@@ -183,3 +183,49 @@ def test_a_copy_of_a_sequence_that_ran_runs_its_own_weights(layers, batch, param
         for parameter in layers.parameters():
             parameter.mul_(0.5)
     assert same(parameter_gradients(other, batch), parameter_gradients(ByHand(layers), batch))
+
+
+class Traced(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, inner = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        self.inner = torch.jit.script(inner) if kind == "script" else torch.jit.trace(inner, torch.ones(1, 2))
+
+    def forward(self, x):
+        return self.inner(self.before(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("kind", ["script", "trace"])
+@pytest.mark.parametrize(
+    ("policy", "factor"),
+    [
+        (gp.Scale(3.0, modules="inner"), 3.0),
+        (gp.Scale(3.0, modules="inner", argument="input"), 3.0),
+        (gp.Scale(3.0, modules="inner", argument=0), 3.0),
+        (gp.Scale(3.0, modules="inner", at="output"), 3.0),
+        (gp.Stop("zero", modules="inner"), 0.0),
+    ],
+)
+def test_policies_round_a_scripted_or_traced_module_act(kind, policy, factor):
+    model = Traced(kind)
+    model(torch.ones(3, 2)).sum().backward()
+    plain = model.before.weight.grad.clone()
+    model.zero_grad()
+    with gp.install(model, [policy], strict=True):
+        model(torch.ones(3, 2)).sum().backward()
+    torch.testing.assert_close(model.before.weight.grad, factor * plain)
+    assert "forward" not in model.inner.__dict__ or kind == "script"
+
+
+@pytest.mark.parametrize("kind", ["script", "trace"])
+def test_a_rule_through_a_scripted_or_traced_module_knows_its_arguments(kind):
+    def double(grad, inputs, output, *, call):
+        assert torch.equal(call.arguments["input"], inputs[0])
+        return 2.0 * grad
+
+    model, x = Traced(kind), torch.ones(3, 2)
+    with gp.install(model, [gp.UseRule(double, modules="inner", at="through")], strict=True):
+        model(x).sum().backward()
+    torch.testing.assert_close(model.before.weight.grad, 2.0 * torch.ones(2, 3) @ x)
