@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import gradpolicy as gp
+from gradpolicy.freezing import Freezer
 
 FOLDER = Path(__file__).parents[2] / "docs" / "integrations"
 
@@ -40,7 +41,7 @@ def by_hand(steps: int, batches: Callable[[int], list[slice]], every: int) -> nn
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), frozen_state="zero")
     source = gp.masks.Random(0.5, every=every)
     frozen = {f"0.{name}": parameter for name, parameter in model[0].named_parameters()}
-    freezer = gp.Freezer(model, optimizer, {"half": gp.Freeze(source, params="0.*", frozen_state="zero")})
+    freezer = Freezer(model, optimizer, {"half": gp.Freeze(source, params="0.*", frozen_state="zero")})
     for step in range(steps):
         freezer.begin_step(step)
         before = {name: parameter.detach().clone() for name, parameter in frozen.items()}
@@ -77,17 +78,45 @@ def test_fabric_trains_the_bits_of_the_plain_loop() -> None:
         assert torch.equal(fabric.state_dict()[name], value), name
 
 
-def test_fabric_saves_masks_and_the_freezer(tmp_path: Path) -> None:
-    names = run_page("fabric")
-    fabric, optimizer, freezer = names["fabric"], names["fabric_optimizer"], names["freezer"]
-    saved = {"optimizer": optimizer, "freezer": freezer}
-    fabric.save(tmp_path / "state.ckpt", saved)
-    weight = names["model"][0].weight
-    mask, age = names["optimizer"].get_mask(weight).clone(), names["optimizer"].age(weight).clone()
-    names["optimizer"].set_mask(weight, False)
-    fabric.load(tmp_path / "state.ckpt", saved)
-    assert torch.equal(names["optimizer"].get_mask(weight), mask)
-    assert torch.equal(names["optimizer"].age(weight), age)
+@pytest.mark.parametrize(
+    ("page", "loop", "steps", "save", "load"),
+    [
+        (
+            "plain_loop",
+            "for step in range(20):",
+            (7, 13),
+            'torch.save([model.state_dict(), optimizer.state_dict()], "saved")',
+            'a, b = torch.load("saved"); model.load_state_dict(a); optimizer.load_state_dict(b)',
+        ),
+        (
+            "fabric",
+            "for step in range(20):",
+            (7, 13),
+            'fabric.save("saved", {"model": fabric_model, "optimizer": optimizer})',
+            'fabric.load("saved", {"model": fabric_model, "optimizer": optimizer})',
+        ),
+        (
+            "accelerate",
+            "for epoch in range(3):",
+            (1, 2),
+            'accelerator.save_state("saved")',
+            'accelerator.load_state("saved")',
+        ),
+    ],
+)
+def test_a_loop_goes_on_exactly_from_what_its_page_has_one_save(
+    page: str, loop: str, steps: tuple[int, int], save: str, load: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = run_page(page)["model"]
+    first, second = (re.sub(r"range\(\d+\)", f"range({count})", loop) for count in steps)
+    program = block(page, "python")
+    assert loop in program
+    exec(compile(program.replace(loop, first) + f"    {save}\n", page, "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(program.replace(loop, f"{load}\n    {second}"), page, "exec"), names)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(names["model"].state_dict()[name], value), name
 
 
 def test_accelerate_follows_accumulation() -> None:
@@ -112,7 +141,7 @@ def test_fabric_on_two_processes(tmp_path: Path) -> None:
     program = block("fabric", "python").replace("devices=1", 'strategy="ddp", devices=2')
     # Each rank takes every second point.
     program = program.replace("(inputs), labels)", "(inputs[part]), labels[part])")
-    program = program.replace("for step in", "part = slice(fabric.global_rank, None, 2)\nfor step in")
+    program = program.replace("for step in", "part = slice(fabric.global_rank, None, 2)\n    for step in")
     first, second = run_on_two_processes(program, tmp_path)
     assert all(torch.equal(first[name], second[name]) for name in first)
     halves = [slice(0, None, 2), slice(1, None, 2)]
