@@ -66,9 +66,10 @@ def _factor(policy: Policy) -> str | None:
     if not isinstance(policy, FlowPolicy) or not policy.params or policy.rule.name not in _RULES:
         return None
     factor = policy.rule.parameters["factor"]
-    if not callable(factor) and abs(float(factor)) in (0.0, 1.0):
+    learnt = isinstance(factor, Tensor)
+    if not (learnt or callable(factor)) and abs(float(factor)) in (0.0, 1.0):
         return None
-    shown = "the scheduled factor" if callable(factor) else f"the factor {factor:g}"
+    shown = "the scheduled factor" if callable(factor) else f"the factor{'' if learnt else f' {factor:g}'}"
     return (
         f"{shown} on the gradients of parameters out again; give these parameters a learning rate of their "
         "own (a param group of the optimizer), or train with SGD"

@@ -31,6 +31,8 @@ Outputs = int | str | Iterable[int | str] | None
 WhenLike = When | Mapping[str, Any] | None
 # A number, or what gives the number for a step (or epoch) count.
 Scheduled = float | Callable[[int], float]
+# The same, or a tensor, which may be learnt.
+Factor = Scheduled | Tensor
 
 
 class Policy:
@@ -178,7 +180,7 @@ class FlowPolicy(Policy):
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""
         where = (("modules", self.modules), ("ops", self.ops), ("params", self.params))
-        parameters = [f"{key}={value!r}" for key, value in self.rule.parameters.items()]
+        parameters = [f"{key}={_described(value)}" for key, value in self.rule.parameters.items()]
         written = [
             f"{key}={[getattr(item, '__name__', item) for item in chosen]}" for key, chosen in where if chosen
         ]
@@ -291,23 +293,25 @@ class Scale(FlowPolicy):
     """Multiplies the gradient: ``grad_input = factor · grad``; at operations their own, for every input.
 
     Args:
-        factor: A number, or a function of the step (or epoch) count that gives one.
+        factor: A number; a function of the step (or epoch) count that gives one; or a tensor, such as a
+            learnt parameter, as it is when the forward pass runs. The loss does not depend on a factor, so
+            that a parameter gets a gradient only from a loss of gradients (``create_graph=True``).
         **where_and_when: See :class:`FlowPolicy`.
     """
 
     own = True
 
-    def __init__(self, factor: Scheduled, **where_and_when: Any) -> None:
-        super().__init__(
-            get_rule("scale", factor=_number_or_schedule("Scale.factor", factor)), **where_and_when
-        )
+    def __init__(self, factor: Factor, **where_and_when: Any) -> None:
+        super().__init__(get_rule("scale", factor=_factor("Scale.factor", factor)), **where_and_when)
 
 
 class Reverse(FlowPolicy):
     """Reverses the gradient: ``grad_input = −factor · grad``; at operations their own, for every input.
 
     Args:
-        factor: A number, or a function of the step (or epoch) count that gives one.
+        factor: A number; a function of the step (or epoch) count that gives one; or a tensor, such as a
+            learnt parameter, as it is when the forward pass runs. The loss does not depend on a factor, so
+            that a parameter gets a gradient only from a loss of gradients (``create_graph=True``).
         **where_and_when: See :class:`FlowPolicy`.
 
     Source: Ganin, Lempitsky 2015, arXiv:1409.7495.
@@ -315,10 +319,8 @@ class Reverse(FlowPolicy):
 
     own = True
 
-    def __init__(self, factor: Scheduled = 1.0, **where_and_when: Any) -> None:
-        super().__init__(
-            get_rule("reverse", factor=_number_or_schedule("Reverse.factor", factor)), **where_and_when
-        )
+    def __init__(self, factor: Factor = 1.0, **where_and_when: Any) -> None:
+        super().__init__(get_rule("reverse", factor=_factor("Reverse.factor", factor)), **where_and_when)
 
 
 class Clip(FlowPolicy):
@@ -467,11 +469,19 @@ def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None)
     return found.with_parameters(**(parameters or {}))
 
 
-def _number_or_schedule(key: str, value: object) -> Any:
-    if callable(value):
+def _described(value: object) -> str:
+    """A rule's number as a person writes it. Of a tensor the shape alone, since it may be learnt."""
+    if isinstance(value, Tensor):
+        return f"{type(value).__name__} of shape {tuple(value.shape)}"
+    return repr(value)
+
+
+def _factor(key: str, value: object) -> Any:
+    if callable(value) or (isinstance(value, Tensor) and value.is_floating_point()):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     raise PolicyError(
-        f"{key}: must be a number, or a function of the step that gives one; got {shown(value)}"
+        f"{key}: must be a number, or a function of the step that gives one, or a floating-point tensor; got "
+        f"{shown(value)}"
     )

@@ -137,6 +137,12 @@ class RuleState:
         # A scheduled number lives in a tensor, so that compiled code reads it anew at each step.
         numbers = {key: _number(schedule(0)) for key, schedule in self.schedules.items()}
         self.rule = replace(rule, parameters={**rule.parameters, **numbers})
+        # The numbers that may be others when the backward pass runs: scheduled and learnt ones.
+        self.changing = tuple(
+            key
+            for key, value in self.rule.parameters.items()
+            if isinstance(value, Tensor) and (value.requires_grad or value.dim() == 0)
+        )
         self.norms = GradientNorms()
         self.observer: FlowObserver | None = None
         self.matched: Counter[str] = Counter()
@@ -305,10 +311,10 @@ class BoundRule:
         return () if self.state.filters else self.rule.reads or ()
 
     def with_current_numbers(self) -> "BoundRule":
-        """The rule with its scheduled numbers as they are now, whatever they are when backward runs."""
-        if not self.state.schedules:
+        """The rule with its changing numbers as they are now, whatever they are when backward runs."""
+        if not self.state.changing:
             return self
-        now = {key: self.parameters[key].clone() for key in self.state.schedules}
+        now = {key: self.parameters[key].clone() for key in self.state.changing}
         return BoundRule(
             self.state,
             self.location,

@@ -137,7 +137,7 @@ class OperationRule(TableRule):
 
     def hook_on(self, node: Any) -> None:
         """Registers the rule's filter, with its numbers as they are now, as a hook on a node."""
-        hook = _filter_before(self.bound_rule.with_current_numbers()) if self.state.schedules else self.hook
+        hook = _filter_before(self.bound_rule.with_current_numbers()) if self.state.changing else self.hook
         (node.register_hook if self.hooks_behind else node.register_prehook)(hook)
 
     def _named_inputs(

@@ -12,7 +12,7 @@ from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.checkpointing import checkpoints_above
 from gradpolicy.flow.containers import tensors_in
 
-# Whether each rule is active, and the versions of its scheduled numbers.
+# Whether each rule is active, and the versions of its changing numbers.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
 
 
@@ -110,7 +110,7 @@ class InstallSession:
 
     def _snapshot(self) -> Snapshot:
         return tuple(
-            (state.active, tuple(state.rule.parameters[key]._version for key in state.schedules))
+            (state.active, tuple(state.rule.parameters[key]._version for key in state.changing))
             for state in self.states
         )
 

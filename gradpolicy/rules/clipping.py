@@ -1,4 +1,4 @@
-"""Rules that bound the gradient, entry by entry or by its length."""
+"""Rules that bound the gradient, entry by entry or by its length, or give it a length."""
 
 from typing import Any
 
@@ -95,8 +95,59 @@ def clip_norm(
     return to_first(shortened.reshape(grad.shape), inputs)
 
 
+@rule("normalize", reads=(), each=True)
+def normalize(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    output: Tensor,
+    *,
+    norm: Number = 1.0,
+    per_sample: bool = False,
+    loss_scale: Number = 1.0,
+) -> Any:
+    """Gives the gradient a Euclidean length; its direction stays.
+
+    ====================== =====================================================
+    forward                backward
+    ====================== =====================================================
+    ``y = f(x)``           ``grad_x = norm · grad_y / ‖grad_y‖₂``, and 0 for 0
+    ====================== =====================================================
+
+    A gradient that is not finite passes as it is, so that fp16 training still sees it and skips the step.
+
+    Args:
+        grad: Gradient at the output.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
+        output: The operation's output.
+        norm: The length, above 0.
+        per_sample: Gives each entry of the first dimension that length by itself.
+        loss_scale: What the loss was multiplied by (fp16 training); the length is multiplied by it too.
+
+    Source: Yu et al. 2017 (block-normalized gradient method), arXiv:1707.04822; at a place in the graph here.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> x = torch.tensor([0.2, 1.7], requires_grad=True)
+        >>> (gp.apply("normalize", torch.clone, x) * torch.tensor([3.0, 4.0])).sum().backward()
+        >>> x.grad
+        tensor([0.6000, 0.8000])
+    """
+    if grad.numel() == 0:
+        return to_first(grad, inputs)
+    rows = grad.reshape(grad.shape[0] if per_sample and grad.dim() else 1, -1)
+    unit, length, finite = _measured(rows)
+    found = torch.where(finite, rows / unit / length * on_device_of(norm * loss_scale, rows), rows)
+    return to_first(found.to(grad.dtype).reshape(grad.shape), inputs)
+
+
 def _shortening(rows: Tensor, bound: Number) -> Tensor:
-    """``min(1, bound / length)`` for each row; 1 for a row that is not finite.
+    """``min(1, bound / length)`` for each row; 1 for a row that is not finite."""
+    unit, length, finite = _measured(rows)
+    return torch.where(finite, (on_device_of(bound, rows) / unit / length).clamp(max=1.0), 1.0)
+
+
+def _measured(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest entry of each row, its length in units of that, and whether it is finite.
 
     Rows are divided by their largest entry first, so that no square overflows, in fp16 either.
     """
@@ -108,4 +159,4 @@ def _shortening(rows: Tensor, bound: Number) -> Tensor:
     unit = torch.where(finite & (largest > 0), largest, 1.0)
     # At least 1, since one entry of the divided row is: so a row of zeros needs no case of its own.
     length = torch.linalg.vector_norm(rows / unit, dim=1, keepdim=True, dtype=precise).clamp(min=1.0)
-    return torch.where(finite, (on_device_of(bound, rows) / unit / length).clamp(max=1.0), 1.0)
+    return unit, length, finite

@@ -69,7 +69,7 @@ def scale(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: N
         grad: Gradient at the output.
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
-        factor: A number, or a 0-dimensional tensor.
+        factor: A number, or a tensor, which may be a parameter.
 
     Source: a learning rate per branch, as in Fast R-CNN's and Caffe's ``lr_mult``, moved into the graph.
 
@@ -97,7 +97,8 @@ def reverse(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor:
         grad: Gradient at the output.
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
-        factor: A number, or a 0-dimensional tensor; :class:`gradpolicy.schedules.Ganin` is the paper's ramp.
+        factor: A number, or a tensor, which may be a parameter; :class:`gradpolicy.schedules.Ganin` is the
+            paper's ramp.
 
     Source: Ganin, Lempitsky 2015, arXiv:1409.7495.
 
@@ -116,4 +117,8 @@ def _times(factor: Number, grad: Tensor) -> Tensor:
     if not isinstance(factor, Tensor):
         return torch.zeros_like(grad) if factor == 0 else grad * factor
     multiplier: Tensor = on_device_of(factor, grad)
-    return torch.where(multiplier == 0, torch.zeros_like(grad), (grad * multiplier).to(grad.dtype))
+    product = (grad * multiplier).to(grad.dtype)
+    if multiplier.requires_grad and torch.is_grad_enabled():
+        # A learnt factor has a derivative at 0 too.
+        return product
+    return torch.where(multiplier == 0, torch.zeros_like(grad), product)

@@ -471,3 +471,82 @@ def test_a_copied_model_keeps_changed_gradients():
         copied(x).sum().backward()
     torch.testing.assert_close(copied.weight.grad, layer.weight.grad)
     torch.testing.assert_close(copied.weight.grad, 2 * x.sum(0).expand(2, 3))
+
+
+class TestALearntFactor:
+    @pytest.mark.parametrize("sign", [1, -1])
+    @pytest.mark.parametrize(
+        "where", [{"modules": "*", "at": "output"}, {"ops": ["mul"]}, {"params": "weight"}]
+    )
+    @pytest.mark.parametrize("value", [0.5, 0.0])
+    def test_a_loss_of_gradients_reaches_it_as_in_plain_autograd(self, where, sign, value):
+        class Product(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.tensor([2.0, -3.0], dtype=torch.float64))
+
+            def forward(self, x):
+                return self.weight * x
+
+        model, x = Product(), torch.tensor([0.5, 4.0], dtype=torch.float64)
+        factor = nn.Parameter(torch.tensor(value, dtype=torch.float64))
+        policy = (gp.Scale if sign == 1 else gp.Reverse)(factor, **where)
+        with gp.install(model, [policy], strict=True):
+            (found,) = torch.autograd.grad((model(x) ** 2).sum(), model.weight, create_graph=True)
+            (found**2).sum().backward()
+        by_hand = nn.Parameter(factor.detach().clone())
+        (plain,) = torch.autograd.grad(((model.weight * x) ** 2).sum(), model.weight, create_graph=True)
+        expected = sign * by_hand * plain
+        torch.testing.assert_close(found, expected)
+        (slope,) = torch.autograd.grad((expected**2).sum(), by_hand)
+        torch.testing.assert_close(factor.grad, slope)
+
+    def test_its_value_in_the_forward_pass_counts_and_the_loss_itself_does_not_reach_it(self):
+        factor = nn.Parameter(torch.tensor(3.0))
+        x = torch.ones(2, requires_grad=True)
+        for ops in (["exp"], None):
+            where = {"ops": ops} if ops else {"modules": "*"}
+            with gp.install(model := Calls(torch.exp), [gp.Scale(factor, **where)]):
+                y = model(x)
+                with torch.no_grad():
+                    factor.add_(1)
+                y.sum().backward()
+            torch.testing.assert_close(x.grad, (factor.item() - 1) * torch.exp(x).detach())
+            x.grad = None
+        assert factor.grad is None
+
+    def test_a_factor_for_each_channel(self):
+        factor = nn.Parameter(torch.tensor([1.0, 0.0, -2.0]))
+        x = torch.ones(2, 3, requires_grad=True)
+        with gp.install(model := nn.Sequential(nn.Identity()), [gp.Scale(factor, modules="0")], strict=True):
+            model(x).sum().backward()
+        assert torch.equal(x.grad, factor.detach().expand(2, 3))
+
+    def test_compiled_code_reads_it_anew(self):
+        factor = nn.Parameter(torch.tensor(3.0))
+        x = torch.ones(2, requires_grad=True)
+        with gp.install(model := Calls(torch.exp), [gp.Scale(factor, ops=["exp"])]):
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+            for value in (3.0, -1.0):
+                with torch.no_grad():
+                    factor.fill_(value)
+                x.grad = None
+                run(x).sum().backward()
+                torch.testing.assert_close(x.grad, value * torch.exp(x).detach())
+
+    def test_a_copied_model_has_a_factor_of_its_own(self):
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.factor = nn.Parameter(torch.tensor(2.0))
+        x = torch.ones(1, 2, requires_grad=True)
+        with gp.install(model, [gp.Scale(model.factor, modules="0")]):
+            copied = copy.deepcopy(model)
+            with torch.no_grad():
+                copied.factor.zero_()
+            copied(x).sum().backward()
+        assert torch.equal(x.grad, torch.zeros(1, 2))
+
+    def test_whole_numbers_and_names_are_refused_and_the_plan_shows_no_values(self):
+        for wrong in (torch.tensor(2), "factor"):
+            with pytest.raises(gp.PolicyError, match=r"Scale\.factor: must be a number, or .* tensor"):
+                gp.Scale(wrong, modules="*")
+        assert "factor=Parameter of shape ()" in repr(gp.Scale(nn.Parameter(torch.tensor(2.0)), modules="*"))

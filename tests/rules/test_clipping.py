@@ -98,3 +98,30 @@ def test_no_length_exceeds_the_bound(shape, exponent, per_sample):
     clipped = get_rule("clip_norm", norm=0.7, per_sample=per_sample)(grad, (grad,), grad)
     rows = clipped.reshape(shape[0], -1) if per_sample else clipped.reshape(1, -1)
     assert bool((rows.norm(dim=1) <= 0.7 * (1 + 1e-12)).all())
+
+
+@pytest.mark.parametrize("norm", NUMBERS)
+def test_normalize_gives_a_short_and_a_long_gradient_the_same_length(apply_rule, norm):
+    for size in (1e-4, 1.0, 1e4):
+        grad = size * torch.tensor([3.0, 4.0])
+        torch.testing.assert_close(
+            apply_rule("normalize", grad, grad, norm=norm), torch.tensor([1.2, 1.6]), rtol=1e-6, atol=0
+        )
+
+
+def test_normalize_leaves_zeros_and_what_is_not_finite(apply_rule):
+    for grad in (torch.zeros(2, 2), torch.tensor([[math.inf, 1.0]]), torch.zeros(0, 3)):
+        assert torch.equal(apply_rule("normalize", grad, grad), grad)
+
+
+def test_normalize_per_sample_gives_each_row_the_length(apply_rule):
+    grad = torch.randn(4, 2, 3, dtype=torch.float64)
+    found = apply_rule("normalize", grad, grad, norm=0.5, per_sample=True)
+    expected = 0.5 * grad / grad.flatten(1).norm(dim=1).view(4, 1, 1)
+    torch.testing.assert_close(found, expected)
+
+
+def test_normalize_follows_the_loss_scale_and_small_numbers_do_not_vanish(apply_rule):
+    grad = torch.full((4,), 1e-30)
+    torch.testing.assert_close(apply_rule("normalize", grad, grad), torch.full((4,), 0.5))
+    torch.testing.assert_close(apply_rule("normalize", grad, grad, loss_scale=8.0), torch.full((4,), 4.0))

@@ -27,6 +27,9 @@ NUMBERS = {
     "reverse": {"factor": 2.0},
     "clip_value": {"value": 0.7, "loss_scale": 2.0},
     "clip_norm": {"norm": 0.7, "loss_scale": 2.0},
+    "normalize": {"norm": 0.7, "loss_scale": 2.0},
+    # What is random has tests of its own.
+    "noise": {"std": 0.0},
     "hardtanh": {"minimum": -0.5, "maximum": 0.5},
     "tanh": {"slope": 2.0},
     "sigmoid": {"slope": 2.0},
@@ -38,6 +41,7 @@ NUMBERS = {
     "gumbel": {"temperature": 0.7},
     "reinmax": {"temperature": 1.3},
 }
+OF_WHOLE_TENSORS = ("clip_norm", "normalize")
 
 
 def example(name, dtype=torch.float64, shape=(3, 4)):
@@ -161,7 +165,7 @@ def test_the_rule_itself_is_differentiable(name):
     assert torch.autograd.gradcheck(total, points, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "clip_norm"])
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in OF_WHOLE_TENSORS])
 def test_vmap_is_the_rule_applied_to_each(name):
     grad, inputs, output = example(name)
     rule = configured(name)
@@ -174,9 +178,10 @@ def test_vmap_is_the_rule_applied_to_each(name):
     torch.testing.assert_close(mapped(grad, inputs, output), torch.stack(alone))
 
 
-def test_vmap_of_clip_norm_is_per_sample():
-    grad, inputs, output = example("clip_norm")
-    rule = configured("clip_norm")
+@pytest.mark.parametrize("name", OF_WHOLE_TENSORS)
+def test_vmap_of_a_rule_of_lengths_is_per_sample(name):
+    grad, inputs, output = example(name)
+    rule = configured(name)
     mapped = torch.vmap(lambda grad, x: rule(grad, (x,), x))(grad, inputs[0])
     per_sample = rule.with_parameters(per_sample=True)(grad, inputs, output)
     torch.testing.assert_close(mapped, per_sample)
