@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradpolicy.errors import PolicyError, check_named, nearest, shortened, shown, under
 from gradpolicy.freezing.combination import (
@@ -23,6 +24,7 @@ from gradpolicy.freezing.combination import (
     set_masks,
 )
 from gradpolicy.freezing.freeze_report import FreezeReport, FreezeRow
+from gradpolicy.freezing.group_norm import guard_group_norms
 from gradpolicy.freezing.missing_gradients import MissingGradients
 from gradpolicy.freezing.policy_masks import FreezePolicy, PolicyMasks
 from gradpolicy.freezing.requires_grad import FOLLOWS_REQUIRES_GRAD, RequiresGrad, compiled_parameters
@@ -118,6 +120,7 @@ class Freezer:
         self._seed = seed
         self._model = model if isinstance(model, nn.Module) else _named_parameters(model)
         self._requires_grad = RequiresGrad({})
+        self._guards: list[RemovableHandle] = []
         self._missing = MissingGradients()
         # Empty at first: an optimizer may bring masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
@@ -324,6 +327,8 @@ class Freezer:
     def restore(self) -> None:
         """Gives every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
         self._requires_grad.restore()
+        while self._guards:
+            self._guards.pop().remove()
         self._step, self._awaits_begin = None, False
         self._warn_of_missing(self._missing.finish())
 
@@ -475,6 +480,8 @@ class Freezer:
             self._wanted = wanted
             frozen = {name for name, mask in self._combined.items() if mask is False}
             self._requires_grad.turn_off(frozen - wanted - self._keep_on)
+            if frozen and not self._guards and isinstance(self._model, nn.Module):
+                self._guards = guard_group_norms(self._model)
 
     def _warn_of_missing(self, names: Collection[str]) -> None:
         """Says which tensors train without a gradient."""

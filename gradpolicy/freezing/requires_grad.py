@@ -1,7 +1,6 @@
 """Turns ``requires_grad`` off for a while, so that the backward pass skips what is frozen."""
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
@@ -40,7 +39,6 @@ class RequiresGrad:
 
     def turn_off(self, idle: set[str]) -> None:
         """Turns exactly these off; what was turned off before and is not among them comes on again."""
-        idle = idle - _needed_before_norms(self.parameters, idle)
         for group in self._groups:
             if not any(name not in idle and self._can_train(name) for name in group):
                 idle = idle - group
@@ -73,26 +71,6 @@ def is_turned_off(parameter: Tensor) -> bool:
 def _turn_on(parameter: Tensor) -> None:
     parameter.requires_grad_(True)
     parameter.__dict__.pop(_TURNED_OFF, None)
-
-
-def _needed_before_norms(parameters: Mapping[str, Tensor], idle: set[str]) -> set[str]:
-    """Of a frozen convolution in front of a norm that trains, the last parameter: its gradient stays on.
-
-    Torch (2.13) crashes in the backward pass of GroupNorm on a CPU where the input needs no gradient, the
-    norm's own parameters do, and the memory format is channels_last.
-    """
-    modules: dict[str, list[str]] = {}
-    for name in parameters:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
-    inside = list(modules.values())
-    return {
-        before[-1]
-        for before, after in pairwise(inside)
-        if idle.issuperset(before)
-        and any(parameters[name].dim() >= 4 and parameters[name].device.type == "cpu" for name in before)
-        and all(parameters[name].dim() == 1 for name in after)
-        and not idle.issuperset(after)
-    }
 
 
 def compiled_parameters(model: nn.Module) -> set[int]:

@@ -1,0 +1,58 @@
+"""GroupNorm behind frozen layers: torch would crash, and nothing but its input asks for a gradient."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import gradpolicy as gp
+
+NORMS = {
+    "group": lambda: nn.GroupNorm(2, 4),
+    "batch": lambda: nn.BatchNorm2d(4),
+    "instance": lambda: nn.InstanceNorm2d(4, affine=True),
+}
+
+
+def frozen_convolution(norm, memory_format, bias):
+    """Freezes the convolution before a norm that trains, and takes a step."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=bias), NORMS[norm](), nn.Conv2d(4, 2, 3))
+    model.to(memory_format=memory_format)
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    freezer = gp.Freezer(model, optimizer, {"first": gp.Freeze(gp.masks.Fixed(False), params="0.*")})
+    freezer.begin_step(0)
+    model(torch.ones(2, 3, 8, 8).to(memory_format=memory_format)).square().sum().backward()
+    return model, freezer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_gradient_of_a_frozen_convolution_is_computed(norm, bias):
+    model, _ = frozen_convolution(norm, torch.contiguous_format, bias)
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model[0].parameters())
+    assert all(parameter.grad is not None for parameter in model[1:].parameters())
+
+
+def test_in_channels_last_group_norm_gets_the_gradients_of_the_other_format():
+    program = """
+        import sys, torch
+        sys.path.insert(0, "tests/freezing")
+        from test_group_norm import frozen_convolution
+        grads = []
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            torch.manual_seed(0)
+            model, freezer = frozen_convolution("group", memory_format, False)
+            assert model[0].weight.grad is None
+            grads.append([parameter.grad for parameter in model[1:].parameters()])
+            freezer.restore()
+            assert not model[1]._forward_pre_hooks
+        for one, other in zip(*grads):
+            torch.testing.assert_close(one, other)
+        print("done")
+    """
+    # In a process of its own: where the crash is not prevented, it ends the process.
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert result.stdout.strip() == "done", result.stderr[-2000:]
