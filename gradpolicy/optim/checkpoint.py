@@ -38,7 +38,7 @@ def save(
             continue
         records[index] = record_of(masked)
         if not is_sharded(parameter):
-            records[index]["begun"] = bool(result["state"].get(index))
+            records[index]["begun"] = masked.dropped or bool(result["state"].get(index))
         # A process may have dropped all of its state while others have theirs.
         state = _dense_state(masked, bool(inner.state) or effective_steps > 0)
         if state:

@@ -119,18 +119,12 @@ def _probe(
     start = torch.linspace(0.5, 1.5, count, device=parameter.device).to(parameter.dtype).view(shape)
     stand_in = start.clone().requires_grad_()
     stand_in.grad = torch.zeros_like(stand_in)
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     still = {"weight_decay": 0.0} if "weight_decay" in group else {}
     devices = [parameter.device] if parameter.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            other: Any = kind([{**own, **still, "params": [stand_in]}], **settings)
-            if callable(getattr(other, "train", None)):
-                other.train()
+            other = stand_in_optimizer(optimizer, {**group, **still}, stand_in)
             other.step()
     except Exception:
         # A stranger's constructor or step may want anything.
@@ -139,6 +133,20 @@ def _probe(
         key: _kind_of_start(value.detach(), start)
         for key, value in entry_state(other.state[stand_in], stand_in).items()
     }
+
+
+def stand_in_optimizer(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
+) -> torch.optim.Optimizer:
+    """Return a new optimizer of the same class and settings for another parameter."""
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    other: Any = kind([{**own, "params": [parameter]}], **settings)
+    if callable(getattr(other, "train", None)):
+        other.train()
+    return other
 
 
 def _kind_of_start(value: Tensor, start: Tensor) -> float | str:

@@ -12,6 +12,7 @@ from gradpolicy.optim.initial_state import entry_state, reset_state
 from gradpolicy.optim.kernels import select
 from gradpolicy.optim.layout import local_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.optim.without_rule import check_entries_can_freeze, warn_of_putting_back
 from gradpolicy.tensors.sharding import full_tensor, is_sharded
 
 Change = tuple[MaskedParameter, Tensor | None]
@@ -67,6 +68,9 @@ def set_flags(masked: MaskedParameter, flags: Tensor, block: int) -> None:
     """
     active = int(flags.count_nonzero())
     partly = 0 < active < flags.numel()
+    if partly and masked.rule is None:
+        check_entries_can_freeze(masked.optimizer, masked.group, masked.parameter)
+        warn_of_putting_back(masked.optimizer, masked.group, masked.parameter, masked.forgets)
     if not partly:
         flags, block = flags[:1], masked.layout.size
     names = () if masked.rule is None else tuple(masked.entry_state())
@@ -193,6 +197,8 @@ def _empty(masked: MaskedParameter) -> None:
     if not gone and drops and rule is not None:
         for name in rule.names:
             masked.state.pop(name, None)
+        # Of an optimizer that counts, a step is left, by which a state removed by hand is told apart.
+        masked.dropped = not masked.state
     elif not gone:
         reset_state(masked.optimizer, masked.group, masked.parameter, masked.state)
     if restarts:

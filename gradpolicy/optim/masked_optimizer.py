@@ -48,6 +48,10 @@ class MaskedOptimizer(torch.optim.Optimizer):
       anchor such as Prodigy's `p0` at the entry's present value,
     - "drop" frees memory only for tensors that are frozen as a whole.
 
+    A warning says, at the first mask on some entries, what that means for an optimizer that mixes entries
+    (Muon, Adafactor, Shampoo, ...) or counts steps by tensor. Where state has no value for each entry (SOAP,
+    8-bit state), only whole tensors freeze.
+
     Args:
         inner: the optimizer to wrap. `param_groups`, `state` and `defaults` are its own.
         frozen_state: what becomes of an entry's moments and age while it is frozen. "keep": paused.
@@ -204,7 +208,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
         Raises:
             PolicyError: the parameter is not the optimizer's; the mask is not bool or does not fit; the
-                optimizer was made with differentiable=True.
+                optimizer was made with differentiable=True, or its state has no value for each entry.
         """
         self.set_masks({parameter: mask}, frozen_state=frozen_state, bias_correction=bias_correction)
 
@@ -311,7 +315,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
         options = self.frozen_state, self.bias_correction
         masked = MaskedParameter(parameter, self.inner, self._rule, place, *options)
         masked.differentiable = bool(masked.group.get("differentiable", False))
+        if self._was_only_probed(masked):
+            masked.begin(0)
         return masked
+
+    def _was_only_probed(self, masked: MaskedParameter) -> bool:
+        """Return True if a probe made the state of a parameter, whose first update is still to come."""
+        return self._probed is not None and not state_probe.has_begun(
+            self.inner, masked.group, masked.parameter
+        )
 
     def _name(self, parameter: Any) -> str:
         """What to call a parameter in messages.
@@ -530,7 +542,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(own)
         # Present masks must not touch state that comes with masks of its own.
         set_masks(
-            (masked, masked.adopt_state())
+            (masked, masked.adopt_state(updates=0 if self._was_only_probed(masked) else None))
             for parameter, masked in self._masked.items()
             if parameter not in records
         )

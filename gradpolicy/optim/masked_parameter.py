@@ -53,6 +53,7 @@ class MaskedParameter:
         mask_shape: shape of the mask as it was set; None after a mask of None.
         empty_mask: this process's part of the mask, where it holds no entry; None elsewhere.
         frozen_everywhere: whether no entry of the whole tensor is active, on any process.
+        dropped: whether a mask removed the state of each entry, and no update has made it again.
         copies: of frozen entries, where the wrapped optimizer's own step may change them.
     """
 
@@ -89,7 +90,7 @@ class MaskedParameter:
         self.block = max(self.layout.size, 1)
         self.ages = entry_ages.all_active(updates, local_shard(self.parameter).device)
         self.active_entries = self.layout.size
-        self.frozen_everywhere = False
+        self.frozen_everywhere = self.dropped = False
         self._flat.clear()
 
     # --- what it is
@@ -222,7 +223,8 @@ class MaskedParameter:
         # Where other processes update their parts, a process without entries has no state.
         counted = self.oldest > 0 or (self.updates > 0 and not is_sharded(self.parameter))
         exact = self.rule is not None and self.layout.size > 0
-        if counted and exact and not self.state and not self._begins_without_state():
+        gone = not self.state and not self.dropped
+        if counted and exact and gone and not self._begins_without_state():
             self.restart()
 
     def _begins_without_state(self) -> bool:
@@ -291,6 +293,7 @@ class MaskedParameter:
     def complete_state(self, group: Group) -> dict[str, Tensor]:
         """The state of each entry, made where it is missing, and the tensor's count beside it."""
         assert self.rule is not None
+        self.dropped = False
         starts = self.rule.state(group)
         state = self.optimizer.state[self.parameter]
         if any(state.get(name) is None for name in starts):

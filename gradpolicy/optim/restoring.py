@@ -7,6 +7,7 @@ from torch import Tensor
 from gradpolicy.optim.initial_state import AS_PARAMETER, entry_state, initial_value
 from gradpolicy.optim.kernels import select
 from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.optim.without_rule import check_state_of_entries
 
 
 def save_frozen(masked: MaskedParameter) -> None:
@@ -14,6 +15,8 @@ def save_frozen(masked: MaskedParameter) -> None:
     assert masked.copies is not None
     masked.follow()
     parameter = masked.parameter
+    if masked.active_entries:
+        check_state_of_entries(masked.optimizer, parameter)
     if parameter.grad is not None:
         masked.mask_gradient(parameter.grad)
     kept = {} if masked.forgets else entry_state(masked.state, parameter)

@@ -79,7 +79,7 @@ def forget(
     """
     for group, counts in zip(optimizer.param_groups, added, strict=False):
         moving = [parameter for parameter in group["params"] if closure or parameter.grad is not None]
-        new = [each for each in moving if not _has_begun(optimizer, group, each, masked_of.get(each))]
+        new = [each for each in moving if not has_begun(optimizer, group, each, masked_of.get(each))]
         for parameter in new:
             optimizer.state.pop(parameter, None)
         for name, count in counts.items() if new and len(new) == len(moving) else ():
@@ -87,11 +87,11 @@ def forget(
                 del group[name]
 
 
-def _has_begun(
+def has_begun(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
     parameter: Tensor,
-    masked: MaskedParameter | None,
+    masked: MaskedParameter | None = None,
 ) -> bool:
     """Whether a parameter has been updated, as far as this process can tell by itself."""
     if masked is not None and masked.rule is not None:

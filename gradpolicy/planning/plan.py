@@ -20,6 +20,7 @@ from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.moving_buffers import buffer_warnings, changed_buffers, copy_buffers
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
+from gradpolicy.optim.without_rule import put_back_remarks
 from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
 from gradpolicy.planning.plan_warnings import gets_gradient, trained_in_vain, vain_warnings
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
@@ -66,7 +67,8 @@ def plan(
 
     Raises:
         PolicyError: If something is no policy, a pattern matches nothing, an operation that a policy names is
-            not met, a stop leaves nothing that trains with a gradient, or two policies contradict each other.
+            not met, a stop leaves nothing that trains with a gradient, two policies contradict each other, or
+            the optimizer cannot freeze some entries of a tensor.
 
     Example:
         >>> import gradpolicy as gp
@@ -84,12 +86,14 @@ def plan(
     with torch.random.fork_rng(devices=_cuda_devices(model)):
         duplicate = _duplicate(model, flow)
         optimized = named_parameters(duplicate if optimizers is None else model)
-        divided = tuple(divided_factors(policies, optimized, _optimizers(duplicate, optimizers)))
+        trained_by = _optimizers(duplicate, optimizers)
+        divided = tuple(divided_factors(policies, optimized, trained_by))
         buffers = copy_buffers(duplicate)
         rows, gradients, partly = _flow_rows(duplicate, flow, step)
         changed = changed_buffers(buffers, duplicate)
         sizes = {name: parameter.numel() for name, parameter in _trainable(duplicate).items()}
     sources, masks = _freeze_masks(freeze, matched, gradients, seed)
+    put_back = tuple(put_back_remarks(_partly_frozen(freeze, masks), optimized, trained_by))
     vain = trained_in_vain(policies, matched, gradients)
     # Those that hold later leave the first step alone.
     first = {name: masks[name] for name, policy in freeze.items() if policy.when.active()}
@@ -118,6 +122,7 @@ def plan(
             *partly,
             *flow_remarks(flow),
             *divided,
+            *put_back,
             *buffer_warnings(_frozen_tensors(masks, sources), changed, sizes),
         ),
         modules=_modules(model, planned),
@@ -339,6 +344,20 @@ def _first_masks(source: MaskSource, when: When, gradients: Mapping[str, Tensor 
         source.observe({name: gradient for name, gradient in known.items() if gradient is not None})
     step, epoch = (when.start, 0) if when.unit == "step" else (0, when.start)
     return dict(source.masks(step, epoch))
+
+
+def _partly_frozen(
+    policies: Mapping[str, Freeze], masks: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, bool]]:
+    """Return the parameters of which each policy freezes some entries, and whether these lose their state."""
+    return {
+        name: {
+            key: policy.frozen_state != "keep"
+            for key, mask in masks[name].items()
+            if 0.0 < mask_share(mask) < 1.0 and getattr(mask, "level", None) != "tensor"
+        }
+        for name, policy in policies.items()
+    }
 
 
 def _frozen_tensors(

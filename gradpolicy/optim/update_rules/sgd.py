@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of
-from gradpolicy.tensors.sharding import local_shard
 
 
 class SGD(UpdateRule):
@@ -30,9 +29,8 @@ class SGD(UpdateRule):
         return {}
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
-        """1 where there is a momentum other than 0: more makes no difference."""
-        momentum = state.get("momentum_buffer")
-        return int(momentum is not None and bool(local_shard(momentum).any()))
+        """1 where there is a momentum: more makes no difference."""
+        return int(state.get("momentum_buffer") is not None)
 
     def settings(self, group: Group) -> tuple[float, ...]:
         """See `UpdateRule.settings`."""
