@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from gradpolicy.flow.gradcheck_rule import gradcheck_rule
     from gradpolicy.flow.install import install
     from gradpolicy.flow.override import gradient_override
-    from gradpolicy.freezing import Freezer
     from gradpolicy.insight import curvature
     from gradpolicy.lightning.callback import GradientPolicies
     from gradpolicy.optim import MaskedOptimizer, UpdateRule, update_rule
@@ -52,7 +51,6 @@ _HOMES = {
     "apply": "gradpolicy.flow",
     "gradient_override": "gradpolicy.flow",
     "install": "gradpolicy.flow",
-    "Freezer": "gradpolicy.freezing",
     **dict.fromkeys(("MaskedOptimizer", "UpdateRule", "update_rule"), "gradpolicy.optim"),
     "gradcheck_rule": "gradpolicy.flow",
     "plan": "gradpolicy.planning.plan",
@@ -75,7 +73,6 @@ __all__ = [
     "Clip",
     "Deconv",
     "Freeze",
-    "Freezer",
     "GradientPolicies",
     "Guided",
     "MaskedOptimizer",

@@ -9,6 +9,7 @@ from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.display import as_html, as_text
+from gradpolicy.freezing import Freezer
 from gradpolicy.insight.pictures import Sample
 
 
@@ -20,10 +21,10 @@ def loss(copy: nn.Module) -> torch.Tensor:
     return copy(torch.ones(1, 4)).sum()
 
 
-def freezer() -> gp.Freezer:
+def freezer() -> Freezer:
     net = model()
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    return gp.Freezer(net, optimizer, {"<half>": gp.Freeze(False, params="[0]*")})
+    return Freezer(net, optimizer, {"<half>": gp.Freeze(False, params="[0]*")})
 
 
 def shown() -> dict[str, object]:

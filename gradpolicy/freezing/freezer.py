@@ -88,6 +88,7 @@ class Freezer:
 
     Example:
         >>> import torch, gradpolicy as gp
+        >>> from gradpolicy.freezing import Freezer
         >>> model = torch.nn.Linear(2, 2)
         >>> optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
         >>> freezer = Freezer(model, optimizer, {"bias": gp.Freeze(gp.masks.Fixed(), params="bias")}, seed=0)

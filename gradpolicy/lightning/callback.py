@@ -40,7 +40,7 @@ class GradientPolicies(TrainingPolicies, Callback):
       count there, nor in what is logged;
     - as soon as an optimizer has stepped: its update is scaled where a mask source sets learning rates;
     - once for each tensor that a policy lets train and that gets no gradient, or only zeros: a warning, see
-      :class:`~gradpolicy.Freezer`;
+      :class:`~gradpolicy.freezing.Freezer`;
     - at the end of a stage: the model is left as it was found.
 
     Args:

@@ -9,6 +9,7 @@ from torch import nn
 
 import gradpolicy as gp
 from benchmarks.measure import Row, paired_ratio
+from gradpolicy.freezing import Freezer
 
 LAYERS, WIDTH, BATCH = 8, 1024, 256
 FROZEN = range(LAYERS * 3 // 4)
@@ -37,7 +38,7 @@ def by_policy(model: nn.Sequential, batch: torch.Tensor, mask: Any) -> Callable[
     """The same with a freeze policy on the first layers."""
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
     policy = gp.Freeze(mask, params=[f"{place}.*" for place in FROZEN])
-    freezer = gp.Freezer(model, optimizer, {"trunk": policy})
+    freezer = Freezer(model, optimizer, {"trunk": policy})
     steps = iter(range(1 << 30))
 
     def step() -> None:

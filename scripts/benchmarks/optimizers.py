@@ -22,6 +22,7 @@ import gradpolicy as gp
 from benchmarks import device, measure
 from benchmarks.device import HERE
 from gradpolicy import MaskedOptimizer
+from gradpolicy.freezing import Freezer
 from gradpolicy.optim.kernels import native, reference
 from gradpolicy.tensors.hashing import bernoulli, derive
 
@@ -259,11 +260,11 @@ def freezer_step() -> Iterator[Row]:
         parameters = weights()
         optimizer = MaskedOptimizer(adamw(parameters))
         policy = gp.Freeze(gp.masks.Random(0.1, level=level, every=1 << 30), params="weight")
-        freezer = gp.Freezer({"weight": parameters[0]}, optimizer, {"trunk": policy})
+        freezer = Freezer({"weight": parameters[0]}, optimizer, {"trunk": policy})
         steps = iter(range(1 << 30))
 
         def step(
-            freezer: gp.Freezer = freezer,
+            freezer: Freezer = freezer,
             optimizer: MaskedOptimizer = optimizer,
             steps: Iterator[int] = steps,
         ) -> None:

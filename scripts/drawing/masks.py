@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from drawing.common import panel
+from gradpolicy.freezing import Freezer
 from gradpolicy.masks.layers import find_layers
 from gradpolicy.tensors.mask import as_tensor
 
@@ -56,7 +57,7 @@ def train(source: gp.masks.MaskSource, steps: int = 60, epoch_of: int = 10, para
     torch.manual_seed(0)
     model = Network()
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    freezer = gp.Freezer(model, optimizer, {"masks": gp.Freeze(source, params=params)}, seed=1)
+    freezer = Freezer(model, optimizer, {"masks": gp.Freeze(source, params=params)}, seed=1)
     named = dict(model.named_parameters())
     layers = find_layers(named)
     course = Course([layer.name for layer in layers])

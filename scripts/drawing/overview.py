@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import gradpolicy as gp
+from gradpolicy.freezing import Freezer
 from gradpolicy.insight.attribution import guided
 from gradpolicy.insight.pictures import overlay
 from gradpolicy.tasks import FashionMNISTDataModule
@@ -29,7 +30,7 @@ def train(images: Tensor, labels: Tensor) -> tuple[QuantizedConvNet, Tensor, Ten
     model = QuantizedConvNet(size=28)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
     freeze = gp.Freeze(gp.masks.Random(density=0.5, every=5), params="trunk.*", frozen_state="zero")
-    freezer = gp.Freezer(model, optimizer, {"random": freeze}, seed=1)
+    freezer = Freezer(model, optimizer, {"random": freeze}, seed=1)
     weight = next(model.trunk.parameters())
     values, masks = [], []
     with gp.install(model, [gp.Stop(modules="probe"), gp.StraightThrough(ops=["round"])]):

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gradpolicy as gp
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
+from gradpolicy.freezing import Freezer
 
 FAULT_AT, EVERY = 2, 4
 
@@ -121,7 +122,7 @@ def remembering() -> str:
     model = nn.Linear(4, 4).to(here())
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     policies = {"top": gp.Freeze(gp.masks.TopK(0.5, window=3, every=3))}
-    freezer = gp.Freezer(model, optimizer, policies)
+    freezer = Freezer(model, optimizer, policies)
     ranks = Ranks(model, dict(model.named_parameters()), freezer, [optimizer], agreement_every=1)
     ranks.begin_step(0)
     freezer.begin_step(0)

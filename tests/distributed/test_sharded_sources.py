@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradpolicy as gp
+from gradpolicy.freezing import Freezer
 from gradpolicy.tensors.sharding import full_tensor
 
 STEPS = 9
@@ -33,9 +34,9 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
         fully_shard(model, mesh=mesh)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
 
-    def engine() -> gp.Freezer:
+    def engine() -> Freezer:
         policy = gp.Freeze(SOURCES[kind](), frozen_state="zero")
-        return gp.Freezer(model, optimizer, {"policy": policy}, seed=3)
+        return Freezer(model, optimizer, {"policy": policy}, seed=3)
 
     freezer = engine()
     x = torch.randn(6, 5, dtype=torch.float64).to(here())

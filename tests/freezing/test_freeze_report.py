@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gradpolicy as gp
+from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.freeze_report import FreezeReport
 
 
@@ -15,7 +16,7 @@ def report(stack) -> FreezeReport:
         "rows": gp.Freeze(rows, params="blocks.0.weight"),
         "late": gp.Freeze(gp.masks.Fixed(False), params="blocks.*.weight", when=gp.When(start=9)),
     }
-    freezer = gp.Freezer(stack, optimizer, policies)
+    freezer = Freezer(stack, optimizer, policies)
     freezer.begin_step(0)
     return freezer.report()
 

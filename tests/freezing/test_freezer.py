@@ -714,7 +714,7 @@ def test_what_is_no_freeze_policy_and_no_masked_optimizer_is_refused():
 def test_a_loop_that_forgets_to_observe_is_told_once_when_its_step_is_over(source, text, finishes: bool):
     model = torch.nn.Linear(3, 3)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
-    freezer = gp.Freezer(model, optimizer, {"top": gp.Freeze(source)})
+    freezer = Freezer(model, optimizer, {"top": gp.Freeze(source)})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(3):
@@ -731,7 +731,7 @@ def test_a_loop_that_forgets_to_observe_is_told_once_when_its_step_is_over(sourc
 def test_a_loop_that_observes_is_told_nothing():
     model = torch.nn.Linear(3, 3)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
-    freezer = gp.Freezer(model, optimizer, {"top": gp.Freeze(gp.masks.TopK(0.5, before="freeze"))})
+    freezer = Freezer(model, optimizer, {"top": gp.Freeze(gp.masks.TopK(0.5, before="freeze"))})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(3):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradpolicy as gp
+from gradpolicy.freezing import Freezer
 
 
 class Rewriting(gp.masks.MaskSource):
@@ -27,9 +28,9 @@ class Repeating(Rewriting):
     repeats_masks = True
 
 
-def freezer_of(stack, source) -> tuple[gp.MaskedOptimizer, gp.Freezer]:
+def freezer_of(stack, source) -> tuple[gp.MaskedOptimizer, Freezer]:
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
-    return optimizer, gp.Freezer(stack, optimizer, {"rows": gp.Freeze(source, params="blocks.0.weight")})
+    return optimizer, Freezer(stack, optimizer, {"rows": gp.Freeze(source, params="blocks.0.weight")})
 
 
 @pytest.mark.parametrize("kind", [Rewriting, Repeating])

@@ -5,6 +5,7 @@ import torch
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.freezing import Freezer
 
 BLOCKS = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
 BLOCK_OF_FOUR = "embed+blocks.0+blocks.1+blocks.2"
@@ -60,7 +61,7 @@ def test_adam_starts_each_turn_anew_where_state_is_zeroed(stack, tokens) -> None
     """As BAdam, which clears the optimizer's state at each switch: the first update of a turn is lr long."""
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.01, weight_decay=0.0, eps=0.0))
     policy = gp.Freeze(gp.masks.BlockCyclic(every=2, blocks=["head.*", "embed.*"]), frozen_state="zero")
-    freezer = gp.Freezer(stack, optimizer, {"cycle": policy}, seed=0)
+    freezer = Freezer(stack, optimizer, {"cycle": policy}, seed=0)
     for step in range(8):
         before = stack.head.weight.detach().clone()
         freezer.begin_step(step)

@@ -8,6 +8,7 @@ from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.freezing import Freezer
 
 
 def published(layers: int, total: int, first: float, power: int, scale: bool, rate: float = 0.1):
@@ -90,7 +91,7 @@ def test_a_training_run_takes_the_published_steps(scheduled: bool) -> None:
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9))
     source = gp.masks.Progressive(total, first=0.5, curve="linear")
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 5, 1.0))
-    freezer = gp.Freezer(model, optimizer, {"out": gp.Freeze(source)}, seed=0)
+    freezer = Freezer(model, optimizer, {"out": gp.Freeze(source)}, seed=0)
     _, rate_at = published(3, total, 0.5, 1, scale=True, rate=rate)
     groups = [{"params": list(layer.parameters())} for layer in peer]
     by_hand = torch.optim.SGD(groups, lr=rate, momentum=0.9)

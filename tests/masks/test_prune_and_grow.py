@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.freezing import Freezer
 
 
 def published_update(weight: np.ndarray, gradient: np.ndarray, mask: np.ndarray, fraction: float) -> tuple:
@@ -252,7 +253,7 @@ def test_entries_outside_the_mask_are_zero_and_grown_ones_start_there(stack, tok
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05, weight_decay=0.1))
     source = sources(every=2, window=2, stop=20)
     policy = gp.Freeze(source, params=["blocks.*", "head.*"], frozen_state="zero")
-    freezer = gp.Freezer(stack, optimizer, {"rigl": policy}, seed=0)
+    freezer = Freezer(stack, optimizer, {"rigl": policy}, seed=0)
     exchanged = 0
     for step in range(12):
         before = {name: freezer.mask_of(name) for name in source.parameters}
@@ -301,7 +302,7 @@ def test_a_resumed_run_is_the_run(stack, tokens, tmp_path, grow: str, cut: int) 
     def start(model: nn.Module):
         optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
         policy = gp.Freeze(sources(grow=grow, window=2), params="blocks.*", frozen_state="zero")
-        return optimizer, gp.Freezer(model, optimizer, {"sparse": policy}, seed=3)
+        return optimizer, Freezer(model, optimizer, {"sparse": policy}, seed=3)
 
     def train(model, optimizer, freezer, steps: range) -> None:
         for step in steps:

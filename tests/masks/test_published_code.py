@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradpolicy as gp
+from gradpolicy.freezing import Freezer
 from gradpolicy.masks.drop_and_grow import kept_entries
 
 STEPS, EVERY, END = 40, 4, 30
@@ -95,11 +96,11 @@ def steps_with(
     weights: Mapping[str, Tensor],
     gradients: list[dict[str, Tensor]],
     first: int = 0,
-) -> Iterator[tuple[dict[str, nn.Parameter], gp.Freezer]]:
+) -> Iterator[tuple[dict[str, nn.Parameter], Freezer]]:
     """Trains parameters with given gradients; yields after each step, with its masked gradients."""
     parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
     masked = gp.MaskedOptimizer(optimizer(parameters.values()))
-    freezer = gp.Freezer(parameters, masked, policy if isinstance(policy, dict) else {"policy": policy})
+    freezer = Freezer(parameters, masked, policy if isinstance(policy, dict) else {"policy": policy})
     for number, given in enumerate(gradients):
         freezer.begin_step(first + number)
         for name, parameter in parameters.items():
@@ -203,7 +204,7 @@ def test_fish_chooses_the_same_entries(ratio: str) -> None:
     density = sum(int(mask.sum()) for mask in body) / sum(mask.numel() for mask in body)
     source = gp.masks.TopK(density, by="fisher", window=10, before="freeze")
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    freezer = gp.Freezer(model, optimizer, {"fish": gp.Freeze(source, params="body.*")})
+    freezer = Freezer(model, optimizer, {"fish": gp.Freeze(source, params="body.*")})
     for step in range(10):
         freezer.begin_step(step)
         logits = model["fc"](torch.tanh(model["body"](everything["inputs"][step][None])))

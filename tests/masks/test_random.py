@@ -7,6 +7,7 @@ import torch
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.freezing import Freezer
 from gradpolicy.tensors.seeded_mask import RandomMask
 
 
@@ -51,7 +52,7 @@ def test_sgd_takes_the_steps_of_child_tuning_f(stack, tokens, level: str) -> Non
     peer = copy.deepcopy(stack)
     source = gp.masks.Random(0.5, level=level, rescale=True)
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
-    freezer = gp.Freezer(stack, optimizer, {"child": gp.Freeze(source)}, seed=5)
+    freezer = Freezer(stack, optimizer, {"child": gp.Freeze(source)}, seed=5)
     by_hand = torch.optim.SGD(peer.parameters(), lr=0.1)
     for step in range(6):
         freezer.begin_step(step)

@@ -5,6 +5,7 @@ import torch
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.freezing import Freezer
 
 WIDTHS = {"w": torch.zeros(6, 4)}
 
@@ -61,7 +62,7 @@ def test_an_index_with_commas_means_that_part_of_the_tensor(prepared) -> None:
 def test_only_these_rows_move(stack, tokens) -> None:
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.1))
     policies = {"tokens": gp.Freeze(gp.masks.Rows("4:"), params="embed.weight")}
-    freezer = gp.Freezer(stack, optimizer, policies, seed=0)
+    freezer = Freezer(stack, optimizer, policies, seed=0)
     before = stack.embed.weight.detach().clone()
     freezer.begin_step(0)
     stack(tokens).square().mean().backward()

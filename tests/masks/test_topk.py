@@ -9,6 +9,7 @@ from torch import Tensor
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.freezing import Freezer
 
 BY_GRADIENT = ["gradient", "fisher", "movement"]
 
@@ -89,7 +90,7 @@ def test_a_lottery_ticket_starts_again_from_the_first_weights(stack, tokens) -> 
     first = copy.deepcopy(stack.state_dict())
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
     policy = gp.Freeze(gp.masks.TopK(0.3, by="change", start=4, rewind=True), frozen_state="zero")
-    freezer = gp.Freezer(stack, optimizer, {"ticket": policy}, seed=0)
+    freezer = Freezer(stack, optimizer, {"ticket": policy}, seed=0)
     for step in range(8):
         freezer.begin_step(step)
         if step == 4:
@@ -111,7 +112,7 @@ def test_a_lottery_ticket_is_trained_by_a_new_optimizer(stack, tokens, frozen_st
     again = copy.deepcopy(stack)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
     source = gp.masks.TopK(0.3, by="change", start=4, rewind=True)
-    freezer = gp.Freezer(stack, optimizer, {"ticket": gp.Freeze(source, frozen_state=frozen_state)})
+    freezer = Freezer(stack, optimizer, {"ticket": gp.Freeze(source, frozen_state=frozen_state)})
     for step in range(8):
         freezer.begin_step(step)
         optimizer.zero_grad()
@@ -137,7 +138,7 @@ def test_a_ticket_of_everything_goes_back_too(stack, tokens) -> None:
     first = copy.deepcopy(stack.state_dict())
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
     source = gp.masks.TopK(1.0, by="change", start=2, rewind=True, level="tensor")
-    freezer = gp.Freezer(stack, optimizer, {"ticket": gp.Freeze(source)})
+    freezer = Freezer(stack, optimizer, {"ticket": gp.Freeze(source)})
     for step in range(4):
         freezer.begin_step(step)
         if step == 2:
@@ -208,7 +209,7 @@ def test_a_window_of_epochs_ends_with_an_epoch(stack, tokens, timetable: dict, e
     """Two epochs of three steps each are gathered before the first choice."""
     source = gp.masks.TopK(0.25, unit="epoch", window=2, **timetable)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
-    freezer = gp.Freezer(stack, optimizer, {"top": gp.Freeze(source)})
+    freezer = Freezer(stack, optimizer, {"top": gp.Freeze(source)})
     changes, last = [], True
     for step in range(15):
         freezer.begin_step(step, epoch=step // 3)
@@ -232,7 +233,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_does_not_count(
         model = copy.deepcopy(stack)
         optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
         source = gp.masks.TopK(0.25, window=2)
-        freezer = gp.Freezer(model, optimizer, {"top": gp.Freeze(source, params="head.*")})
+        freezer = Freezer(model, optimizer, {"top": gp.Freeze(source, params="head.*")})
         for step, times in enumerate(attempts):
             for attempt in reversed(range(times)):
                 freezer.begin_step(step)
@@ -326,7 +327,7 @@ def test_a_window_longer_than_every_says_so_and_each_choice_waits_for_its_own(st
     source = gp.masks.TopK(0.5, window=3, every=2, unit=unit)
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
     with pytest.warns(UserWarning, match=f"window=3 is longer than every=2; each change waits for 3 {unit}s"):
-        freezer = gp.Freezer(stack, optimizer, {"large": gp.Freeze(source)})
+        freezer = Freezer(stack, optimizer, {"large": gp.Freeze(source)})
     chosen, before = [], None
     for step in range(12):
         freezer.begin_step(step, epoch=step)

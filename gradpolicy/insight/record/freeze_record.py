@@ -79,7 +79,7 @@ class Place:
 
 
 class FreezeRecord:
-    """Follows the masks of a fit, and measures updates. An observer of the :class:`~gradpolicy.Freezer`.
+    """Follows the masks of a fit, and measures updates; one of the freezer's observers.
 
     Args:
         policies: The callback that runs the policies.
