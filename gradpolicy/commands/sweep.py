@@ -298,7 +298,10 @@ def run_trial(trial: Trial, search: Search) -> float:
         raise TrialFailedError(f"trial {trial.number} ended with code {code}")
     if search.study.trials[trial.number].user_attrs.get(PRUNED):
         raise optuna.TrialPruned
-    result = Result.load(directory / RESULT)
+    try:
+        result = Result.load(directory / RESULT)
+    except PolicyError as error:
+        raise TrialFailedError(f"trial {trial.number}: {error}") from error
     if result.optimized is None:
         raise unknown("metric", search.metric, result.metrics, key="metric.name")
     return result.optimized

@@ -17,6 +17,10 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.tree import Tree
 
+from gradpolicy.errors import PolicyError
+from gradpolicy.insight.file_models import ResultFile
+from gradpolicy.json_file import read_json
+
 RESULT = "result.json"
 STOPPED = "stopped before its end"
 REPORT = "report.html"
@@ -54,8 +58,15 @@ class Result:
 
     @staticmethod
     def load(path: Path) -> "Result":
-        """Reads what :meth:`save` wrote."""
-        return Result(**json.loads(path.read_text()))
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            PolicyError: If it is absent, damaged, or something else.
+        """
+        try:
+            return Result(**read_json(path, ResultFile).model_dump())
+        except (OSError, ValueError) as error:
+            raise PolicyError(f"{path} cannot be read: {error}") from error
 
 
 class _ShortLists(yaml.SafeDumper):

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradpolicy.errors import PolicyError
 from gradpolicy.insight.results import Result
 
 if TYPE_CHECKING:
@@ -197,9 +198,16 @@ class SweepSummary:
 
 
 def collect(sweep_dir: Path) -> list[Result]:
-    """Reads the results of a sweep's jobs, in the order of the jobs."""
-    paths = sorted((sweep_dir / RESULTS).glob("*.json"), key=lambda path: int(path.stem))
-    return [Result.load(path) for path in paths]
+    """Reads the results of a sweep's jobs, in the order of the jobs; one that is damaged counts as failed."""
+    paths = [path for path in (sweep_dir / RESULTS).glob("*.json") if path.stem.isdecimal()]
+    return [_read(path) for path in sorted(paths, key=lambda path: int(path.stem))]
+
+
+def _read(path: Path) -> Result:
+    try:
+        return Result.load(path)
+    except PolicyError as error:
+        return Result(status="failed", error=str(error))
 
 
 def _key_and_value(override: str) -> tuple[str, str]:

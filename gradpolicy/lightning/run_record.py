@@ -8,12 +8,21 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gradpolicy.json_file import read_json
 
 RECORD = "run.json"
-RUN, SWEEP, TRIAL = "run", "sweep", "trial"
+Kind = Literal["run", "sweep", "trial"]
+RUN: Kind = "run"
+SWEEP: Kind = "sweep"
+TRIAL: Kind = "trial"
+# A moment of the year 3058, which every calendar knows.
+LAST_MOMENT = 2**35
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core")
-KINDS = {RUN: "a run", SWEEP: "a job of a sweep", TRIAL: "a trial of a study"}
+KINDS: dict[Kind, str] = {RUN: "a run", SWEEP: "a job of a sweep", TRIAL: "a trial of a study"}
 
 
 @dataclass(frozen=True)
@@ -29,8 +38,8 @@ class RunRecord:
     """
 
     task: str
-    kind: str
-    started: float
+    kind: Kind
+    started: Annotated[float, Field(ge=0, le=LAST_MOMENT)]
     directory: str
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -45,13 +54,9 @@ class RunRecord:
     def load(directory: Path) -> "RunRecord | None":
         """Reads what :meth:`save` wrote; None if it is absent or cannot be read."""
         try:
-            said = json.loads((directory / RECORD).read_text())
-            record = RunRecord(
-                str(said["task"]), said["kind"], float(said["started"]), str(said["directory"])
-            )
-        except (OSError, ValueError, TypeError, KeyError):
+            return read_json(directory / RECORD, RunRecord)
+        except (OSError, ValueError):
             return None
-        return record if record.kind in KINDS else None
 
 
 def record_of(directory: Path, task: str, callbacks: dict[str, Any] | None, in_sweep: bool) -> RunRecord:
@@ -64,7 +69,7 @@ def record_of(directory: Path, task: str, callbacks: dict[str, Any] | None, in_s
         in_sweep: Whether Hydra runs it as one job of several.
     """
     targets = [str((node or {}).get("_target_")) for node in (callbacks or {}).values()]
-    kind = SWEEP if in_sweep or "WANDB_SWEEP_ID" in os.environ else RUN
+    kind: Kind = SWEEP if in_sweep or "WANDB_SWEEP_ID" in os.environ else RUN
     kind = TRIAL if any(target.endswith(".ReportToStudy") for target in targets) else kind
     versions = {
         "gradpolicy": sys.modules["gradpolicy"].__version__,

@@ -82,6 +82,16 @@ def test_names_from_configs_and_logs_are_escaped(run: Path, tmp_path: Path) -> N
     assert "&lt;script&gt;alert(1)" in text
 
 
+def test_what_is_no_text_stops_no_report(run: Path, tmp_path: Path) -> None:
+    (run / "config.yaml").write_text('seed: 3\ntask_name: "\\ud800"\npaths: 3\n')
+    (run / ".hydra").mkdir()
+    (run / ".hydra" / "overrides.yaml").write_text("3")
+    (run / "result.json").unlink()
+    assert "overrides.yaml</code> cannot be read (it holds no list)" in page_of(
+        [run], tmp_path / "report.html"
+    )
+
+
 def test_a_difference_found_by_the_audit_is_shown_and_denies_the_proof(run: Path, tmp_path: Path) -> None:
     audit = json.loads((run / "audit.json").read_text())
     difference = {

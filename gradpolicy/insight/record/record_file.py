@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.insight.file_models import RecordLine
+from gradpolicy.json_file import parse_json
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -147,8 +149,8 @@ def load(run: str | Path) -> DataFrame:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(_whole_lines(path.read_bytes()).splitlines(), start=1):
         try:
-            rows += _rows_of(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
+            rows += _rows_of(parse_json(line, RecordLine).model_dump(exclude_unset=True))
+        except ValueError as error:
             raise PolicyError(f"{path}, line {number}: is no line of a record ({error})") from error
     columns = (*WORDS[:1], *WHOLE_NUMBERS, *WORDS[1:], *NUMBERS, *FLAGS)
     types = {
@@ -166,10 +168,12 @@ def load(run: str | Path) -> DataFrame:
 
 def _rows_of(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a line: one, or one for each parameter where it has lists of them."""
-    if line["kind"] != "freeze":
-        return [dict(line)]
     shared = {key: value for key, value in line.items() if not isinstance(value, list)}
     lists = {key: value for key, value in line.items() if isinstance(value, list)}
+    if (line["kind"] == "freeze") != ("parameter" in lists) or (lists and "parameter" not in lists):
+        raise ValueError("parameter: must be a list where the kind is freeze, and there alone are lists")
+    if not lists:
+        return [shared]
     return [
         {
             **shared,

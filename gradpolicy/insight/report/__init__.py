@@ -35,7 +35,8 @@ def write(runs: Sequence[Path], output: Path) -> Path:
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(f".{output.name}.part")
-    part.write_text(page, encoding="utf-8")
+    # What is no text in a config or log becomes a question mark.
+    part.write_text(page, encoding="utf-8", errors="replace")
     os.replace(part, output)
     return output
 

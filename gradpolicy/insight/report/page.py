@@ -49,7 +49,7 @@ def render(runs: Sequence[Run]) -> str:
     numbers = itertools.count()
     comparison = _comparison(runs) if len(runs) > 1 else None
     common = {"plotly": Markup(get_plotlyjs()), "numbers": numbers, "comparison": comparison}
-    used = len(page.render(runs=runs, details=[], left_out=[], **common).encode())
+    used = len(page.render(runs=runs, details=[], left_out=[], **common).encode(errors="replace"))
     details: list[dict[str, Any]] = []
     left_out: list[str] = []
     block = environment.get_template("run.html")
@@ -58,7 +58,7 @@ def render(runs: Sequence[Run]) -> str:
         shown = block.render(
             detail(run, pictures), numbers=numbers, index=len(details), several=len(runs) > 1
         )
-        size = len(shown.encode())
+        size = len(shown.encode(errors="replace"))
         if used + size > LARGEST:
             left_out.append(run.name)
             continue

@@ -1,18 +1,21 @@
 """Reads what a run left in its directory; what is absent or damaged is named, not an error."""
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
 import yaml
+from pydantic import BaseModel
 
 from gradpolicy.insight import record
+from gradpolicy.insight.file_models import AuditFile, PlanFile, ResultFile
+from gradpolicy.json_file import read_json
+from gradpolicy.lightning.run_record import RunRecord
 
 Content = TypeVar("Content")
 
@@ -128,9 +131,9 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     files = _Files(directory)
     config = files.read("config.yaml", "what was asked", _read_config) or {}
     defaults = files.read("defaults.yaml", "how the config differs from the defaults", _read_config) or {}
-    plan = files.read("plan.json", "the plan and the map of the gradient", _read_object) or {}
-    audit = files.read("audit.json", "the proof", _read_object) or {}
-    result = files.read("result.json", "final results; the run did not end well", _read_object) or {}
+    plan = files.read_model("plan.json", "the plan and the map of the gradient", PlanFile)
+    audit = files.read_model("audit.json", "the proof", AuditFile)
+    result = files.read_model("result.json", "final results; the run did not end well", ResultFile)
     log = files.read("train.log", "warnings given during training", _read_text) or ""
     recorded = files.read(
         "record.jsonl", "the timeline of masks, gradient norms, memory and ages", _read_record
@@ -138,17 +141,15 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     curves = sorted(directory.glob("csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
     metrics_file = str(curves[-1].relative_to(directory)) if curves else "csv/*/metrics.csv"
     metrics = files.read(metrics_file, "curves", _read_curves)
-    run = files.read("run.json", "when it began", _read_object) or {}
-    overrides = (
-        result.get("overrides") or files.read(".hydra/overrides.yaml", "the command", _read_yaml) or ()
-    )
+    run = files.read_model("run.json", "when it began", RunRecord)
+    overrides = result.get("overrides") or files.read(".hydra/overrides.yaml", "the command", _read_list)
     warnings = [*plan.get("warnings", ()), *(match[1] for match in WARNING.finditer(log))]
     return Run(
         directory=directory,
         name=name or directory.name,
         config=config,
         defaults=defaults,
-        overrides=tuple(map(str, overrides)),
+        overrides=tuple(map(str, overrides or ())),
         plan=plan,
         result=result,
         metrics=pd.DataFrame() if metrics is None else metrics,
@@ -172,14 +173,24 @@ class _Files:
 
     def read(self, name: str, purpose: str, reader: Callable[[Path], Content]) -> Content | None:
         """The content of a file; None if it is absent or damaged."""
+        path = self.directory / name
         try:
-            return reader(self.directory / name)
+            if path.exists() and not path.is_file():
+                raise ValueError("it is no regular file")
+            return reader(path)
         except FileNotFoundError:
             self.missing[name] = f"is absent, and with it {purpose}"
-        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             reason = " ".join(str(error).split())[:120]
             self.missing[name] = f"cannot be read ({reason}), and with it {purpose} is missing"
         return None
+
+    def read_model(self, name: str, purpose: str, model: type[Any]) -> dict[str, Any]:
+        """The content of a JSON file as plain values; empty if it is absent or damaged."""
+        found = self.read(name, purpose, lambda path: read_json(path, model))
+        if found is None:
+            return {}
+        return found.model_dump(exclude_unset=True) if isinstance(found, BaseModel) else asdict(found)
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -206,22 +217,23 @@ def is_bookkeeping(key: str) -> bool:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """A config, flat, with the run's own directory written as ``RUN``."""
-    config = _read_yaml(path)
-    own = str((config.get("paths") or {}).get("output_dir") or path.parent)
+    config = _read_yaml(path, dict)
+    paths = config.get("paths")
+    own = str((paths.get("output_dir") if isinstance(paths, dict) else None) or path.parent)
     return {
         key: value.replace(own, "RUN") if isinstance(value, str) else value
         for key, value in flat(config).items()
     }
 
 
-def _read_yaml(path: Path) -> Any:
-    return yaml.safe_load(path.read_text("utf-8"))
+def _read_list(path: Path) -> list[Any]:
+    return _read_yaml(path, list)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text("utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError("it holds no JSON object")
+def _read_yaml(path: Path, kind: type[Content]) -> Content:
+    content = yaml.safe_load(path.read_text("utf-8"))
+    if not isinstance(content, kind):
+        raise ValueError(f"it holds no {kind.__name__}")
     return content
 
 
@@ -233,7 +245,7 @@ def _read_curves(path: Path) -> pd.DataFrame:
     table = pd.read_csv(path)
     if "step" not in table:
         raise ValueError("it has no column 'step'")
-    return table
+    return table.apply(pd.to_numeric, errors="coerce")
 
 
 def _read_record(path: Path) -> pd.DataFrame:

@@ -1,0 +1,127 @@
+"""What the files of a run hold, as models: whatever reads one reads it by its model.
+
+That of ``run.json`` is :class:`gradpolicy.lightning.run_record.RunRecord`. What files of older versions lack
+has a default.
+"""
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+# What a float counts exactly.
+Count = Annotated[int, Field(ge=0, le=2**53)]
+# A measurement; null where there was none.
+Number = bool | Annotated[float, Field(allow_inf_nan=False)] | None
+Numbers = Number | list[Number]
+Word = str | None
+Flags = bool | None | list[bool | None]
+
+
+class PlanRow(BaseModel):
+    """What ``plan.json`` says of a policy."""
+
+    name: str
+    what: str = ""
+    where: str = ""
+    when: str = ""
+    matched: list[str] = []
+    parameters: list[str] = []
+    operations: dict[str, Count] = {}
+    entries: Count = 0
+    active_entries: Count = 0
+    remarks: list[str] = []
+
+
+class PlanModule(BaseModel):
+    """What ``plan.json`` says of a module."""
+
+    name: str
+    type: str = ""
+    parameters: Count = 0
+    policies: list[str] = []
+
+
+class PlanFile(BaseModel):
+    """The content of ``plan.json``."""
+
+    rows: list[PlanRow]
+    entries: Count | None = None
+    training_entries: Count = 0
+    cuts: list[str] = []
+    without_gradient: list[str] = []
+    warnings: list[str] = []
+    modules: list[PlanModule] = []
+
+
+class ResultFile(BaseModel):
+    """The content of ``result.json``; see :class:`gradpolicy.insight.results.Result`."""
+
+    status: str
+    overrides: list[str]
+    metrics: dict[str, float]
+    optimized: float | None = None
+    error: str = ""
+    directory: str = ""
+    program: str = "python train.py"
+
+
+class RecordLine(BaseModel):
+    """A line of ``record.jsonl``; one of the kind ``freeze`` has lists, with a value for each parameter."""
+
+    kind: str
+    step: Count
+    epoch: Count
+    policy: Word = None
+    phase: Word = None
+    layer: Word = None
+    frozen_state: Word | list[Word] = None
+    parameter: Word | list[str] = None
+    changed: Flags = None
+    entries: Numbers = None
+    active: Numbers = None
+    flipped: Numbers = None
+    state_bytes: Numbers = None
+    adam_bytes: Numbers = None
+    age_min: Numbers = None
+    age_q25: Numbers = None
+    age_median: Numbers = None
+    age_q75: Numbers = None
+    age_max: Numbers = None
+    weight_norm: Numbers = None
+    update_norm: Numbers = None
+    gradient_norm_before: Numbers = None
+    gradient_norm_after: Numbers = None
+    operations: Numbers = None
+    zeros_passed: Numbers = None
+
+
+class Checked(BaseModel):
+    """How often the audit looked at something, and what it found."""
+
+    checked: Count = 0
+    nonzero: Count = 0
+    differing: Count = 0
+
+
+class AuditDifference(BaseModel):
+    """Frozen entries that changed."""
+
+    tensor: str = ""
+    what: str = ""
+    policy: Word = None
+    count: Count | None = None
+    step: Count | None = None
+
+
+class AuditFile(BaseModel):
+    """The content of ``audit.json``."""
+
+    intervals: Count
+    entries: Count
+    changed: Count
+    sampled: bool
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    stopped_branches: Checked | None = None
+    operations: Checked | None = None
+    differences: list[AuditDifference] = []
+    versions: dict[str, str] = {}

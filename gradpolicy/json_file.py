@@ -1,0 +1,50 @@
+"""JSON files, read by a model of what they hold."""
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from gradpolicy.errors import brief
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+Model = TypeVar("Model")
+
+
+def read_json(path: Path, model: type[Model]) -> Model:
+    """Reads a JSON file.
+
+    Args:
+        path: The file.
+        model: A pydantic model or a dataclass. Keys that it does not have are left out.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it does not hold that: the first place that is wrong, and what should be there.
+    """
+    return parse_json(path.read_bytes(), model)
+
+
+def parse_json(content: bytes, model: type[Model]) -> Model:
+    """Reads JSON; see :func:`read_json`. Nothing is converted: text is no number.
+
+    Example:
+        >>> parse_json(b'{"a": 1}', dict[str, int])
+        {'a': 1}
+    """
+    from pydantic import ValidationError
+
+    try:
+        return cast(Model, _adapter(cast(Any, model)).validate_json(content, strict=True))
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise ValueError(brief(f"{place}: {problem['msg']}".removeprefix(": "), most=120)) from error
+
+
+@cache
+def _adapter(model: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(model)

@@ -1,0 +1,198 @@
+"""Whatever became of a run's files: what is wrong is named, and nothing else is lost."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from run_directories import write_run
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.insight.report import page
+from gradpolicy.insight.report.reading import Run, read_run
+from gradpolicy.insight.results import Result
+from gradpolicy.insight.sweep_summary import SweepSummary, collect
+
+FILES = ("plan.json", "result.json", "run.json", "record.jsonl", "audit.json")
+# In place of any value. The text of each is what stands in the file.
+ODD = (
+    *("null", "true", "NaN", "-Infinity", "1e999", "-1", "0.5", "0", "1e308", "9007199254740993"),
+    *('""', '"text"', '"\\ud800"', '"<script>"', '"a.b.c"', "[]", "{}", "[null]", '{"a": 1}', '[["a"]]'),
+    *("1" + 60 * "0", 2000 * "[" + 2000 * "]", '{"name": 3}', '[{"name": "a"}]'),
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    whole = write_run(tmp_path_factory.mktemp("runs") / "whole", steps=20)
+    shutil.rmtree(whole / "pictures")
+    shutil.rmtree(whole / "masks")
+    return whole
+
+
+@pytest.fixture(autouse=True)
+def no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script makes up most of a page and of the time."""
+    monkeypatch.setattr(page, "get_plotlyjs", lambda: "")
+
+
+@contextmanager
+def replaced(path: Path, content: bytes) -> Iterator[None]:
+    former = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(former)
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value in a JSON document."""
+    yield above
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in items:
+        yield from places(below, (*above, key))
+
+
+def with_other(content: bytes, draw: random.Random) -> bytes:
+    """A line of JSON with a value anywhere in it left out, or with an odd one in its place."""
+    lines = content.decode().splitlines()
+    number = draw.randrange(len(lines)) if len(lines) > 1 else 0
+    document = json.loads(lines[number])
+    place = draw.choice(list(places(document)))
+    odd = draw.choice(ODD)
+    if not place:
+        lines[number] = odd
+    else:
+        owner = document
+        for key in place[:-1]:
+            owner = owner[key]
+        if draw.random() < 0.2:
+            del owner[place[-1]]
+        else:
+            owner[place[-1]] = "\0odd\0"
+        lines[number] = json.dumps(document).replace(json.dumps("\0odd\0"), odd)
+    return "\n".join(lines).encode() + b"\n"
+
+
+def cut(content: bytes, draw: random.Random) -> bytes:
+    return content[: draw.randrange(len(content))]
+
+
+def overwritten(content: bytes, draw: random.Random) -> bytes:
+    start = draw.randrange(len(content))
+    return content[:start] + draw.randbytes(draw.randint(1, 30)) + content[start + draw.randint(0, 30) :]
+
+
+def junk(content: bytes, draw: random.Random) -> bytes:
+    return draw.randbytes(draw.randrange(200))
+
+
+DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
+    with_other,
+    with_other,
+    cut,
+    overwritten,
+    junk,
+)
+
+
+def report_of(run: Path, name: str, content: bytes, others: Sequence[Run] = ()) -> None:
+    """Makes a report with another content of a file, which must be named if it is not that of a run."""
+    with replaced(run / name, content):
+        found = read_run(run)
+    written = page.render([found, *others])
+    assert (name in found.missing) == (f"<code>{name}</code> cannot be read" in written)
+    assert not found.missing.keys() - {name, ".hydra/overrides.yaml"}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_damaged_file_is_named_and_stops_no_report(run: Path, name: str, seed: int) -> None:
+    draw = random.Random(f"{name} {seed}")
+    report_of(run, name, with_other((run / name).read_bytes(), draw))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(FILES), st.sampled_from(DAMAGES), st.randoms(use_true_random=False), st.booleans())
+def test_no_damage_stops_a_report(
+    run: Path, name: str, damage: Callable[[bytes, random.Random], bytes], draw: random.Random, several: bool
+) -> None:
+    others = [read_run(run, "sound")] if several else []
+    report_of(run, name, damage((run / name).read_bytes(), draw), others)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00\xff{ [", b"[]", b"3", b'"text"', b"{", b"{}", b'{"kind": NaN}']
+)
+@pytest.mark.parametrize("name", FILES)
+def test_what_holds_something_else_is_named(run: Path, name: str, content: bytes) -> None:
+    if (name, content) == ("record.jsonl", b""):
+        pytest.skip("nothing was recorded so far")
+    with replaced(run / name, content + b"\n"):
+        found = read_run(run)
+    assert found.missing[name].startswith("cannot be read (")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "reason"),
+    [
+        ("plan.json", "rows", {"a": 1}, "rows: Input should be a valid array"),
+        ("plan.json", "rows", [{"name": 3}], "rows.0.name: Input should be a valid string"),
+        ("plan.json", "warnings", "text", "warnings: Input should be a valid array"),
+        ("result.json", "metrics", {"test/loss": "low"}, "metrics.test/loss: Input should be a valid number"),
+        ("result.json", "overrides", None, "overrides: Input should be a valid array"),
+        ("run.json", "started", 1e300, "started: Input should be less than"),
+        ("run.json", "kind", "other", "kind: Input should be 'run', 'sweep' or 'trial'"),
+        ("audit.json", "changed", "none", "changed: Input should be a valid integer"),
+        ("record.jsonl", "step", 2**70, "line 1: is no line of a record (step: Input should be less than"),
+        ("record.jsonl", "parameter", "w", "parameter: must be a list"),
+        ("record.jsonl", "active", [1], "argument"),
+    ],
+)
+def test_the_place_that_is_wrong_is_named(run: Path, name: str, key: str, value: object, reason: str) -> None:
+    first, *others = (run / name).read_text().splitlines()
+    content = "\n".join([json.dumps({**json.loads(first), key: value}), *others])
+    with replaced(run / name, content.encode() + b"\n"):
+        assert reason in read_run(run).missing[name]
+
+
+def test_what_is_no_file_is_named_and_not_waited_for(run: Path, tmp_path: Path) -> None:
+    import os
+
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    for name in FILES:
+        (copy / name).unlink()
+        os.mkfifo(copy / name)
+    assert {name for name, why in read_run(copy).missing.items() if "no regular file" in why} == set(FILES)
+
+
+def test_a_sweep_shows_a_damaged_result_as_a_failed_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from rich.console import Console
+
+    (tmp_path / "results").mkdir()
+    for number, accuracy in enumerate((0.5, 0.75, 0.25)):
+        Result([f"seed={number}"], optimized=accuracy).save(tmp_path / "results" / f"{number}.json")
+    (tmp_path / "results" / "1.json").write_bytes(b'{"overrides": [')
+    (tmp_path / "results" / "notes.json").write_text("mine")
+    results = collect(tmp_path)
+    assert [result.status for result in results] == ["completed", "failed", "completed"]
+    assert "results/1.json cannot be read" in results[1].error
+    summary = SweepSummary(results)
+    assert summary.best == 0
+    summary.show(Console(width=400))
+    summary.write(tmp_path / "summary.csv", Console())
+    assert "1.json cannot be read" in capsys.readouterr().out
+    with pytest.raises(PolicyError, match=r"1\.json cannot be read: .*EOF"):
+        Result.load(tmp_path / "results" / "1.json")
