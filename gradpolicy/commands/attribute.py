@@ -1,17 +1,14 @@
 """Shows which pixels speak for a class.
 
     gradpolicy attribute --ckpt_path last --method guided --images test
-    gradpolicy attribute --ckpt_path last --method all --check randomise
-    gradpolicy attribute --model timm:resnet18 --images photographs/
+    gradpolicy attribute --ckpt_path last --method all --images photographs/
 
-Writes an overlay for each image, a grid of them, and how the probability of the class changes while pixels
-are inserted and deleted in the order of the attribution. Options may also be written without dashes, as
-train.py takes its own: ckpt_path=last method=guided.
+Writes an overlay for each image, and a grid of them. Options may also be written without dashes, as train.py
+takes its own: ckpt_path=last method=guided.
 """
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,23 +18,13 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import METHODS, Attribution, find_convolution, get_method, predict
-from gradpolicy.insight.attribution_check_pictures import RANDOM, curves_picture, randomisation_picture
-from gradpolicy.insight.attribution_checks import (
-    PixelCurves,
-    insertion_deletion,
-    mean_curves,
-    random_order,
-    randomisation_check,
-)
-from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
+from gradpolicy.insight.pictures import Sample, is_own_picture, picture_grid, save_figure, save_overlay
 from gradpolicy.insight.results import replace_unencodable
 from gradpolicy.insight.run_log import quieter
 from gradpolicy.launch.allowed_targets import KEY, trusted_packages
@@ -49,37 +36,35 @@ from gradpolicy.lightning.checkpoint_checks import check_fits
 from gradpolicy.lightning.checkpoint_reading import read_weights
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
-from gradpolicy.tasks.images import ImageShape, find_images, read_image, warn_of_shrunk
-from gradpolicy.tasks.named_models import load_named_model
+from gradpolicy.tasks.images import ImageShape, find_images, images_of, read_image, warn_of_shrunk
 
 PARTS = ("data", "model", "policy")
 GRID = 64
-"""The most images in a grid, and about as many are checked by inserting and deleting pixels."""
+"""The most images in a grid."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """A model ready to be explained.
+    """A run's model, ready to be explained.
 
     Attributes:
-        name: What the pictures call it.
+        run: The run's directory.
         model: Takes images.
-        network: Where layers are looked for by name.
+        data: The data module.
         shape: The shape of the images.
-        directory: Where its pictures go by default.
-        classes: The names of the classes, if they are known.
         policies: Flow policies that belong to the model, such as straight-through for a quantised one.
-        data: The data module of the run it comes from.
     """
 
-    name: str
+    run: Path
     model: nn.Module
-    network: nn.Module
+    data: Any
     shape: ImageShape
-    directory: Path
-    classes: Sequence[str] | None = None
-    policies: tuple[FlowPolicy, ...] = ()
-    data: Any = None
+    policies: tuple[FlowPolicy, ...]
+
+    def class_name(self, index: int) -> str:
+        """What a class is called."""
+        classes = getattr(self.data, "classes", None) or ()
+        return str(classes[index]) if index < len(classes) else f"class {index}"
 
 
 @dataclass(frozen=True)
@@ -127,11 +112,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--ckpt_path", help="a checkpoint of train.py, its run directory, or `last`")
-    add("--model", help="instead: timm:NAME or torchvision:NAME (needs the extra `vision`)")
-    add(
-        "--weights",
-        help="with --model: a file of weights (default: the package's own), or `none` for random ones",
-    )
     add(
         "--method",
         default="guided",
@@ -160,12 +140,6 @@ def make_parser() -> argparse.ArgumentParser:
         default=0.15,
         help="smoothgrad: their noise, as a share of the image's range (default: %(default)s)",
     )
-    add(
-        "--check",
-        choices=("none", "randomise"),
-        default="none",
-        help="randomise: attribute while more and more weights are random (default: %(default)s)",
-    )
     add("--layer", help="guided_gradcam: the name of the convolution (default: the last one)")
     add("--allowed_targets", help="packages of yours that the run's config may name, as for train.py")
     add(
@@ -188,10 +162,8 @@ def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> a
     names = vars(parser.parse_args([]))
     words = [f"--{word}" if word.partition("=")[0] in names else word for word in arguments]
     options = parse_command_line(parser, words)
-    if (options.ckpt_path is None) == (options.model is None):
-        raise PolicyError("ckpt_path: give either ckpt_path=… or model=…")
-    if options.model is not None and options.images == "test":
-        raise PolicyError("images: a model by name has no test images; name a directory: images=…")
+    if options.ckpt_path is None:
+        raise PolicyError("ckpt_path: name a checkpoint, a run directory, or the last run: ckpt_path=last")
     for name in ("count", "columns", "batch_size"):
         if getattr(options, name) < 1:
             raise PolicyError(f"{name}: {getattr(options, name)} given, at least 1 needed")
@@ -203,19 +175,32 @@ def attribute(options: argparse.Namespace) -> Path:
     names = list(METHODS) if options.method == "all" else options.method.split(",")
     methods = {name: get_method(name) for name in names}
     device = _device(options.device)
-    explained = load_run(options) if options.model is None else load_named(options)
+    explained = load_run(options)
     methods = {name: _with_settings(method, name, explained, options) for name, method in methods.items()}
+    base = Path(options.output) if options.output else explained.run / "attributions"
+    directories = {name: base / name if len(methods) > 1 or not options.output else base for name in methods}
+    for directory in directories.values():
+        check_output(directory)
     explained.model.to(device).eval()
-    base = Path(options.output) if options.output else explained.directory
-    curves: dict[str, PixelCurves] = {}
     for name, method in methods.items():
-        directory = base / name if len(methods) > 1 or not options.output else base
-        curves[name], curves[RANDOM] = attribute_by(name, method, explained, options, device, directory)
-        if options.check == "randomise":
-            check_by_random_weights(name, method, explained, options, device, directory)
-    random = curves.pop(RANDOM)
-    save_scores({**curves, RANDOM: random}, explained.name, base)
-    return base if len(methods) > 1 else directory
+        attribute_by(name, method, explained, options, device, directories[name])
+    return base if len(methods) > 1 else directories[names[0]]
+
+
+def check_output(directory: Path) -> None:
+    """Makes sure that no picture of somebody else's is overwritten.
+
+    Raises:
+        PolicyError: If something stands in its place, or it holds files that this program did not write.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise PolicyError(f"output: {directory} is a file; name a directory")
+    for path in sorted(directory.glob("*")):
+        if not (path.is_dir() or is_own_picture(path)):
+            raise PolicyError(
+                f"output: {directory} holds {shown(path.name)}, which is no picture of gradpolicy; name a "
+                "directory of its own"
+            )
 
 
 def attribute_by(
@@ -225,77 +210,25 @@ def attribute_by(
     options: argparse.Namespace,
     device: torch.device,
     directory: Path,
-) -> tuple[PixelCurves, PixelCurves]:
-    """Attributes the images by one method, a batch at a time, and writes the pictures.
-
-    Returns:
-        The mean curves of the method, and those of pixels in random order.
-    """
-    shown: list[Sample] = []
-    found: list[tuple[PixelCurves, PixelCurves]] = []
+) -> None:
+    """Attributes the images by one method, a batch at a time, and writes the pictures."""
+    drawn: list[Sample] = []
     batches = _in_batches(_pictures(explained, options), options.batch_size)
     for batch in track(batches, name, total=-(-options.count // options.batch_size), transient=True):
         samples = explain(explained, method, batch, options.target, device)
         for picture, sample in zip(batch, samples, strict=True):
             save_overlay(sample, directory / f"{picture.name}.png")
-        shown += samples[: GRID - len(shown)]
-        if len(found) * options.batch_size < GRID:
-            images = torch.stack([sample.image for sample in samples]).to(device)
-            attributions = torch.stack([sample.attribution for sample in samples])
-            found.append(
-                tuple(  # type: ignore[arg-type]
-                    insertion_deletion(explained.model, images, each, options.target)
-                    for each in (attributions, random_order(images))
-                )
-            )
-    title = f"{name}: which pixels speak for the class · {explained.name}"
-    picture_grid(shown, title, options.columns).savefig(directory / "grid.png")
-    own, random = (mean_curves(each) for each in zip(*found, strict=True))
-    return own, random
-
-
-def check_by_random_weights(
-    name: str,
-    method: Attribution,
-    explained: Explained,
-    options: argparse.Namespace,
-    device: torch.device,
-    directory: Path,
-) -> None:
-    """Attributes the first images while more and more weights are random; draws and prints it."""
-    pictures = [picture for picture, _ in zip(_pictures(explained, options), range(4), strict=False)]
-    images = torch.stack([picture.image for picture in pictures]).to(device)
-    classes, _ = predict(explained.model, images, options.target)
-    found = randomisation_check(method, explained.model, images, classes)
-    title = f"{name}: weights drawn anew, from the last layer to the first · {explained.name}"
-    trained = method(explained.model, images, classes)
-    randomisation_picture(images, trained, found, title).savefig(directory / "randomise.png")
-    table = Table("weights drawn anew down to", "rank correlation", title=name, title_justify="left")
-    for each in found:
-        table.add_row(escape(each.layer), f"{each.similarity.mean():.2f}")
-    Console().print(table)
-
-
-def save_scores(curves: Mapping[str, PixelCurves], name: str, directory: Path) -> None:
-    """Writes the curves and their areas, and prints the areas."""
-    scores = {
-        method: {
-            "insertion_area": float(each.insertion_area.mean()),
-            "deletion_area": float(each.deletion_area.mean()),
-        }
-        for method, each in curves.items()
-    }
-    (directory / "scores.json").write_text(json.dumps(scores, indent=2) + "\n")
-    title = f"Does it point at what matters? · {name}"
-    curves_picture(curves, title).savefig(directory / "curves.png")
-    table = Table("method", "insertion (more is better)", "deletion (less is better)")
-    for method, areas in scores.items():
-        table.add_row(method, *(f"{area:.3f}" for area in areas.values()))
-    Console().print(table)
+        drawn += samples[: GRID - len(drawn)]
+    title = f"{name}: which pixels speak for the class · {explained.run.name}"
+    save_figure(picture_grid(drawn, title, options.columns), directory / "grid.png")
 
 
 def load_run(options: argparse.Namespace) -> Explained:
-    """Makes model, data and policies from the config of a run, and loads its weights."""
+    """Makes model, data and policies from the config of a run, and loads its weights.
+
+    Raises:
+        PolicyError: If there is no such run, or its data are no images.
+    """
     checkpoint = find_checkpoint(options.ckpt_path, [Path("outputs")])
     assert checkpoint is not None
     run = checkpoint.absolute().parent.parent
@@ -304,25 +237,11 @@ def load_run(options: argparse.Namespace) -> Explained:
     subject.model.load_state_dict(read_weights(checkpoint))
     subject.data.prepare_data()
     subject.data.setup("test")
-    images = next(iter(subject.data.test_dataloader()))[0]
-    return Explained(
-        name=run.name,
-        model=subject.model,
-        network=subject.model,
-        shape=ImageShape(*images.shape[1:]),
-        directory=run / "attributions",
-        classes=getattr(subject.data, "classes", None),
-        policies=model_policies(subject.policies.values()),
-        data=subject.data,
-    )
-
-
-def load_named(options: argparse.Namespace) -> Explained:
-    """Loads a model of timm or torchvision."""
-    name = str(options.model)
-    found = load_named_model(name, options.weights)
-    directory = Path("attributions") / name.replace(":", "-")
-    return Explained(name, found.model, found.network, found.shape, directory, found.classes)
+    batch = next(iter(subject.data.test_dataloader() or ()), None)
+    if batch is None:
+        raise PolicyError("ckpt_path: the run's data has no test images, by which the model's shape is known")
+    shape = ImageShape(*images_of(batch, "ckpt_path: the run's data")[0].shape[1:])
+    return Explained(run, subject.model, subject.data, shape, model_policies(subject.policies.values()))
 
 
 def _subject(path: Path) -> Subject:
@@ -357,7 +276,7 @@ def _with_settings(
     if name == "smoothgrad":
         own = {"samples": options.samples, "noise": options.noise}
     elif name == "guided_gradcam":
-        layer = find_convolution(explained.network, options.layer)
+        layer = find_convolution(explained.model, options.layer)
         # By its name, since the check by random weights works on a copy.
         own = {"layer": next(key for key, module in explained.model.named_modules() if module is layer)}
     return partial(method, policies=explained.policies, **own)
@@ -368,12 +287,19 @@ def _pictures(explained: Explained, options: argparse.Namespace) -> Iterator[Pic
     if options.images != "test":
         paths = find_images(Path(options.images))[: options.count]
         warn_of_shrunk(paths, explained.shape)
-        yield from (Picture(path.stem, read_image(path, explained.shape)) for path in paths)
+        stems = [path.stem for path in paths]
+        for path in paths:
+            name = path.stem if stems.count(path.stem) == 1 else path.name
+            yield Picture(name, read_image(path, explained.shape))
         return
-    batches = explained.data.test_dataloader()
-    pairs = (pair for images, labels in batches for pair in zip(images, labels, strict=True))
+    found = (images_of(batch, "ckpt_path: the run's data") for batch in explained.data.test_dataloader())
+    pairs = (
+        (images[i], None if labels is None else int(labels[i]))
+        for images, labels in found
+        for i in range(len(images))
+    )
     for number, (image, label) in enumerate(itertools.islice(pairs, options.count)):
-        yield Picture(f"test_{number:04d}", image, int(label))
+        yield Picture(f"test_{number:04d}", image, label)
 
 
 def _in_batches(pictures: Iterator[Picture], size: int) -> Iterator[list[Picture]]:
@@ -392,10 +318,7 @@ def explain(
     images = torch.stack([picture.image for picture in pictures]).to(device)
     attributions = method(explained.model, images, target)
     classes, probabilities = predict(explained.model, images, target)
-
-    def name(index: int) -> str:
-        return explained.classes[index] if explained.classes else f"class {index}"
-
+    name = explained.class_name
     return [
         Sample(
             image=picture.image,

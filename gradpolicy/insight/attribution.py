@@ -183,7 +183,7 @@ def predict(forward: Forward, images: Tensor, target: Target = None) -> tuple[Te
         Two tensors of shape (batch,): int64 and floating point.
     """
     with torch.inference_mode(False), torch.no_grad():
-        logits = torch.cat([class_logits(forward(part.clone())) for part in images.split(BATCH)])
+        logits = torch.cat([_class_logits(forward, part.clone()) for part in images.split(BATCH)])
         classes = _as_classes(target, logits)
         return classes, logits.softmax(dim=-1).gather(-1, classes[:, None])[:, 0]
 
@@ -221,7 +221,7 @@ def input_gradient(forward: Forward, images: Tensor, target: Target = None) -> T
 def _gradient(forward: Forward, images: Tensor, target: Target) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         inputs = images.clone().detach().requires_grad_()
-        logits = class_logits(forward(inputs))
+        logits = _class_logits(forward, inputs)
         scores = logits.gather(-1, _as_classes(target, logits)[:, None])
         found = (
             torch.autograd.grad(scores.sum(), inputs, allow_unused=True)[0] if scores.requires_grad else None
@@ -229,6 +229,17 @@ def _gradient(forward: Forward, images: Tensor, target: Target) -> Tensor:
     if found is None:
         raise PolicyError("attribution: no gradient reaches the images, something between cuts the graph")
     return found
+
+
+def _class_logits(forward: Forward, images: Tensor) -> Tensor:
+    """A logit for each image and class."""
+    logits = class_logits(forward(images))
+    if logits.dim() != 2 or len(logits) != len(images):
+        raise PolicyError(
+            f"model: gives logits of the shape {tuple(logits.shape)} for {len(images)} images; one is needed "
+            "for each image and class"
+        )
+    return logits
 
 
 def _targets(forward: Forward, images: Tensor, target: Target) -> Tensor:
@@ -278,7 +289,7 @@ def _activation_map(model: nn.Module, layer: nn.Module, images: Tensor, target: 
     try:
         for part, classes in zip(images.split(BATCH), target.split(BATCH), strict=True):
             with torch.inference_mode(False), torch.enable_grad():
-                logits = class_logits(model(part.clone().detach().requires_grad_()))
+                logits = _class_logits(model, part.clone().detach().requires_grad_())
                 scores = logits.gather(-1, classes[:, None])
                 channels = caught[-1]
                 (slope,) = torch.autograd.grad(scores.sum(), channels)

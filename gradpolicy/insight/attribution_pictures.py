@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from gradpolicy.checks import check_sizes
-from gradpolicy.errors import PolicyError, nearest, shown
+from gradpolicy.errors import PolicyError, nearest, shown, warn_user
 from gradpolicy.insight.attribution import input_gradient, predict
 from gradpolicy.insight.pictures import Sample, picture_grid
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import StraightThrough
+from gradpolicy.tasks.images import images_of
 
 PHASE = "test"
 
@@ -38,7 +39,8 @@ class AttributionPictures(Callback):
         count: Number of images.
         columns: Images in a row of the grid.
         directory: Where the PNG goes; ``pictures`` in the trainer's root directory unless given.
-        required: Whether a run without the policy is an error; otherwise it has no pictures.
+        required: Whether a run without the policy, or without images, is an error; otherwise it has no
+            pictures.
 
     Raises:
         PolicyError: When testing starts, if the policy is required and not declared, or does not hold then.
@@ -89,7 +91,14 @@ class AttributionPictures(Callback):
         """Keeps the first images."""
         missing = self.count - sum(len(images) for images, _ in self._batches)
         if self._draws and missing > 0:
-            images, labels = _images_and_labels(batch)
+            try:
+                images, labels = images_of(batch, "AttributionPictures: the data")
+            except PolicyError as error:
+                if self.required:
+                    raise
+                warn_user(f"{error}; there are no pictures of attributions")
+                self._draws = False
+                return
             self._batches.append((images[:missing], labels[:missing] if labels is not None else None))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -148,15 +157,6 @@ def straight_through(callbacks: Iterable[GradientPolicies]) -> Iterator[None]:
     finally:
         for installed, name in switched:
             installed.set_active(name, False)
-
-
-def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
-    """Takes a batch apart: images, or images and more, of which the second are the labels."""
-    parts = batch if isinstance(batch, list | tuple) else [batch]
-    if not parts or not isinstance(parts[0], Tensor) or parts[0].dim() != 4:
-        raise PolicyError("AttributionPictures: the first entry of a batch must be images in four dimensions")
-    labels = parts[1] if len(parts) > 1 and isinstance(parts[1], Tensor) else None
-    return parts[0], labels
 
 
 def _callbacks(trainer: Trainer) -> list[GradientPolicies]:

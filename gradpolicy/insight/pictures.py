@@ -14,12 +14,15 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
 from rich.markup import escape
 from torch import Tensor
 
 COLOURS = "RdBu_r"  # red speaks for the class, blue against it, white for neither
 SCALE = Normalize(-1.0, 1.0)
+# What a PNG says made it.
+MARK = "gradpolicy"
 RIGHT, WRONG, UNKNOWN = "#1a7f37", "#cf222e", "#24292f"
 
 
@@ -162,7 +165,24 @@ def picture_grid(samples: Sequence[Sample], title: str, columns: int = 4) -> Fig
 def save_overlay(sample: Sample, path: Path, pixels: int = 448) -> None:
     """Writes one overlay as a PNG, enlarged as by :func:`enlarged_overlay`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    enlarged_overlay(sample, pixels).save(path)
+    mark = PngInfo()
+    mark.add_text("Software", MARK)
+    enlarged_overlay(sample, pixels).save(path, pnginfo=mark)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure as a PNG that says who made it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": MARK})
+
+
+def is_own_picture(path: Path) -> bool:
+    """Whether a file is a PNG of :func:`save_overlay` or :func:`save_figure`."""
+    try:
+        with Image.open(path) as picture:
+            return picture.info.get("Software") == MARK
+    except (OSError, UnidentifiedImageError):
+        return False
 
 
 def enlarged_overlay(sample: Sample, pixels: int) -> Image.Image:

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradpolicy.errors import PolicyError, warn_user
 
@@ -37,6 +38,33 @@ class ImageShape:
         """Checks that pictures can be brought into this shape."""
         if self.channels not in MODES:
             raise PolicyError(f"images: the model takes {self.channels} channels; pictures have 1 or 3")
+
+
+def images_of(batch: Any, owner: str) -> tuple[Tensor, Tensor | None]:
+    """Takes a batch apart: images, or images and more, of which the second are their classes.
+
+    Args:
+        batch: What a data loader gives.
+        owner: Whose batch it is, for the message.
+
+    Raises:
+        PolicyError: If it does not begin with images.
+    """
+    parts = batch if isinstance(batch, list | tuple) else [batch]
+    images = parts[0] if parts else None
+    if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
+        given = type(images).__name__
+        if isinstance(images, Tensor):
+            given = (
+                f"a tensor of {str(images.dtype).removeprefix('torch.')} with the shape {tuple(images.shape)}"
+            )
+        raise PolicyError(
+            f"{owner} holds no images: a batch must begin with a floating-point tensor of the shape (images, "
+            f"channels, height, width); this one begins with {given}"
+        )
+    classes = parts[1] if len(parts) > 1 else None
+    known = isinstance(classes, Tensor) and classes.dim() == 1 and not classes.is_floating_point()
+    return images, classes if known else None
 
 
 def find_images(path: Path) -> list[Path]:
@@ -93,29 +121,6 @@ def warn_of_shrunk(paths: Sequence[Path], shape: ImageShape) -> None:
             warn_user(
                 f"images: {path.name} is shrunk from {width} × {height} to the model's {shape.width} × "
                 f"{shape.height} pixels, in which hardly anything is recognised; give pictures of what the "
-                "model was trained on, or a model for photographs, such as model=timm:resnet18"
+                "model was trained on"
             )
             return
-
-
-class Normalized(nn.Module):
-    """A network behind the normalisation it was trained with, so that it takes pixels in [0, 1].
-
-    Args:
-        network: Takes normalised images.
-        mean: Of each channel.
-        deviation: Standard deviation of each channel.
-    """
-
-    mean: Tensor
-    deviation: Tensor
-
-    def __init__(self, network: nn.Module, mean: Sequence[float], deviation: Sequence[float]) -> None:
-        super().__init__()
-        self.network = network
-        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
-        self.register_buffer("deviation", torch.tensor(deviation).view(-1, 1, 1))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """What the network gives for the normalised images."""
-        return self.network((images - self.mean) / self.deviation)

@@ -3,18 +3,20 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from PIL import Image
 from process_pool import ProcessPool, here
 from runs import STRATEGIES
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
@@ -161,10 +163,29 @@ def test_a_policy_that_is_not_required_may_be_absent(
     assert not (tmp_path / "pictures").exists()
 
 
-def test_batches_without_images_are_refused() -> None:
-    for batch in ({"a": 1}, (torch.zeros(2, 3), torch.zeros(2)), []):
-        with pytest.raises(PolicyError, match="images in four dimensions"):
-            attribution_pictures._images_and_labels(batch)
+class Named(LightningDataModule):
+    """Batches that do not begin with images."""
+
+    def test_dataloader(self) -> Any:
+        return DataLoader([{"image": torch.rand(1, 8, 8)}] * 4, batch_size=2)
+
+
+class OfNamed(Classifier):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.model(batch["image"])
+
+
+def test_data_without_images_are_refused_where_pictures_are_required(
+    make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    module = OfNamed(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
+    policies = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=("test",)))})
+    with pytest.raises(PolicyError, match="AttributionPictures: the data holds no images"):
+        make_trainer(callbacks=[policies, AttributionPictures()]).test(module, Named(), verbose=False)
+    trainer = make_trainer(callbacks=[policies, AttributionPictures(required=False)])
+    with pytest.warns(UserWarning, match="holds no images.*there are no pictures"):
+        trainer.test(module, Named(), verbose=False)
+    assert not (tmp_path / "pictures").exists()
 
 
 def test_no_picture_at_all_is_refused() -> None:

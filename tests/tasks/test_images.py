@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.tasks.images import ImageShape, Normalized, find_images, read_image
+from gradpolicy.tasks.images import ImageShape, find_images, images_of, read_image
 
 
 def test_a_picture_is_scaled_and_its_sides_are_cut_off(tmp_path: Path) -> None:
@@ -40,6 +39,25 @@ def test_a_model_that_takes_no_picture_is_refused() -> None:
         ImageShape(2, 8, 8)
 
 
-def test_pixels_are_normalised_before_the_network() -> None:
-    model = Normalized(nn.Identity(), mean=(0.5, 0.25), deviation=(0.5, 0.125))
-    assert model(torch.full((1, 2, 1, 1), 0.5)).flatten().tolist() == [0.0, 2.0]
+def test_a_batch_is_taken_apart() -> None:
+    images = torch.rand(2, 1, 4, 4)
+    assert images_of(images, "x") == (images, None)
+    assert images_of([images, torch.tensor([3, 1]), "more"], "x")[1].tolist() == [3, 1]  # type: ignore[union-attr]
+    for masks in (torch.zeros(2, 4, 4, dtype=torch.long), torch.rand(2), None):
+        assert images_of((images, masks), "x") == (images, None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "given"),
+    [
+        ((torch.zeros(8, 64, dtype=torch.long), None), r"a tensor of int64 with the shape \(8, 64\)"),
+        ([torch.rand(8, 16)], r"a tensor of float32 with the shape \(8, 16\)"),
+        (torch.rand(8, 5, 1, 4, 4), r"a tensor of float32 with the shape \(8, 5, 1, 4, 4\)"),
+        (torch.zeros(8, 1, 4, 4, dtype=torch.uint8), "a tensor of uint8"),
+        ({"input_ids": torch.zeros(8, 64)}, "dict"),
+        ((), "NoneType"),
+    ],
+)
+def test_a_batch_without_images_is_refused(batch: object, given: str) -> None:
+    with pytest.raises(PolicyError, match=f"^the data holds no images: .*; this one begins with {given}"):
+        images_of(batch, "the data")
