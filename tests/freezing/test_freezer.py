@@ -759,3 +759,29 @@ def test_a_step_before_its_masks_are_set_is_refused(stack):
         optimizer.step()
     freezer.restore()
     optimizer.step()  # masks stay with the optimizer
+
+
+class Accumulates(Recorder):
+    """Writes down what belongs to a step that it has seen already."""
+
+    def __init__(self, **timetable) -> None:
+        super().__init__(**timetable)
+        self.more: list[set[str]] = []
+
+    def observe_more(self, gradients) -> None:
+        self.more.append(set(gradients))
+
+
+def test_gradients_of_one_optimizer_shown_again_replace_those_of_the_step(stack) -> None:
+    first, second = list(stack.parameters())[:2], list(stack.parameters())[2:]
+    optimizers = [gp.MaskedOptimizer(torch.optim.SGD(own, lr=0.1)) for own in (first, second)]
+    source = Accumulates()
+    freezer = Freezer(stack, optimizers, {"all": gp.Freeze(source)})
+    freezer.begin_step(0)
+    for parameter in stack.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    freezer.observe(optimizers[0])
+    freezer.observe(optimizers[0])
+    assert (len(source.seen), source.more) == (2, [])
+    freezer.observe(optimizers[1])
+    assert (len(source.seen), len(source.more)) == (2, 1)

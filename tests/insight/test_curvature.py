@@ -233,12 +233,25 @@ def quadratic(matrix):
     return (lambda: x @ matrix @ x / 2), {"x": x}
 
 
+def test_the_standard_error_of_the_diagonal_is_that_of_a_mean_of_samples():
+    """Of two entries each sample is the diagonal's entry plus or minus the one beside it."""
+    matrix = torch.tensor([[3.0, 0.5], [0.5, -1.0]], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    estimate = CURVATURE.diagonal(*quadratic(matrix), samples=9, generator=generator)
+    sign = (estimate.value["x"] - matrix.diagonal()) / 0.5
+    variance = 0.25 * 9 / 8 * (1 - sign.square())
+    assert (sign.abs() < 1).all()
+    torch.testing.assert_close(estimate.standard_error["x"], (variance / 9).sqrt())
+
+
 def test_estimates_are_exact_where_the_hessian_is_diagonal():
     matrix = torch.diag(torch.tensor([3.0, -1.0, 0.5], dtype=torch.float64))
     loss, parameters = quadratic(matrix)
     trace = CURVATURE.trace(loss, parameters, samples=2)
     assert (trace.value, trace.standard_error, trace.samples) == (2.5, 0.0, 2)
-    assert CURVATURE.diagonal(loss, parameters, samples=2).value["x"].tolist() == [3.0, -1.0, 0.5]
+    diagonal = CURVATURE.diagonal(loss, parameters, samples=2)
+    assert diagonal.value["x"].tolist() == [3.0, -1.0, 0.5]
+    assert diagonal.standard_error["x"].tolist() == [0.0, 0.0, 0.0]
     assert CURVATURE.frobenius_norm(loss, parameters, samples=2).value == pytest.approx(math.sqrt(10.25))
     zero = CURVATURE.frobenius_norm(*quadratic(0 * matrix), samples=2)
     assert (zero.value, zero.standard_error) == (0.0, 0.0)
