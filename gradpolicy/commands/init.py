@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     except PolicyError as error:
         print(f"error: {brief(str(error), most=500)}", file=sys.stderr)
         return WRONG_INPUT
-    print(f"Wrote {directory}; next:\n  cd {directory}\n  python train.py\n  python -m pytest")
+    print(f"Wrote {directory}; next:\n  cd {directory}\n  python train.py\nREADME.md says how to go on.")
     return 0
 
 

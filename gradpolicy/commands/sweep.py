@@ -20,6 +20,7 @@ import optuna
 import yaml
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from gradpolicy.commands.cli import CONFIGS
 from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
@@ -140,16 +141,21 @@ def split(overrides: list[str]) -> tuple[str, list[str]]:
     return names[0], [line for line in overrides if not line.startswith("sweep=")]
 
 
-def read_space(path: Path) -> Mapping[str, Any]:
+def read_space(name: str, directories: Sequence[Path]) -> Mapping[str, Any]:
     """Reads a search space and checks it.
+
+    Args:
+        name: Its name.
+        directories: Where it may be; the first that has it counts.
 
     Raises:
         PolicyError: If there is none, or a distribution in it is unknown or lacks a bound.
     """
-    spaces = [found.stem for found in path.parent.glob("*.yaml") if "parameters:" in found.read_text("utf-8")]
-    if path.stem not in spaces:
-        raise unknown("search space", path.stem, spaces, key="sweep")
-    space = yaml.safe_load(path.read_text("utf-8"))
+    found = [file for directory in directories for file in sorted(directory.glob("*.yaml"))]
+    spaces = {file.stem: file for file in reversed(found) if "parameters:" in file.read_text("utf-8")}
+    if name not in spaces:
+        raise unknown("search space", name, spaces, key="sweep")
+    space = yaml.safe_load(spaces[name].read_text("utf-8"))
     for key, given in space["parameters"].items():
         if key.lstrip("+~").split(".")[0].split("/")[0] in ("hydra", "allowed_targets"):
             raise PolicyError(f"parameters.{key}: can only be set on the command line")
@@ -201,7 +207,7 @@ def draw(trial: Trial, space: Mapping[str, Any]) -> list[str]:
 def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
     """Reads the space and opens the study, or makes it."""
     name, overrides = split(options.overrides)
-    space = read_space(config_dir / "sweep" / f"{name}.yaml")
+    space = read_space(name, [directory / "sweep" for directory in (config_dir, CONFIGS)])
     source = Source(config_dir)
     with limited_to(trusted_packages(overrides, config_dir.parent)), hydra_at(source):
         check_job(compose_job(source, [*overrides, *first_values(space)]), overrides)

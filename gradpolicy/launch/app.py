@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -86,6 +87,9 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
             check_given_search_path(options.overrides)
             if options.cfg:
                 compose_job(source, options.overrides)
+            if options.help:
+                _print_help(prepared, source, options)
+                return 0
         _ask_hydra(config_dir, [*flags, *options.overrides])
         return 0
     except KeyboardInterrupt:
@@ -272,6 +276,18 @@ def _asks_for_information(options: Namespace) -> bool:
     """Whether the command line asks Hydra for information, not for a run."""
     asked = ("help", "hydra_help", "version", "info", "cfg", "shell_completion")
     return any(getattr(options, name, None) for name in asked)
+
+
+def _print_help(prepared: Hydra, source: Source, options: Namespace) -> None:
+    """Prints the help with the groups of the whole search path.
+
+    Hydra itself leaves out those of ``hydra.searchpath``, in the config at the top and on the command line.
+    """
+    overrides = [line for line in options.overrides if line.startswith("hydra.searchpath=")]
+    loader = prepared.config_loader
+    every = partial(loader.get_group_options, config_name=source.name, overrides=overrides)
+    loader.get_group_options = every  # type: ignore[method-assign]
+    prepared.app_help(source.name, get_args_parser(), options)
 
 
 def _ask_hydra(config_dir: Path, arguments: list[str]) -> None:

@@ -244,6 +244,11 @@ def _wrong_key(error: ConfigCompositionException, source: Source, overrides: lis
         return None
     if "An item is already at" in str(error):
         return PolicyError(f"{brief(key)}: is in the config; set it without a plus")
+    if _choices(key, source):
+        return PolicyError(
+            f"{brief(key)}: {source.name}.yaml has no such group in its defaults list: add `- {key}: null` "
+            f"there, or write +{key}=…"
+        )
     parent, missing = _deepest(_composable(source, overrides, key), key)
     siblings = list(map(str, parent)) if isinstance(parent, DictConfig) else []
     above = key[: -len(missing) - 1] if key != missing else ""

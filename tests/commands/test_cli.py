@@ -1,5 +1,6 @@
 """The command: its subcommands, what it says where something is missing, and whom it trusts."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from gradpolicy.commands.cli import COMMANDS, main
 from gradpolicy.commands.init import STARTER, write_project
+from gradpolicy.errors import PolicyError
 from gradpolicy.launch import app
 from tests.launch.conftest import CONF
 
@@ -147,6 +149,59 @@ def test_a_project_may_search_the_shipped_configs_and_no_other_package(
     config.write_text(config.read_text().replace("pkg://gradpolicy.conf", "pkg://stranger.conf"))
     assert main(["plan"], project / "conf") == 2
     assert "hydra.searchpath: 'pkg://stranger.conf' is not allowed" in capsys.readouterr().err
+
+
+def test_the_help_of_a_project_lists_the_packages_groups_beside_its_own(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--help"], project / "conf") == 0
+    listed = dict(line.split(": ") for line in capsys.readouterr().out.splitlines() if ": " in line)
+    assert {"spirals", "digits"} <= set(listed["data"].split(", "))
+    assert {"half_trunk", "rounding", "guided"} <= set(listed["policy"].split(", "))
+    assert {"adamw", "sgd"} <= set(listed["optimizer"].split(", "))
+
+
+def test_a_group_that_the_defaults_list_lacks_is_named(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = project / "conf" / "train.yaml"
+    config.write_text(config.read_text().replace("  - sweep: null\n", ""))
+    assert main(["-m", "sweep=grid"], project / "conf") == 2
+    assert "add `- sweep: null` there, or write +sweep=…" in capsys.readouterr().err
+
+
+def test_a_project_searches_its_own_spaces_and_the_packages(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("optuna")
+    from gradpolicy.commands.sweep import read_space
+
+    places = [project / "conf" / "sweep", CONF / "sweep"]
+    assert "policy.half_trunk.mask.density" in read_space("learning_rate", places)["parameters"]
+    (places[0] / "learning_rate.yaml").unlink()
+    assert "policy.random_freeze.mask.density" in read_space("learning_rate", places)["parameters"]
+    with pytest.raises(
+        PolicyError, match="unknown search space 'learning_rat'; did you mean 'learning_rate'"
+    ):
+        read_space("learning_rat", places)
+
+
+@pytest.mark.slow
+def test_all_of_a_projects_readme_can_be_done(project: Path) -> None:
+    text = (project / "README.md").read_text()
+    commands = []
+    for language, block in re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL):
+        if language == "bash":
+            commands += [line for line in block.splitlines() if line.startswith("python train.py")]
+        else:
+            first, _, content = block.partition("\n")
+            (project / first.removeprefix("# ")).parent.mkdir(exist_ok=True, parents=True)
+            (project / first.removeprefix("# ")).write_text(content)
+    assert len(commands) >= 8
+    for command in commands:
+        program = command.replace("python", sys.executable, 1)
+        done = subprocess.run(program, shell=True, capture_output=True, text=True, cwd=project, timeout=200)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.slow
