@@ -175,7 +175,7 @@ class RuleState:
         It notes the place if it is not, unless another call is meant.
         """
         if not self.active:
-            self._note("off", place)
+            self.note_off(place)
         elif not torch.is_grad_enabled():
             self._note("without_gradient", place)
         else:
@@ -185,6 +185,10 @@ class RuleState:
     def note_without_gradient(self, operation: str) -> None:
         """Notes an operation or place to which no gradient comes, so that there was nothing to do."""
         self._note("without_gradient", operation)
+
+    def note_off(self, place: str) -> None:
+        """Notes a place that was passed while the rule was off, so that it need not be met."""
+        self._note("off", place)
 
     def _note(self, kind: str, what: str) -> None:
         """Adds to one of the sets of what was seen."""

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, cast
 
 import torch
@@ -37,10 +37,15 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def classes_that_hide_tensors(values: Any) -> set[str]:
-    """Names the classes of other objects inside that have tensors with a gradient."""
+    """Names the classes of other objects inside that have tensors with a gradient, and iterators.
+
+    What an iterator gives cannot be known before somebody asks for it.
+    """
     children = _children(values)
     if isinstance(values, Tensor) or children:
         return set().union(*(classes_that_hide_tensors(child) for child in children))
+    if isinstance(values, Iterator):
+        return {type(values).__name__}
     found = (
         list(values) if isinstance(values, Set | deque) else list(getattr(values, "__dict__", {}).values())
     )

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +16,13 @@ from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.counted_calls import CountedCalls
 from gradpolicy.flow.dispatch import DispatchTable
 from gradpolicy.flow.forward_argument import Argument, Signature, find_argument
-from gradpolicy.flow.locations import FlowPolicy, describe_location, find_locations, place_at
+from gradpolicy.flow.locations import FlowPolicy, Locations, describe_location, find_locations, place_at
 from gradpolicy.flow.operation_rule import OperationRule, rules_for
 from gradpolicy.flow.operation_tables import MODULE_CALLS
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
-from gradpolicy.flow.policy_report import Met, Report, ReportRow, tell_unmet
+from gradpolicy.flow.policy_report import Met, Report, ReportRow, tell, tell_unmet
 from gradpolicy.flow.session import InstallSession
 from gradpolicy.flow.through import Through, ThroughRule
 from gradpolicy.flow.wrapped_forward import WrappedForward, WrappedReLU
@@ -45,14 +45,17 @@ def install(
 
     Each policy is active from now on, whatever its ``when``, until :meth:`Installed.update` tells the time.
 
-    If an operation that a policy names never ran, or only where no gradient is recorded, the removal of the
-    policies gives a warning that names similar operations that did run. There is no warning if the model
-    never ran, or while an exception propagates.
+    The removal of the policies gives a warning for each that did not do what it says: an operation that it
+    names never ran, or only where no gradient is recorded (the warning names similar operations that did
+    run); a module never ran through its forward; no gradient crosses a place; a module has another name
+    under which the policy acts too. Warnings of calls that it cannot see into come as these run. There is no
+    warning while an exception propagates, or if neither the model nor autograd did anything.
 
     Args:
         model: The model.
         policies: The policies, by name or in a list. At one boundary the gradient meets them in this order.
-        strict: Raise when the policies are removed if an operation was not met.
+        strict: Raise when the policies are removed where there is a warning otherwise, and if the model never
+            ran.
         entry_points: For modules that are not entered through ``forward``: their names (``""`` for the model)
             and the methods that enter them.
 
@@ -117,6 +120,21 @@ class Installed(Displayed):
         for name, locations in self._locations.items():
             for parameter in locations.parameters.values():
                 self._parameter_policies.setdefault(id(parameter), []).append(name)
+        # Where each policy acts on modules as a whole or on parameters.
+        self._places: dict[str, dict[str, Place]] = {
+            name: {
+                f"parameter {key!r}": Place(None, key in self.policies[name].params)
+                for key in locations.parameters
+            }
+            for name, locations in self._locations.items()
+        }
+        # The modules that a policy names, instead of matching them by a glob or class.
+        self._named = {
+            name: {id(module) for key, module in found.modules.items() if key in self.policies[name].modules}
+            for name, found in self._locations.items()
+        }
+        # Those of a policy on operations.
+        self._named_modules: dict[str, list[str]] = {name: [] for name in self.policies}
         # One table for all modules with the same policies inside, by the names of these.
         self._tables: dict[tuple[str, ...], DispatchTable] = {}
         self._wraps: list[WrappedForward] = []
@@ -251,6 +269,7 @@ class Installed(Displayed):
         operations = tuple(operation.name for operation in locations.operations)
         seen = set().union(*(table.seen for names, table in self._tables.items() if name in names))
         ran = {name_of(function) for function in seen}
+        places, idle = self._places[name], self._idle(name)
         return ReportRow(
             name=name,
             kind=type(policy).__name__,
@@ -266,8 +285,12 @@ class Installed(Displayed):
                 discrete=frozenset(state.discrete),
                 taken=frozenset(self._session.taken),
                 opaque=tuple(state.opaque),
-                excused=frozenset(ran if state.ran_inactive else ()),
+                excused=frozenset({*state.off, *(ran if state.ran_inactive else ())}),
                 any_of=policy.ops == STEP_OPERATIONS,
+                places=tuple(place for place, at in places.items() if at.module not in idle),
+                named=frozenset(place for place, at in places.items() if at.is_named),
+                idle=idle,
+                aliases=locations.aliases,
             ),
             matched=dict(state.matched),
             parameters=tuple(locations.parameters),
@@ -275,15 +298,44 @@ class Installed(Displayed):
             compiled=state.compiled,
         )
 
+    def _idle(self, name: str) -> tuple[str, ...]:
+        """The modules of a policy of which the forward never ran, though it should have."""
+        state = self._states[name]
+        passed = {*state.matched, *state.without_gradient, *state.off}
+        never = [
+            at for place, at in self._places[name].items() if at.module is not None and place not in passed
+        ]
+        if len(never) < len(self._places[name]):
+            # A list of modules has no forward; where a glob matches one, those in it are meant too.
+            never = [at for at in never if at.is_named or at.has_forward]
+        named = self._named_modules[name] if not state.traced else ()
+        return (
+            *(at.module for at in never if at.module is not None),
+            *(module for module in named if module not in self._session.entered),
+        )
+
     def _tell_unmet(self) -> None:
+        strict = self.strict
+        has_run = self._session.has_run or any(
+            state.ran_active or state.ran_inactive or state.matched for state in self._states.values()
+        )
+        if not has_run and (strict or self._session.autograd_worked()):
+            names = [repr(name) for name, state in self._states.items() if state.active]
+            message = (
+                "the model never ran while the policies were on it, so that they changed nothing; they act "
+                "on what its forward and those of its modules do within the block"
+            )
+            tell(f"policy {', '.join(names)}", message if names else "", strict=strict)
         for name, state in self._states.items():
-            if not (state.ran_active or state.without_gradient):
-                continue
-            met = self._row(name).met
-            if len(self.policies[name].when.phases) > 1:
-                # In another phase, such as for attributions in testing, gradients may be recorded.
-                met = replace(met, excused={*met.excused, *met.without_gradient})
-            tell_unmet(f"policy {name!r}", met, strict=self.strict)
+            policy = self.policies[name]
+            ran = state.ran_active or (strict and not state.ran_inactive) or state.without_gradient
+            # Gradients come to parameters in a backward pass only.
+            if has_run and ran and (self._session.ran_backward() or not policy.params):
+                met = self._row(name).met
+                if len(policy.when.phases) > 1:
+                    # In another phase, such as for attributions in testing, gradients may be recorded.
+                    met = replace(met, excused={*met.excused, *met.without_gradient})
+                tell_unmet(f"policy {name!r}", met, strict=strict)
 
     def _put_on(self, entry_points: EntryPoints) -> None:
         done: set[int] = set()
@@ -293,8 +345,7 @@ class Installed(Displayed):
                 done.add(id(module))
                 self._put_on_module(plain_name(raw_name), module, entry_points)
         for name, locations in self._locations.items():
-            if locations.operations:
-                _note_script_modules(self.model, locations.inside, self._states[name])
+            _note_script_modules(self.model, locations, self._states[name])
         self._session.acts_on_parameters = bool(self._parameter_rules)
         for rules in self._parameter_rules:
             rules.put_on()
@@ -311,6 +362,7 @@ class Installed(Displayed):
         if name and table is None and not policies and not parameter_rules:
             return
         self._parameter_rules += parameter_rules
+        self._note_places(name, module, policies, table)
         for method in entry_points.get(name, ("forward",)):
             arguments = {policy: self._argument(policy, name, module, method) for policy in policies}
             entering, leaving = (self._boundary(name, side, arguments) for side in BOUNDARIES)
@@ -340,6 +392,21 @@ class Installed(Displayed):
                 )
             wrap.put_on()
             self._wraps.append(wrap)
+
+    def _note_places(
+        self, name: str, module: nn.Module, policies: Iterable[str], table: DispatchTable | None
+    ) -> None:
+        """Keeps where policies act at a module, or in it where they name it."""
+        has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
+        for policy, locations in self._locations.items():
+            if id(module) not in locations.boundaries and not (table and id(module) in locations.inside):
+                continue
+            is_named = id(module) in self._named[policy]
+            if policy in policies:
+                place = place_at(locations.side, name)
+                self._places[policy][place] = Place(name, is_named, has_forward)
+            elif is_named:
+                self._named_modules[policy].append(name)
 
     def _table(self, module: nn.Module) -> DispatchTable | None:
         """The rules on operations inside a module; None if it is known to call no operation with a rule."""
@@ -440,14 +507,34 @@ def _refuse_replicas(model: nn.Module) -> None:
             )
 
 
-def _note_script_modules(model: nn.Module, inside: Collection[int], state: RuleState) -> None:
-    """Notes the outermost ScriptModules in which a rule would act: their operations run outside Python."""
+@dataclass(frozen=True)
+class Place:
+    """A place of a policy: a module as a whole, or a parameter.
+
+    Args:
+        module: The module's name; None for a parameter.
+        is_named: Whether the policy names it, instead of matching it by a glob or class.
+        has_forward: Whether the module has a forward.
+    """
+
+    module: str | None
+    is_named: bool
+    has_forward: bool = True
+
+
+def _note_script_modules(model: nn.Module, locations: Locations, state: RuleState) -> None:
+    """Notes the outermost ScriptModules in which a rule would act: what is in them runs outside Python."""
     noted: list[str] = []
     for raw_name, module in model.named_modules(remove_duplicate=False):
-        is_inside = isinstance(module, torch.jit.ScriptModule) and id(module) in inside
-        if is_inside and not any(raw_name.startswith(f"{outer}.") for outer in noted):
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
+        if any(raw_name.startswith(f"{outer}.") or not outer for outer in noted):
+            continue
+        within = [id(each) for each in module.modules() if each is not module]
+        if id(module) in locations.inside or not locations.boundaries.isdisjoint(within):
             noted.append(raw_name)
-            state.note_opaque(f"ScriptModule {raw_name!r}", "its operations run outside Python")
+            what = "operations" if locations.operations else "modules"
+            state.note_opaque(f"ScriptModule {raw_name!r}", f"its {what} run outside Python")
 
 
 def _relu_rule(module: nn.Module, table: DispatchTable | None) -> OperationRule | None:

@@ -118,7 +118,8 @@ class Block(DispatchMode):
             PolicyError: If the block is strict.
         """
         states = self.states.values()
-        if self._has_told or all(state.matched for state in states):
+        opaque = list(dict.fromkeys(call for state in states for call in state.opaque))
+        if self._has_told or (all(state.matched for state in states) and not opaque):
             return
         met = Met(
             operations=tuple(self.states),
@@ -130,7 +131,7 @@ class Block(DispatchMode):
                 *(state.name for state in states if state.may_have_met_discrete()),
             },
             taken=self.taken,
-            opaque=list(dict.fromkeys(call for state in states for call in state.opaque)),
+            opaque=opaque,
         )
         if met.ran or met.taken or met.without_gradient or met.discrete:
             self._has_told = bool(met.unmet) and not self.strict

@@ -135,7 +135,9 @@ class ParameterRules:
     def _hook(self, parameter: Tensor, grad: Tensor) -> Tensor:
         self._has_run = True
         for bound_rule in self.bound_rules:
-            if bound_rule.state.active:
+            if not bound_rule.state.active:
+                bound_rule.state.note_off(bound_rule.location)
+            else:
                 bound_rule.state.count(bound_rule.location)
                 found = bound_rule.gradients(grad, (parameter,), parameter, (True,))[0]
                 grad = torch.zeros_like(grad) if found is None else found

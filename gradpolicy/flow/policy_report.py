@@ -1,12 +1,12 @@
 """What policies matched and met: rows, a table to print, and messages about operations that never ran."""
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gradpolicy.display import Displayed
-from gradpolicy.errors import PolicyError, nearest, warn_user
+from gradpolicy.errors import PolicyError, nearest, shortened, warn_user
 from gradpolicy.flow.operation_tables import SIMILAR
 from gradpolicy.flow.operations import operation_names
 
@@ -24,18 +24,22 @@ NEVER_FLOATING = (
 
 @dataclass(frozen=True)
 class Met:
-    """Which operations of a policy or ``gradient_override`` ran where it acts.
+    """What a policy or ``gradient_override`` met where it acts, and what it was to meet.
 
     Args:
         operations: The operations that it names.
         matched: Those that its rule was put on.
         ran: All operations that ran there.
-        without_gradient: Those that ran where no gradient is recorded.
+        without_gradient: Those that ran where no gradient is recorded, and places that none crossed.
         discrete: Those with bool or integer results, which must become floating-point to count as matched.
         taken: Those that an inner override or policy took.
-        opaque: Calls that may run some of them inside torch.
+        opaque: Calls into which the rule cannot see: they may run some of them inside torch.
         excused: Those that need not be met, since they ran while the policy was inactive.
         any_of: Whether one of them is enough, as for the default of ``StraightThrough``.
+        places: Where the gradient was to meet its rule: sides of modules that ran, and parameters.
+        named: Those that were named one by one. Of others, which a glob or class matched, one is enough.
+        idle: The modules that it matched and whose forward never ran.
+        aliases: Other names of what it matched, which it does not name and where it acts too.
     """
 
     operations: tuple[str, ...] = ()
@@ -47,6 +51,10 @@ class Met:
     opaque: Collection[str] = ()
     excused: Collection[str] = ()
     any_of: bool = False
+    places: tuple[str, ...] = ()
+    named: Collection[str] = ()
+    idle: tuple[str, ...] = ()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def unmet(self) -> tuple[str, ...]:
@@ -56,8 +64,47 @@ class Met:
         )
         return () if self.any_of and len(missing) < len(self.operations) else missing
 
+    @property
+    def untouched(self) -> tuple[str, ...]:
+        """The places that a gradient should have crossed and did not."""
+        acted = any(place in self.matched for place in self.places)
+        return tuple(
+            place
+            for place in self.places
+            if place not in self.matched
+            and place not in self.excused
+            and (place in self.named or not acted)
+            and not any(call.endswith(f" at {place}") for call in self.opaque)
+        )
+
     def message(self) -> str:
-        """What to say of the unmet operations; empty if there are none."""
+        """What to say of what was not met as it was meant; empty if there is nothing."""
+        return "; ".join([*self._about_operations(), *self._about_places()])
+
+    def _about_places(self) -> Iterator[str]:
+        parameters = [place for place in self.untouched if place.startswith("parameter ")]
+        crossed = [place for place in self.untouched if place not in parameters]
+        if self.idle:
+            yield (
+                f"{_modules(self.idle)} never ran through its forward; another method of it, or a function "
+                "of its weights, passes the policy by"
+            )
+        if crossed:
+            yield (
+                f"no gradient crosses {_listed(crossed)}: what passes there needs none (it is data, comes "
+                "from frozen modules, or runs under torch.no_grad)"
+            )
+        if parameters:
+            yield (
+                f"no gradient came to {_listed(parameters)}: it is frozen, not used, or no backward pass ran"
+            )
+        for name, others in self.aliases.items():
+            yield (
+                f"{name} is also {_quoted(others)}, and the policy acts under each name: name all of them, "
+                "or give each its own"
+            )
+
+    def _about_operations(self) -> list[str]:
         unmet = self.unmet
         taken = [name for name in unmet if name in self.taken]
         discrete = [name for name in unmet if name in self.discrete and name not in taken]
@@ -76,7 +123,7 @@ class Met:
             )
         if never and not (self.any_of and parts):
             parts.append(f"{_operations(never)} never met; {self._instead(never)}")
-        return "; ".join(parts)
+        return parts
 
     def _instead(self, never: list[str]) -> str:
         """What may be meant instead of operations that never ran."""
@@ -103,7 +150,7 @@ def check_met(name: str, met: Met, *, may_get_gradient: bool = False) -> str:
         may_get_gradient: Whether an operation that ran where no gradient is recorded may still get one.
 
     Returns:
-        What to say of those that were not met, if others were; empty if all were.
+        What to say of what was not met as it was meant; empty if all was.
 
     Raises:
         PolicyError: If none of them was.
@@ -111,19 +158,21 @@ def check_met(name: str, met: Met, *, may_get_gradient: bool = False) -> str:
     message = met.message()
     unmet = set(met.unmet)
     may_come = may_get_gradient and unmet & set(met.without_gradient)
-    if message and not may_come and unmet == set(met.operations):
+    if unmet and not may_come and unmet == set(met.operations):
         raise PolicyError(f"policy.{name}.ops: {message}")
     return message
 
 
 def tell_unmet(subject: str, met: Met, *, strict: bool) -> None:
-    """Says at the end of a block that operations were not met.
+    """Says at the end of a block what was not met as it was meant.
+
+    Of calls that cannot be seen into warnings were given as they ran; a strict block raises for them too.
 
     Nothing is said of operations that an inner override or policy took, since that is how these nest; nor
     while an exception propagates.
 
     Args:
-        subject: Whose operations they are, for the message.
+        subject: Who was to meet them, for the message.
         met: What was met.
         strict: Raise, instead of giving a warning.
 
@@ -131,6 +180,13 @@ def tell_unmet(subject: str, met: Met, *, strict: bool) -> None:
         PolicyError: If ``strict``.
     """
     message = replace(met, matched={*met.matched, *met.taken}).message()
+    if strict and met.opaque:
+        message = "; ".join(filter(None, (message, f"cannot see into {_listed(met.opaque)}")))
+    tell(subject, message, strict=strict)
+
+
+def tell(subject: str, message: str, *, strict: bool) -> None:
+    """Warns of something, or raises if strict; not without a message, nor while an exception propagates."""
     if not message or sys.exception() is not None:
         return
     if strict:
@@ -227,6 +283,14 @@ def _matched(row: ReportRow) -> str:
 
 def _operations(names: list[str]) -> str:
     return f"operation {_quoted(names)} was" if len(names) == 1 else f"operations {_quoted(names)} were"
+
+
+def _modules(names: Collection[str]) -> str:
+    return _listed([f"module {name!r}" if name else "the model" for name in names])
+
+
+def _listed(names: Iterable[str]) -> str:
+    return shortened(list(names), most=8)
 
 
 def _quoted(names: Iterable[str]) -> str:

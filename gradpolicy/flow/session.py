@@ -1,6 +1,7 @@
 """What the wrapped modules and parameters of one installation share."""
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.flow.autograd_functions import in_transform
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.checkpointing import checkpoints_above
 from gradpolicy.flow.containers import tensors_in
@@ -38,6 +40,9 @@ class InstallSession:
         self._runs_again = False
         # Names of operations that an inner override or policy took.
         self.taken: set[str] = set()
+        # The modules that ran with rules on operations inside, but in compiled code.
+        self.entered: set[str] = set()
+        self._activity = autograd_activity()
         # The modules of which rules are for some calls only, with these rules; and their calls so far.
         self.counted: dict[str, list[RuleState]] = {}
         self._calls: Counter[str] = Counter()
@@ -45,6 +50,14 @@ class InstallSession:
     def matched_operations(self) -> set[str]:
         """The names of all operations that a rule of the installation was put on."""
         return {name for state in self.states for name in state.matched}
+
+    def autograd_worked(self) -> bool:
+        """Whether autograd has made nodes on this thread, or run a backward pass, since the installation."""
+        return autograd_activity() != self._activity
+
+    def ran_backward(self) -> bool:
+        """Whether a backward pass has run since the installation."""
+        return autograd_activity()[1] != self._activity[1]
 
     def begin_forward(self) -> None:
         """Notes that the outermost module starts to run with gradients.
@@ -125,6 +138,27 @@ class InstallSession:
             raise _changed("removed")
         elif snapshot != self._snapshot():
             raise _changed("switched, or their schedules went on,")
+
+
+# How often the function below looked: each time it makes a node and runs a backward pass itself.
+_looks = itertools.count(1)
+
+
+def autograd_activity() -> tuple[int, int]:
+    """How many nodes autograd has made on this thread, and how many backward passes it has begun.
+
+    Torch tells the latter within a backward pass only, so this runs a small one.
+    """
+    if in_transform():
+        return 0, 0
+    nodes, passes = torch._C._autograd._get_sequence_nr(), [0]
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        tensor = torch.zeros((), device="cpu", requires_grad=True)
+        probe = tensor.neg()
+        probe.register_hook(lambda _: passes.append(torch._C._current_graph_task_id()))
+        torch.autograd.grad(probe, tensor)
+    look = next(_looks)
+    return nodes - look, passes[-1] - look
 
 
 def _changed(how: str) -> PolicyError:

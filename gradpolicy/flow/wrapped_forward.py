@@ -1,6 +1,7 @@
 """The callable that stands in a module's ``forward`` while policies are installed."""
 
 from collections.abc import Callable, Sequence
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -231,11 +232,14 @@ class WrappedForward:
         table, session = self.table, self.session
         if table is None:
             return self._forward(args, kwargs)
+        if not _is_traced():
+            session.entered.add(self.name)
         mode = self._mode()
         if mode is None:
             with InstallMode(session, table) as mode:
                 self._name_module(mode, self.name)
                 result = self._run_counted(mode, args, kwargs)
+            self._note_generator(result, table)
             if not in_transform():
                 note_taken(session.matched_operations())
             return result
@@ -243,10 +247,23 @@ class WrappedForward:
         mode.table = table
         self._name_module(mode, self.name)
         try:
-            return self._run_counted(mode, args, kwargs)
+            result = self._run_counted(mode, args, kwargs)
         finally:
             mode.table = outer_table
             self._name_module(mode, outer_module)
+        if outer_table is not table:
+            self._note_generator(result, table)
+        return result
+
+    def _note_generator(self, result: Any, table: DispatchTable) -> None:
+        """Notes for the rules of a table that a forward's body runs where they are not."""
+        if not _is_traced() and isinstance(result, GeneratorType | CoroutineType | AsyncGeneratorType):
+            whose = f"module {self.name!r}" if self.name else "the model"
+            for rule in table.rules:
+                rule.state.note_opaque(
+                    f"the {type(result).__name__} that {whose} returns",
+                    "its body runs after the forward has returned",
+                )
 
     def _run_counted(self, mode: InstallMode, args: tuple, kwargs: dict) -> Any:
         if self.counted is None:
@@ -306,6 +323,7 @@ class WrappedReLU(WrappedForward):
         ):
             return super().__call__(input)
         # The installation's own mode would only find the same rule. Attributes of tensors go through it too.
+        self.session.entered.add(self.name)
         with _without_modes():
             result = _relu(input)
             node: Any = result.grad_fn

@@ -89,7 +89,7 @@ def plan(
         trained_by = _optimizers(duplicate, optimizers)
         divided = tuple(divided_factors(policies, optimized, trained_by))
         buffers = copy_buffers(duplicate)
-        rows, gradients, partly = _flow_rows(duplicate, flow, step)
+        rows, gradients, partly, acting = _flow_rows(duplicate, flow, step)
         changed = changed_buffers(buffers, duplicate)
         sizes = {name: parameter.numel() for name, parameter in _trainable(duplicate).items()}
     sources, masks = _freeze_masks(freeze, matched, gradients, seed)
@@ -110,7 +110,7 @@ def plan(
         training_entries=_training_entries(duplicate, first, sizes, gradients),
         combined=combined,
         combined_entries={name: sizes[name] for name in combined},
-        cuts=_cuts(flow, rows),
+        cuts=_cuts({name: flow[name] for name in flow if name in acting}, rows),
         without_gradient=tuple(name for name, gradient in gradients.items() if gradient is None),
         zero_gradient=tuple(
             name
@@ -225,21 +225,22 @@ def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
 
 def _flow_rows(
     model: nn.Module, policies: Mapping[str, FlowPolicy], step: Step
-) -> tuple[dict[str, PlanRow], dict[str, Tensor | None], list[str]]:
-    """A row for each policy, each parameter's gradient, and lines about operations that were not met."""
+) -> tuple[dict[str, PlanRow], dict[str, Tensor | None], list[str], set[str]]:
+    """A row for each policy, each parameter's gradient, lines on what was not met, who met anything."""
     training = {name for name, policy in policies.items() if "fit" in policy.when.phases}
-    gradients, rows, unmet = _observe(model, policies, training, step)
+    gradients, rows, unmet, acting = _observe(model, policies, training, step)
     others = set(policies) - training
     if others:
-        _, rows_of_others, unmet_by_others = _observe(model, policies, others, step)
+        _, rows_of_others, unmet_by_others, acting_others = _observe(model, policies, others, step)
         rows.update({name: rows_of_others[name] for name in others})
         unmet += unmet_by_others
-    return rows, gradients, unmet
+        acting |= acting_others
+    return rows, gradients, unmet, acting
 
 
 def _observe(
     model: nn.Module, policies: Mapping[str, FlowPolicy], active: set[str], step: Step
-) -> tuple[dict[str, Tensor | None], dict[str, PlanRow], list[str]]:
+) -> tuple[dict[str, Tensor | None], dict[str, PlanRow], list[str], set[str]]:
     """Takes one step with some of the policies active."""
     parameters = _trainable(model)
     installed = install(model, policies, entry_points={"": _entry_points(model)})
@@ -253,11 +254,13 @@ def _observe(
         installed.remove(quiet=True)
     # What runs without a gradient now may get one when what comes before it thaws.
     thaws = any(not parameter.requires_grad for parameter in model.parameters())
-    messages = {
-        name: check_met(name, report[name].met, may_get_gradient=thaws) for name in policies if name in active
-    }
+    lines = []
+    for name in [name for name in policies if name in active]:
+        lines += [f"{name}: cannot see into {call}: {why}" for call, why in report[name].opaque_calls.items()]
+        message = check_met(name, report[name].met, may_get_gradient=thaws)
+        lines += [f"{name}: {message}"] if message else []
     rows = {name: _flow_row(name, policies[name], report[name]) for name in policies}
-    return found, rows, [f"{name}: {message}" for name, message in messages.items() if message]
+    return found, rows, lines, {name for name in active if report[name].matched}
 
 
 def _entry_points(model: nn.Module) -> tuple[str, ...]:
@@ -265,7 +268,7 @@ def _entry_points(model: nn.Module) -> tuple[str, ...]:
 
 
 def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    if not loss.requires_grad:
+    if not (loss.requires_grad and parameters):
         return dict.fromkeys(parameters)
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return dict(zip(parameters, found, strict=True))

@@ -1,6 +1,8 @@
 """Operations that are named and never met are told when the block ends."""
 
+import re
 import sys
+import threading
 import warnings
 
 import pytest
@@ -274,3 +276,307 @@ def test_a_relu_on_what_needs_no_gradient_is_told_of(needs_gradient, told):
             model(torch.ones(2, requires_grad=needs_gradient))
 
     assert len(told(run)) == (not needs_gradient)
+
+
+class Bypassed(nn.Module):
+    """A layer whose weight is used without its forward, and one that is entered by another method."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        return self.relu(nn.functional.linear(self.first(x), self.second.weight))
+
+    def encode(self, x):
+        return torch.relu(nn.functional.linear(x, self.second.weight))
+
+
+class Handed(nn.Module):
+    """Calls a function in a module's place."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Generates(nn.Module):
+    def forward(self, x):
+        yield torch.relu(2 * x)
+
+
+class Consumes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.many = Generates()
+
+    def forward(self, x):
+        return sum(self.many(x))
+
+
+def _scripted(make):
+    return nn.Sequential(nn.Linear(4, 4), make(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
+
+
+def _frozen_trunk():
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    return model
+
+
+def _shared():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    model.add_module("tied", nn.Linear(4, 4))
+    model.tied.weight = layer.weight
+    return model
+
+
+def _run(model, x):
+    model(x).sum().backward()
+
+
+def _encode(model, x):
+    model.encode(x).sum().backward()
+
+
+def _in_thread(model, x):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(torch.relu(x * model.first.weight)))
+    thread.start()
+    thread.join()
+    results[0].sum().backward()
+
+
+class RunBefore:
+    """Runs the model before the block, so that only the backward pass is in it."""
+
+    def __call__(self, model, x):
+        self.loss.backward()
+
+
+# Where nothing can act: the model, what runs in the block, whether the input needs a gradient, the policies,
+# and what is said.
+NOWHERE = {
+    "in a ScriptModule": (
+        lambda: _scripted(torch.jit.script),
+        _run,
+        True,
+        [
+            gp.Scale(0.5, modules="1.0"),
+            gp.Stop("zero", modules="1.0"),
+            gp.StraightThrough(modules="1.0"),
+            gp.Guided(),
+        ],
+        r"cannot see into ScriptModule '1'",
+    ),
+    "in a traced module": (
+        lambda: _scripted(lambda inner: torch.jit.trace(inner, torch.ones(1, 4))),
+        _run,
+        True,
+        [gp.Scale(0.5, modules="1.0"), gp.Clip(norm=1.0, modules="1.0", at="output"), gp.Guided(modules="1")],
+        r"cannot see into ScriptModule '1'",
+    ),
+    "data": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+        _run,
+        False,
+        [gp.Scale(0.5, modules="0"), gp.Stop(modules="0"), gp.StraightThrough(modules="0", inside="own")],
+        r"no gradient crosses (input of )?module '0'",
+    ),
+    "one argument of several is data": (
+        lambda: nn.Bilinear(4, 4, 4),
+        lambda model, x: model(x, torch.ones(4, 4)).sum().backward(),
+        True,
+        [gp.Scale(0.5, modules="*", argument="input2"), gp.Stop(modules="*", argument=1)],
+        r"no gradient crosses input of module ''",
+    ),
+    "one of two that are named": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        _run,
+        False,
+        [gp.Scale(0.5, modules=["0", "1"])],
+        r"no gradient crosses input of module '0':",
+    ),
+    "behind a frozen trunk": (
+        _frozen_trunk,
+        _run,
+        False,
+        [gp.Scale(0.5, modules="1"), gp.Stop(modules="1"), gp.Reverse(modules="0", at="output")],
+        r"no gradient crosses (input of module '1'|output of module '0')",
+    ),
+    "a frozen parameter": (
+        _frozen_trunk,
+        _run,
+        False,
+        [gp.Scale(0.5, params="0.weight"), gp.Stop("zero", params=["0.weight", "1.bias"])],
+        r"no gradient came to parameter '0.weight'",
+    ),
+    "under no_grad": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+        lambda model, x: torch.no_grad()(model)(x),
+        True,
+        [gp.Scale(0.5, modules="1"), gp.StraightThrough(modules="1"), gp.Stop(modules="1", at="output")],
+        r"no gradient crosses .*module '1'",
+    ),
+    "bypassed": (
+        Bypassed,
+        _run,
+        True,
+        [
+            gp.Scale(0.5, modules="second"),
+            gp.Stop(modules="second", at="output"),
+            gp.StraightThrough(modules="second"),
+            gp.Clip(norm=1.0, modules=["first", "second"]),
+            gp.Scale(0.5, modules="second", calls=[1]),
+            gp.Scale(0.5, modules=nn.Linear),
+        ],
+        r"module 'second' never ran through its forward",
+    ),
+    "bypassed, with a rule on operations": (
+        lambda: nn.ModuleDict({"used": Handed(torch.relu), "not": Handed(torch.relu)}),
+        lambda model, x: model["used"](x).sum().backward(),
+        True,
+        [gp.Guided(modules=["used", "not"])],
+        r"module 'not' never ran through its forward",
+    ),
+    "entered by another method": (
+        Bypassed,
+        _encode,
+        True,
+        [gp.Scale(0.5, modules="*"), gp.Guided(), gp.StraightThrough(modules="second")],
+        r"the model never ran while the policies were on it",
+    ),
+    "in another thread": (
+        Bypassed,
+        _in_thread,
+        True,
+        [gp.Scale(0.5, modules="first"), gp.Guided()],
+        r"the model never ran while the policies were on it",
+    ),
+    "a block round backward only": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+        RunBefore(),
+        True,
+        [gp.Scale(0.5, modules="1"), gp.Guided(), gp.StraightThrough(modules="1")],
+        r"the model never ran while the policies were on it",
+    ),
+    "a generator": (
+        Consumes,
+        _run,
+        True,
+        [gp.Scale(0.5, modules="many", at="output"), gp.Guided(modules="many")],
+        r"cannot see into (the )?generator (that module|at output of module) 'many'",
+    ),
+    "one of two names": (
+        _shared,
+        _run,
+        True,
+        [
+            gp.Scale(0.5, modules="2"),
+            gp.StraightThrough(modules="2"),
+            gp.UseRule("identity", ops="linear", argument="input", modules="2"),
+        ],
+        r"module '2' is also '0'",
+    ),
+    "one of two names of a parameter": (
+        _shared,
+        lambda model, x: (model(x) + model.tied(x)).sum().backward(),
+        True,
+        [gp.Scale(0.5, params="tied.weight")],
+        r"parameter 'tied.weight' is also '0.weight'",
+    ),
+}
+CASES = [(kind, number) for kind, (*_, policies, _) in NOWHERE.items() for number in range(len(policies))]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("kind", "number"), CASES)
+def test_where_nothing_can_act_there_is_a_warning_and_an_error_if_strict(kind, number, told):
+    make, run, needs_gradient, policies, message = NOWHERE[kind]
+
+    def block(strict):
+        model, x = make(), torch.randn(4, 4, requires_grad=needs_gradient)
+        if isinstance(run, RunBefore):
+            run.loss = model(x).sum()
+        with gp.install(model, {"it": policies[number]}, strict=strict):
+            run(model, x)
+
+    warned = [text for text in told(lambda: block(strict=False)) if "policy" in text]
+    assert any(re.search(rf"policy 'it'.*{message}", text) for text in warned), warned
+    with pytest.raises(gp.PolicyError, match=rf"policy 'it'.*{message}"):
+        told(lambda: block(strict=True))
+
+
+# A plan runs a step itself, and there as it is meant. A policy on operations that met none is an error of it.
+PLANNED = [
+    (kind, number)
+    for kind, number in CASES
+    if NOWHERE[kind][1] is _run and not (NOWHERE[kind][3][number].ops and kind != "one of two names")
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "number"), PLANNED)
+def test_the_plan_says_so_beforehand(kind, number):
+    make, _, needs_gradient, policies, message = NOWHERE[kind]
+    x = torch.randn(4, 4, requires_grad=needs_gradient)
+    planned = gp.plan(make(), {"it": policies[number]}, lambda model: model(x).sum())
+    assert any(re.search(f"it: {message}", line) for line in planned.warnings), planned.warnings
+    if not policies[number].params:
+        assert planned.cuts == ()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_plan_of_an_operation_within_a_traced_module_is_an_error():
+    make, *_ = NOWHERE["in a traced module"]
+    with pytest.raises(gp.PolicyError, match=r"it may run within \"ScriptModule '1'\""):
+        gp.plan(make(), {"it": gp.Guided()}, lambda model: model(torch.ones(1, 4)).sum())
+
+
+def test_blocks_in_which_everything_acted_say_nothing(x, told):
+    x = torch.randn(4, 4, requires_grad=True)
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model.add_module("layers", Handed(lambda x: layers[1](layers[0](x))))
+    model.layers.parts = layers
+    policies = {
+        # Of what a glob or class matches one place is enough; a list of modules has no forward.
+        "glob": gp.Clip(norm=1.0, modules="layers.parts*"),
+        "class": gp.Scale(0.5, modules=nn.Linear),
+        "parameters": gp.Scale(0.5, params="*"),
+        "through": gp.StraightThrough(modules="1"),
+        "later": gp.Stop(modules="1", when=gp.When(start=9)),
+    }
+
+    def run(strict):
+        with gp.install(model, policies, strict=strict) as installed:
+            installed.update()
+            model(x.detach()).sum().backward()
+
+    def only_looks():
+        with gp.install(model, policies) as installed:
+            installed.report()
+
+    for strict in (False, True):
+        assert told(lambda strict=strict: run(strict)) == []
+    assert told(only_looks) == []
+
+
+def test_a_strict_block_in_which_the_model_never_ran_raises(x):
+    message = "policy 'guided': the model never ran"
+    with pytest.raises(gp.PolicyError, match=message), gp.install(Steps(), [gp.Guided()], strict=True):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot see into")
+def test_a_strict_block_raises_for_what_it_cannot_see_into():
+    lstm, x = nn.LSTM(2, 2), torch.randn(3, 1, 2, requires_grad=True)
+    with (
+        pytest.raises(gp.PolicyError, match="cannot see into lstm"),
+        gp.gradient_override({"tanh": "identity"}, strict=True),
+    ):
+        lstm(torch.tanh(x))
