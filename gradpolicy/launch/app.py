@@ -46,7 +46,7 @@ from gradpolicy.launch.messages import (
     wrong_input_errors,
 )
 from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits
-from gradpolicy.launch.run_directory import RunDirectory, claimed_directory
+from gradpolicy.launch.run_directory import RunDirectory, claimed_directory, is_unused
 
 CONFIG_NAME = "train"
 
@@ -209,7 +209,7 @@ def _cannot_set_up(error: BaseException) -> PolicyError:
 def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
     """Lets Hydra's sweeper and launcher run the jobs; prints the summary even if some failed."""
     with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
-        is_new = not any(directory.iterdir())
+        is_new = is_unused(directory)
         try:
             prepared.multirun(
                 config_name=source.name,

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,13 @@ from gradpolicy.launch.processes import (
     termination_exits,
     under_torchrun,
 )
-from gradpolicy.launch.run_directory import RunDirectory, check_destinations, run_directory
+from gradpolicy.launch.run_directory import (
+    RunDirectory,
+    check_destinations,
+    checkpoint_directories,
+    locked,
+    run_directory,
+)
 from gradpolicy.lightning.batch_limits import check_batches
 from gradpolicy.lightning.best_checkpoints import best_checkpoint, best_scores
 from gradpolicy.lightning.checked_resume import checked_restore
@@ -72,9 +78,16 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
     output = Path(settings.paths.output_dir)
     if not settings.plan_only:
         prepare_wandb(container)
-    with termination_exits(), quieter(), run_directory(output, _made_by_hydra()) as directory:
+    with (
+        termination_exits(),
+        quieter(),
+        run_directory(output, _made_by_hydra()) as directory,
+        ExitStack() as locks,
+    ):
         if is_first_rank():
             check_destinations(container)
+        for key, place in checkpoint_directories(container).items():
+            locks.enter_context(locked(place, key))
         with kept_output(output / TRAIN_LOG, keeps=is_first_rank()) as console:
             if settings.extras.print_config:
                 print_config(OmegaConf.to_container(config), console)

@@ -1,17 +1,19 @@
 """The run directory: one for all processes of a run, removed if the run never began."""
 
+import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gradpolicy.errors import PolicyError, brief
+from gradpolicy.errors import PolicyError, brief, warn_user
 from gradpolicy.launch.messages import wrong_input_errors
 from gradpolicy.launch.processes import agreed, is_first_rank, under_srun, under_torchrun
 
@@ -20,6 +22,9 @@ from gradpolicy.launch.processes import agreed, is_first_rank, under_srun, under
 TIME_IN_NAME = ("${started:", "${now:")
 # The argument that says where callbacks and loggers write.
 WRITTEN_TO = {"callbacks": "dirpath", "logger": "save_dir"}
+# Locked by the process that writes to the directory, and there only as long.
+LOCK = ".lock"
+_locked: set[Path] = set()
 
 
 @contextmanager
@@ -34,13 +39,13 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
         key: The key of that name, for messages.
 
     Raises:
-        PolicyError: If it cannot be made or written to.
+        PolicyError: If it cannot be made or written to, or another process runs in it.
     """
     template = OmegaConf.to_container(node, resolve=False)["dir"]  # type: ignore[index, call-overload]
     wanted = Path(node.dir).absolute()
     check_writable(wanted, f"{key} (below paths.log_dir)" if "paths.log_dir" in str(template) else key)
     if under_srun() or not any(word in str(template) for word in TIME_IN_NAME):
-        with empty_directories_removed(wanted):
+        with locked(wanted, key):
             yield wanted
         return
     with empty_directories_removed(wanted.parent):
@@ -68,6 +73,62 @@ def _made_anew(wanted: Path) -> Path:
     raise AssertionError
 
 
+@contextmanager
+def locked(directory: Path, key: str) -> Iterator[None]:
+    """Makes a directory and keeps the runs of other processes out of it, as long as this process lives.
+
+    Only the first rank locks it, for all of them.
+
+    Args:
+        directory: The directory; removed at the end if it did not exist and is empty.
+        key: The config key that names it, for messages.
+
+    Raises:
+        PolicyError: If another process has locked it, with that process's number and machine.
+    """
+    directory = directory.absolute()
+    is_first = is_first_rank() and os.environ.get("NODE_RANK", "0") == "0"
+    with empty_directories_removed(directory):
+        if not is_first or directory in _locked:
+            yield
+            return
+        check_writable(directory, key)
+        directory.mkdir(parents=True, exist_ok=True)
+        file = _lock(directory, key)
+        _locked.add(directory)
+        try:
+            yield
+        finally:
+            _locked.discard(directory)
+            (directory / LOCK).unlink(missing_ok=True)
+            file.close()
+
+
+def _lock(directory: Path, key: str) -> IO[str]:
+    """Opens the lock of a directory and takes it, until the file is closed or the process ends."""
+    path = directory / LOCK
+    with ExitStack() as opened:
+        try:
+            file = opened.enter_context(path.open("a+"))
+            # Of this kind, since a worker that outlives a killed run by seconds inherits the other kind.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise BlockingIOError("removed by the process that held it")
+        except (BlockingIOError, PermissionError) as error:
+            holder = (brief(path.read_text()) if path.is_file() else "") or "another process"
+            place = brief(str(directory), most=120)
+            raise PolicyError(
+                f"{key}: {holder} runs in {place}; wait until it ends, or choose another directory"
+            ) from error
+        except OSError as error:
+            warn_user(f"{key}: {directory} cannot be locked ({error.strerror}): start no other run in it")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        opened.pop_all()
+    return file
+
+
 class RunDirectory:
     """A run's directory, and whether the run has begun: from then on its files are kept.
 
@@ -79,7 +140,7 @@ class RunDirectory:
     def __init__(self, path: Path, made: Path | None = None) -> None:
         self.path = path
         self.begun = False
-        self._unused = [directory for directory in {path, made or path} if _is_unused(directory)]
+        self._unused = [directory for directory in {path, made or path} if is_unused(directory)]
 
     def begin(self) -> None:
         """Keeps the files of the run from now on."""
@@ -90,33 +151,57 @@ class RunDirectory:
         if self.begun or not is_first_rank():
             return
         for directory in filter(os.path.isdir, self._unused):
-            for entry in directory.iterdir():
+            for entry in (entry for entry in directory.iterdir() if entry.name != LOCK):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def _is_unused(path: Path) -> bool:
-    """Whether a directory holds nothing except what Hydra writes before a job starts."""
+def is_unused(path: Path) -> bool:
+    """Whether a directory holds nothing except the lock and what Hydra writes before a job starts."""
     if not os.path.isdir(path):
         return not os.path.exists(path)
     return all(
-        entry.name == ".hydra" or (entry.suffix == ".log" and not entry.stat().st_size)
+        entry.name in (".hydra", LOCK) or (entry.suffix == ".log" and not entry.stat().st_size)
         for entry in path.iterdir()
     )
 
 
 @contextmanager
 def run_directory(path: Path, made: Path | None = None) -> Iterator[RunDirectory]:
-    """Removes what a run has written if wrong input ends it before it has begun.
+    """Locks a run's directory, and removes what it has written if wrong input ends it before it has begun.
 
     Arguments are those of :class:`RunDirectory`.
     """
-    directory = RunDirectory(path, made)
-    with empty_directories_removed(path):
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(locked(path, "paths.output_dir"))
+        except PolicyError:
+            # What another process runs in stays as it is.
+            if made is not None and made.absolute() != path.absolute():
+                RunDirectory(made).clear_unless_begun()
+            raise
+        directory = RunDirectory(path, made)
         try:
             yield directory
         except wrong_input_errors():
             directory.clear_unless_begun()
             raise
+
+
+def checkpoint_directories(config: Mapping[str, Any]) -> dict[str, Path]:
+    """The directories to which callbacks write checkpoints, by their keys.
+
+    Args:
+        config: The resolved config.
+    """
+    named = {
+        f"callbacks.{name}.dirpath": (node or {}).get("dirpath")
+        for name, node in (config.get("callbacks") or {}).items()
+    }
+    return {
+        key: Path(path).expanduser()
+        for key, path in named.items()
+        if isinstance(path, str) and "://" not in path
+    }
 
 
 def check_destinations(config: Mapping[str, Any]) -> None:

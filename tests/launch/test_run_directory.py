@@ -1,6 +1,9 @@
 """One directory for all processes of a run, and none for a run that never began."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.processes import started
 from gradpolicy.launch.run_directory import (
+    LOCK,
     check_destinations,
     check_writable,
     claimed_directory,
@@ -43,8 +47,8 @@ def test_wrong_input_leaves_nothing_of_a_run_that_never_began(fresh: Path) -> No
 
 def test_a_file_where_the_directory_should_be_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(PolicyError, match="wrong"), run_directory(tmp_path / "file"):
-        raise PolicyError("wrong")
+    with pytest.raises(PolicyError, match="file exists"), run_directory(tmp_path / "file"):
+        pass
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -105,6 +109,62 @@ def test_only_the_first_rank_removes_what_was_written(fresh: Path, monkeypatch: 
     with pytest.raises(PolicyError):
         fail(fresh, PolicyError("wrong"))
     assert (fresh / "half.txt").exists()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from gradpolicy.launch.run_directory import locked
+with locked(Path(sys.argv[1]), "hydra.run.dir"):
+    print("locked", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """A process that runs in the directory `taken`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "taken")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_named(
+    tmp_path: Path, holder: subprocess.Popen
+) -> None:
+    taken = tmp_path / "taken"
+    refusal = rf"^hydra\.run\.dir: process {holder.pid} on \S+ runs in {taken}; wait until it ends"
+    with pytest.raises(PolicyError, match=refusal), claimed_directory(place(str(taken)), "hydra.run.dir"):
+        pass
+    with pytest.raises(PolicyError, match=r"^paths\.output_dir: process"), run_directory(taken):
+        pass
+    assert [path.name for path in taken.iterdir()] == [LOCK]
+
+
+def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(
+    tmp_path: Path, holder: subprocess.Popen
+) -> None:
+    holder.kill()
+    holder.wait()
+    with claimed_directory(place(str(tmp_path / "taken")), "hydra.run.dir") as directory:
+        (directory / "file").touch()
+    assert [path.name for path in directory.iterdir()] == ["file"]
+
+
+def test_one_process_may_run_in_its_directory_again_and_its_other_ranks_beside_it(
+    tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with claimed_directory(place(str(tmp_path / "own")), "hydra.run.dir") as own, run_directory(own):
+        assert (own / LOCK).is_file()
+    assert not own.exists()
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    with run_directory(tmp_path / "taken") as directory:
+        assert directory.path == tmp_path / "taken"
 
 
 def test_under_srun_all_processes_say_the_same_and_so_does_the_requeued_job(

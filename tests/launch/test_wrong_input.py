@@ -1,10 +1,13 @@
 """Wrong input: one message with the key, the cause and the nearest names; code 2; nothing left behind."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from gradpolicy.launch.run_directory import LOCK
 
 UNKNOWN = {
     "policy=guded": ("policy=guded", "guided"),
@@ -455,3 +458,20 @@ def test_a_chosen_file_that_is_no_config_is_refused(train, tmp_path: Path, writt
 )
 def test_what_cannot_be_resolved_or_set_is_told_under_its_key(train, override: str, message: str) -> None:
     assert train(override).refusal == message
+
+
+def test_checkpoints_go_to_no_directory_to_which_another_run_writes_them(train, tmp_path: Path) -> None:
+    holder = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
+    holder += (
+        "; file.write('process 7 on theirs'); file.flush(); print('locked', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path / LOCK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        refusal = train(f"callbacks.last_checkpoint.dirpath={tmp_path}").refusal
+    assert refusal == (
+        f"callbacks.last_checkpoint.dirpath: process 7 on theirs runs in {tmp_path}; wait until it ends, or"
+        " choose another directory"
+    )
