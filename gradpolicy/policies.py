@@ -143,6 +143,11 @@ class FlowPolicy(Policy):
                 raise PolicyError(
                     f"{kind}.ops: an operation is a name or a torch function, got {shown(operation)}"
                 )
+        if self.ops and argument is not None and rule.gradient_filter is not None:
+            raise PolicyError(
+                f"{kind}.argument: rule {shown(rule.name)} filters the gradient that comes in, before there "
+                "is one for each argument; use a rule that changes the operation's own gradients (own=True)"
+            )
         if not (self.modules or self.ops or self.params):
             raise PolicyError(f"{kind}: say where it acts: modules=, ops= or params=")
         if self.params and (self.ops or self.modules):

@@ -300,6 +300,8 @@ def change_own_gradients(
     function: type[Function] = ChangeOwnGradients
     if torch.compiler.is_compiling():
         _refuse_compiled_transforms(bound_rule)
+        # Of a view of an input the compiler would return one without a gradient.
+        inputs = [tensor.clone() if place in places else tensor for place, tensor in enumerate(inputs)]
     elif in_forward_mode():
         function = ChangeOwnGradientsInForwardMode
     changed = run_function(function, bound_rule, module, outputs, tuple(places), *inputs)

@@ -197,6 +197,8 @@ class OperationRule(TableRule):
         else:
             # It writes to a copy, so that the rule gets the values from before.
             result = function(args[0].clone(), *args[1:], **kwargs)
+        if result is None:
+            raise PolicyError(f"operation {self.name!r} gives no result, and a rule cannot be put on it")
         if self.state.detaches:
             self.state.count(self.name)
             self.state.note_cut(self.name, inputs, result)

@@ -27,6 +27,7 @@ CALLS = {
     "stack-by-name": ("stack", lambda a, b: torch.stack(tensors=(a, b)), [(3,), (3,)]),
     "where": ("where", lambda a, b: a.where(torch.tensor([True, False, True]), b), [(3,), (3,)]),
     "relu-in-place": ("relu", lambda a: F.relu(2 * a, inplace=True), [(3, 4)]),
+    "transpose": ("transpose", lambda a: a.transpose(0, 1), [(3, 4)]),
     "split": ("split", lambda a: torch.split(a, 2)[1] * 3, [(4, 2)]),
 }
 
@@ -153,6 +154,7 @@ def test_a_stop_cuts_every_input_off():
         assert not model(*inputs).requires_grad
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, id="compiled")])
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -163,13 +165,46 @@ def test_a_stop_cuts_every_input_off():
         (gp.Stop(ops=["linear"], argument="weight"), (1, None, 1)),
     ],
 )
-def test_an_argument_of_the_operation_may_be_named_and_the_others_keep_their_own(policy, expected):
+def test_an_argument_of_the_operation_may_be_named_and_the_others_keep_their_own(policy, expected, compiled):
     inputs = made([(2, 4), (5, 4), (5,)])
     plain = gradients(F.linear, inputs)
     with gp.install(model := Calls(F.linear), [policy], strict=True):
-        found = gradients(model, inputs)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        found = gradients(run, inputs)
     for factor, one, other in zip(expected, found, plain, strict=True):
         assert one is None if factor is None else torch.equal(one, factor * other)
+
+
+def test_naming_an_argument_means_nothing_for_what_filters_the_incoming_gradient():
+    with pytest.raises(gp.PolicyError, match=r"Guided\.argument: rule 'guided_relu' filters"):
+        gp.Guided(argument="input")
+
+
+def test_an_operation_without_a_result_is_refused():
+    def write(x, y):
+        whole = 1 * x
+        whole[0] = y
+        return whole
+
+    with (
+        gp.install(model := Calls(write), [gp.Scale(2.0, ops=["setitem"])]),
+        pytest.raises(gp.PolicyError, match="operation 'setitem' gives no result"),
+    ):
+        model(*made([(3,), ()]))
+
+
+def test_mixed_precision_leaves_gradients_changed():
+    layer, x = nn.Linear(4, 3), torch.randn(5, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).sum().backward()
+    plain = layer.weight.grad.clone()
+    layer.zero_grad()
+    with (
+        gp.install(layer, [gp.Scale(4.0, ops=["linear"])], strict=True),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        layer(x).sum().backward()
+    assert torch.equal(layer.weight.grad, 4 * plain)
 
 
 def test_a_rule_may_replace_the_gradient_of_the_one_argument_that_is_named():
