@@ -7,7 +7,9 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.locations import FlowPolicy, Locations, describe_location
+from gradpolicy.flow.operations import resolve_operation
 from gradpolicy.when import When
+from gradpolicy.where import STEP_OPERATIONS
 
 # Rules that compare the input of an operation with its output.
 _OF_AN_OPERATION = ("bernoulli", "gumbel", "lsq", "reinmax", "rotation")
@@ -34,6 +36,14 @@ def remarks(policies: Mapping[str, FlowPolicy]) -> list[str]:
     """A line for each policy whose rule changes nothing where it acts, or may be meant for elsewhere."""
     lines = []
     for name, policy in policies.items():
+        if policy.ops and policy.rule.own and policy.rule.each:
+            operations = [resolve_operation(operation).name for operation in policy.ops]
+            lines += [
+                f"{name}: the own gradient of {operation!r} is 0, so that there is nothing to change; "
+                "StraightThrough(ops=[…]) replaces it"
+                for operation in operations
+                if operation in STEP_OPERATIONS
+            ]
         if policy.ops or policy.at == "through":
             continue
         rule, where = policy.rule, describe_location(policy)

@@ -50,3 +50,19 @@ def test_a_rule_that_reads_inputs_at_a_boundary_is_a_line_of_the_plan(model):
 )
 def test_what_has_an_effect_gives_no_warning(model, policy):
     assert planned(model, own=policy).warnings == ()
+
+
+def test_changing_the_gradient_of_a_step_is_a_line_of_the_plan():
+    class Rounds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            features = self.linear(x)
+            return torch.round(features) + torch.relu(features)
+
+    (warning,) = planned(Rounds(), slow=gp.Scale(0.5, ops=[torch.round, "add"])).warnings
+    assert warning.startswith("slow: the own gradient of 'round' is 0")
+    assert "StraightThrough" in warning
+    assert planned(Rounds(), cut=gp.Stop(ops=["round"])).warnings == ()
