@@ -237,6 +237,7 @@ class _Loop(TrainingPolicies):
         if self.freezer is not None and self._may_toggle:
             self.freezer.toggle_requires_grad = True
 
+    @torch.compiler.disable
     def _before_forward(self) -> None:
         self._let_toggle()
         if self.installed is not None and self.scaler is not None:
@@ -277,6 +278,7 @@ class _Loop(TrainingPolicies):
     def _epoch(self) -> int:
         return 0 if self.steps_per_epoch is None else self._time // self.steps_per_epoch
 
+    @torch.compiler.disable
     def _take_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
         """Takes what a backward pass adds to a gradient."""
         assert self.freezer is not None
@@ -285,11 +287,13 @@ class _Loop(TrainingPolicies):
         scale = self._scales.get(name)
         return None if scale is None else gradient * scale
 
+    @torch.compiler.disable
     def _mask_gradient(self, parameter: Tensor) -> None:
         """Removes what is frozen from a gradient, unless new masks may be set before the step."""
         if parameter not in self._wanted and not self._stepped:
             self._owner[parameter].mask_gradient(parameter)
 
+    @torch.compiler.disable
     def _before_step(
         self, optimizer: MaskedOptimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -322,6 +326,7 @@ class _Loop(TrainingPolicies):
             optimizer.grad_scale = None
         self.freezer.observe(optimizer)
 
+    @torch.compiler.disable
     def _finish_step(self, optimizer: MaskedOptimizer, *_: Any) -> None:
         super()._finish_step()
         if optimizer.effective_steps == self._counts[optimizer]:

@@ -556,6 +556,22 @@ def test_however_the_model_is_entered(way, clips):
     assert_close(model, by_hand(6, mask=entries, clip=0.05 if clips else None))
 
 
+def test_the_whole_training_step_may_be_compiled():
+    model = Net()
+    policies = {**flow(), "third": gp.Freeze(mask_at)}
+    with gp.training(model, adamw(model), policies, toggle_requires_grad=False) as optimizer:
+
+        @torch.compile(backend="eager")
+        def step(x, y):
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(5):
+            step(*batch(number))
+    assert_close(model, by_hand(5))
+
+
 def test_gradients_that_are_set_by_hand_are_taken_too():
     model = Net()
     with gp.training(model, torch.optim.SGD(model.parameters(), lr=1.0), [gp.Freeze(mask_at)]) as optimizer:

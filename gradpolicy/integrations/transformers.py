@@ -142,7 +142,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         for optimizer in self.masked_optimizers:
             # Moments that "drop" has left out come back, as the plain optimizer needs them.
             optimizer.set_masks({p: None for group in optimizer.param_groups for p in group["params"]})
-            _put_inside(trainer.optimizer, optimizer.inner)
+            if _innermost(trainer.optimizer) is optimizer:
+                _put_inside(trainer.optimizer, optimizer.inner)
 
     # ---- training
 

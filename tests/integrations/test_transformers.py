@@ -253,6 +253,19 @@ def with_loss_scaler(trainer):
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_an_optimizer_that_is_made_anew_in_the_middle_is_refused(train, bert, prepared):
+    class MakesAnew(Trainer):
+        def training_step(self, *arguments):
+            if self.state.global_step == 2:
+                made = torch.optim.AdamW(bert.parameters())
+                self.optimizer = self.accelerator.prepare(made) if prepared else made
+            return super().training_step(*arguments)
+
+    with pytest.raises(gp.PolicyError, match=r"AdamW.step would update .* past the policies"):
+        train(bert, {"half": gp.Freeze(half, params="*.weight")}, kind=MakesAnew)
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_a_step_that_fp16_skips_is_no_step(train, bert, optim):
     source, watch, start = Shown(), Watch(), bits(bert)
