@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from gradpolicy.launch.config import Settings
+from gradpolicy.launch.resumed_settings import SaveSettings
 from gradpolicy.launch.run_directory import RunDirectory
 from gradpolicy.launch.targets import build, build_all
 from gradpolicy.lightning.batch_limits import BatchLimits
@@ -102,6 +103,7 @@ def build_trainer(
         policies,
         *guards,
         RunBegins(directory),
+        SaveSettings(settings),
         *others,
         BatchLimits(),
         *([SaveOnPreemption()] if saves else []),

@@ -42,6 +42,7 @@ from gradpolicy.launch.processes import (
     termination_exits,
     under_torchrun,
 )
+from gradpolicy.launch.resumed_settings import check_settings
 from gradpolicy.launch.run_directory import (
     RunDirectory,
     check_destinations,
@@ -119,6 +120,8 @@ def plan_and_run(
         if checkpoint is not None:
             check_resumable(checkpoint)
         check_optimizer(subject.model, checkpoint)
+        if checkpoint is not None:
+            check_settings(checkpoint, settings)
     if checkpoint is None and not settings.train and not settings.plan_only:
         rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
     if checkpoint is not None and settings.train:

@@ -11,14 +11,19 @@ from torch import Tensor, nn
 
 from gradpolicy.distributed.sharded_checkpoint import has_key, saved_shapes
 from gradpolicy.errors import PolicyError, shortened, shown
-from gradpolicy.lightning.checkpoint_reading import KEY, VERSION, WEIGHTS, check_checkpoint, read_checkpoint
+from gradpolicy.lightning.checkpoint_reading import (
+    KEY,
+    SETTINGS,
+    VERSION,
+    WEIGHTS,
+    check_checkpoint,
+    read_checkpoint,
+)
 from gradpolicy.optim.update_rules import rule_for
 from gradpolicy.tasks.task import Task
 
-CANNOT_RESUME = (
-    "a run cannot go on from it; begin a new one with its weights by callbacks=[default,initial_weights] "
-    "callbacks.initial_weights.path=…"
-)
+BY_INITIAL_WEIGHTS = "callbacks=[default,initial_weights] callbacks.initial_weights.path=…"
+CANNOT_RESUME = f"a run cannot go on from it; begin a new one with its weights by {BY_INITIAL_WEIGHTS}"
 
 
 def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
@@ -130,8 +135,9 @@ def check_optimizer(model: LightningModule, checkpoint: Path | None) -> None:
 
 
 def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    content = read_checkpoint(checkpoint)
     # In a directory they are among its shards.
-    states: Any = read_checkpoint(checkpoint).get("optimizer_states", [{}])
+    states: Any = content.get("optimizer_states", [{}])
     if len(states) != 1:
         raise PolicyError(
             f"ckpt_path: {checkpoint} holds the state of {len(states)} optimizers, and this run has one: "
@@ -154,6 +160,36 @@ def _check_state(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
                 raise PolicyError(
                     f"ckpt_path: {checkpoint} holds {shown(value)} as the optimizer's {name}: {CANNOT_RESUME}"
                 )
+    if SETTINGS not in content and groups:
+        _check_options(optimizer, groups[0], is_scheduled=bool(content.get("lr_schedulers")))
+
+
+def setting_differs(key: str, here: str, there: str, more: str = "") -> PolicyError:
+    """Says that the checkpoint decides a setting, and that the config has another value for it."""
+    return PolicyError(
+        f"{key}: {here} given, and the run that ckpt_path goes on with has {there}; leave it so{more}; a new "
+        f"run begins with the weights alone by {BY_INITIAL_WEIGHTS}"
+    )
+
+
+def _check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, is_scheduled: bool) -> None:
+    """Compares options with those in the checkpoint of another program, which holds no settings of the run.
+
+    Raises:
+        PolicyError: For the first that differs; not for one that a scheduler may have changed.
+    """
+    began = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+    for name, here in optimizer.defaults.items():
+        if name not in group or (is_scheduled and not (name == "lr" and "initial_lr" in group)):
+            continue
+        if _plain(here) != _plain(began[name]):
+            raise setting_differs(f"optimizer.{name}", shown(here), shown(_plain(began[name])))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _check_entries(

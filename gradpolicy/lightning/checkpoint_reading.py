@@ -19,6 +19,8 @@ KEY = "ckpt_path"
 PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 WEIGHTS = "state_dict"
 VERSION = "pytorch-lightning_version"
+# The part of the run's config that a run which resumes from the checkpoint must share.
+SETTINGS = "gradpolicy_settings"
 
 
 class Checked(NamedTuple):

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from gradpolicy.launch.app import main
 from gradpolicy.lightning.checkpoint_io import write_whole
+from gradpolicy.lightning.checkpoint_reading import SETTINGS
 
 from .conftest import CONF, QUICK
 
@@ -132,3 +133,58 @@ def test_nothing_that_a_strangers_checkpoint_names_is_deleted(train, trained, tm
         assert precious.is_dir(), named
         assert ended.code == 2
         assert ended.message.startswith(f"ckpt_path: {tmp_path}/theirs/a.ckpt names ")
+
+
+CHANGED = {
+    "optimizer.lr=0.5": "optimizer.lr: 0.5 given, and the run that ckpt_path goes on with has 0.002; ",
+    "optimizer.betas=[0.8,0.9]": "optimizer.betas: [0.8, 0.9] given",
+    "optimizer.weight_decay=0": "optimizer.weight_decay: 0 given",
+    "optimizer=adam": "optimizer._target_: 'torch.optim.Adam' given",
+    "+optimizer.maximize=true": "optimizer.maximize: True given, and the run that",
+    "+model.scheduler={_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 2}": (
+        "model.scheduler._target_: 'torch.optim.lr_scheduler.StepLR' given"
+    ),
+    "seed=4": "seed: 4 given, and the run that ckpt_path goes on with has 0",
+    "policy.random_freeze.mask.density=0.2": "policy.random_freeze.mask.density: 0.2 given",
+    "policy.random_freeze.frozen_state=keep": "policy.random_freeze.frozen_state: 'keep' given",
+    "+policy.random_freeze.mask.seed=9": "policy.random_freeze.mask.seed: 9 given",
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("override", CHANGED)
+def test_a_setting_that_the_checkpoint_decides_is_refused_by_its_key(
+    train, last: Path, override: str
+) -> None:
+    ended = train(f"ckpt_path={last}", "trainer.max_epochs=2", "plan_only=true", override)
+    assert ended.refusal.startswith(CHANGED[override])
+    assert "callbacks.initial_weights.path=" in ended.message
+
+
+@pytest.mark.slow
+def test_first_weights_that_the_checkpoint_would_replace_are_refused(train, last: Path) -> None:
+    weights = ("callbacks=[default,initial_weights]", f"callbacks.initial_weights.path={last}")
+    message = train(f"ckpt_path={last}", "trainer.max_epochs=2", *weights).refusal
+    assert message.startswith("callbacks.initial_weights.path: ")
+
+
+def test_settings_that_take_effect_may_change_when_a_run_is_resumed(train, last: Path) -> None:
+    changed = ("trainer.max_epochs=2", "trainer.gradient_clip_val=1", "tags=[again]", "~policy.stop")
+    ended = train(f"ckpt_path={last}", "test=false", "extras.plan=false", *changed, "optimizer.lr=2e-3")
+    assert ended.code == 0, ended.err
+    # It is only tested: no optimizer is restored.
+    assert train(f"ckpt_path={last}", "train=false", "optimizer.lr=0.5").code == 0
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_the_rate_in_a_checkpoint_of_another_program_is_compared_too(
+    train, trained, tmp_path: Path, scheduled: bool
+) -> None:
+    del trained[SETTINGS]
+    if scheduled:
+        trained["lr_schedulers"] = [{}]
+        trained["optimizer_states"][0]["param_groups"][0] |= {"lr": 0.1, "initial_lr": 0.002}
+    path = saved(trained, tmp_path / "a.ckpt")
+    resumed = (f"ckpt_path={path}", "trainer.max_epochs=2", "plan_only=true")
+    assert train(*resumed).code == 0
+    assert train(*resumed, "optimizer.lr=0.5").refusal.startswith("optimizer.lr: 0.5 given")
