@@ -204,7 +204,7 @@ def is_mask(value: Any) -> bool:
 QUICK = [
     *("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1"),
     *("trainer.accelerator=cpu", "test=false", "logger=csv", "callbacks=model_checkpoint"),
-    *("extras.print_config=false", "extras.plan=false", "policy=random_freeze"),
+    *("extras.plan=false", "policy=random_freeze"),
     # It looks on, and would ask for masks of its own.
     "audit=off",
 ]

@@ -12,9 +12,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.markup import escape
 from rich.syntax import Syntax
-from rich.table import Table
 from rich.tree import Tree
 
 from gradpolicy.errors import PolicyError
@@ -41,6 +39,7 @@ class Result:
         error: What was wrong, if it failed.
         directory: Where everything was saved.
         program: How the program is called that did the run.
+        seconds: How long it took.
     """
 
     overrides: list[str] = field(default_factory=list)
@@ -50,6 +49,7 @@ class Result:
     error: str = ""
     directory: str = ""
     program: str = "python train.py"
+    seconds: float = 0.0
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
@@ -92,42 +92,54 @@ def print_config(config: Any, console: Console) -> None:
     console.print(tree)
 
 
-def print_results(result: Result, saved: Mapping[str, str], console: Console) -> None:
-    """Prints the final table and where everything was saved."""
-    table = Table(title="Results", title_justify="left", title_style="bold", header_style="bold")
-    table.add_column("metric")
-    table.add_column("value", justify="right")
-    for name, value in sorted(result.metrics.items(), key=_by_stage):
-        table.add_row(escape(name), f"{value:.4g}")
-    console.print(table)
-    table = Table(title="Saved", title_justify="left", title_style="bold", show_header=False, box=None)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for what, where in saved.items():
-        table.add_row(what, escape(where))
-    console.print(table)
+def print_results(result: Result, optimized: str | None, report: Path, console: Console) -> None:
+    """Print the last lines of a run: its main metrics, the time it took and where its report is.
+
+    Args:
+        result: What came of the run. All its metrics are in the report.
+        optimized: The metric by which runs are compared.
+        report: The report. If it was not written, the directory of the run is named.
+        console: Where to print.
+    """
+    lines = {name: f"{value:.4g}" for name, value in main_metrics(result.metrics, optimized).items()}
+    lines["time"] = duration(result.seconds)
+    lines |= (
+        {"report": str(report.absolute())} if report.is_file() else {"run": str(report.parent.absolute())}
+    )
+    width = max(map(len, lines))
+    console.print("Results", style="bold")
+    for name, value in lines.items():
+        # A path that is folded cannot be copied.
+        console.print(f"  {name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
 
 
-def saved_in(directory: Path) -> dict[str, str]:
-    """Lists what a run left in its directory, a line for each kind."""
-    kinds = {
-        "run": [directory],
-        "config": [directory / "config.yaml"],
-        "checkpoints": sorted(directory.glob("checkpoints/*")),
-        "metrics": sorted(directory.glob("csv/*/metrics.csv"))[-1:],
-        "wandb": sorted(directory.glob("wandb/*run-*"))[-1:],
-        "tensorboard": sorted(directory.glob("tensorboard/*"))[-1:],
-        "mlflow": sorted(directory.glob("mlflow.db")),
-        "pictures": sorted(directory.glob("pictures/*")),
-        "delta": [directory / "delta.safetensors"],
-        "log": [directory / "train.log"],
-        "report": [directory / REPORT],
-    }
-    return {
-        what: ", ".join(str(path) if what == "run" else str(path.relative_to(directory)) for path in paths)
-        for what, paths in kinds.items()
-        if any(path.exists() for path in paths)
-    }
+def main_metrics(metrics: Mapping[str, float], optimized: str | None) -> dict[str, float]:
+    """Choose the metrics that say how a run went: those of the test, or else of validation, or of training.
+
+    The metric by which runs are compared is always among them.
+
+    Example:
+        >>> main_metrics({"train/loss": 0.1, "val/loss": 0.2, "val/loss_best": 0.15}, "val/loss_best")
+        {'val/loss': 0.2, 'val/loss_best': 0.15}
+    """
+    for stage in ("test/", "val/", "train/", ""):
+        chosen = sorted(name for name in metrics if name.startswith(stage) and not name.startswith("policy/"))
+        if chosen:
+            break
+    return {name: metrics[name] for name in [*chosen, optimized or ""] if name in metrics}
+
+
+def duration(seconds: float) -> str:
+    """Write a time as a person does.
+
+    Example:
+        >>> duration(8.25), duration(75), duration(3725)
+        ('8.2 s', '1 min 15 s', '1 h 2 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def write_report(runs: Sequence[Path], output: Path, console: Console) -> None:
@@ -146,13 +158,6 @@ def write_report(runs: Sequence[Path], output: Path, console: Console) -> None:
     except Exception as error:
         text = " ".join(str(error).split())
         console.print(f"warning: no report: {type(error).__name__}: {text}", markup=False, soft_wrap=True)
-
-
-def _by_stage(item: tuple[str, float]) -> tuple[int, str]:
-    """The sort key of a metric: test first, then validation, training, and the policies' own."""
-    stages = ("test/", "val/", "train/")
-    name = item[0]
-    return next((index for index, stage in enumerate(stages) if name.startswith(stage)), len(stages)), name
 
 
 # ---- streams that lack characters

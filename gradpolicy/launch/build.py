@@ -22,6 +22,7 @@ from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
 from gradpolicy.lightning.exact_resume import ExactResume
 from gradpolicy.lightning.nonfinite import StopOnNonFinite
 from gradpolicy.lightning.preemption import SaveOnPreemption
+from gradpolicy.lightning.progress_bar import ProgressBar as OneLineProgressBar
 from gradpolicy.lightning.rank_watch import RankWatch
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.policies import Policy
@@ -87,6 +88,8 @@ def build_trainer(
     switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
     off = tuple(kind for switch, kind in switches.items() if node.get(switch) is False)
     chosen = [callback for callback in chosen if not isinstance(callback, off)]
+    if ProgressBar not in off and not any(isinstance(callback, ProgressBar) for callback in chosen):
+        chosen.append(OneLineProgressBar())
     # After the policies: in a gradient that a policy removes, a value that is not finite does no harm.
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
     # After the best checkpoint, since the one to resume from records which that is.

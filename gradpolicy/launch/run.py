@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,7 +26,6 @@ from gradpolicy.insight.results import (
     Result,
     print_config,
     print_results,
-    saved_in,
     write_report,
 )
 from gradpolicy.insight.run_files import LogRun, name_loggers, write_plan
@@ -90,8 +90,6 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         for key, place in checkpoint_directories(container).items():
             locks.enter_context(locked(place, key))
         with kept_output(output / TRAIN_LOG, keeps=is_first_rank()) as console:
-            if settings.extras.print_config:
-                print_config(OmegaConf.to_container(config), console)
             return plan_and_run(settings, container, overrides, directory, console)
 
 
@@ -133,9 +131,13 @@ def plan_and_run(
         planned = make_run_plan(subject, settings.seed)
         console.print(planned)
     if settings.plan_only:
+        if settings.extras.print_config:
+            console.print("extras.print_config: a plan prints no config; --cfg job does", markup=False)
         directory.clear_unless_begun()
         return Result(overrides, status="planned")
     if is_first_rank():
+        if settings.extras.print_config:
+            print_config(container, console)
         save_config(container, directory.path)
         save_defaults(directory.path)
         record_of(directory.path, settings.task_name, settings.callbacks, _in_sweep()).save()
@@ -143,17 +145,23 @@ def plan_and_run(
             write_plan(planned, directory.path)
     reporter = LogRun(container, planned, compared_metrics(settings))
     result = Result(overrides, directory=str(directory.path), program=program_name())
+    began = time.monotonic()
     try:
         metrics = train_and_test(settings, subject, checkpoint, directory, reporter)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         # Wrong input that is found before the first step leaves nothing.
         if directory.begun:
-            _save(_broken_off(result, error), settings, console)
+            _save(_broken_off(replace(result, seconds=time.monotonic() - began), error), settings, console)
         raise
-    result = replace(result, metrics=metrics, optimized=optimized_value(settings, metrics))
+    result = replace(
+        result,
+        metrics=metrics,
+        optimized=optimized_value(settings, metrics),
+        seconds=time.monotonic() - began,
+    )
     _save(result, settings, console)
     if is_first_rank():
-        print_results(result, saved_in(directory.path), console)
+        print_results(result, settings.optimized_metric, directory.path / REPORT, console)
     return result
 
 

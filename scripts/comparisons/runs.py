@@ -14,7 +14,6 @@ from gradpolicy.launch.processes import quoted
 
 # Nothing is printed but the progress of the whole.
 QUIET = (
-    "extras.print_config=false",
     "extras.plan=false",
     "trainer.enable_progress_bar=false",
     "++callbacks.progress_bar=null",

@@ -6,13 +6,12 @@ from enum import StrEnum
 from typing import Any
 
 # Every command line starts with these, unless it says otherwise itself.
-PLAN = ("plan_only=true", "trainer=cpu", "logger=csv", "extras.print_config=false")
+PLAN = ("plan_only=true", "trainer=cpu", "logger=csv")
 # In place of `plan_only=true`, where a case really trains: one batch of each kind.
 SHORT = (
     "trainer=cpu",
     "logger=csv",
     "callbacks=[model_checkpoint,record]",
-    "extras.print_config=false",
     "extras.plan=false",
     "trainer.max_epochs=1",
     "trainer.limit_train_batches=1",

@@ -69,7 +69,6 @@ class Setting:
             "+logger.csv.flush_logs_every_n_steps=1",
             *([often] if self.save_every else []),
             "extras.plan=false",
-            "extras.print_config=false",
             *self.overrides,
         ]
 

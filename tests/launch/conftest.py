@@ -27,7 +27,6 @@ QUICK = (
     *SHORT,
     "logger=csv",
     "callbacks=model_checkpoint",
-    "extras.print_config=false",
     "extras.report=false",
 )
 

@@ -6,7 +6,6 @@ SHORT = (
     "trainer.accelerator=cpu",
     "logger=csv",
     "callbacks=model_checkpoint",
-    "extras.print_config=false",
     "extras.plan=false",
 )
 

@@ -7,7 +7,6 @@ EPOCHS = (
     "trainer.accelerator=cpu",
     "logger=csv",
     "callbacks=model_checkpoint",
-    "extras.print_config=false",
     "extras.plan=false",
 )
 
