@@ -63,6 +63,7 @@ class ResultFile(BaseModel):
     error: str = ""
     directory: str = ""
     program: str = "python train.py"
+    seconds: float = 0.0
 
 
 class RecordLine(BaseModel):
