@@ -4,9 +4,9 @@ That of ``run.json`` is :class:`gradpolicy.lightning.run_record.RunRecord`. What
 has a default.
 """
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 # What a float counts exactly.
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -66,6 +66,10 @@ class ResultFile(BaseModel):
     seconds: float = 0.0
 
 
+# What a line of the record has, by its kind.
+NEEDED = {"freeze": ("policy", "parameter", "entries", "active"), "flow": ("policy",)}
+
+
 class RecordLine(BaseModel):
     """A line of ``record.jsonl``; one of the kind ``freeze`` has lists, with a value for each parameter."""
 
@@ -94,6 +98,13 @@ class RecordLine(BaseModel):
     gradient_norm_after: Numbers = None
     operations: Numbers = None
     zeros_passed: Numbers = None
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self) -> Self:
+        for name in NEEDED.get(self.kind, ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} is needed where the kind is {self.kind}")
+        return self
 
 
 class Checked(BaseModel):

@@ -119,9 +119,24 @@ def test_a_damaged_file_is_named_and_stops_no_report(run: Path, name: str, seed:
     report_of(run, name, with_other((run / name).read_bytes(), draw))
 
 
+@pytest.mark.parametrize("lines", range(1, 4))
+def test_a_record_of_few_lines_is_shown(run: Path, lines: int) -> None:
+    whole = (run / "record.jsonl").read_bytes().splitlines(keepends=True)
+    report_of(run, "record.jsonl", b"".join(whole[:lines]))
+    bare = b"\n".join(
+        json.dumps({"step": 1, "epoch": 0, **line}).encode()
+        for line in (
+            {"kind": "freeze", "policy": "a", "parameter": ["w"], "entries": [1], "active": [0]},
+            {"kind": "flow", "policy": "b"},
+            {"kind": "memory"},
+        )[:lines]
+    )
+    report_of(run, "record.jsonl", bare + b"\n")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(FILES), st.sampled_from(DAMAGES), st.randoms(use_true_random=False), st.booleans())
 def test_no_damage_stops_a_report(
     run: Path, name: str, damage: Callable[[bytes, random.Random], bytes], draw: random.Random, several: bool
@@ -156,6 +171,7 @@ def test_what_holds_something_else_is_named(run: Path, name: str, content: bytes
         ("record.jsonl", "step", 2**70, "line 1: is no line of a record (step: Input should be less than"),
         ("record.jsonl", "parameter", "w", "parameter: must be a list"),
         ("record.jsonl", "active", [1], "argument"),
+        ("record.jsonl", "entries", None, "entries is needed where the kind is freeze"),
     ],
 )
 def test_the_place_that_is_wrong_is_named(run: Path, name: str, key: str, value: object, reason: str) -> None:

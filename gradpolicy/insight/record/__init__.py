@@ -5,7 +5,7 @@
 >>> from gradpolicy.insight import record
 >>> run = Path(tempfile.mkdtemp())
 >>> numbers = '"step": 5, "epoch": 0, "active": [3], "entries": [4]'
->>> line = '{"kind": "freeze", "parameter": ["fc.weight"], ' + numbers + "}\\n"
+>>> line = '{"kind": "freeze", "policy": "half", "parameter": ["fc.weight"], ' + numbers + "}\\n"
 >>> _ = (run / "record.jsonl").write_text(line)
 >>> record.load(run).query("kind == 'freeze'")[["step", "parameter", "active_share"]]
    step  parameter  active_share

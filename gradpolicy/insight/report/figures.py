@@ -67,6 +67,11 @@ def _shown_first(figure: go.Figure, choices: Mapping[str, tuple[str, Sequence[st
         trace.visible = all(meta.get(key, values[0]) == values[0] for key, (_, values) in choices.items())
 
 
+def is_known(rows: pd.DataFrame, column: str) -> bool:
+    """Whether any row has a value in a column."""
+    return column in rows and bool(rows[column].notna().any())
+
+
 def _thinned(frame: pd.DataFrame, most: int = POINTS) -> pd.DataFrame:
     """At most so many rows, evenly chosen, the last among them."""
     if len(frame) <= most:
@@ -258,7 +263,7 @@ def timeline(run: Run) -> Figure | None:
     )
     usable = []
     for quantity in QUANTITIES:
-        if quantity.column not in layers or not layers[quantity.column].notna().any():
+        if not is_known(layers, quantity.column):
             continue
         usable.append(quantity.name)
         for policy in policies:
@@ -280,7 +285,7 @@ def _without_common_parents(names: Sequence[str]) -> list[str]:
 def _with_parameters(layers: pd.DataFrame, parameters: pd.DataFrame) -> pd.DataFrame:
     """Adds what is only recorded for parameters: means over a layer's, weighted by their entries."""
     keys = ["policy", "layer", "step"]
-    known = [name for name in ("update_size", "age_median") if name in parameters]
+    known = [name for name in ("update_size", "age_median") if is_known(parameters, name)]
     if not known:
         return layers
     weighted = parameters[keys].assign(entries=parameters["entries"])
@@ -347,14 +352,14 @@ def _heat_map(rows: pd.DataFrame, policy: str, quantity: Quantity, end: int) -> 
 def ages(run: Run) -> Figure | None:
     """The quartiles of the ages of a parameter's entries over the steps."""
     rows = run.rows("freeze")
-    if rows.empty or "age_median" not in rows or rows["age_median"].isna().all():
+    if not is_known(rows, "age_median"):
         return None
     figure = new_figure("step", "age in updates")
     # Masks may change at steps at which no ages are recorded.
     rows = rows.dropna(subset="age_median")
     names = list(rows["parameter"].unique())
     # One that had just begun whenever ages were recorded would be shown as a flat line.
-    oldest = rows["age_max" if "age_max" in rows else "age_median"].idxmax()
+    oldest = rows["age_max" if is_known(rows, "age_max") else "age_median"].idxmax()
     names.sort(key=lambda name: name != rows["parameter"][oldest])
     most = max(30, POINTS * 20 // max(len(names), 1))
     for name in names:
@@ -363,7 +368,7 @@ def ages(run: Run) -> Figure | None:
         meta = {"parameter": name}
         bands = (("age_min", "age_max", 0.12, "least to most"), ("age_q25", "age_q75", 0.3, "middle half"))
         for low, high, alpha, label in bands:
-            if low not in own or high not in own:
+            if not (is_known(own, low) and is_known(own, high)):
                 continue
             line = {"width": 0, "color": COLOURS[0]}
             figure.add_scatter(
@@ -405,7 +410,7 @@ def memory(runs: Mapping[str, Run]) -> Figure | None:
     beside: dict[tuple[float, ...], str] = {}
     for (label, run), colour in zip(runs.items(), _colours(len(runs)), strict=True):
         rows = _thinned(run.rows("memory"))
-        if rows.empty:
+        if not is_known(rows, "state_bytes"):
             continue
         figure.add_scatter(
             x=rows["step"],
@@ -415,7 +420,7 @@ def memory(runs: Mapping[str, Run]) -> Figure | None:
             mode=_mode(rows),
         )
         # Runs of one model share it.
-        if "adam_bytes" in rows and beside.setdefault(tuple(rows["adam_bytes"]), label) == label:
+        if is_known(rows, "adam_bytes") and beside.setdefault(tuple(rows["adam_bytes"]), label) == label:
             figure.add_scatter(
                 x=rows["step"],
                 y=_numbers(rows["adam_bytes"]),
@@ -439,14 +444,15 @@ def flow(run: Run) -> Figure | None:
     if rows.empty:
         return None
     figure = new_figure("step", "")
-    phases = list(rows["phase"].unique()) if "phase" in rows else ["fit"]
+    rows = rows.assign(phase=rows["phase"].fillna("fit"))
+    phases = list(rows["phase"].unique())
     usable = []
     for quantity, columns in FLOW.items():
-        if not any(column in rows and rows[column].notna().any() for column, _ in columns):
+        if not any(is_known(rows, column) for column, _ in columns):
             continue
         usable.append(quantity)
         for phase in phases:
-            of_phase = rows[rows["phase"] == phase] if "phase" in rows else rows
+            of_phase = rows[rows["phase"] == phase]
             for index, (policy, own) in enumerate(of_phase.groupby("policy", sort=False)):
                 for place, (column, label) in enumerate(columns):
                     _add_flow_curve(figure, own, column, f"{policy} {label}", index, place, quantity, phase)
@@ -468,7 +474,7 @@ def _add_flow_curve(
     quantity: str,
     phase: str,
 ) -> None:
-    if column not in rows or rows[column].isna().all():
+    if not is_known(rows, column):
         return
     own = _thinned(rows[["step", column]].dropna())
     figure.add_scatter(

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from gradpolicy.insight.report.figures import PLAIN, Figure, new_figure
+from gradpolicy.insight.report.figures import PLAIN, Figure, is_known, new_figure
 from gradpolicy.insight.report.reading import Run
 
 # What may happen to the gradient at a module, the most drastic first: colour and marker.
@@ -147,7 +147,7 @@ def _add_measurements(root: Node, run: Run) -> None:
 
 
 def _mean_square(rows: pd.DataFrame, column: str, choose: Any) -> float:
-    if column not in rows:
+    if not is_known(rows, column):
         return math.nan
     return float(choose(rows.assign(square=rows[column] ** 2).groupby("policy")["square"].mean()))
 
@@ -311,7 +311,7 @@ def _flow_notes(run: Run) -> dict[str, str]:
     """By policy: what it is, and for a flow policy the norms it measured in training."""
     notes = {str(row["name"]): str(row.get("what", "")) for row in run.plan.get("rows", [])}
     rows = run.rows("flow")
-    if not rows.empty and "gradient_norm_before" in rows:
+    if is_known(rows, "gradient_norm_before"):
         for policy, own in rows.groupby("policy"):
             before, after = (own[f"gradient_norm_{side}"].mean() for side in ("before", "after"))
             if not math.isnan(before):

@@ -12,6 +12,7 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel
 
+from gradpolicy.errors import brief
 from gradpolicy.insight import record
 from gradpolicy.insight.file_models import AuditFile, PlanFile, ResultFile
 from gradpolicy.json_file import read_json
@@ -107,13 +108,11 @@ class Run:
         return f"{program} {shlex.join(self.overrides)}".rstrip()
 
     def rows(self, kind: str) -> pd.DataFrame:
-        """The rows of one kind in the record, in the order of their steps."""
+        """The rows of one kind in the record, in the order of their steps; without any, no columns either."""
         if "kind" not in self.record:
             return pd.DataFrame()
         found = self.record[self.record["kind"] == kind]
-        if found.empty:
-            return pd.DataFrame()
-        return found.dropna(axis="columns", how="all").sort_values("step", kind="stable")
+        return pd.DataFrame() if found.empty else found.sort_values("step", kind="stable")
 
 
 def looks_like_run(directory: Path) -> bool:
@@ -181,7 +180,7 @@ class _Files:
         except FileNotFoundError:
             self.missing[name] = f"is absent, and with it {purpose}"
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-            reason = " ".join(str(error).split())[:120]
+            reason = brief(" ".join(str(error).split()).replace(f"{path}, ", ""), most=160)
             self.missing[name] = f"cannot be read ({reason}), and with it {purpose} is missing"
         return None
 
