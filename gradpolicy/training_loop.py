@@ -1,5 +1,7 @@
 """Flow and freeze policies together in a training loop of one's own."""
 
+import inspect
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -17,11 +19,14 @@ from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
 from gradpolicy.policies import Policy
+from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.training_policies import STATE, TrainingPolicies
 from gradpolicy.where import named_parameters
 
 Policies = Mapping[str, Policy | None] | Iterable[Policy]
+# The optimizers of all blocks that have not ended.
+_TRAINING: weakref.WeakSet[MaskedOptimizer] = weakref.WeakSet()
 
 
 @overload
@@ -78,7 +83,7 @@ def training(
         policies: Flow and freeze policies, by name or in a list.
         seed: Seeds the mask sources that have no seed of their own.
         steps_per_epoch: Optimizer steps of an epoch, for policies that count epochs.
-        scaler: The loss scaler, which the bounds of ``Clip`` follow.
+        scaler: The loss scaler, where there is one and a policy such as ``Clip`` has a bound that follows it.
         toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, so that the
             backward pass skips them. Say False where the whole training step is one compiled function.
 
@@ -174,6 +179,11 @@ class _Loop(TrainingPolicies):
         # A plain optimizer that has loaded what one of these saved keeps it in its param groups.
         loaded = [each.state_dict() if STATE in each.param_groups[0] else None for each in optimizers]
         wrapped = [wrapper_of(each) or as_masked(each) for each in optimizers]
+        if not _TRAINING.isdisjoint(wrapped):
+            raise PolicyError(
+                "training: the optimizer trains under the policies of an outer gradpolicy.training; give all "
+                "policies to one of them"
+            )
         self._install_flow(self.model)
         for each in wrapped:
             # Before the hooks of the freezer, which refuses a step without masks.
@@ -199,11 +209,13 @@ class _Loop(TrainingPolicies):
             self._hooks.append(each.register_load_state_dict_post_hook(self._restore))
             if state is not None:
                 each.load_state_dict(state)
+        _TRAINING.update(wrapped)
         return wrapped
 
     def end(self, *, quiet: bool) -> None:
         """Takes all policies off."""
         self._remove(quiet=quiet)
+        _TRAINING.difference_update(self.masked_optimizers)
         held = set(self.freezer.parameters.values()) if self.freezer is not None else set()
         for each in self.masked_optimizers:
             each.set_masks({p: None for group in each.param_groups for p in group["params"] if p in held})
@@ -297,6 +309,8 @@ class _Loop(TrainingPolicies):
     def _before_step(
         self, optimizer: MaskedOptimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.scaler is None and optimizer not in self._counts:
+            self._check_scaler()
         (closure,) = (*arguments[1:], *named.values()) or (None,)
         if closure is not None:
             self._let_toggle()
@@ -314,6 +328,27 @@ class _Loop(TrainingPolicies):
             return loss
 
         return arguments[:1], {"closure": observed}
+
+    def _check_scaler(self) -> None:
+        """Makes sure, before the first update, that a loss scale which bounds must follow is known.
+
+        Raises:
+            PolicyError: If a loss scaler takes this step that the loop was not told of.
+        """
+        bounded = [
+            name
+            for name, policy in self.flow_policies.items()
+            if "loss_scale" in (keyword_names(policy.rule.function) or ())
+        ]
+        frame = inspect.currentframe() if bounded else None
+        while frame is not None:
+            scaler = frame.f_locals.get("self")
+            if isinstance(scaler, torch.amp.GradScaler) and scaler.get_scale() != 1.0:
+                raise PolicyError(
+                    f"policy.{bounded[0]}: its bound must follow the loss scale, which a GradScaler sets; "
+                    "name it: gradpolicy.training(..., scaler=scaler)"
+                )
+            frame = frame.f_back
 
     def _observe(self, optimizer: Any) -> None:
         """Shows sources the gradients, without the loss scale that a fused optimizer gets them with."""

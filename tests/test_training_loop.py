@@ -433,6 +433,41 @@ def test_a_step_that_mixed_precision_skips_is_none(fused, source):
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_bound_that_does_not_know_the_loss_scale_is_refused_before_the_first_update(fused):
+    def step(optimizer, model, scaler):
+        x, y = batch(0)
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+
+    model, before = Net(), bits(Net())
+    plain = torch.optim.AdamW(model.parameters(), lr=RATE, fused=fused)
+    with gp.training(model, plain, flow()) as optimizer:
+        with pytest.raises(gp.PolicyError, match=r"policy.clip: its bound must follow the loss scale"):
+            step(optimizer, model, torch.amp.GradScaler("cpu"))
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        step(optimizer, model, torch.amp.GradScaler("cpu", enabled=False))
+    with gp.training(model, plain, [gp.StraightThrough(ops=["round"])]) as optimizer:
+        step(optimizer, model, torch.amp.GradScaler("cpu"))
+
+
+def test_one_block_within_another_is_refused_for_the_same_optimizer():
+    model, other = Net(), Net()
+    plain = adamw(model)
+    with gp.training(model, plain, [gp.Freeze(False, params="trunk.*")]) as optimizer:
+        for given in (plain, optimizer):
+            with (
+                pytest.raises(gp.PolicyError, match=r"outer gradpolicy.training; give all policies to one"),
+                gp.training(model, given, flow()),
+            ):
+                pass
+        with gp.training(other, adamw(other), flow()):
+            pass
+        train(model, optimizer, 1)
+    with gp.training(model, plain, flow()) as optimizer:
+        train(model, optimizer, 1)
+
+
 def test_epochs_are_counted_by_steps():
     def mask(name, parameter, step):
         return mask_at(name, parameter, step // 3)
