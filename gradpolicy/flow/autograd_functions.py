@@ -245,6 +245,7 @@ def replace_gradient(
         if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
             # There is nothing to do, and the compiler would call a Function of several tensors wrongly.
             return values
+        inputs = _distinct(inputs)
     elif in_forward_mode():
         function = ReplaceGradientInForwardMode
     if isinstance(values, Tensor):
@@ -329,6 +330,15 @@ def insert_rule(bound_rule: BoundRule, values: Any, module: str | None = None) -
             return values
         return replace_gradient(bound_rule, values.detach(), [values], module)
     return rebuilt_sequence(values, [insert_rule(bound_rule, value, module) for value in values])
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors without repetition, for the compiler, which takes no Function of the same tensor twice."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        is_new = all(tensor is not other for other in found)
+        found += [tensor if is_new else tensor.view_as(tensor)]
+    return found
 
 
 def _refuse_compiled_transforms(bound_rule: BoundRule) -> None:

@@ -86,7 +86,7 @@ def carry(
     """
     if not torch.is_grad_enabled():
         return call(function, args, kwargs)
-    carrier = (_TRACEABLE if torch.compiler.is_compiling() else _CARRIERS).get(function)
+    carrier = _CARRIERS.get(function)
     if carrier is not None and all(path.tensor is not None for path in paths):
         if kwargs:
             args, kwargs = _by_position(function, args, kwargs)
@@ -366,9 +366,5 @@ _OPERANDS: dict[Function, tuple[str, ...]] = {
     **dict.fromkeys(_functions(["where"]), ("condition", "input", "other")),
     **dict.fromkeys(_FILLS, ("input", "mask", "value")),
     **dict.fromkeys(_functions(JOINS), ("tensors",)),
-}
-# The compiler does not find reflected operators (1 - x) in a dict.
-_TRACEABLE = {
-    function: carrier for function, carrier in _CARRIERS.items() if not function.__name__.startswith("__r")
 }
 _WRITES = frozenset(function for function in _CARRIERS if spelling_of(function).writes)

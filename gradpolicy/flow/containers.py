@@ -146,8 +146,8 @@ def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:
 
 
 def _is_dataclass(values: Any) -> bool:
-    # Not `dataclasses.is_dataclass`, which torch 2.11 cannot compile.
-    return hasattr(values, "__dataclass_fields__") and not isinstance(values, type)
+    # Not `dataclasses.is_dataclass`, which torch 2.11 cannot compile; nor can the compiler ask a slice.
+    return not isinstance(values, slice | type) and hasattr(values, "__dataclass_fields__")
 
 
 def _fields(values: Any) -> list[str]:

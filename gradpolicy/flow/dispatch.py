@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from gradpolicy.flow.bound_rule import skip_alone
 from gradpolicy.flow.carrying import carry, paths_in
 from gradpolicy.flow.checkpointing import may_be_recomputed
+from gradpolicy.flow.compiled_calls import as_in_tables, show_to_compiler
 from gradpolicy.flow.gradient_path import has_paths
 from gradpolicy.flow.operation_rule import OpaqueCall
 from gradpolicy.flow.operation_tables import Function
@@ -33,6 +34,7 @@ class DispatchTable:
         for rule in self.rules:
             for function in rule.functions:
                 self.by_function[function] = (*self.by_function.get(function, ()), rule)
+        show_to_compiler(self.by_function)
         self.counts_calls = any(rule.calls for rule in self.rules)
         # The functions that ran without a rule, for reports.
         self.seen: set[Function] = set()
@@ -67,6 +69,8 @@ class DispatchMode(TorchFunctionMode):
     ) -> Any:
         """Makes the call by the first rule that covers it; paths of discrete arguments follow."""
         kwargs = kwargs or {}
+        if _is_traced():
+            func = as_in_tables(func)
         if has_paths() and (paths := paths_in(args, kwargs)):
             return carry(self._call, func, args, kwargs, paths)
         return self._call(func, args, kwargs)

@@ -365,8 +365,7 @@ def _casts_to(*dtypes: torch.dtype) -> Decision:
         if function in _CASTS:
             given = [getattr(value, "dtype", value) for value in (*args[1:], *kwargs.values())]
             return any(dtype in given or _type_name(dtype) in given for dtype in dtypes)
-        # int(x) gives a Python number.
-        return not getattr(function, "__name__", "").startswith("__")
+        return function not in _TO_NUMBERS
 
     return decide
 
@@ -377,6 +376,13 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 _CASTS = frozenset().union(*(_spellings(name) for name in ("to", "type", "type_as")))
+# int(x) and bool(x) give Python numbers.
+_TO_NUMBERS = frozenset(
+    function
+    for name in ("bool", "int", "long")
+    for function in _spellings(name)
+    if getattr(function, "__name__", "").startswith("__")
+)
 _ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
 _HARDTANH = _spellings("hardtanh")
 _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {

@@ -18,13 +18,6 @@ from gradpolicy.checks import check_whole
 from gradpolicy.where import match_names
 
 
-def _is_overridden(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether a mode or a tensor of another class may replace the call, in compiled code too."""
-    # torch.compile answers `has_torch_function` for the tensors alone, as of torch 2.13.
-    modes = torch.compiler.is_dynamo_compiling() and torch._C._is_torch_function_mode_enabled()
-    return modes or has_torch_function(tensors)
-
-
 def quantize(values: Tensor, step: Tensor, lowest: int, highest: int, offset: Tensor | None = None) -> Tensor:
     """Rounds to a uniform grid: ``round(clamp((v − β) / s, lowest, highest)) · s + β``; without β, it is 0.
 
@@ -42,7 +35,7 @@ def quantize(values: Tensor, step: Tensor, lowest: int, highest: int, offset: Te
         tensor([0.5000, 1.0000, 3.5000])
     """
     tensors = (values, step) if offset is None else (values, step, offset)
-    if _is_overridden(tensors):
+    if has_torch_function(tensors):
         arguments = (values, step, lowest, highest, *tensors[2:])
         return handle_torch_function(quantize, tensors, *arguments)
     shift = 0.0 if offset is None else offset
@@ -63,7 +56,7 @@ def clip_and_quantize(values: Tensor, clip: Tensor, levels: int) -> Tensor:
         >>> clip_and_quantize(torch.tensor([-1.0, 0.4, 9.0]), torch.tensor(3.0), 3)
         tensor([0., 0., 3.])
     """
-    if _is_overridden((values, clip)):
+    if has_torch_function((values, clip)):
         return handle_torch_function(clip_and_quantize, (values, clip), values, clip, levels)
     bounded = torch.minimum(values.clamp(min=0.0), clip)
     return torch.round(bounded * (levels / clip)) * (clip / levels)
