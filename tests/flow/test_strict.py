@@ -1,0 +1,273 @@
+"""``strict=True`` is a promise: every policy at every place acts as a reference by hand says, or raises.
+
+The reference is plain torch: a hook on an alias, or ``detach``.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gradpolicy as gp
+
+
+class Part(nn.Module):
+    """An operation of one input between two of several."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.gain = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return torch.mul(torch.relu(F.linear(x, self.weight)), self.gain)
+
+
+class Model(nn.Module):
+    """A part between two layers, and how it is run."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.before, self.part, self.after = nn.Linear(3, 3), Part(), nn.Linear(3, 2)
+        if "frozen below" in way:
+            self.before.requires_grad_(False)
+
+    def forward(self, x):
+        h, part = self.before(x), self.part
+        if "reused" in self.way:
+            h = part(part(h))
+        elif "bypassed" in self.way:
+            h = torch.mul(torch.relu(F.linear(h, part.weight)), part.gain)
+        elif self.way.startswith("checkpointed"):
+            h = checkpoint(part, h, use_reentrant=self.way.endswith("reentrant"))
+        else:
+            h = part(h)
+        return self.after(h)
+
+
+def altered(tensor, change):
+    """An alias of a tensor; its gradient is changed, or cut off where there is no change."""
+    if change is None:
+        return tensor.detach()
+    alias = tensor.clone()
+    if alias.requires_grad:
+        alias.register_hook(change)
+    return alias
+
+
+def replaced(value, tensor, change):
+    """A value whose gradient goes to a tensor, changed, and nowhere else."""
+    passed = altered(tensor, change)
+    return value.detach() + (passed - passed.detach())
+
+
+def clip_norm(grad):
+    return grad * (0.3 / grad.norm()).clamp(max=1.0)
+
+
+def three_times_input(grad, inputs, output):
+    return 3.0 * grad * inputs[0]
+
+
+def for_both_inputs(grad, inputs, output):
+    return 2.0 * grad, 3.0 * grad.sum(0)
+
+
+# The policies that change a gradient, each with the change; None cuts.
+CHANGES = {
+    "stop": (gp.Stop, None),
+    "stop by zeros": (lambda **where: gp.Stop("zero", **where), torch.zeros_like),
+    "scale": (lambda **where: gp.Scale(0.5, **where), lambda g: 0.5 * g),
+    "reverse": (lambda **where: gp.Reverse(2.0, **where), lambda g: -2.0 * g),
+    "clip by value": (lambda **where: gp.Clip(value=0.1, **where), lambda g: g.clamp(-0.1, 0.1)),
+    "clip by norm": (lambda **where: gp.Clip(norm=0.3, **where), clip_norm),
+    "a function": (lambda **where: gp.UseRule(lambda g, i, o: 3.0 * g, **where), lambda g: 3.0 * g),
+    "a rule that filters": (lambda **where: gp.UseRule("deconv_relu", **where), torch.relu),
+}
+# What takes an operation's gradient, or that of a whole module, away and gives it another.
+REPLACES = {
+    "straight through": (gp.StraightThrough, lambda g, x: g),
+    "the input": (lambda **where: gp.UseRule(three_times_input, **where), lambda g, x: 3.0 * g * x),
+    "deconv": (gp.Deconv, lambda g, x: torch.relu(g)),
+}
+OWN = ("stop", "stop by zeros", "scale", "reverse", "clip by value", "clip by norm")
+WHERE = {
+    "operation": {"ops": "relu", "modules": "part"},
+    "operation of several inputs": {"ops": "mul", "modules": "part"},
+    "input": {"modules": "part"},
+    "output": {"modules": "part", "at": "output"},
+    "through": {"modules": "part", "at": "through"},
+    "parameter": {"params": "part.weight"},
+}
+WAYS = (
+    "plain",
+    "reused",
+    "bypassed",
+    "frozen below",
+    "scripted",
+    "traced",
+    "checkpointed",
+    "checkpointed, reentrant",
+    "compiled",
+    "compiled, reused",
+    "compiled, bypassed",
+    "compiled, frozen below",
+)
+KINDS = {
+    "operation": [*OWN, *REPLACES, "guided"],
+    "operation of several inputs": [
+        *OWN,
+        "straight through",
+        "the input",
+        "own function",
+        "a function of both",
+    ],
+    "input": list(CHANGES),
+    "output": list(CHANGES),
+    "through": [*OWN, "straight through", "the input"],
+    "parameter": list(CHANGES),
+}
+
+
+def policy_of(kind, place):
+    where = WHERE[place]
+    if kind == "guided":
+        return gp.Guided(modules="part")
+    if kind == "deconv":
+        return gp.Deconv(modules="part")
+    if kind == "own function":
+        return gp.UseRule(lambda own, i, o: (own[0], 3.0 * own[1]), own=True, **where)
+    if kind == "a function of both":
+        return gp.UseRule(for_both_inputs, **where)
+    return {**CHANGES, **REPLACES}[kind][0](**where)
+
+
+def expected_part(kind, place, h, weight, gain):
+    """What the part gives by hand, with the gradients that the policy says."""
+    change = CHANGES[kind][1] if kind in CHANGES else None
+    if place == "input":
+        h = altered(h, change)
+    a = F.linear(h, weight)
+    if place != "operation":
+        b = torch.relu(a)
+    elif kind == "guided":
+        b = altered(torch.relu(a), torch.relu)
+    elif kind in REPLACES:
+        b = replaced(torch.relu(a), a, lambda g: REPLACES[kind][1](g, a.detach()))
+    else:
+        b = torch.relu(altered(a, change))
+    if place != "operation of several inputs":
+        c = torch.mul(b, gain)
+    elif kind == "own function":
+        c = torch.mul(b, altered(gain, lambda g: 3.0 * g))
+    elif kind == "a function of both":
+        c = replaced(b * gain, b, lambda g: 2.0 * g) + 3.0 * (gain - gain.detach())
+    else:
+        c = torch.mul(altered(b, change), altered(gain, change))
+    return altered(c, change) if place == "output" else c
+
+
+def expected(model, kind, place, x):
+    """The gradients by hand."""
+    names = dict(model.named_parameters())
+    weight, gain = names["part.weight"], names["part.gain"]
+    if place == "parameter":
+        # One alias for all uses: its gradient is their sum. Behind it nothing could be cut off.
+        weight, place_in_part = altered(weight, CHANGES[kind][1] or torch.zeros_like), "elsewhere"
+    else:
+        place_in_part = place
+
+    def part(h):
+        if place != "through":
+            return expected_part(kind, place_in_part, h, weight, gain)
+        values = expected_part(kind, "elsewhere", h.detach(), weight.detach(), gain.detach())
+        if kind in REPLACES:
+            return replaced(values, h, lambda g: REPLACES[kind][1](g, h.detach()))
+        return values.detach() if kind == "stop" else replaced(values, h, CHANGES[kind][1])
+
+    h = model.before(x)
+    h = part(part(h)) if "reused" in model.way else part(h)
+    return gradients(model.after(h), names, x)
+
+
+def gradients(result, names, x):
+    """What a backward pass leaves at the input and the parameters."""
+    leaves = {"x": x, **names}
+    for tensor in leaves.values():
+        tensor.grad = None
+    # Not autograd.grad, which a reentrant checkpoint refuses.
+    (result * torch.tensor([1.0, -2.0])).sum().backward()
+    return {name: None if tensor.grad is None else tensor.grad.clone() for name, tensor in leaves.items()}
+
+
+def inner(model, way, x):
+    """The model with its part as the way has it; compiled where it is that way."""
+    if way == "scripted":
+        model.part = torch.jit.script(model.part)
+    elif way == "traced":
+        model.part = torch.jit.trace(model.part, torch.randn(5, 3))
+    return torch.compile(model, backend="eager") if "compiled" in way else model
+
+
+# One policy of each sort is enough in every run, but for the plain way.
+QUICK = ("stop", "scale", "the input", "own function", "a function")
+
+
+def is_slow(way, kind):
+    return way != "plain" and (
+        kind not in QUICK or ("compiled" in way and (way, kind) != ("compiled", "scale"))
+    )
+
+
+CASES = [
+    pytest.param(way, place, kind, id=f"{way}-{place}-{kind}", marks=[pytest.mark.slow] * is_slow(way, kind))
+    for way in WAYS
+    for place in WHERE
+    for kind in KINDS[place]
+]
+
+
+def is_refused(way, place, kind):
+    """Whether nothing can act there, or nobody knows what is meant."""
+    if place == "operation of several inputs" and kind in ("straight through", "the input"):
+        return True
+    if "bypassed" in way:
+        return place != "parameter"
+    if way in ("scripted", "traced"):
+        return place.startswith("operation")
+    if "frozen below" in way:
+        # A stop through the module cuts off what is within, whether or not its input needs a gradient.
+        return place == "input" or (place == "through" and kind != "stop")
+    # Torch itself refuses a reentrant checkpoint of which no result needs a gradient.
+    cuts_all = kind == "stop" and place in ("operation of several inputs", "output", "through")
+    return way.endswith("reentrant") and cuts_all
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("way", "place", "kind"), CASES)
+def test_a_strict_policy_acts_as_the_reference_says_or_raises(way, place, kind):
+    if "compiled" in way:
+        torch._dynamo.reset()
+    torch.manual_seed(3)
+    model, x = Model(way), torch.randn(5, 3, requires_grad="frozen below" not in way)
+    wanted = expected(model, kind, place, x)
+    run = inner(model, way, x)
+    policy = {"it": policy_of(kind, place)}
+    if is_refused(way, place, kind):
+        with pytest.raises((gp.PolicyError, RuntimeError), match=r"policy 'it'|this checkpoint\(\)"):
+            strict_gradients(model, run, policy, x)
+        return
+    found = strict_gradients(model, run, policy, x)
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        other = found[name]
+        assert (one is None) == (other is None), name
+        if one is not None:
+            torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def strict_gradients(model, run, policies, x):
+    with gp.install(model, policies, strict=True):
+        return gradients(run(x), dict(model.named_parameters()), x)
