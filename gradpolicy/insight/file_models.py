@@ -1,7 +1,7 @@
 """What the files of a run hold, as models: whatever reads one reads it by its model.
 
-That of ``run.json`` is :class:`gradpolicy.lightning.run_record.RunRecord`. What files of older versions lack
-has a default.
+Those of ``result.json`` and ``run.json`` are :class:`gradpolicy.insight.results.ResultFile` and
+:class:`gradpolicy.lightning.run_record.RunRecord`. What files of older versions lack has a default.
 """
 
 from typing import Annotated, Self
@@ -51,19 +51,6 @@ class PlanFile(BaseModel):
     without_gradient: list[str] = []
     warnings: list[str] = []
     modules: list[PlanModule] = []
-
-
-class ResultFile(BaseModel):
-    """The content of ``result.json``; see :class:`gradpolicy.insight.results.Result`."""
-
-    status: str
-    overrides: list[str]
-    metrics: dict[str, float]
-    optimized: float | None = None
-    error: str = ""
-    directory: str = ""
-    program: str = "python train.py"
-    seconds: float = 0.0
 
 
 # What a line of the record has, by its kind.

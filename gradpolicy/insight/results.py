@@ -16,7 +16,6 @@ from rich.syntax import Syntax
 from rich.tree import Tree
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.file_models import ResultFile
 from gradpolicy.json_file import read_json
 
 RESULT = "result.json"
@@ -64,9 +63,18 @@ class Result:
             PolicyError: If it is absent, damaged, or something else.
         """
         try:
-            return Result(**read_json(path, ResultFile).model_dump())
+            return Result(**asdict(read_json(path, ResultFile)))
         except (OSError, ValueError) as error:
             raise PolicyError(f"{path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultFile(Result):
+    """The content of ``result.json``: what a result has unless told otherwise, a file must say."""
+
+    overrides: list[str] = field()
+    metrics: dict[str, float] = field()
+    status: str = field()
 
 
 class _ShortLists(yaml.SafeDumper):

@@ -1,11 +1,14 @@
 """Plain characters are printed on streams that do not take UTF-8."""
 
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from gradpolicy.insight.results import Result
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -46,3 +49,11 @@ def test_help_plan_config_and_errors_are_printed_in_ascii(printed: str) -> None:
 def test_letters_lose_their_accents_and_dashes_become_plain(printed: str) -> None:
     assert "got 'e'" in printed
     assert "policy=gided-:" in printed
+
+
+def test_a_result_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    saved = Result(
+        ["a=1"], {"test/loss": math.inf, "n": 3.0}, 0.5, "failed", "why", "runs/1", "train", seconds=2.5
+    )
+    saved.save(tmp_path / "result.json")
+    assert Result.load(tmp_path / "result.json") == saved

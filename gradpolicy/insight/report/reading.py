@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from gradpolicy.errors import brief
 from gradpolicy.insight import record
-from gradpolicy.insight.file_models import AuditFile, PlanFile, ResultFile
+from gradpolicy.insight.file_models import AuditFile, PlanFile
+from gradpolicy.insight.results import ResultFile
 from gradpolicy.json_file import read_json
 from gradpolicy.lightning.run_record import RunRecord
 
