@@ -21,6 +21,20 @@ _PACKAGE = str(Path(__file__).parent)
 class PolicyError(ValueError):
     """Wrong input: says which key or name, what is wrong with it, and the nearest valid names."""
 
+    exit_code = 2
+
+
+class FailedRunError(PolicyError):
+    """A run that its input lets fail in the middle, such as by a loss that is NaN."""
+
+    exit_code = 1
+
+
+class PromiseError(PolicyError):
+    """A promise of this package that did not hold, such as a frozen entry that moved."""
+
+    exit_code = 3
+
 
 @contextmanager
 def under(key: str) -> Iterator[None]:

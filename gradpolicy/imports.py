@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from gradpolicy.errors import PolicyError, nearest, shown
+from gradpolicy.errors import PolicyError, brief, nearest, shown
 
 # The packages whose modules a path may be followed through. Importing any of them does nothing else.
 KNOWN = (
@@ -24,7 +24,16 @@ KNOWN = (
     "torchmetrics",
     "transformers",
 )
-EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "transformers", "mlflow": "mlflow"}
+# The extra that installs a package which is imported only where it is used.
+EXTRAS = {
+    "hydra_plugins": "sweeps",
+    "mlflow": "mlflow",
+    "optuna": "sweeps",
+    "tensorboard": "tensorboard",
+    "timm": "vision",
+    "torchvision": "vision",
+    "transformers": "transformers",
+}
 
 _allowed: tuple[str, ...] | None = None
 
@@ -77,6 +86,22 @@ def import_by_name(path: str) -> Any:
     if not lies_in(path, packages):
         raise not_allowed(path)
     return follow(path, packages)
+
+
+def to_install(error: ModuleNotFoundError) -> str:
+    """Says which package is missing, and how to install it.
+
+    Example:
+        >>> to_install(ModuleNotFoundError("No module named 'optuna'", name="optuna"))
+        "needs optuna, which is not installed: pip install 'gradpolicy[sweeps]'"
+    """
+    # Lightning raises it without a name, and with a sentence that holds the package's.
+    said = error.name or str(error)
+    package = next((name for name in EXTRAS if name in said), (error.name or "").split(".")[0])
+    if not package:
+        return brief(said, most=200)
+    install = f"'gradpolicy[{EXTRAS[package]}]'" if package in EXTRAS else package
+    return f"needs {package}, which is not installed: pip install {install}"
 
 
 def not_allowed(path: str) -> PolicyError:
@@ -162,6 +187,5 @@ def _import_if_there(path: str, module: str) -> None:
 
 
 def _cannot_import(path: str, error: ImportError) -> PolicyError:
-    extra = EXTRAS.get(str(error.name or "").split(".")[0])
-    hint = f"; install it: pip install 'gradpolicy[{extra}]'" if extra else ""
-    return PolicyError(f"{shown(path)} cannot be imported: {error}{hint}")
+    reason = to_install(error) if isinstance(error, ModuleNotFoundError) else error
+    return PolicyError(f"{shown(path)} cannot be imported: {reason}")

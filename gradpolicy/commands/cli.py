@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gradpolicy.errors import PolicyError, brief, unknown
+from gradpolicy.imports import EXTRAS
 
 CONFIGS = Path(__file__).parents[1] / "conf"
 # Where the `main` of each subcommand is that takes its own words.
@@ -25,7 +26,6 @@ COMMANDS = {
 # These read configs, so they are told where those lie.
 READ_CONFIGS = ("attribute", "sweep")
 PLAN = "plan"
-EXTRAS = {"optuna": "sweeps", "timm": "vision", "torchvision": "vision", "transformers": "transformers"}
 WRONG_INPUT, INTERRUPTED = 2, 130
 
 
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None)
             configs may name (``allowed_targets.txt``) is looked for beside it.
 
     Returns:
-        The exit code: 0, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, 143 for SIGTERM.
+        The exit code: 0, 1 for a failure, 2 for wrong input, 3 for a promise that did not hold, 130 for
+        Ctrl-C, 143 for SIGTERM.
     """
     # Threads that spin while they wait took four times the time on a busy machine. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PromiseError
 from gradpolicy.tensors.hashing import derive
 
 # The number of columns; a prime, so that swapped rows of a matrix fall into different columns.
@@ -52,7 +52,7 @@ def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: st
         moment: When this happens, for the message, such as ``"before update 300"``.
 
     Raises:
-        PolicyError: On every rank, naming the first difference and the ranks that differ from the majority.
+        PromiseError: On every rank, naming the first difference and the ranks that differ from the majority.
 
     Example:
         >>> check_agreement({"weight": torch.ones(3)})  # one process always agrees with itself
@@ -81,12 +81,12 @@ def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
     differing = [name for name in names if len({other.get(name) for other in everyone}) > 1]
     when = f" {moment}" if moment else ""
     if not differing:
-        raise PolicyError(f"the ranks disagree{when}: they name the same tensors in different orders")
+        raise PromiseError(f"the ranks disagree{when}: they name the same tensors in different orders")
     seen = [other.get(differing[0]) for other in everyone]
     usual = max(seen, key=seen.count)
     members = dist.get_process_group_ranks(group)
     ranks = [str(members[index]) for index, value in enumerate(seen) if value != usual]
-    raise PolicyError(
+    raise PromiseError(
         f"the ranks disagree{when}: {differing[0]} differs on rank {', '.join(ranks)} from the others "
         f"({len(differing)} of {len(names)} checked differ)"
     )

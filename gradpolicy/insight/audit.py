@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from pydantic import BaseModel, NonNegativeInt
 
 from gradpolicy.checks import check_choice, check_flag, check_whole
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PromiseError
 from gradpolicy.insight.flow_checks import Checked, FlowDifference, MetOperations, StoppedBranches
 from gradpolicy.insight.frozen_intervals import Counts, Difference, FrozenIntervals
 from gradpolicy.lightning.callback import GradientPolicies
@@ -96,8 +96,9 @@ class Audit(Callback):
         seed: Where the turns begin.
 
     Raises:
-        PolicyError: For a wrong argument; in training, for what is not as promised: it names the tensor, how
-            many entries, and the step.
+        PolicyError: For a wrong argument.
+        PromiseError: In training, for what is not as promised: it names the tensor, how many entries, and the
+            step.
     """
 
     KEY = "gradpolicy_audit"
@@ -261,7 +262,7 @@ class Audit(Callback):
     def _raise_if(self, differences: Sequence[dict[str, Any]]) -> None:
         if differences and self.on_difference == "stop":
             more = f" (and {len(differences) - 1} more in {FILE})" if len(differences) > 1 else ""
-            raise PolicyError(f"audit: {differences[0]['message']}{more}")
+            raise PromiseError(f"audit: {differences[0]['message']}{more}")
 
     # ---- checkpoints and the file
 

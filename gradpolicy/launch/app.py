@@ -42,6 +42,7 @@ from gradpolicy.launch.messages import (
     TERMINATED,
     WRONG_INPUT,
     explain,
+    full_disk,
     report_error,
     wrong_input_errors,
 )
@@ -59,7 +60,8 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         arguments: The command line; that of this process unless given.
 
     Returns:
-        The exit code: 0, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, 143 for SIGTERM.
+        The exit code: 0, 1 for a failure, 2 for wrong input, 3 for a promise that did not hold, 130 for
+        Ctrl-C, 143 for SIGTERM.
     """
     replace_unencodable()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -104,7 +106,12 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     except wrong_input_errors() as error:
         if is_first_rank():
             report_error(error, show_traceback)
-        return WRONG_INPUT
+        return getattr(error, "exit_code", WRONG_INPUT)
+    except Exception as error:
+        if full_disk(error) is None:
+            raise
+        report_error(error, show_traceback)
+        return FAILED
 
 
 def read_command_line(arguments: Sequence[str]) -> Namespace:

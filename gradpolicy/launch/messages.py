@@ -1,5 +1,6 @@
 """Turns the errors of Hydra, OmegaConf, YAML and Lightning for wrong input into one clear message."""
 
+import errno
 import re
 import sys
 import traceback
@@ -57,6 +58,15 @@ def explain(error: BaseException) -> str:
     return brief(_explanation(error), most=LONGEST)
 
 
+def full_disk(error: BaseException | None) -> OSError | None:
+    """The error of a full disk, or of a quota that is used up, from which another came; None without one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def _explanation(error: BaseException) -> str:
     if isinstance(error, PolicyError):
         return str(error)
@@ -77,6 +87,13 @@ def _explanation(error: BaseException) -> str:
         return f"{brief(str(error.full_key))}: {line.strip(chr(34))}"
     if isinstance(error, yaml.YAMLError):
         return f"the file is no valid YAML: {brief(' '.join(str(error).split()), most=LINE)}"
+    full = full_disk(error)
+    if full is not None:
+        reason = (full.strerror or "the disk is full").lower()
+        return (
+            f"nothing can be written to {full.filename or 'the disk'}: {reason}; make room, and "
+            "ckpt_path=last goes on from the last checkpoint"
+        )
     return _first_line(error)
 
 

@@ -17,7 +17,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError, brief, nearest
+from gradpolicy.imports import to_install
 from gradpolicy.insight.logged_metrics import missing_metric
 from gradpolicy.insight.results import (
     REPORT,
@@ -33,7 +34,7 @@ from gradpolicy.insight.run_log import TRAIN_LOG, kept_output, quieter
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.compose import default_config
 from gradpolicy.launch.config import Settings, check_config, resolved
-from gradpolicy.launch.messages import explain
+from gradpolicy.launch.messages import LINE, explain, full_disk
 from gradpolicy.launch.processes import (
     agreed,
     is_first_rank,
@@ -195,10 +196,30 @@ def chosen_checkpoint(settings: Settings, directory: RunDirectory) -> Path | Non
     return Path(agreed(f"gradpolicy/last/{restart}/{directory.path}", lambda: str(find())))
 
 
+def prepare_data(subject: Subject, stage: str = "fit") -> None:
+    """Has the data module get its data, and set up those for training, or those of another stage.
+
+    Raises:
+        PolicyError: If it cannot, for want of a network, a file or a package.
+    """
+    try:
+        subject.data.prepare_data()
+        subject.data.setup(stage)
+    except (OSError, ModuleNotFoundError) as error:
+        if full_disk(error) is not None:
+            raise
+        name = type(subject.data).__name__
+        if isinstance(error, ModuleNotFoundError):
+            raise PolicyError(f"data: {name} {to_install(error)}") from error
+        reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
+        raise PolicyError(
+            f"data: {name} cannot get its data: {reason}; without a network, put the files where it looks"
+        ) from error
+
+
 def make_run_plan(subject: Subject, seed: int) -> Any:
     """Finds what the policies will touch, by one step of a copy of the model on the first batch."""
-    subject.data.prepare_data()
-    subject.data.setup("fit")
+    prepare_data(subject)
     batch = next(iter(subject.data.train_dataloader()))
     return plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
 
@@ -212,8 +233,7 @@ def check_trainer(settings: Settings, subject: Subject, directory: RunDirectory)
     with own_command_line(), finished_loggers():
         trainer = build_trainer(settings, subject, directory)
     if settings.train:
-        subject.data.prepare_data()
-        subject.data.setup("fit")
+        prepare_data(subject)
         check_batches(trainer, subject.data)
 
 
@@ -230,6 +250,8 @@ def train_and_test(
     with own_command_line(checkpoint), finished_loggers():
         shown_warnings = reporter.plan.warnings if reporter.plan else ()
         trainer = build_trainer(settings, subject, directory, reporter, shown_warnings=shown_warnings)
+        if is_first_rank():
+            prepare_data(subject, "fit" if settings.train else "test")
         if settings.train:
             check_optimized_metric(settings, subject, trainer)
             with monitor_errors_named(settings, trainer), checked_restore(checkpoint):
@@ -275,8 +297,7 @@ def check_optimized_metric(settings: Settings, subject: Subject, trainer: Traine
     """
     if settings.optimized_metric is None or not is_first_rank():
         return
-    subject.data.prepare_data()
-    subject.data.setup("fit")
+    prepare_data(subject)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     message, certain = missing_metric(settings.optimized_metric, subject.model, subject.data, callbacks)
     if message and certain and sweep_name(settings) is not None:

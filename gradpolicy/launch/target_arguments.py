@@ -185,6 +185,9 @@ def misfits(value: Any, annotation: Any) -> list[Any]:
     for strict in (True, False) if not isinstance(value, PLAIN) else (True,):
         try:
             adapter.validate_python(value, strict=strict)
+        except PydanticUserError:
+            # The annotation names a class that cannot be described, such as a config of transformers.
+            return []
         except ValidationError as error:
             problems = error.errors()
         else:

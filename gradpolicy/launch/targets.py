@@ -18,7 +18,16 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gradpolicy.errors import PolicyError, brief, shown, under
-from gradpolicy.imports import KNOWN, allowed_packages, follow, home_of, import_by_name, is_allowed, lies_in
+from gradpolicy.imports import (
+    KNOWN,
+    allowed_packages,
+    follow,
+    home_of,
+    import_by_name,
+    is_allowed,
+    lies_in,
+    to_install,
+)
 from gradpolicy.launch import kinds
 from gradpolicy.launch.messages import LINE, root_cause
 
@@ -154,6 +163,8 @@ def _built(value: Any, key: str) -> Any:
 
 def _under_key(error: Exception, key: str) -> PolicyError:
     cause = root_cause(error)
+    if isinstance(cause, ModuleNotFoundError):
+        return PolicyError(f"{key}: {to_install(cause)}")
     message = brief(str(cause), most=LINE)
     if isinstance(cause, PolicyError):
         return PolicyError(_message_at(key, message))

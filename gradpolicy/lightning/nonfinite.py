@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import FailedRunError
 from gradpolicy.finite import all_finite
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
@@ -51,7 +51,7 @@ class StopOnNonFinite(Callback):
             finite before weights are updated with it. Not under fp16: the loss scaler handles infinities.
 
     Raises:
-        PolicyError: In training, with the module, and the policies that act there.
+        FailedRunError: In training, with the module, and the policies that act there.
     """
 
     def __init__(self, *, gradients: bool = True) -> None:
@@ -68,7 +68,7 @@ class StopOnNonFinite(Callback):
         """Checks the loss."""
         if not torch.isfinite(loss.detach()).all():
             finding = first_nonfinite_value(pl_module, self._run, _policies(trainer))
-            raise PolicyError(f"{_moment(trainer)}: the loss is {loss.item()}; {finding}")
+            raise FailedRunError(f"{_moment(trainer)}: the loss is {loss.item()}; {finding}")
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -81,7 +81,7 @@ class StopOnNonFinite(Callback):
             finding = first_nonfinite_gradient(pl_module, self._run, _policies(trainer))
             if trainer.world_size > 1 and not any(isinstance(gradient, DTensor) for gradient in gradients):
                 finding = _first_of_all_ranks(finding)
-            raise PolicyError(f"{_moment(trainer)}: a gradient is not finite; {finding}")
+            raise FailedRunError(f"{_moment(trainer)}: a gradient is not finite; {finding}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -44,3 +44,18 @@ def test_a_wrong_argument_is_refused_before_training(train) -> None:
     ended = train("callbacks.audit.on_difference=stopp")
     assert ended.code != 0
     assert "'stop'" in ended.err + ended.out
+
+
+def test_a_promise_that_did_not_hold_is_no_wrong_input(train, tmp_path, monkeypatch) -> None:
+    (tmp_path / "moving.py").write_text(
+        "import torch\nfrom lightning.pytorch import Callback\n\n\n"
+        "class Moves(Callback):\n"
+        "    def on_train_batch_end(self, trainer, pl_module, *others):\n"
+        "        with torch.no_grad():\n"
+        "            pl_module.model.trunk[0].conv.weight.add_(1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    ended = train("audit=full", "+callbacks.moves._target_=moving.Moves", "allowed_targets=[moving]")
+    assert ended.code == 3
+    assert ended.message.startswith("audit: model.trunk.0.conv.weight")
+    assert ended.result.status == "failed"

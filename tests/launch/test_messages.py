@@ -1,10 +1,12 @@
 """One clear line for what libraries raise for wrong input."""
 
+import errno
+
 import pytest
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from gradpolicy.launch.messages import explain
+from gradpolicy.launch.messages import explain, full_disk
 
 
 def test_what_hydra_cannot_build_is_told_under_its_key_with_the_cause() -> None:
@@ -12,3 +14,13 @@ def test_what_hydra_cannot_build_is_told_under_its_key_with_the_cause() -> None:
     with pytest.raises(InstantiationException) as failed:
         instantiate(node)
     assert explain(failed.value) == "hydra.launcher: ValueError: Invalid literal for Fraction: 'x'"
+
+
+def test_a_full_disk_is_named_whatever_error_came_of_it() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "/runs/a.csv")
+    said = "nothing can be written to /runs/a.csv: no space left on device; make room"
+    assert explain(full).startswith(said)
+    later = RuntimeError("unexpected pos 64 vs 0")
+    later.__context__ = full
+    assert explain(later).startswith(said)
+    assert full_disk(OSError(errno.ENOENT, "No such file")) is None

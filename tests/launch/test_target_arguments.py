@@ -105,3 +105,9 @@ def test_what_is_wanted_is_said_in_words(annotation: Any, value: object, words: 
     with pytest.raises(PolicyError) as raised:
         check_value("key", annotation, value)
     assert str(raised.value) == words
+
+
+def test_a_mapping_is_taken_for_a_config_that_pydantic_cannot_describe() -> None:
+    clip = pytest.importorskip("transformers").CLIPConfig
+    parameters, _ = argument_names(clip)
+    assert misfits({"hidden_size": 32}, parameters["text_config"].annotation) == []

@@ -1,13 +1,16 @@
 """Wrong input: one message with the key, the cause and the nearest names; code 2; nothing left behind."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 import torch
 
 from gradpolicy.launch.run_directory import LOCK
+from gradpolicy.tasks import DigitsDataModule
 
 UNKNOWN = {
     "policy=guded": ("policy=guded", "guided"),
@@ -475,3 +478,36 @@ def test_checkpoints_go_to_no_directory_to_which_another_run_writes_them(train, 
         f"callbacks.last_checkpoint.dirpath: process 7 on theirs runs in {tmp_path}; wait until it ends, or"
         " choose another directory"
     )
+
+
+@pytest.mark.parametrize("plan", ["true", "false"])
+def test_data_that_cannot_be_downloaded_end_the_run_in_one_line(train, monkeypatch, plan: str) -> None:
+    def fail(self: DigitsDataModule) -> None:
+        raise URLError("name resolution failed")
+
+    monkeypatch.setattr(DigitsDataModule, "prepare_data", fail)
+    assert train(f"extras.plan={plan}", "optimized_metric=null").refusal == (
+        "data: DigitsDataModule cannot get its data: URLError: <urlopen error name resolution failed>; "
+        "without a network, put the files where it looks"
+    )
+
+
+def test_a_package_that_is_not_installed_is_named_with_the_extra_that_brings_it(train, monkeypatch) -> None:
+    def fail(self: DigitsDataModule) -> None:
+        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+
+    monkeypatch.setattr(DigitsDataModule, "prepare_data", fail)
+    assert train().refusal == (
+        "data: DigitsDataModule needs torchvision, which is not installed: pip install 'gradpolicy[vision]'"
+    )
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_is_no_wrong_input(train, monkeypatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/runs/config.yaml")
+
+    monkeypatch.setattr("gradpolicy.launch.run.save_config", fail)
+    ended = train("extras.plan=false")
+    assert ended.code == 1
+    assert ended.message.startswith("nothing can be written to /runs/config.yaml: no space left on device")
+    assert "Traceback" not in ended.err
