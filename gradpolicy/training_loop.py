@@ -15,6 +15,7 @@ from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import is_cut
+from gradpolicy.freezing.moving_buffers import copy_buffers
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
@@ -278,6 +279,9 @@ class _Loop(TrainingPolicies):
         if over:
             self._time = max(each.effective_steps for each in self.masked_optimizers)
             self._stepped.clear()
+        if self._buffers is not None and not late:
+            # Loading the model, within the block, has changed them.
+            self._buffers = (self.model, copy_buffers(self.model))
         self._has_loaded = False
         self._begin_update(self._time, self._epoch)
         if self.freezer is not None:

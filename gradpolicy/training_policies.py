@@ -276,12 +276,15 @@ class TrainingPolicies:
         if self.installed is None or phase in self._checked_phases:
             return
         self._checked_phases.add(phase)
+        # What rests in this step may thaw; if not, the end of the training says so.
+        frozen = self.freezer.parameters.values() if self.freezer is not None else ()
+        tells = phase == "fit" and not any(map(is_turned_off, frozen))
         for row in self.installed.report().rows:
             policy = self.flow_policies[row.name]
             if row.active and policy.when.active(phase=phase):
                 message = check_met(row.name, row.met, may_get_gradient=thaws)
                 # In a test gradients are recorded only where a callback enables them.
-                if message and phase == "fit" and f"{row.name}: {message}" not in self.shown_warnings:
+                if message and tells and f"{row.name}: {message}" not in self.shown_warnings:
                     self._warn(f"policy {row.name!r}: {message}")
                     self._warned_of_unmet = True
 

@@ -468,6 +468,25 @@ def test_one_block_within_another_is_refused_for_the_same_optimizer():
         train(model, optimizer, 1)
 
 
+def test_statistics_that_move_in_a_frozen_layer_are_a_warning_and_those_that_are_loaded_are_none():
+    def model():
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+    trained = model()
+    trained(torch.randn(8, 4))
+    for moves in (True, False):
+        each = model()
+        each[1].train(moves)
+        norm = {"norm": gp.Freeze(False, params="1.*")}
+        with (
+            warnings.catch_warnings(record=True, action="always") as seen,
+            gp.training(each, torch.optim.SGD(each.parameters(), lr=0.1), norm) as optimizer,
+        ):
+            each.load_state_dict(trained.state_dict())
+            train(each, optimizer, 1)
+        assert ["running_mean" in str(warning.message) for warning in seen] == ([True] if moves else [])
+
+
 def test_epochs_are_counted_by_steps():
     def mask(name, parameter, step):
         return mask_at(name, parameter, step // 3)
@@ -536,13 +555,16 @@ def test_the_model_is_left_as_found():
 
 def test_what_is_frozen_as_a_whole_is_left_out_of_the_backward_pass_and_comes_back_exactly():
     def whole(name, parameter, step):
-        return name.startswith(("trunk", "head")[step // 2 % 2])
+        return name.startswith(("head", "trunk")[step // 2 % 2])
 
     def entries(name, parameter, step):
         return torch.full(parameter.shape, whole(name, parameter, step))
 
     model = Net()
-    with gp.training(model, adamw(model), {**flow(), "layer": gp.Freeze(whole)}) as optimizer:
+    with (
+        warnings.catch_warnings(action="error"),
+        gp.training(model, adamw(model), {**flow(), "layer": gp.Freeze(whole)}) as optimizer,
+    ):
         for step in range(8):
             x, y = batch(step)
             cross_entropy(model(x), y).backward()
