@@ -123,7 +123,6 @@ class FlowPolicy(Policy):
         when: WhenLike = None,
     ) -> None:
         super().__init__(when)
-        self.rule = replace(rule, own=True) if self.own and ops is not None else rule
         self.modules = as_patterns(modules)
         self.ops = as_patterns(ops)
         self.params = as_patterns(params)
@@ -132,7 +131,13 @@ class FlowPolicy(Policy):
         self.output = as_patterns(output)
         self.inside = inside
         self.calls = as_patterns(calls)
+        self.rule = replace(rule, own=True) if self.own and self.ops else rule
         kind = type(self).__name__
+        if self.rule.own and not self.ops:
+            raise PolicyError(
+                f"{kind}: rule {shown(rule.name)} changes operations' own gradients (own=True): name the "
+                "operations (ops=)"
+            )
         if at not in PLACES:
             raise unknown("boundary", str(at), PLACES, key=f"{kind}.at")
         if inside not in self.INSIDE:
@@ -408,7 +413,7 @@ class UseRule(FlowPolicy):
     ) -> None:
         chosen = _chosen_rule("UseRule.rule", rule, parameters)
         self.own = own or chosen.own
-        if self.own and not where_and_when.get("ops"):
+        if own and not where_and_when.get("ops"):
             raise PolicyError("UseRule.own: goes with ops=, the operations whose own gradients are meant")
         replaces = chosen.name in rule_names() or isinstance(chosen.function, Derivative)
         if self.own and replaces and not (chosen.own or chosen.each):

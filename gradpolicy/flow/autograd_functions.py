@@ -96,6 +96,7 @@ class ChangeOwnGradients(Function):
         """Keeps the inputs if the rule reads them, otherwise their shapes."""
         ctx.bound_rule, ctx.module, ctx.outputs, ctx.places, *tensors = inputs
         ctx.reads_inputs = "inputs" in ctx.bound_rule.reads
+        ctx.set_materialize_grads(False)
         ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         if ctx.reads_inputs:
             ctx.save_for_backward(*tensors)

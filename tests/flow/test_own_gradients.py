@@ -391,6 +391,10 @@ class TestAFunctionOfTheOwnGradients:
             ),
             (lambda: gp.UseRule(lambda o, i, y: o, modules="a", own=True), r"UseRule\.own: goes with ops="),
             (
+                lambda: gp.StraightThrough(gp.Rule("r", lambda o, i, y: o, own=True), modules="a"),
+                r"StraightThrough: rule 'r' changes operations' own gradients .* \(ops=\)",
+            ),
+            (
                 lambda: gp.apply(gp.Rule("r", lambda o, i, y: o, own=True), torch.abs, torch.ones(1)),
                 r"apply: rule 'r' changes an operation's own gradients",
             ),
@@ -578,7 +582,9 @@ class TestALearntFactor:
             with torch.no_grad():
                 copied.factor.zero_()
             copied(x).sum().backward()
-        assert torch.equal(x.grad, torch.zeros(1, 2))
+            assert torch.equal(x.grad, torch.zeros(1, 2))
+            model(x).sum().backward()
+        torch.testing.assert_close(x.grad, 2 * model[0].weight.detach().sum(0, keepdim=True))
 
     def test_whole_numbers_and_names_are_refused_and_the_plan_shows_no_values(self):
         for wrong in (torch.tensor(2), "factor"):
