@@ -484,14 +484,16 @@ def test_a_copied_rule_keeps_what_was_changed():
         assert copy.deepcopy(rule) == pickle.loads(pickle.dumps(rule)) == rule
 
 
-def test_a_copied_model_keeps_a_rule_through_a_module_of_two_inputs():
+@pytest.mark.parametrize("argument", [None, "x"])
+def test_a_copied_model_keeps_a_rule_through_a_module_of_two_inputs(argument):
     class Sum(nn.Module):
         def forward(self, x, y):
             return torch.relu(x + y)
 
     model = nn.ModuleList([Sum()])
-    policy = gp.UseRule("guided_relu", modules="0", at="through", argument="x")
+    policy = gp.UseRule("guided_relu", modules="0", at="through", argument=argument)
     x, y = made([(3,), (3,)])
+    y.requires_grad_(argument is not None)
     with gp.install(model, [policy]):
         for one in (model, copy.deepcopy(model)):
             x.grad = y.grad = None
