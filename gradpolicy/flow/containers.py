@@ -46,10 +46,12 @@ def classes_that_hide_tensors(values: Any) -> set[str]:
         return set().union(*(classes_that_hide_tensors(child) for child in children))
     if isinstance(values, Iterator):
         return {type(values).__name__}
-    found = (
-        list(values) if isinstance(values, Set | deque) else list(getattr(values, "__dict__", {}).values())
-    )
-    if any(isinstance(value, Tensor) and value.requires_grad for value in found):
+    if isinstance(values, Set | deque):
+        found = list(values)
+    else:
+        slots = [getattr(values, name, None) for name in getattr(type(values), "__slots__", ())]
+        found = [*getattr(values, "__dict__", {}).values(), *slots]
+    if any(tensor.requires_grad for tensor in tensors_in(found)):
         return {type(values).__name__}
     return set()
 

@@ -291,6 +291,7 @@ class Installed(Displayed):
                 named=frozenset(place for place, at in places.items() if at.is_named),
                 idle=idle,
                 aliases=locations.aliases,
+                lost=frozenset(state.lost_in),
             ),
             matched=dict(state.matched),
             parameters=tuple(locations.parameters),

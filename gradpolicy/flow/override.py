@@ -43,7 +43,7 @@ def gradient_override(
             rule's name, a :class:`~gradpolicy.rules.Rule`, a function ``(grad, inputs, output)``, or another
             operation, whose derivative at the same inputs is used. A name that is both a rule and an
             operation (``"tanh"``) means the rule; ``torch.tanh`` means the operation.
-        strict: Raise at the end of the block if an operation was not met.
+        strict: Raise at the end of the block if an operation was not met, or ran where the rule cannot act.
 
     Returns:
         A context manager that is a decorator too.
@@ -119,7 +119,8 @@ class Block(DispatchMode):
         """
         states = self.states.values()
         opaque = list(dict.fromkeys(call for state in states for call in state.opaque))
-        if self._has_told or (all(state.matched for state in states) and not opaque):
+        lost = [each for state in states for each in state.lost_in]
+        if self._has_told or (all(state.matched for state in states) and not opaque and not lost):
             return
         met = Met(
             operations=tuple(self.states),
@@ -132,6 +133,7 @@ class Block(DispatchMode):
             },
             taken=self.taken,
             opaque=opaque,
+            lost=lost,
         )
         if met.ran or met.taken or met.without_gradient or met.discrete:
             self._has_told = bool(met.unmet) and not self.strict

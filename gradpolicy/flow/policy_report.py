@@ -40,6 +40,7 @@ class Met:
         named: Those that were named one by one. Of others, which a glob or class matched, one is enough.
         idle: The modules that it matched and whose forward never ran.
         aliases: Other names of what it matched, which it does not name and where it acts too.
+        lost: Operations whose results went into functions that cannot carry the rule's gradient, with these.
     """
 
     operations: tuple[str, ...] = ()
@@ -55,6 +56,7 @@ class Met:
     named: Collection[str] = ()
     idle: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lost: Collection[tuple[str, str]] = ()
 
     @property
     def unmet(self) -> tuple[str, ...]:
@@ -166,7 +168,8 @@ def check_met(name: str, met: Met, *, may_get_gradient: bool = False) -> str:
 def tell_unmet(subject: str, met: Met, *, strict: bool) -> None:
     """Says at the end of a block what was not met as it was meant.
 
-    Of calls that cannot be seen into warnings were given as they ran; a strict block raises for them too.
+    Of calls that cannot be seen into, and of lost gradients, warnings were given as they ran; a strict block
+    raises for them too.
 
     Nothing is said of operations that an inner override or policy took, since that is how these nest; nor
     while an exception propagates.
@@ -180,8 +183,13 @@ def tell_unmet(subject: str, met: Met, *, strict: bool) -> None:
         PolicyError: If ``strict``.
     """
     message = replace(met, matched={*met.matched, *met.taken}).message()
-    if strict and met.opaque:
-        message = "; ".join(filter(None, (message, f"cannot see into {_listed(met.opaque)}")))
+    if strict:
+        opaque = f"cannot see into {_listed(met.opaque)}" if met.opaque else ""
+        lost = [
+            f"the result of operation {operation!r} went through {function}, which lost its gradient"
+            for operation, function in met.lost
+        ]
+        message = "; ".join(filter(None, (message, opaque, *lost)))
     tell(subject, message, strict=strict)
 
 

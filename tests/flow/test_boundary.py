@@ -28,6 +28,22 @@ class PassOn(nn.Module):
         return tree
 
 
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+HOLDERS = [
+    lambda x: SimpleNamespace(x=x),
+    lambda x: SimpleNamespace(parts=[{"x": x}]),
+    lambda x: {"deep": (deque([x]), 1)},
+    lambda x: (each for each in [x]),
+    Slots,
+]
+
+
 class Model(nn.Module):
     def __init__(self, middle):
         super().__init__()
@@ -255,11 +271,13 @@ def test_what_is_no_gradient_s_business_is_passed_on_as_it_is():
         assert model(given) is given
 
 
-@pytest.mark.parametrize("holder", [lambda x: SimpleNamespace(x=x), lambda x: {"deep": (deque([x]), 1)}])
+@pytest.mark.parametrize("holder", HOLDERS)
 def test_tensors_in_other_objects_are_reported_not_silently_plain(holder):
     model = PassOn()
     with gp.install(model, {"double": gp.Scale(2.0, modules=PassOn)}) as installed:
-        with pytest.warns(UserWarning, match="'double' cannot see into (SimpleNamespace|deque) at input of"):
+        with pytest.warns(
+            UserWarning, match="'double' cannot see into (SimpleNamespace|deque|Slots|generator) at input of"
+        ):
             model(holder(torch.ones(2, requires_grad=True)))
         assert installed.report().rows[0].opaque_calls
         model(holder(torch.ones(2, requires_grad=True)))

@@ -580,3 +580,16 @@ def test_a_strict_block_raises_for_what_it_cannot_see_into():
         gp.gradient_override({"tanh": "identity"}, strict=True),
     ):
         lstm(torch.tanh(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*went through")
+def test_a_strict_block_raises_for_a_gradient_that_was_lost(x):
+    def counted(x):
+        taken = x > 0
+        return torch.bincount(taken.long()).sum() + (taken * x).sum()
+
+    with (
+        pytest.raises(gp.PolicyError, match="'gt' went through 'bincount', which lost its gradient"),
+        gp.gradient_override({"gt": "identity"}, strict=True),
+    ):
+        counted(x)

@@ -651,6 +651,24 @@ def test_operations_of_a_policy_that_a_fit_never_met_are_a_warning_at_its_end(
         make_trainer(max_steps=2, callbacks=[gp.GradientPolicies(policies)]).fit(two_layers, loader)
 
 
+@pytest.mark.parametrize("plan", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (gp.Stop(modules="trunk.0"), "no gradient crosses input of module 'trunk.0'"),
+        (gp.Scale(0.5, modules="spare"), "module 'spare' never ran through its forward"),
+        (gp.Scale(0.5, modules="twin", at="output"), "module 'twin' is also 'head'"),
+    ],
+)
+def test_a_policy_that_cannot_act_where_it_is_is_a_warning(
+    two_layers, loader, make_trainer, policy, message, plan
+):
+    two_layers.spare, two_layers.twin = torch.nn.Linear(2, 2), two_layers.head
+    callback = gp.GradientPolicies({"it": policy}, plan=plan)
+    with pytest.warns(UserWarning, match=f"policy 'it': {message}"):
+        make_trainer(max_steps=2, callbacks=[callback]).fit(two_layers, loader)
+
+
 def test_a_factor_that_adam_divides_out_is_a_warning(two_layers, loader, make_trainer):
     policies = {"slow": gp.Scale(0.1, params="head.*")}
     with pytest.warns(UserWarning, match="policy slow: AdamW divides the factor 0.1"):
