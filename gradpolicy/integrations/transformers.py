@@ -264,7 +264,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         state = masked.param_groups[0].pop(STATE, None)
         assert self._trainer is not None
         steps = self._trainer.state.global_step
-        if state is not None and state["global_step"] == steps:
+        if state is not None and state.get("global_step") == steps:
             self._apply_restored(state)
         else:
             masked.effective_steps = steps
