@@ -3,7 +3,7 @@
 import io
 import sys
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -56,3 +56,17 @@ def as_html(shown: "RenderableType") -> str:
     console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=False, force_jupyter=False)
     console.print(shown)
     return console.export_html(code_format=HTML, inline_styles=True)
+
+
+def three_digits(value: Any) -> str:
+    """Write a value as text, a number with three significant digits.
+
+    Example:
+        >>> three_digits(0.00375619), three_digits(1500), three_digits("0.74367"), three_digits("guided")
+        ('0.00376', '1500', '0.744', 'guided')
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return str(value) if isinstance(value, bool) or number.is_integer() else f"{number:.3g}"

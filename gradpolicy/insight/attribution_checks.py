@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torchmetrics.functional import spearman_corrcoef
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.attribution import Forward, Target, predict
+from gradpolicy.insight.attribution import Forward, Target, blur, predict
 
 Explain = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """An attribution of a model, images and classes, with all else bound."""
@@ -86,19 +85,6 @@ def insertion_deletion(
         for name, new, old in (("insertion", images, blurred), ("deletion", blurred, images)):
             curves[name].append(predict(forward, torch.where(changed, new, old), classes)[1].cpu())
     return PixelCurves(shares, torch.stack(curves["insertion"], 1), torch.stack(curves["deletion"], 1))
-
-
-def blur(images: Tensor) -> Tensor:
-    """Blurs images by a Gaussian whose deviation is an eighth of their smaller side; edges are mirrored."""
-    deviation = min(images.shape[-2:]) / 8
-    reach = min(int(3 * deviation + 0.5), *(size - 1 for size in images.shape[-2:]))
-    offsets = torch.arange(-reach, reach + 1, dtype=images.dtype, device=images.device)
-    weights = torch.exp(-(offsets**2) / (2 * deviation**2))
-    kernel = (weights / weights.sum()).expand(images.shape[1], 1, 1, -1)
-    for dimensions, padding in ((kernel, (reach, reach, 0, 0)), (kernel.mT, (0, 0, reach, reach))):
-        padded = functional.pad(images, padding, mode="reflect")
-        images = functional.conv2d(padded, dimensions, groups=images.shape[1])
-    return images
 
 
 @dataclass(frozen=True)

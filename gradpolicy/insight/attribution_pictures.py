@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
@@ -12,21 +13,27 @@ from torch import Tensor
 
 from gradpolicy.checks import check_sizes
 from gradpolicy.errors import PolicyError, nearest, shown, warn_user
-from gradpolicy.insight.attribution import input_gradient, predict
+from gradpolicy.insight.attribution import integrated_gradient, predict
+from gradpolicy.insight.attribution_checks import insertion_deletion, random_order
 from gradpolicy.insight.pictures import Sample, picture_grid
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import StraightThrough
 from gradpolicy.tasks.images import images_of
 
 PHASE = "test"
+# Images whose pixels are inserted and deleted, at least, if there are so many.
+TESTED = 64
 
 
 class AttributionPictures(Callback):
     """Draws a grid of attributions of the first test images and gives it to the loggers.
 
-    What the attribution is depends on the flow policies of the run that hold in the phase ``test``: with a
-    guided policy it is guided backpropagation. Straight-through policies hold as well, whatever their phases:
-    a quantised model has no gradient without them. The model is not updated, and no ``.grad`` is touched.
+    The gradients are taken on the way from a blurred copy of each image, as in
+    :func:`gradpolicy.insight.attribution.integrated`, under the flow policies of the run that hold in the
+    phase ``test``: with a guided policy they are guided. Straight-through policies hold as well, whatever
+    their phases: a quantised model has no gradient without them. The model is not updated, and no ``.grad``
+    is touched. The title has the areas below the insertion and deletion curves of the first 64 images or
+    more, beside those of pixels in random order.
 
     The images are the first entry of a batch; their labels, where there are any, the second. The logits are
     what the LightningModule's `predict_step` gives.
@@ -49,8 +56,8 @@ class AttributionPictures(Callback):
     def __init__(
         self,
         policy: str = "guided",
-        count: int = 16,
-        columns: int = 4,
+        count: int = 6,
+        columns: int = 3,
         directory: str | Path | None = None,
         required: bool = True,
     ) -> None:
@@ -89,7 +96,7 @@ class AttributionPictures(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Keeps the first images."""
-        missing = self.count - sum(len(images) for images, _ in self._batches)
+        missing = max(self.count, TESTED) - sum(len(images) for images, _ in self._batches)
         if self._draws and missing > 0:
             try:
                 images, labels = images_of(batch, "AttributionPictures: the data")
@@ -124,20 +131,26 @@ class AttributionPictures(Callback):
         def forward(images: Tensor) -> Any:
             return pl_module.predict_step(images, 0)
 
-        samples = [
-            sample
-            for images, labels in self._batches
-            for sample in _samples(
-                images,
-                input_gradient(forward, images),
-                *predict(forward, images),
-                labels,
-                classes,
-            )
-        ]
-        return picture_grid(
-            samples, f"{self.policy}: which pixels speak for the predicted class", self.columns
+        images = torch.cat([images for images, _ in self._batches])
+        labels = [labels for _, labels in self._batches if labels is not None]
+        truth = torch.cat(labels) if len(labels) == len(self._batches) else None
+        attributions = integrated_gradient(forward, images)
+        curves = insertion_deletion(forward, images, attributions)
+        random = insertion_deletion(forward, images, random_order(images))
+        told = ", ".join(
+            f"{name} {getattr(curves, f'{name}_area').mean():.2f}"
+            f" (random order {getattr(random, f'{name}_area').mean():.2f})"
+            for name in ("insertion", "deletion")
         )
+        first = slice(self.count)
+        samples = _samples(
+            images[first],
+            attributions[first],
+            *predict(forward, images[first]),
+            truth[first] if truth is not None else None,
+            classes,
+        )
+        return picture_grid(samples, f"{self.policy}, integrated from a blurred image: {told}", self.columns)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradpolicy.display import three_digits
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.results import Result
 
@@ -126,10 +127,10 @@ class SweepSummary:
         table.add_column(escape(self.heading), justify="right", overflow="fold")
         table.add_column("best", justify="center")
         for index, (result, given) in enumerate(zip(self.results, self.settings, strict=True)):
-            value = result.error or "–" if result.optimized is None else f"{result.optimized:.6g}"
+            value = result.error or "–" if result.optimized is None else f"{result.optimized:.4g}"
             style = "bold green" if index == self.best else "red" if result.status == "failed" else ""
             # In overrides brackets are lists, not rich's markup.
-            cells = [escape(given.get(key, "–")) for key in self.varied]
+            cells = [escape(three_digits(given.get(key, "–"))) for key in self.varied]
             table.add_row(str(index), *cells, escape(value), "*" if index == self.best else "", style=style)
         console.print(table)
         if self.common and len(self.results) > 1:
@@ -148,9 +149,9 @@ class SweepSummary:
         means = folded["mean"]
         best = None if means.isna().all() else (means.idxmin() if self.mode == "min" else means.idxmax())
         for index, row in folded.iterrows():
-            cells = [escape("–" if row[key] is None else str(row[key])) for key in others]
+            cells = [escape("–" if row[key] is None else three_digits(row[key])) for key in others]
             spread = "" if math.isnan(row["std"]) else f" ± {row['std']:.2g}"
-            value = "–" if math.isnan(row["mean"]) else f"{row['mean']:.6g}{spread}"
+            value = "–" if math.isnan(row["mean"]) else f"{row['mean']:.4g}{spread}"
             table.add_row(*cells, value, str(row["count"]), style="bold green" if index == best else "")
         return table
 
@@ -177,24 +178,15 @@ class SweepSummary:
 
     def picture(self) -> "go.Figure | None":
         """A line for each job through what it set and what came of it; None without two to compare."""
-        import plotly.graph_objects as go
+        from gradpolicy.insight.report.figures import parallel_coordinates
 
         frame = self.frame()
         frame = frame[frame[self.heading].notna()]
         if len(frame) < 2 or not self.varied:
             return None
-        values = frame[self.heading].astype(float)
-        axes = [_axis(key, frame[key].fillna("–").astype(str).tolist()) for key in self.varied]
-        line = {
-            "color": values,
-            "colorscale": "Viridis",
-            "reversescale": self.mode == "min",
-            "showscale": True,
-        }
-        return go.Figure(
-            go.Parcoords(line=line, dimensions=[*axes, {"label": self.heading, "values": values}]),
-            layout={"title": {"text": f"Sweep: {self.heading} by what the jobs set"}},
-        )
+        settings = {key: frame[key].fillna("–").tolist() for key in self.varied}
+        values = frame[self.heading].astype(float).tolist()
+        return parallel_coordinates(settings, self.heading, values, lowest=self.mode == "min")
 
 
 def collect(sweep_dir: Path) -> list[Result]:
@@ -218,21 +210,6 @@ def _key_and_value(override: str) -> tuple[str, str]:
 def _in_lines(key: str) -> str:
     """A key as the heading of a narrow column."""
     return escape(key.replace(".", ".\n"))
-
-
-def _axis(key: str, texts: list[str]) -> dict[str, Any]:
-    """An axis of the picture: numbers as they are, other values one after the other."""
-    try:
-        return {"label": key, "values": [float(text) for text in texts]}
-    except ValueError:
-        names = list(dict.fromkeys(texts))
-        places = list(range(len(names)))
-        return {
-            "label": key,
-            "values": [names.index(text) for text in texts],
-            "tickvals": places,
-            "ticktext": names,
-        }
 
 
 def _table(title: str) -> Table:

@@ -1,5 +1,6 @@
 """The callback draws what the run's policies give, and changes nothing of the model."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight import attribution_pictures
-from gradpolicy.insight.attribution import guided
+from gradpolicy.insight.attribution import integrated
 from gradpolicy.insight.attribution_pictures import AttributionPictures, log_picture
 from gradpolicy.insight.pictures import Sample, picture_grid
 from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet
@@ -43,8 +44,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
     """The samples that the callback draws."""
     samples: list[Sample] = []
 
-    def keep(given: list[Sample], *rest: object) -> object:
+    def keep(given: list[Sample], title: str, columns: int) -> object:
         samples.extend(given)
+        assert re.search(
+            r"insertion 0\.\d\d \(random order 0\.\d\d\), deletion 0\.\d\d \(random order", title
+        )
         return picture_grid(given[:1], "one")
 
     monkeypatch.setattr(attribution_pictures, "picture_grid", keep)
@@ -80,7 +84,7 @@ def test_the_attribution_is_that_of_the_policies_of_the_run(
     trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(count=6)])
     trainer.test(module, data, verbose=False)
     images, labels = (part[:6] for part in data.test_set.tensors)
-    expected = guided(module, images, policies=[gp.StraightThrough(ops=["round"])])
+    expected = integrated(module, images, policies=[gp.StraightThrough(ops=["round"]), gp.Guided()])
     assert expected.any()
     torch.testing.assert_close(torch.stack([sample.attribution for sample in drawn]), expected)
     assert [sample.truth for sample in drawn] == [str(int(label)) for label in labels]

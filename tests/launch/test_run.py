@@ -57,7 +57,7 @@ def test_a_run_leaves_a_report_of_what_was_asked_and_what_came_of_it(train) -> N
     report = (ended.run / "report.html").read_text()
     for said in (
         "<td><code>optimizer.lr</code></td>",
-        "Timeline of masks",
+        "Share, flips and ages",
         "Map of the gradient",
         "model.trunk.0.conv.weight: age",
         f"<td>torch</td><td>{torch.__version__}</td>",

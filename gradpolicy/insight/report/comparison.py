@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from gradpolicy.display import three_digits
 from gradpolicy.insight.report.reading import Run, is_bookkeeping
 
 # What stands for a key that a config does not have.
@@ -18,10 +19,37 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """One key of the config, and its value in each of several configs."""
+    """One key of the config, and its value in each of several configs.
+
+    Args:
+        key: The key, or the node that some configs lack.
+        values: The values in full: by these, runs are told apart.
+        shown: The values for people: policies by name, numbers with three digits.
+    """
 
     key: str
     values: tuple[str, ...]
+    shown: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The key, shortened: its last part, after the name of the policy that it belongs to."""
+        parts = [part for part in _parts(self.key) if part != "_target_"]
+        return f"{parts[1]}.{parts[-1]}" if parts[0] == "policy" and len(parts) > 2 else parts[-1]
+
+    def label(self, index: int) -> str:
+        """Name the value in one of the configs, as in ``lr=0.01``; empty where the config lacks it."""
+        value, parts = self.shown[index], _parts(self.key)
+        if value == ABSENT:
+            return ""
+        return value if parts[0] == "policy" and len(parts) <= 2 else f"{self.name}={value}"
+
+    def by_value(self, runs: Sequence[Run]) -> dict[str, list[str]]:
+        """Name the runs that have each value."""
+        found: dict[str, list[str]] = {}
+        for value, run in zip(self.shown, runs, strict=True):
+            found.setdefault(value, []).append(run.name)
+        return found
 
 
 @dataclass(frozen=True)
@@ -93,7 +121,7 @@ def config_differences(configs: Sequence[Mapping[str, Any]], skip: Sequence[str]
             name = (_parts(whole)[-1], values)
             former = differing.get(name)
             if former is None or len(whole) < len(former.key):
-                differing[name] = Difference(whole, values)
+                differing[name] = Difference(whole, values, _shown(configs, whole, values))
     groups = list(dict.fromkeys(_parts(key)[0] for key in keys))
     found = [each for each in differing.values() if each.key not in skip]
     return sorted(found, key=lambda each: groups.index(_parts(each.key)[0]))
@@ -119,6 +147,28 @@ def _told(config: Mapping[str, Any], key: str) -> str:
     return " ".join([*kind, *(f"{name}={value}" for name, value in below.items())]) or ABSENT
 
 
+def _shown(configs: Sequence[Mapping[str, Any]], key: str, values: Sequence[str]) -> tuple[str, ...]:
+    """Shorten values, as long as they stay different."""
+    short = tuple(_shortly_told(config, key) for config in configs)
+    return short if len(set(short)) == len(set(values)) else tuple(values)
+
+
+def _shortly_told(config: Mapping[str, Any], key: str) -> str:
+    """The value of a key, numbers with three digits; of policies, the names."""
+    parts = _parts(key)
+    if parts[0] == "policy" and len(parts) <= 2 and config.get(key) is None:
+        inside = [_parts(name) for name in config if name.startswith(f"{key}.")]
+        return " + ".join(dict.fromkeys(name[1] for name in inside)) or ABSENT
+    if key == "policy":
+        return "none"
+    value = config.get(key)
+    if isinstance(value, list):
+        return ", ".join(map(three_digits, value))
+    if parts[-1] == "_target_":
+        return str(value).rpartition(".")[2]
+    return _told(config, key) if value is None else three_digits(value)
+
+
 def groups_of(runs: Sequence[Run]) -> list[Group]:
     """Puts runs together that differ in nothing but the seed; those without a config stand alone."""
     members: dict[tuple[Any, ...], list[Run]] = {}
@@ -126,12 +176,11 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
     for index, run in enumerate(runs):
         values = tuple(difference.values[index] for difference in differences)
         members.setdefault(values if run.config else (run.name,), []).append(run)
-    names = [difference.key.rpartition(".")[2] for difference in differences]
     found = []
-    for values, own in members.items():
-        told = [f"{name}={value}" for name, value in zip(names, values, strict=False) if value != ABSENT]
-        label = _shortened(told) if own[0].config else own[0].name
-        found.append(Group(label or own[0].name, tuple(own)))
+    for own in members.values():
+        index = runs.index(own[0])
+        labels = [label for difference in differences if (label := difference.label(index))]
+        found.append(Group(_shortened(labels) or own[0].name, tuple(own)))
     return _unlike(found)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from gradpolicy.insight.report.comparison import Group
+from gradpolicy.insight.report.comparison import Difference, Group, compared_metrics
 from gradpolicy.insight.report.reading import Run
 
 # Readable on white and on black.
@@ -19,6 +19,10 @@ PLAIN = "#8b949e"
 POINTS = 600
 COLUMNS, CELLS = 240, 12_000
 CURVE_HEIGHT = 300
+# Axes of parallel coordinates, at most.
+AXES = 8
+# Legends: the longest name in characters, and the height of a line in pixels.
+LONGEST, LINE = 60, 20
 STAGES = ("train/", "val/", "test/")
 
 
@@ -40,6 +44,18 @@ class Figure:
     choices: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
     note: str = ""
     wide: bool = False
+
+    def __post_init__(self) -> None:
+        """Shortens long names in the legend, and makes the figure higher by its lines."""
+        named = [trace for trace in self.figure.data if trace.name and trace.showlegend is not False]
+        for trace in named:
+            trace.name = _shortened(trace.name, LONGEST)
+        names = {trace.name for trace in named if trace.visible is not False}
+        if len(names) < 2 or not self.figure.layout.legend.orientation:
+            return
+        width = (1100 if self.wide else 500) // (44 + 7 * max(map(len, names)))
+        lines = -(-len(names) // max(width, 1))
+        self.figure.update_layout(height=self.figure.layout.height + LINE * (lines - 1))
 
 
 def new_figure(x: str, y: str, height: int = CURVE_HEIGHT, **layout: Any) -> go.Figure:
@@ -212,7 +228,163 @@ def _faint(colour: str, alpha: float = 0.15) -> str:
     return f"rgba({red},{green},{blue},{alpha})"
 
 
-# ---- the timeline of masks
+def parallel_coordinates(
+    settings: Mapping[str, Sequence[Any]], metric: str, values: Sequence[float], *, lowest: bool = False
+) -> go.Figure:
+    """Draws a line for each run through what it set, an axis for each setting, and through what came of it.
+
+    Args:
+        settings: By name, the value of each run.
+        metric: What runs are compared by.
+        values: The value of each run.
+        lowest: Whether the lowest value is the best.
+    """
+    line = {"color": values, "colorscale": "Viridis", "reversescale": lowest, "showscale": True}
+    axes = [_axis(name, list(given)) for name, given in settings.items()]
+    axes.append({"label": metric, "values": list(values), "tickformat": ".3~g"})
+    figure = go.Figure(go.Parcoords(line=line, dimensions=axes))
+    figure.update_layout(
+        height=380, margin={"l": 110, "r": 60, "t": 60, "b": 30}, paper_bgcolor="rgba(0,0,0,0)"
+    )
+    return figure
+
+
+def _axis(name: str, given: list[Any]) -> dict[str, Any]:
+    """An axis of parallel coordinates: numbers as they are, other values one after the other."""
+    if _are_numbers(given):
+        return {"label": name, "values": [float(value) for value in given], "tickformat": ".3~g"}
+    names = list(dict.fromkeys(map(str, given)))
+    return {
+        "label": name,
+        "values": [names.index(str(value)) for value in given],
+        "tickvals": list(range(len(names))),
+        "ticktext": [_shortened(text, 40) for text in names],
+    }
+
+
+def _shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    try:
+        return all(np.isfinite(float(value)) for value in values)
+    except (TypeError, ValueError):
+        return False
+
+
+def settings_and_metric(runs: Sequence[Run], differences: Sequence[Difference]) -> Figure | None:
+    """What runs set beside the metric that they are compared by; None without two to compare."""
+    config = runs[0].config
+    metric = str(config.get("optimized_metric") or next(iter(compared_metrics(runs)), ""))
+    valued = [
+        index
+        for index, run in enumerate(runs)
+        if not run.broken_off and np.isfinite(run.final_metrics.get(metric, np.nan))
+    ]
+    varied = [each for each in differences if each.key != "seed"][:AXES]
+    if len(valued) < 2 or not varied:
+        return None
+    # Digits that a label leaves out count on an axis.
+    settings = {
+        each.name: [(each.values if _are_numbers(each.values) else each.shown)[index] for index in valued]
+        for each in varied
+    }
+    values = [runs[index].final_metrics[metric] for index in valued]
+    figure = parallel_coordinates(settings, metric, values, lowest=config.get("optimized_mode") == "min")
+    note = "A line for each run that came to its end. Drag along an axis to choose among them."
+    return Figure(f"What was set, and {metric}", figure, note=note, wide=True)
+
+
+# ---- masks over time
+
+# Share, flips and ages, one above the other: the axis of each, its heading, and where it stands.
+PANELS = (
+    ("y", "entries that train", (0.72, 1.0)),
+    ("y2", "flipped by a change", (0.36, 0.64)),
+    ("y3", "age in updates", (0.0, 0.28)),
+)
+
+
+def mask_curves(run: Run) -> Figure | None:
+    """The share of entries that train, the share that a change flips, and the ages, over the steps."""
+    rows = run.rows("freeze")
+    if rows.empty:
+        return None
+    figure = new_figure("step", "", height=520)
+    policies = list(rows["policy"].unique())
+    for policy in policies:
+        own = rows[rows["policy"] == policy]
+        # Which parameters a mask covers does not change, so a value holds until the next one.
+        held = own.pivot_table(
+            index="step", columns="parameter", values=["active", "entries"], aggfunc="last"
+        )
+        held = held.ffill()
+        share = held["active"].sum(axis=1) / held["entries"].sum(axis=1)
+        flips = own.groupby("step")["flipped"].sum() / held["entries"].sum(axis=1)
+        changed = own.groupby("step")["changed"].any() if "changed" in own else flips > 0
+        flips = flips[changed].iloc[1:]
+        figure.add_scatter(**_panel("y", share, policy, shape="hv"))
+        figure.add_scatter(**_panel("y2", flips, policy, mode="markers" if len(flips) < 200 else "lines"))
+        _add_ages(figure, own, policy)
+    for number, (_, heading, domain) in enumerate(PANELS, start=1):
+        axis = {"title": {"text": heading}, "domain": domain, "rangemode": "tozero", "automargin": True}
+        if number < len(PANELS):
+            axis |= {"tickformat": ".0%", "range": [0, 1.05]}
+        figure.update_layout({f"yaxis{number if number > 1 else ''}": axis})
+    figure.update_xaxes(anchor="y3")
+    choices = {"policy": ("policy", policies)}
+    _shown_first(figure, choices)
+    note = (
+        "A change flips entries that it freezes or thaws. The age of an entry: its updates since its "
+        "optimizer state was last empty; line: the median, band: the middle half, means over the tensors."
+    )
+    return Figure("Share, flips and ages", figure, choices if len(policies) > 1 else {}, note, wide=True)
+
+
+def _panel(
+    axis: str, values: pd.Series, policy: str, mode: str = "lines", shape: str = "linear"
+) -> dict[str, Any]:
+    """A curve of :func:`mask_curves`."""
+    values = values.iloc[
+        np.unique(np.linspace(0, len(values) - 1, min(len(values), POINTS)).round().astype(int))
+    ]
+    return {
+        "x": values.index.to_numpy(),
+        "y": _numbers(values),
+        "yaxis": axis,
+        "mode": mode,
+        "line": {"color": COLOURS[0], "shape": shape},
+        "marker": {"color": COLOURS[0], "size": 4},
+        "name": {name: heading for name, heading, _ in PANELS}[axis],
+        "showlegend": False,
+        "meta": {"policy": policy},
+    }
+
+
+def _add_ages(figure: go.Figure, rows: pd.DataFrame, policy: str) -> None:
+    known = [name for name in ("age_q25", "age_q75", "age_median") if name in rows]
+    if "age_median" not in known:
+        return
+    rows = rows.dropna(subset="age_median")
+    weighted = rows[known].mul(rows["entries"], axis=0).assign(step=rows["step"], entries=rows["entries"])
+    sums = weighted.groupby("step").sum()
+    for name in known:
+        curve = _panel("y3", sums[name] / sums["entries"], policy)
+        if name != "age_median":
+            curve |= {"line": {"width": 0, "color": COLOURS[0]}, "hoverinfo": "skip"}
+        if name == "age_q75":
+            curve |= {"fill": "tonexty", "fillcolor": _faint(COLOURS[0], 0.25)}
+        figure.add_scatter(**curve)
+
+
+def _trains_by_layers(layers: pd.DataFrame) -> bool:
+    """Whether layers train or freeze as a whole: otherwise shares by layer show noise alone."""
+    whole = (layers["active_share"] < 0.02) | (layers["active_share"] > 0.98)
+    return float(layers.loc[whole, "entries"].sum()) > 0.1 * float(layers["entries"].sum())
+
+
+# ---- the timeline of layers
 
 
 @dataclass(frozen=True)
@@ -226,6 +398,7 @@ class Quantity:
         top: The largest value; None: by the data.
         logarithmic: Whether colours go by the logarithm.
         held: Whether a value holds until the next one is recorded.
+        of_masks: Whether it tells of masks.
     """
 
     name: str
@@ -234,15 +407,16 @@ class Quantity:
     top: float | None = None
     logarithmic: bool = False
     held: bool = True
+    of_masks: bool = False
 
 
 QUANTITIES = (
-    Quantity("active share", "active_share", "Viridis", top=1.0),
-    Quantity("flipped share", "flipped_share", "Inferno", held=False),
+    Quantity("active share", "active_share", "Viridis", top=1.0, of_masks=True),
+    Quantity("flipped share", "flipped_share", "Inferno", held=False, of_masks=True),
     Quantity("gradient norm before", "gradient_norm_before", "Cividis", logarithmic=True),
     Quantity("gradient norm after", "gradient_norm_after", "Cividis", logarithmic=True),
     Quantity("update size", "update_size", "Cividis", logarithmic=True),
-    Quantity("median age", "age_median", "Plasma"),
+    Quantity("median age", "age_median", "Plasma", of_masks=True),
 )
 
 
@@ -262,17 +436,23 @@ def timeline(run: Run) -> Figure | None:
         autorange="reversed", type="category", tickvals=names, ticktext=_without_common_parents(names)
     )
     usable = []
+    by_layers = _trains_by_layers(layers)
     for quantity in QUANTITIES:
         if not is_known(layers, quantity.column):
+            continue
+        if quantity.of_masks and not by_layers:
             continue
         usable.append(quantity.name)
         for policy in policies:
             figure.add_trace(_heat_map(layers[layers["policy"] == policy], policy, quantity, run.last_step))
+    if not usable:
+        return None
     choices = {"quantity": ("colour", usable), "policy": ("policy", policies)}
     _shown_first(figure, choices)
     note = "A mask holds until the next change, a norm, size or age until it is measured again."
     shown = {key: choice for key, choice in choices.items() if len(choice[1]) > 1}
-    return Figure("Timeline of masks", figure, shown, note, wide=True)
+    title = "Timeline of masks" if by_layers else "Gradients and updates by layer"
+    return Figure(title, figure, shown, note, wide=True)
 
 
 def _without_common_parents(names: Sequence[str]) -> list[str]:

@@ -3,12 +3,13 @@
 import itertools
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, PackageLoader
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from PIL import UnidentifiedImageError
 from plotly.offline import get_plotlyjs
 
@@ -44,7 +45,13 @@ def render(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "drawn": drawn, "bytes": readable_bytes, "next": next}
+    environment.filters |= {
+        "number": number,
+        "drawn": drawn,
+        "bytes": readable_bytes,
+        "next": next,
+        "breakable": breakable,
+    }
     page = environment.get_template("report.html")
     numbers = itertools.count()
     comparison = _comparison(runs) if len(runs) > 1 else None
@@ -75,8 +82,9 @@ def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
         figures.flow(run),
         figures.memory({"optimizer state": run}),
         figures.ages(run),
+        figures.mask_curves(run),
     ]
-    timeline, tree, flow, memory, ages = found
+    timeline, tree, flow, memory, ages, masks = found
     pictures, strips, failed = _pictures(run, pictures_bytes)
     changed = config_differences([run.defaults, run.config]) if run.defaults and run.config else []
     return {
@@ -90,6 +98,7 @@ def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
         "memory": memory,
         "memory_ratio": _memory_ratio(run),
         "ages": ages,
+        "mask_curves": masks,
         "proof": proof(run.audit) if run.audit else None,
         "pictures": pictures,
         "strips": strips,
@@ -123,13 +132,15 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     metrics = compared_metrics(runs)
     compared = compare(groups, metrics)
     told = [each for each in compared if not math.isnan(each.p)]
+    differences = config_differences([run.config for run in runs])
     return {
         "groups": groups,
         "metrics": metrics[:COLUMNS],
         "broken_off": [run for run in runs if run.broken_off],
         "cells": {(group.label, name): spread(group.values(name)) for group in groups for name in metrics},
         "best": {name: _best(groups, name) for name in metrics},
-        "differences": config_differences([run.config for run in runs])[:ROWS],
+        "differences": differences[:ROWS],
+        "settings": figures.settings_and_metric(runs, differences),
         "exceeding": sorted((each for each in told if each.exceeds), key=lambda each: each.p)[:ROWS],
         "told": len(told),
         "untold": len(compared) - len(told),
@@ -214,6 +225,11 @@ def _pictures(
 def drawn(figure: Figure) -> Markup:
     """A figure as JSON that may stand in a script element."""
     return Markup(figure.figure.to_json().replace("<", "\\u003c"))
+
+
+def breakable(name: str) -> Markup:
+    """A name that may be broken after a slash or an underscore, so that a table of many fits the page."""
+    return Markup(re.sub("([/_])", r"\1<wbr>", str(escape(name))))
 
 
 def number(value: Any, digits: int = 4) -> str:

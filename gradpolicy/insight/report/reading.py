@@ -22,7 +22,9 @@ from gradpolicy.lightning.run_record import RunRecord
 Content = TypeVar("Content")
 
 # What differs between any two runs, whatever was asked.
-BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name")
+BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name", "callbacks.study.")
+# What a search adds to the command line of each trial.
+ADDED = ("+callbacks.study=", "hydra.run.dir=")
 # The names of files by which a directory is known as that of a run.
 MARKS = ("config.yaml", "result.json", "plan.json", "record.jsonl", "run.json", "audit.json", "csv")
 WARNING = re.compile(r"\bwarning: (.*)", re.IGNORECASE)
@@ -104,9 +106,13 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The command that repeats the run."""
+        """The command that repeats the run, without what the program itself added."""
         program = self.result.get("program", "python train.py")
-        return f"{program} {shlex.join(self.overrides)}".rstrip()
+        default = f"optimized_metric={self.defaults.get('optimized_metric')}"
+        words = [
+            word for word in self.overrides if not word.startswith(ADDED) and word.replace("'", "") != default
+        ]
+        return f"{program} {shlex.join(words)}".rstrip()
 
     def rows(self, kind: str) -> pd.DataFrame:
         """The rows of one kind in the record, in the order of their steps; without any, no columns either."""

@@ -9,7 +9,7 @@ const settings = {
   modeBarButtonsToRemove: ["select2d", "lasso2d"],
 };
 
-function theme() {
+function theme(place) {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
   const look = { "font.color": colour("--text"), "font.family": "system-ui, sans-serif", "font.size": 12 };
@@ -18,7 +18,7 @@ function theme() {
   look["hoverlabel.font.color"] = colour("--text");
   look["modebar.bgcolor"] = "rgba(0,0,0,0)";
   look["modebar.color"] = look["modebar.activecolor"] = colour("--faint");
-  for (const axis of ["xaxis", "yaxis"]) {
+  for (const axis of Object.keys(place.layout).filter((key) => /^[xy]axis/.test(key))) {
     look[axis + ".gridcolor"] = look[axis + ".zerolinecolor"] = colour("--line");
   }
   // A finger that moves over a figure scrolls the page.
@@ -32,7 +32,7 @@ async function draw(place) {
   const data = document.querySelector(`script[data-for="${place.id}"]`);
   const figure = JSON.parse(data.textContent);
   await Plotly.newPlot(place, figure.data, figure.layout, settings);
-  await Plotly.relayout(place, theme());
+  await Plotly.relayout(place, theme(place));
 }
 
 function drawShown() {
@@ -59,6 +59,6 @@ document.getElementById("run-choice")?.addEventListener("change", (event) => {
   drawShown();
 });
 dark.addEventListener("change", () => {
-  for (const place of document.querySelectorAll(".plot[data-drawn]")) Plotly.relayout(place, theme());
+  for (const place of document.querySelectorAll(".plot[data-drawn]")) Plotly.relayout(place, theme(place));
 });
 drawShown();
