@@ -8,7 +8,7 @@ import torch
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.imports import allowed_packages, import_by_name, is_limited, limited_to
+from gradpolicy.imports import allowed_packages, import_by_name, is_limited, limited_to, to_install
 
 RULES = "import os\nfrom os.path import join\n\ndef halved(grad, inputs, output):\n    return grad / 2\n"
 
@@ -75,3 +75,26 @@ def test_within_a_limit_module_classes_come_from_known_and_allowed_packages(pack
         with pytest.raises(PolicyError, match=rf"allowed_targets=\[{package}\]"):
             gp.install(model, [gp.Scale(0.5, modules=f"{package}.Layer")])
     assert package not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ModuleNotFoundError("Neither `tensorboard` nor `tensorboardX` is available."),
+            "needs tensorboard, which is not installed: pip install 'gradpolicy[tensorboard]'",
+        ),
+        (
+            ModuleNotFoundError("No module named 'mlflow.entities'", name="mlflow.entities"),
+            "needs mlflow, which is not installed: pip install 'gradpolicy[mlflow]'",
+        ),
+        (
+            ModuleNotFoundError("No module named 'theirs.a'", name="theirs.a"),
+            "needs theirs, which is not installed: pip install theirs",
+        ),
+    ],
+)
+def test_what_is_not_installed_is_named_with_the_command_that_installs_it(
+    error: ModuleNotFoundError, said: str
+) -> None:
+    assert to_install(error) == said

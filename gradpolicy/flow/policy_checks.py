@@ -102,6 +102,10 @@ def _check_rule(name: str, policy: FlowPolicy) -> None:
     )
 
 
+# What helps where two policies act at one place.
+APART = "leave one of them out, or give them different modules, ops, calls or times (when)"
+
+
 def _check_pair(
     policies: Mapping[str, FlowPolicy], locations: Mapping[str, Locations], first: str, second: str
 ) -> None:
@@ -111,7 +115,7 @@ def _check_pair(
     if operations and shared and _overlap(policies[first].calls, policies[second].calls):
         raise PolicyError(
             f"policies {first!r} and {second!r} both have a rule for operation {operations[0]!r} "
-            f"in {f'module {shared[0]!r}' if shared[0] else 'the model'}"
+            f"in {f'module {shared[0]!r}' if shared[0] else 'the model'}; {APART}"
         )
     modules = [name for name, module in one.modules.items() if id(module) in other.boundaries]
     parameters = [name for name in one.parameters if name in other.parameters]
@@ -136,12 +140,14 @@ def _check_pair(
         return
     kinds = [(type(policy), policy.rule.name) for policy in (policies[first], policies[second])]
     if kinds[0] == kinds[1]:
-        raise PolicyError(f"policies {first!r} and {second!r} do the same at {where}: {kinds[0][0].__name__}")
+        raise PolicyError(
+            f"policies {first!r} and {second!r} do the same at {where}: {kinds[0][0].__name__}; {APART}"
+        )
     for stop, changed in ((first, second), (second, first)):
         if policies[stop].rule.name == "stop":
             raise PolicyError(
                 f"policies {first!r} and {second!r} contradict each other at {where}: "
-                f"{stop!r} stops the gradient that {changed!r} is to change"
+                f"{stop!r} stops the gradient that {changed!r} is to change; {APART}"
             )
 
 

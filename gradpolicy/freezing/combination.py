@@ -64,7 +64,7 @@ def check_same_options(name: str, policies: Mapping[str, FreezePolicy]) -> None:
             if here != there:
                 raise PolicyError(
                     f"{name!r}: policy.{first} wants {key}={here!r}, policy.{other} {key}={there!r};"
-                    " policies on one parameter must agree"
+                    f" policies on one parameter must agree: give both the same {key}, or different params"
                 )
 
 

@@ -28,6 +28,8 @@ def _as_list(value: Any) -> Any:
 
 
 Node = dict[str, Any]
+# Groups that hold nodes by names of their own.
+NAMED_NODES = ("callbacks", "logger", "policy")
 # A config of the group that was taken away is null.
 Group = dict[str, Node | None]
 Names = Annotated[list[str], BeforeValidator(_as_list)]
@@ -87,7 +89,7 @@ class Settings(Strict):
 
 
 def check_config(config: DictConfig) -> Settings:
-    """Checks a job's config: references, keys, types, targets and their arguments. Builds nothing.
+    """Checks a job's config: references, keys, types, targets and their arguments. Builds policies alone.
 
     Args:
         config: The config, without Hydra's own part.
@@ -102,17 +104,22 @@ def check_config(config: DictConfig) -> Settings:
     try:
         settings = Settings.model_validate(container)
     except ValidationError as error:
-        raise _first_problem(error) from error
+        raise _first_problem(error, container) from error
     if not (settings.train or settings.test or settings.plan_only):
         raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
     _check_trainer(settings.trainer)
     load_extensions(settings.extensions)
     from gradpolicy.launch.target_arguments import check_arguments
+    from gradpolicy.launch.targets import build_all
+    from gradpolicy.policies import Policy
 
-    # The optimizer before the model, which refers to it: a message should name the key that a person set.
-    for key in sorted(container, key=lambda key: key == "model"):
+    # Policies before what takes seconds to import. The optimizer before the model, which refers to it: a
+    # message should name the key that a person set.
+    for key in sorted(container, key=lambda key: (key != "policy", key == "model")):
         if isinstance(container[key], dict):
             check_arguments(container[key], key)
+        if key == "policy":
+            build_all(container[key], key, Policy)
     return settings
 
 
@@ -159,10 +166,15 @@ def _check_trainer(trainer: Node) -> None:
         raise PolicyError(f"trainer.val_check_interval: {shown(interval)} given, more than 0 needed")
 
 
-def _first_problem(error: ValidationError) -> PolicyError:
+def _first_problem(error: ValidationError, container: Node) -> PolicyError:
     problem = error.errors()[0]
     path = [str(part) for part in problem["loc"]]
     key = brief(".".join(path))
+    if path[0] in NAMED_NODES and len(path) > 1 and "_target_" in container[path[0]]:
+        return PolicyError(
+            f"{path[0]}: {path[0]}._target_ has no name above it: write a line such as `mine:` before it, "
+            "and indent all that belongs to it"
+        )
     if problem["type"] == "extra_forbidden":
         owner = Extras if path[0] == "extras" else Settings
         hint = nearest(path[-1], owner.model_fields)

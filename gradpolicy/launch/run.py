@@ -13,11 +13,12 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gradpolicy.errors import PolicyError, brief, nearest
+from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.imports import to_install
 from gradpolicy.insight.logged_metrics import missing_metric
 from gradpolicy.insight.results import (
@@ -110,6 +111,7 @@ def plan_and_run(
         directory: Where the run writes.
         console: Where it prints.
     """
+    check_accelerator(settings.trainer)
     seed_everything(settings.seed, workers=True, verbose=False)
     checkpoint = chosen_checkpoint(settings, directory)
     subject = build_subject(container)
@@ -164,6 +166,22 @@ def plan_and_run(
     if is_first_rank():
         print_results(result, settings.optimized_metric, directory.path / REPORT, console)
     return result
+
+
+def check_accelerator(trainer: Mapping[str, Any]) -> None:
+    """Makes sure that this machine has the device that a trainer asks for, before data and model are built.
+
+    Raises:
+        PolicyError: If it has none.
+    """
+    name = trainer.get("accelerator")
+    kinds = {"cuda": (CUDAAccelerator,), "mps": (MPSAccelerator,), "gpu": (CUDAAccelerator, MPSAccelerator)}
+    if name in kinds and not any(kind.is_available() for kind in kinds[name]):
+        raise PolicyError(
+            f"trainer.accelerator: {shown(name)} given, and torch finds none on this machine; trainer=cpu or "
+            "trainer.accelerator=auto needs none (torch.cuda.is_available() is false with a build of torch "
+            "for CPUs alone, too)"
+        )
 
 
 def _broken_off(result: Result, error: BaseException) -> Result:

@@ -15,8 +15,6 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
 from gradpolicy.errors import PolicyError, brief, shown, under
 from gradpolicy.imports import (
     KNOWN,
@@ -169,7 +167,7 @@ def _under_key(error: Exception, key: str) -> PolicyError:
     if isinstance(cause, PolicyError):
         return PolicyError(_message_at(key, message))
     # Lightning's messages need no name of their class; that of a KeyError says nothing without it.
-    kind = [] if isinstance(cause, MisconfigurationException) else [type(cause).__name__]
+    kind = [] if type(cause).__name__ == "MisconfigurationException" else [type(cause).__name__]
     return PolicyError(": ".join([key, *kind, *([message] if message else [])]))
 
 

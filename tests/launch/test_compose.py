@@ -39,6 +39,19 @@ def test_a_wrong_name_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [[2] * len(WRONG_NAMES), []]
 
 
+def test_a_wrong_argument_of_a_policy_is_refused_before_data_and_models_are_loaded(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys; from gradpolicy.launch.app import main\n"
+        f"code = main(pathlib.Path({str(CONF)!r}), ['policy.random_freeze.mask.density=2'])\n"
+        "print(code, [name for name in ('lightning', 'sklearn', 'wandb') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "2 []\n"
+    assert done.stderr.startswith(
+        "error: policy.random_freeze.mask.density: must be a number between 0 and 1"
+    )
+
+
 def test_help_and_config_are_told_without_torch(tmp_path: Path) -> None:
     for flags in (["--help"], ["--cfg", "job", "policy=guided"]):
         program = "import sys, train; train.start(); sys.exit(3 if 'torch' in sys.modules else 0)"

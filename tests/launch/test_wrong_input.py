@@ -251,6 +251,7 @@ def test_two_policies_that_contradict_each_other_are_both_named(train, override:
     message = train(override).refusal
     for name in CONTRADICTIONS[override]:
         assert f"{name!r}" in message
+    assert "; leave one of them out, or give them different modules, ops, calls or times" in message
 
 
 @pytest.mark.mostly_slow
@@ -385,7 +386,9 @@ def test_a_data_directory_that_is_absent_is_told_with_its_key(train, tmp_path: P
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 def test_a_device_that_is_not_there_is_told(train, override: str) -> None:
     message = train(override, "trainer.accelerator=gpu").refusal
-    assert message.startswith("trainer:")
+    assert message.startswith(
+        "trainer.accelerator: 'gpu' given, and torch finds none on this machine; trainer=cpu"
+    )
 
 
 def test_wrong_input_in_one_job_of_a_sweep_ends_it_before_the_first(train) -> None:
@@ -511,3 +514,15 @@ def test_a_full_disk_ends_the_run_in_one_line_and_is_no_wrong_input(train, monke
     assert ended.code == 1
     assert ended.message.startswith("nothing can be written to /runs/config.yaml: no space left on device")
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("above", ["", "mine:\n"])
+@pytest.mark.parametrize("chosen", ["policy=flat", "policy=[stop,flat]"])
+def test_a_policy_that_is_not_indented_below_a_name_is_told_what_to_write(
+    train, tmp_path: Path, above: str, chosen: str
+) -> None:
+    (tmp_path / "policy").mkdir()
+    text = f"# @package policy\n{above}params: model.trunk.*\n_target_: gradpolicy.Freeze\n"
+    (tmp_path / "policy" / "flat.yaml").write_text(text)
+    message = train(chosen, f"--config-dir={tmp_path}").refusal
+    assert message.startswith("policy: policy._target_ has no name above it: write a line such as `mine:`")
