@@ -308,7 +308,7 @@ def test_gradient_norms_of_a_guided_relu(layer):
             "'a' and 'b'.*'relu'.*the model",
         ),
         (gp.Guided(), "list or dict of policies"),
-        ({"a": gp.Freeze(gp.masks.Fixed(False))}, "MaskedOptimizer"),
+        ({"a": gp.Freeze(gp.masks.Fixed(False))}, "gradpolicy.training"),
         ({"a": gp.Scale(2.0, modules="fist")}, "'fist' matches nothing; did you mean 'first'"),
         ({"a": gp.Scale(2.0, params="heed.*")}, "head"),
         ({"a": gp.UseRule("identity", ops="roud")}, "round"),
