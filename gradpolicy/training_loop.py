@@ -110,8 +110,10 @@ def training(
     """
     several = isinstance(optimizer, list | tuple)
     optimizers = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
-    if isinstance(policies, Policy):
-        raise PolicyError("training takes a list or dict of policies, not one policy")
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"training: needs the model first, then its optimizer; got {shown(model)}")
+    if isinstance(policies, Policy) or not isinstance(policies, Iterable):
+        raise PolicyError(f"training: needs a list or dict of policies, got {shown(policies)}")
     loop = _Loop(model, name_policies(policies), seed, steps_per_epoch, scaler)
     finished = False
     try:
@@ -174,7 +176,7 @@ class _Loop(TrainingPolicies):
 
     def begin(self, optimizers: Sequence[Any], toggle_requires_grad: bool) -> list[MaskedOptimizer]:
         """Installs all policies; masks are set before the first forward pass."""
-        for each in optimizers:
+        for each in optimizers or [()]:
             if not isinstance(each, torch.optim.Optimizer):
                 raise PolicyError(f"training: needs an optimizer, or a list of them; got {shown(each)}")
         # A plain optimizer that has loaded what one of these saved keeps it in its param groups.

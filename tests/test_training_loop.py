@@ -732,7 +732,8 @@ def test_an_operation_that_is_never_met_is_an_error_after_the_first_step():
     ("arguments", "message"),
     [
         (([gp.Stop(modules="head", when=gp.When(phases="test"))],), "phases test alone"),
-        ((gp.Stop(modules="head"),), "list or dict of policies"),
+        ((gp.Stop(modules="head"),), "needs a list or dict of policies, got Stop"),
+        ((None,), "needs a list or dict of policies, got None"),
         (({"a": 3},), r"policy.a: must be a gradient policy, got int"),
         (([gp.Freeze(False, params="tail.*")],), "tail"),
         (([gp.Stop(modules="tail")],), "tail"),
@@ -747,12 +748,17 @@ def test_wrong_policies_are_refused_and_leave_nothing_behind(arguments, message)
     train(model, plain, 1)
 
 
-@pytest.mark.parametrize("optimizer", [None, "adamw", [nn.Linear(1, 1)], Net().parameters()])
+@pytest.mark.parametrize("optimizer", [None, "adamw", [], [nn.Linear(1, 1)], Net().parameters()])
 def test_what_is_no_optimizer_is_refused(optimizer):
     with (
         pytest.raises(gp.PolicyError, match="needs an optimizer, or a list of them"),
         gp.training(Net(), optimizer, []),
     ):
+        pass
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(gp.PolicyError, match="needs the model first"), gp.training(adamw(Net()), Net(), []):
         pass
 
 
