@@ -5,7 +5,7 @@ import io
 import json
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,24 +148,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def write_report(runs: Sequence[Path], output: Path, console: Console) -> None:
-    """Writes the report of one run or of several; if that fails, a line says so, and the run goes on.
-
-    Args:
-        runs: The directories of the runs.
-        output: Where the report goes.
-        console: Where to print.
-    """
-    # Plotting takes a while to import.
-    from gradpolicy.insight.report import write
-
-    try:
-        write(runs, output)
-    except Exception as error:
-        text = " ".join(str(error).split())
-        console.print(f"warning: no report: {type(error).__name__}: {text}", markup=False, soft_wrap=True)
 
 
 # ---- streams that lack characters

@@ -28,10 +28,10 @@ from gradpolicy.insight.results import (
     Result,
     print_config,
     print_results,
-    write_report,
 )
 from gradpolicy.insight.run_files import LogRun, name_loggers, write_plan
 from gradpolicy.insight.run_log import TRAIN_LOG, kept_output, quieter
+from gradpolicy.insight.write_report import write_report
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.compose import default_config
 from gradpolicy.launch.config import Settings, check_config, resolved

@@ -1,6 +1,5 @@
 """Runs what is not done yet, each in a directory of its own."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ class Run:
             return None
         try:
             result = Result.load(path)
-        except json.JSONDecodeError:  # it was broken off while it was written
+        except PolicyError:  # it was broken off while it was written
             return None
         is_this_one = result.status == "completed" and set(result.overrides) == set(self.overrides)
         return result if is_this_one else None
