@@ -78,16 +78,19 @@ class FlowPolicy(Policy):
     - ``modules`` alone: ``at`` the input or output of these modules, or ``"through"`` them;
     - ``params``: at the gradients of these parameters.
 
+    At an operation a rule replaces the operation's own gradient; ``Scale``, ``Reverse``, ``Clip``, ``Stop``
+    and ``UseRule(own=True)`` change it, for every input.
+
     Args:
-        rule: What takes the gradient's place there.
+        rule: What becomes of the gradient there.
         modules: Globs on qualified names, or module classes; a leading ``!`` takes away.
         ops: Names of operations, or torch functions.
         params: Globs on parameter names.
         at: ``"input"``: what the module passes back to those before it; its own parameters train as ever.
             ``"output"``: what the module receives; its own parameters see it too. ``"through"``: the rule
             takes the place of the gradient from the module's output to its input.
-        argument: With ``modules`` alone: the one argument of their forward on which it acts, by name or
-            position (0 is the first); all of them unless given.
+        argument: The one argument on which it acts, by name or position (0 is the first): of the operations
+            with ``ops``, otherwise of the modules' forward; all of them unless given.
         output: With ``at="through"``: the outputs whose gradient the rule makes, by index, key or attribute;
             every floating-point one unless given. Other outputs keep their own gradients.
         calls: Which calls, counted from 0; all of them unless given. With ``ops``: of each operation, within
@@ -206,7 +209,7 @@ class FlowPolicy(Policy):
 
 
 class Stop(FlowPolicy):
-    """Lets no gradient through: ``grad_input = 0``.
+    """Lets no gradient through: ``grad_input = 0``; at operations for every input.
 
     Args:
         mode: ``"detach"`` cuts the graph and saves the work behind it; what lies only behind the cut gets no
@@ -242,7 +245,8 @@ class StraightThrough(FlowPolicy):
     """Gives step-like operations, or whole modules, the gradient of a stand-in; forward values stay exact.
 
     ``StraightThrough(modules="quantizer")`` acts across the module: the gradient passes from its output to
-    its input, and the parameters within get none from there (see ``inside`` of :class:`FlowPolicy`).
+    its input, and the parameters within get none from there (see ``inside`` of :class:`FlowPolicy`). Where
+    several inputs of an operation or a module need a gradient, ``argument`` names the one that gets it.
 
     Args:
         surrogate: The rule: ``identity``, ``hardtanh``, ``tanh``, ``sigmoid``, ``fast_sigmoid``, ``arctan``,
