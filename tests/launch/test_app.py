@@ -38,7 +38,7 @@ def test_a_run_that_fails_leaves_a_report_that_says_why(train) -> None:
     ended = train(
         "optimizer.lr=1e30", "trainer.limit_train_batches=4", "callbacks=default", "extras.report=true"
     )
-    assert ended.code == 2
+    assert ended.code == 1
     assert "the loss is nan" in ended.message
     assert (ended.result.status, ended.result.error) == ("failed", ended.message)
     page = (ended.run / "report.html").read_text()
