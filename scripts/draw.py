@@ -2,9 +2,7 @@
 
 python scripts/draw.py cards              all pictures of the policy cards, into docs/policies/pictures
 python scripts/draw.py masks topk stable  two pictures of the mask cards, into docs/masks/pictures
-python scripts/draw.py overview           the picture of the README, into docs/pictures
-
-The last needs Fashion-MNIST, which lies in $FASHION_MNIST or is downloaded to data/fashion_mnist.
+python scripts/draw.py overview           the picture of the README, into docs/pictures; needs Chromium
 """
 
 import argparse

@@ -22,9 +22,12 @@ def panel(
     return axes
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Saves a picture with a palette, which keeps it small."""
+def save(picture: Figure | Image.Image, path: Path) -> None:
+    """Saves a picture; a figure with a palette, which keeps it small."""
+    if isinstance(picture, Image.Image):
+        picture.save(path, optimize=True)
+        return
     raw = io.BytesIO()
-    figure.savefig(raw, dpi=110, format="png")
+    picture.savefig(raw, dpi=110, format="png")
     with Image.open(raw) as image:
         image.convert("RGB").quantize(colors=200).save(path, optimize=True)

@@ -79,6 +79,14 @@ def test_the_python_of_a_page_runs(page, own_modules, tmp_path, monkeypatch):
     assert names["gp"] is gp
 
 
+def test_the_first_page_has_ten_lines_of_code_and_the_pictures_of_the_cookbook():
+    index = ROOT / "docs" / "index.md"
+    (code,) = blocks(index, "python")
+    assert len([line for line in code.splitlines() if line]) == 10
+    pictures = {f"cookbook/pictures/{path.name}" for path in (ROOT / "docs/cookbook/pictures").glob("*.png")}
+    assert pictures <= set(re.findall(r"!\[[^]]*\]\(([^)]+)\)", index.read_text()))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_the_yaml_of_a_page_makes_policies(page, own_modules):
     nodes = [
