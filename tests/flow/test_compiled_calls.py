@@ -131,7 +131,7 @@ MISSED_BEFORE = {
 }
 
 
-@pytest.mark.parametrize("name", MISSED_BEFORE, ids=str)
+@pytest.mark.parametrize("name", MISSED_BEFORE, ids=lambda name: getattr(name, "__name__", name))
 def test_rules_act_in_compiled_code_on(name):
     calls = MISSED_BEFORE[name]
     torch.testing.assert_close(gradients(name, calls, "aot_eager"), gradients(name, calls))
