@@ -352,13 +352,9 @@ def as_result(trial: FrozenTrial) -> Result:
     """A trial as the table shows it."""
     complete = trial.state is TrialState.COMPLETE
     return Result(
-        overrides=[f"{key}={_short(value)}" for key, value in trial.params.items()],
+        overrides=[f"{key}={value}" for key, value in trial.params.items()],
         optimized=trial.value if complete else None,
         status=STATUSES.get(trial.state, trial.state.name.lower()),
         error="" if complete else trial.state.name.lower(),
         directory=str(trial.user_attrs.get(DIRECTORY, "")),
     )
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
