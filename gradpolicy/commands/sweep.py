@@ -336,7 +336,7 @@ def show(search: Search) -> None:
     summary.show(console)
     summary.write(search.directory.with_suffix(".csv"), console, importances(search.study))
     if summary.runs:
-        write_report(summary.runs, search.directory / REPORT, console)
+        write_report(summary.runs, search.directory / REPORT, console, names_it=True)
 
 
 def importances(study: optuna.Study) -> list[Any]:

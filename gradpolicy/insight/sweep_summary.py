@@ -152,7 +152,7 @@ class SweepSummary:
             cells = [escape("–" if row[key] is None else three_digits(row[key])) for key in others]
             spread = "" if math.isnan(row["std"]) else f" ± {row['std']:.2g}"
             value = "–" if math.isnan(row["mean"]) else f"{row['mean']:.4g}{spread}"
-            table.add_row(*cells, value, str(row["count"]), style="bold green" if index == best else "")
+            table.add_row(*cells, value, f"{row['count']:.0f}", style="bold green" if index == best else "")
         return table
 
     def write(self, path: Path, console: Console, figures: "Sequence[go.Figure]" = ()) -> None:

@@ -323,6 +323,6 @@ def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:
         summary.show(console)
         summary.write(directory / SUMMARY, console)
         if summary.runs and OmegaConf.select(config, "extras.report"):
-            write_report(summary.runs, directory / REPORT, console)
+            write_report(summary.runs, directory / REPORT, console, names_it=True)
     elif is_new:
         shutil.rmtree(directory, ignore_errors=True)

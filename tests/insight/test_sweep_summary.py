@@ -86,6 +86,11 @@ def test_seeds_are_folded_into_mean_and_sample_deviation() -> None:
     assert any("[stop,guided]" in line and "0.6 ± 0.14" in line for line in lines)
 
 
+def test_seeds_alone_are_counted_in_whole_numbers() -> None:
+    lines = printed(SweepSummary([Result([f"seed={seed}"], optimized=0.5 + seed / 10) for seed in (1, 2)]))
+    assert any("0.65 ± 0.071" in line and " 2 " in line for line in lines)
+
+
 def test_nothing_is_folded_without_seeds_and_jobs_without_a_value_do_not_count() -> None:
     assert SweepSummary([Result(["x=1"], optimized=1.0), Result(["x=2"], optimized=2.0)]).over_seeds() is None
     folded = SweepSummary(RESULTS).over_seeds()

@@ -86,6 +86,12 @@ def test_a_run_whose_optimized_metric_is_misspelt_says_so_before_it_trains(train
 
 
 @pytest.mark.slow
+def test_a_sweep_ends_with_the_path_of_its_report(train) -> None:
+    ended = train("-m", "seed=1,2", "extras.report=true")
+    (report,) = ended.folder.glob("*/sweeps/*/report.html")
+    assert ended.out.splitlines()[-1] == f"report {report}"
+
+
 def test_a_sweep_over_a_metric_that_no_job_logs_ends_before_it_trains(train) -> None:
     ended = train("-m", "seed=1,2", "optimized_metric=val/acuracy_best")
     assert ended.code != 0

@@ -52,5 +52,6 @@ class Classifier(LightningModule):
         scores = self(points)
         loss = nn.functional.cross_entropy(scores, labels)
         accuracy = (scores.argmax(1) == labels).float().mean()
-        self.log_dict({f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}, on_step=False, on_epoch=True)
+        values = {f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}
+        self.log_dict(values, on_step=False, on_epoch=True, prog_bar=stage == "val")
         return loss
