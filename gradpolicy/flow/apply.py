@@ -17,7 +17,6 @@ from gradpolicy.flow.call_arguments import arguments_of
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_rule import as_floating_point
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
-from gradpolicy.flow.tensor_or_array import as_arrays, as_either, as_plain
 from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import Rule, RuleFunction
 
@@ -29,7 +28,7 @@ def apply(
     rule: str | Rule | RuleFunction,
     forward: Callable[..., Any],
     *args: Any,
-    numpy: bool | None = None,
+    numpy: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Runs any forward once, with a rule as its backward.
@@ -47,10 +46,8 @@ def apply(
             results, ``grad`` and ``output`` are tuples.
         forward: The function.
         *args: Its arguments, tensors or not.
-        numpy: Whether the forward gets arrays (``True``) or tensors (``False``). Unless told, NumPy's own
-            functions get arrays, and any other gets tensors that NumPy takes for arrays: its functions and
-            what only arrays have (``x.astype``, ``x.copy``) work on them. Code that uses what both have in
-            different ways (``x.std()``, ``x.size``) needs ``True``.
+        numpy: Whether the forward is written for NumPy and gets arrays; those of bfloat16 become float32.
+            NumPy's own functions always do.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -152,24 +149,32 @@ def check_forward(caller: str, forward: object) -> None:
         raise PolicyError(f"{caller}: the forward must be a function, got {shown(forward)}")
 
 
-def run_forward(
-    forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], numpy: bool | None
-) -> Any:
-    """Runs a forward once, with tensors, arrays, or what is either; see :func:`apply`.
+def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], numpy: bool) -> Any:
+    """Runs a forward once, with tensors or with arrays; see :func:`apply`.
 
     Raises:
-        PolicyError: If it returns what cannot be a tensor.
+        PolicyError: If it returns what cannot be a tensor, or is to get arrays under ``torch.func`` or
+            ``torch.compile``.
     """
+    name = forward_name(forward)
     if torch.compiler.is_compiling() and not numpy:
-        return _as_tensors(forward(*args, **kwargs), forward_name(forward), None)
+        return _as_tensors(forward(*args, **kwargs), name, None)
     device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
-    if numpy is None and _is_numpy(forward):
-        numpy = True
-    if numpy:
-        args, kwargs = as_arrays((args, kwargs))
-    elif numpy is None and not in_transform():
-        args, kwargs = as_either((args, kwargs))
-    return _as_tensors(forward(*args, **kwargs), forward_name(forward), device)
+    if numpy or _is_numpy(forward):
+        if in_transform():
+            raise PolicyError(
+                f"forward {shown(name)} is NumPy code, which has no arrays to work on under torch.func "
+                "(grad, vmap) and torch.compile; call gp.apply outside of them, or write it for torch"
+            )
+        to_array: Any = _as_array
+        args, kwargs = map_tensors(to_array, (args, kwargs))
+        return _as_tensors(forward(*args, **kwargs), name, device)
+    try:
+        values = forward(*args, **kwargs)
+    except (AttributeError, TypeError, ValueError) as error:
+        error.add_note(f"gradpolicy: the forward {shown(name)} got tensors; NumPy code needs numpy=True")
+        raise
+    return _as_tensors(values, name, device)
 
 
 def call_of(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Call:
@@ -188,6 +193,11 @@ def forward_name(forward: Callable[..., Any]) -> str:
     return getattr(forward, "__name__", type(forward).__name__)
 
 
+def _as_array(tensor: Tensor) -> np.ndarray:
+    """The values as an array; NumPy has no bfloat16, so these become float32."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)
+
+
 def _is_numpy(forward: Callable[..., Any]) -> bool:
     module = getattr(forward, "__module__", None) or ""
     return isinstance(forward, np.ufunc) or module.partition(".")[0] == "numpy"
@@ -195,7 +205,7 @@ def _is_numpy(forward: Callable[..., Any]) -> bool:
 
 def _as_tensors(values: Any, name: str, device: torch.device | None) -> Any:
     if isinstance(values, Tensor):
-        return as_plain(values)
+        return values
     if isinstance(values, tuple | list):
         return rebuilt_sequence(values, [_as_tensors(value, name, device) for value in values])
     if isinstance(values, np.ndarray | np.generic | Number):

@@ -18,7 +18,7 @@ def gradcheck_rule(
     forward: Callable[..., Any],
     inputs: Any,
     *,
-    numpy: bool | None = None,
+    numpy: bool = False,
     outcomes: Outcomes | None = None,
     loss: Callable[[Tensor], Tensor] | None = None,
     cotangents: int = 4,

@@ -8,6 +8,7 @@ from torch import nn
 
 import gradpolicy as gp
 
+X = torch.tensor([0.2, 1.7])
 WEIGHT = torch.ones(2, 2, requires_grad=True)
 
 
@@ -33,7 +34,7 @@ def test_a_forward_in_numpy_with_several_inputs_and_other_arguments():
 
 # NumPy says it of torch, whose tensors its functions take at present.
 @pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
-@pytest.mark.parametrize("forward", [np.floor, lambda x: np.floor(x).astype(int), torch.floor])
+@pytest.mark.parametrize("forward", [np.floor, lambda x: np.floor(x), torch.floor])
 def test_the_straight_through_estimator_of_any_floor(forward, gradient):
     x = torch.tensor([0.2, 1.7])
     found, value = gradient(lambda x: gp.apply("identity", forward, x), x)
@@ -59,7 +60,7 @@ def test_several_results_give_the_rule_tuples_and_whole_numbers_stay_whole():
 def test_a_named_tuple_stays_one():
     Parts = namedtuple("Parts", ["whole", "rest"])
     x = torch.tensor([1.25, 2.5], requires_grad=True)
-    parts = gp.apply(lambda g, i, o: g[0] + 10 * g[1], lambda x: Parts(x.floor(), np.fmod(x, 1)), x)
+    parts = gp.apply(lambda g, i, o: g[0] + 10 * g[1], lambda x: Parts(x.floor(), torch.fmod(x, 1)), x)
     (parts.whole + parts.rest).sum().backward()
     assert torch.equal(parts.rest.detach(), torch.tensor([0.25, 0.5]))
     assert torch.equal(x.grad, torch.full((2,), 11.0))
@@ -170,3 +171,88 @@ def test_a_forward_that_uses_what_it_is_given_gives_none(forward, recwarn):
     with torch.no_grad():
         gp.apply("identity", lambda x: x * WEIGHT, torch.ones(2))
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: np.floor(x).astype(np.int64),
+        lambda x: x.astype(np.float64).round(),
+        lambda x: np.where(x > 1, x, np.clip(x, 0.5, 1.0)),
+        lambda x: x[np.argsort(x)] + x[::-1],
+        lambda x: np.full(2, x.std()),
+    ],
+)
+def test_a_forward_for_numpy_gets_arrays_and_runs_once(forward):
+    calls = []
+
+    def counted(x, pair):
+        calls.append((type(x), type(pair["y"])))
+        return forward(x)
+
+    x = X.clone().requires_grad_()
+    rule = lambda grad, inputs, output: (torch.full_like(inputs[0], 3.0), None)  # noqa: E731
+    y = gp.apply(rule, counted, x, numpy=True, pair={"y": X})
+    assert calls == [(np.ndarray, np.ndarray)]
+    assert type(y) is torch.Tensor
+    torch.testing.assert_close(y.detach(), torch.as_tensor(forward(X.numpy())).to(y.dtype))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("forward", [lambda x: x.astype(int), lambda x: x[::-1].copy()])
+def test_numpy_code_that_gets_tensors_fails_with_the_way_to_get_arrays(forward):
+    with pytest.raises((AttributeError, ValueError)) as caught:
+        gp.apply("identity", forward, X)
+    assert "NumPy code needs numpy=True" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("forward", [np.floor, lambda x: x.astype(np.float64), lambda x: x[::-1].copy()])
+def test_arrays_of_bfloat16_are_float32(forward):
+    x = torch.tensor([0.5, 1.5], dtype=torch.bfloat16, requires_grad=True)
+    y = gp.apply("identity", forward, x, numpy=True)
+    assert torch.equal(y.detach().double(), torch.as_tensor(forward(x.detach().float().numpy())).double())
+    y.sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad, torch.func.jacrev])
+def test_numpy_code_under_a_transform_of_torch_func_is_refused(transform):
+    with pytest.raises(gp.PolicyError, match="NumPy code, which has no arrays"):
+        transform(lambda x: gp.apply("identity", np.floor, x).sum())(X)
+
+
+@pytest.mark.parametrize("rule", ["torch.sin", torch.sin, "sin"])
+def test_another_operation_gives_the_gradient_in_apply_policies_and_overrides(rule):
+    x = X.clone().requires_grad_()
+    gp.apply(rule, np.floor, x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.cos(X))
+    x.grad = None
+    with gp.gradient_override({"floor": rule}):
+        torch.floor(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.cos(X))
+    x.grad = None
+
+    class Floor(torch.nn.Module):
+        def forward(self, x):
+            return torch.floor(x)
+
+    for policy in (gp.UseRule(rule, ops=["floor"]), gp.StraightThrough(rule, modules="*")):
+        x.grad = None
+        with gp.install(model := Floor(), [policy]):
+            model(x).sum().backward()
+        torch.testing.assert_close(x.grad, torch.cos(X))
+    check = gp.gradcheck_rule(rule, torch.sin, X)
+    assert check.exact
+
+
+def test_a_bare_name_that_is_both_means_the_rule_and_a_path_the_operation():
+    assert gp.UseRule("sigmoid", ops="round").rule.name == "sigmoid"
+    assert gp.UseRule("torch.sigmoid", ops="round").rule.name == "derivative of sigmoid"
+    assert gp.UseRule("torch.nn.functional.gelu", ops="relu").rule.name == "derivative of gelu"
+
+
+@pytest.mark.parametrize("path", ["torch.sine", "torch.load", "torch.save", "torch.hub.load"])
+def test_a_path_to_no_operation_is_refused(path):
+    with pytest.raises(gp.PolicyError, match=f"UseRule.rule: unknown operation '{path}'"):
+        gp.UseRule(path, ops="round")
