@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from gradpolicy.errors import PolicyError, unknown
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -36,20 +38,18 @@ class Argument:
 
 def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a bound forward; those of a ScriptModule stand in its schema."""
-    try:
+    # `inspect.signature` knows nothing of these, or, where another library has wrapped them, only `*args`.
+    schema: Any = getattr(forward, "schema", None) if isinstance(forward, torch.ScriptMethod) else None
+    if schema is None:
         return list(inspect.signature(forward).parameters.values())
-    except ValueError:
-        schema: Any = getattr(forward, "schema", None)
-        if schema is None:
-            raise
-        return [
-            inspect.Parameter(
-                argument.name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
-            )
-            for argument in schema.arguments[1:]
-        ]
+    return [
+        inspect.Parameter(
+            argument.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
+        )
+        for argument in schema.arguments[1:]
+    ]
 
 
 @dataclass(frozen=True)
