@@ -108,7 +108,8 @@ class Block(DispatchMode):
             # The compiler put it there.
             return
         note_taken(name for name, state in self.states.items() if state.matched)
-        if error is None and entered.has_graph and self.tells_at_exit:
+        # A reentrant checkpoint runs the block again, with gradients, and that run tells.
+        if error is None and entered.has_graph and torch.is_grad_enabled() and self.tells_at_exit:
             self.tell_unmet()
 
     def tell_unmet(self) -> None:

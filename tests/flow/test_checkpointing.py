@@ -164,3 +164,17 @@ def test_removing_rules_on_parameters_before_backward_is_refused(net, batch):
         result = net(batch)
     with pytest.raises(gp.PolicyError, match=r"removed between forward and backward.*params="):
         result.sum().backward()
+
+
+def test_a_block_within_a_reentrant_checkpoint_tells_only_of_the_run_with_gradients(recwarn):
+    def rounded(x, name):
+        with gp.gradient_override({name: "identity"}):
+            return torch.round(x) * 2
+
+    x = torch.randn(3, requires_grad=True)
+    checkpoint(rounded, x, "round", use_reentrant=True).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    assert not recwarn.list
+    y = checkpoint(rounded, x, "floor", use_reentrant=True)
+    with pytest.warns(UserWarning, match="'floor' was never met"):
+        y.sum().backward()
