@@ -116,6 +116,11 @@ def _sources_of_form(
     return tuple(sources)
 
 
+def setting_names(name: str, function: Callable[..., Any]) -> set[str]:
+    """Return the names of an operation's parameters, of all its forms."""
+    return {key for names, *_ in _schemas(name) for key in names} | set(_parameters_in_python(function) or ())
+
+
 def _parameters_in_python(function: Callable[..., Any]) -> dict[str, Any] | None:
     """The parameters of a function written in Python, with their defaults; None for any other function."""
     try:

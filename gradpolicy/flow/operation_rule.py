@@ -23,7 +23,7 @@ from gradpolicy.flow.autograd_functions import (
 from gradpolicy.flow.bound_rule import BoundRule, GradientNorms, RuleState
 from gradpolicy.flow.call_arguments import arguments_of, in_order_of_parameters
 from gradpolicy.flow.containers import map_tensors, tensors_in
-from gradpolicy.flow.gradient_path import is_discrete, start_path
+from gradpolicy.flow.gradient_path import GradientPath, Origin, is_discrete, set_path, start_path
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.sampling import OF_LOGITS, draws_of_bits, scores_of_argmax, scores_of_draw
@@ -243,7 +243,13 @@ class OperationRule(TableRule):
         if is_discrete(values):
             return start_path(bound_rule, self.name, values, inputs, module)
         self.state.count(self.name)
-        return replace_gradient(bound_rule, values, inputs, module)
+        result = replace_gradient(bound_rule, values, inputs, module)
+        if isinstance(result, tuple):
+            # The indices of topk and sort: whoever takes them for floating-point values must hear of it.
+            lost = GradientPath(None, (Origin(self.state, self.name),), lost_in="an index that it gives")
+            for item in filter(is_discrete, result):
+                set_path(item, lost)
+        return result
 
     def _bound_to(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> BoundRule:
         """The rule with the call that it is for, if it asks for that; the arguments are detached."""

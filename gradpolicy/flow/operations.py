@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import get_ignored_functions
 
 from gradpolicy.errors import PolicyError, nearest, shown, unknown
+from gradpolicy.flow.call_arguments import setting_names
 from gradpolicy.flow.operation_tables import (
     ALSO_CALLED,
     IN_PLACE_OPERATORS,
@@ -23,7 +24,7 @@ from gradpolicy.flow.operation_tables import (
     Function,
 )
 from gradpolicy.imports import import_by_name
-from gradpolicy.rules.derivative import Derivative
+from gradpolicy.rules.derivative import OperationDerivative
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names, unknown_rule
 
 # Tells from its arguments whether a call is the operation.
@@ -216,7 +217,9 @@ def _differentiable(path: str) -> Operation:
 @cache
 def derivative_of(operation: Operation) -> Rule:
     """The rule that is an operation's own gradient at the same inputs."""
-    function = Derivative(operation, f"operation {operation.name!r}")
+    function = OperationDerivative(
+        operation, f"operation {operation.name!r}", setting_names(operation.name, operation.functional)
+    )
     return Rule(f"derivative of {operation.name}", function, reads=("inputs",))
 
 

@@ -1,7 +1,7 @@
 """The callable that stands in a module's ``forward`` while policies are installed."""
 
 from collections.abc import Callable, Sequence
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from types import AsyncGeneratorType, CodeType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -117,6 +117,11 @@ class WrappedForward:
         if self.is_script:
             return self.module.__getattr__(self.method)  # type: ignore[return-value]
         return getattr(type(self.module), self.method).__get__(self.module)
+
+    @property
+    def __code__(self) -> CodeType:
+        """The code of the forward, by which torch.export names where its inputs come from."""
+        return self.__wrapped__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward."""

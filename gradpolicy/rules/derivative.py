@@ -1,7 +1,7 @@
 """The derivative of another function at the same inputs, as a rule."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.overrides import get_testing_overrides
 
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.imports import import_by_name, is_allowed, is_limited, not_allowed
+from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import Rule
 
 
@@ -67,6 +68,42 @@ class Derivative:
                 continue
             return count
         raise PolicyError(f"{self.name} takes none of the inputs {[tuple(t.shape) for t in inputs]}")
+
+
+class OperationDerivative(Derivative):
+    """The function of a rule that is the derivative of another operation.
+
+    Settings that both operations have, such as ``dim``, are those of the call.
+
+    Args:
+        function: The other operation.
+        name: What messages call it.
+        settings: The names of its parameters.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], name: str, settings: Collection[str]) -> None:
+        super().__init__(function, name)
+        self.settings = frozenset(settings) - {"input", "out"}
+
+    def __call__(  # type: ignore[override]
+        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, call: Call
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs."""
+        shared = {
+            name: value
+            for name, value in call.arguments.items()
+            if name in self.settings and isinstance(value, bool | int | float | str | tuple | list)
+        }
+        return super().__call__(grad, inputs, output, **_without_tensors(shared))
+
+
+def _without_tensors(settings: dict[str, Any]) -> dict[str, Any]:
+    """Leave out lists of tensors, which are inputs."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if not (isinstance(value, tuple | list) and any(isinstance(item, Tensor) for item in value))
+    }
 
 
 def gradient_of(function: Callable[..., Tensor] | str, **parameters: Any) -> Rule:

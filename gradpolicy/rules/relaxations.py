@@ -1,4 +1,4 @@
-"""Relaxations of rounding: the gradients of smooth functions with a rise at every step."""
+"""Relaxations: the gradients of smooth functions, in place of rounding and of sorting."""
 
 from typing import Any
 
@@ -105,6 +105,63 @@ def sigmoid_sum(
         scaled = (distance + step) / warmth
         total = total + torch.sigmoid(scaled) * torch.sigmoid(-scaled)
     return to_first(grad * (rise * total / warmth), inputs)
+
+
+@rule("soft_sort")
+def soft_sort(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    output: Any,
+    *,
+    temperature: Number = 1.0,
+    call: Call | None = None,
+) -> Any:
+    """The gradient of soft sorting, in which every entry is near every place that it might have.
+
+    ====================== ==================================================================
+    forward                backward
+    ====================== ==================================================================
+    ``y = sort(x)``        the gradient of ``softmax(−|y 1ᵀ − 1 xᵀ| / T) x``, where the softmax is
+    (topk, msort)          taken over the entries of x
+    ====================== ==================================================================
+
+    So entries that were not chosen learn too, more the nearer they are to those that were. For a ``topk``
+    the rows of the softmax are those of the places that it returns.
+
+    Args:
+        grad: Gradient at the sorted values.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
+        output: The operation's output.
+        temperature: T, above 0; may be a schedule. As it cools, the gradient becomes sorting's own.
+        call: The call, which says along which dimension and in which order is sorted.
+
+    Source: Prillo, Eisenschlos 2020 (SoftSort), arXiv:2006.16038.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> x = torch.tensor([3.0, 1.0, 2.0], requires_grad=True)
+        >>> with gp.gradient_override({"topk": "soft_sort"}):
+        ...     torch.topk(x, 1).values.sum().backward()
+        >>> x.grad
+        tensor([ 0.9478, -0.0518,  0.1040])
+    """
+    warmth = _as_tensor("soft_sort", temperature, grad)
+    arguments = {} if call is None else call.arguments
+    dimension = 0 if call is not None and call.operation == "msort" else int(arguments.get("dim", -1))
+    descending = bool(arguments.get("largest", arguments.get("descending", False)))
+
+    def soft(x: Tensor) -> Tensor:
+        entries = x.movedim(dimension, -1)
+        places = entries.sort(-1, descending=descending).values[..., : grad.shape[dimension]]
+        distance = (places.unsqueeze(-1) - entries.unsqueeze(-2)).abs()
+        shares = torch.softmax(-distance / warmth, -1)
+        return (shares * entries.unsqueeze(-2)).sum(-1).movedim(-1, dimension)
+
+    first = next(tensor for tensor in inputs if tensor.is_floating_point())
+    if not first.dim():
+        return to_first(grad, inputs)
+    _, pull_back = torch.func.vjp(soft, first)  # type: ignore[misc]
+    return to_first(pull_back(grad)[0], inputs)
 
 
 def _from_step(inputs: tuple[Tensor, ...], call: Call | None) -> tuple[Tensor, Any]:

@@ -420,3 +420,64 @@ def test_a_call_that_cannot_be_seen_into_gives_a_warning(call, rule):
         pytest.warns(UserWarning, match=f"cannot see into .*{rule}"),
     ):
         run()
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_settings_that_both_operations_have_are_handed_on(keepdim, compiled):
+    x = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 4.0]], requires_grad=True)
+
+    def step(x):
+        return x.amax(dim=1, keepdim=keepdim)
+
+    if compiled:
+        torch.compiler.reset()
+        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    with gp.gradient_override({"amax": "torch.logsumexp"}):
+        step(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.softmax(x.detach(), dim=1))
+
+
+def test_a_number_that_both_operations_take_is_handed_on():
+    x = torch.tensor([2.0], requires_grad=True)
+    with gp.gradient_override({"div": "torch.mul"}):
+        torch.div(x, 4.0).backward()
+    assert x.grad.tolist() == [4.0]
+
+
+@pytest.mark.parametrize("name", ["topk", "sort"])
+def test_indices_beside_values_with_a_rule_are_said_to_carry_no_gradient(name):
+    x = torch.tensor([1.0, 3.0, 2.0], requires_grad=True)
+    with gp.gradient_override({name: "soft_sort"}):
+        found = x.topk(2) if name == "topk" else x.sort()
+        with pytest.warns(
+            UserWarning, match=f"'{name}' went through an index that it gives, which cannot carry"
+        ):
+            (found.indices.float() * found.values).sum().backward()
+
+
+def test_sort_takes_a_straight_through_gradient():
+    x, weights = torch.tensor([3.0, 1.0, 2.0], requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
+    with gp.gradient_override({"sort": "identity"}):
+        (x.sort().values * weights).sum().backward()
+    assert torch.equal(x.grad, weights)
+
+
+class Rounds(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x).round()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("policy", [gp.StraightThrough(ops=["round"]), gp.Stop(modules="layer", at="output")])
+def test_a_model_can_be_exported_while_policies_are_installed(policy, strict):
+    model, x = Rounds(), torch.randn(2, 3)
+    expected = model(x)
+    with gp.install(model, [policy]):
+        program = torch.export.export(model, (x,), strict=strict)
+        model(x).sum()
+    assert torch.equal(program.module()(x), expected)

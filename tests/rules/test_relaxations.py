@@ -160,3 +160,31 @@ class TestGradientOf:
             found = torch.autograd.grad(run(x).sum(), x)[0]
         soft = gp.get_rule("soft_round")(torch.ones(2), (x.detach(),), x.detach(), gp.Call("round"))
         torch.testing.assert_close(found, torch.cos(x.detach()) + soft)
+
+
+def soft_sorted(x, places, descending, temperature):
+    """SoftSort as its paper writes it, in the last dimension."""
+    chosen = x.sort(dim=-1, descending=descending).values[..., :places]
+    distances = (chosen[..., :, None] - x[..., None, :]).abs()
+    return (torch.softmax(-distances / temperature, dim=-1) @ x[..., None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("largest", [False, True])
+def test_soft_sort_of_the_first_places_is_that_of_the_paper(temperature, dim, largest):
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    with gp.gradient_override({"topk": gp.get_rule("soft_sort", temperature=temperature)}):
+        found = torch.topk(x, 2, dim=dim, largest=largest).values
+    weights = torch.randn_like(found)
+    (grad,) = torch.autograd.grad((found * weights).sum(), x)
+    expected = soft_sorted(x.movedim(dim, -1), 2, largest, temperature).movedim(-1, dim)
+    torch.testing.assert_close(grad, torch.autograd.grad((expected * weights).sum(), x)[0])
+
+
+def test_soft_sort_of_all_places_becomes_the_gradient_of_sorting_as_it_cools():
+    x, weights = torch.tensor([3.0, 1.0, 2.0], requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
+    with gp.gradient_override({"sort": gp.get_rule("soft_sort", temperature=0.01)}):
+        (x.sort().values * weights).sum().backward()
+    torch.testing.assert_close(x.grad, torch.tensor([3.0, 1.0, 2.0]))
