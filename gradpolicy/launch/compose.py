@@ -244,7 +244,7 @@ def _wrong_key(error: ConfigCompositionException, source: Source, overrides: lis
         return None
     if "An item is already at" in str(error):
         return PolicyError(f"{brief(key)}: is in the config; set it without a plus")
-    if _choices(key, source):
+    if _choices(key, source) and not str(error).startswith("Could not delete"):
         return PolicyError(
             f"{brief(key)}: {source.name}.yaml has no such group in its defaults list: add `- {key}: null` "
             f"there, or write +{key}=…"
