@@ -86,7 +86,7 @@ def test_fine_tuning(site: Path) -> None:
     assert "7,640 of 76,404 trainable entries (10.0%) train" in text
     assert audited
     assert int(audited[1].replace(",", "")) > 0
-    assert "delta.safetensors" in text
+    assert "delta.safetensors: " in displayed(cells, "text/html")[0]
     assert "reverted, bit for bit: True" in text
     (counts,) = re.findall(r"changed: ([\d,]+) of ([\d,]+)", text)
     changed, entries = (int(count.replace(",", "")) for count in counts)

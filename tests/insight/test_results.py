@@ -12,7 +12,14 @@ from gradpolicy.insight.results import Result
 
 CONF = Path(__file__).parents[2] / "conf"
 
-ENDS = {"--help": 0, "plan_only=true": 0, "task_name='größer – ∞'": 0, "policy='gided–'": 2, "seed='é'": 2}
+ENDS = {
+    ("--help",): 0,
+    ("plan_only=true",): 0,
+    ("extras.print_config=true", "extras.report=false", "trainer.fast_dev_run=true", "plan_only=false"): 0,
+    ("task_name='größer – ∞'",): 0,
+    ("policy='gided–'",): 2,
+    ("seed='é'",): 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +28,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     program = (
         "import sys, pathlib; from gradpolicy.launch.app import main\n"
         f"for line, code in {ENDS!r}.items():\n"
-        f"    words = [line, 'logger=csv', 'plan_only=true']\n"
+        f"    words = ['logger=csv', 'plan_only=true', *line]\n"
         f"    assert main(pathlib.Path({str(CONF)!r}), words) == code\n"
     )
     done = subprocess.run(
@@ -38,7 +45,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_help_plan_config_and_errors_are_printed_in_ascii(printed: str) -> None:
     for said in (
         "outputs/train/runs/.../checkpoints",
-        "Config",
+        "\nConfig\n+-- ",
         "Freeze * Random",
         "there is no such policy",
     ):
