@@ -19,7 +19,7 @@ from gradpolicy.freezing.moving_buffers import copy_buffers
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
-from gradpolicy.policies import Policy
+from gradpolicy.policies import Freeze, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.training_policies import STATE, TrainingPolicies
@@ -165,8 +165,8 @@ class _Loop(TrainingPolicies):
                     f"policy.{name}: holds in the phases {', '.join(policy.when.phases)} alone, and a "
                     "training loop is the phase fit; put it on the model with gradpolicy.install"
                 )
-            units = {policy.when.unit, getattr(getattr(policy, "source", None), "unit", "step")}
-            if "epoch" in units and self.steps_per_epoch is None:
+            times = [policy.when, *([policy.source.timetable] if isinstance(policy, Freeze) else [])]
+            if any(each.unit == "epoch" for each in times) and self.steps_per_epoch is None:
                 raise PolicyError(
                     f"policy.{name}: counts epochs; say how many optimizer steps an epoch has: "
                     "gradpolicy.training(..., steps_per_epoch=len(loader))"

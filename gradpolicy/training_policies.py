@@ -29,7 +29,6 @@ from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
-from gradpolicy.when import When
 from gradpolicy.where import named_parameters, once_each, pick_each
 
 STATE = "gradient_policies"
@@ -253,7 +252,7 @@ class TrainingPolicies:
             self.freezer.begin_step(updates, epoch)
         if self.ranks is not None:
             cut = any(
-                _cuts(policy) and _in_window(policy.when, updates, epoch) for policy in self.policies.values()
+                _cuts(policy) and policy.when.contains(updates, epoch) for policy in self.policies.values()
             )
             self.ranks.begin_step(updates, cut=cut, wanted=self._wanted_gradients())
         self._updates_seen = updates
@@ -379,12 +378,6 @@ def _cuts(policy: Policy) -> bool:
     if not isinstance(policy, FlowPolicy) or "fit" not in policy.when.phases:
         return False
     return policy.detaches or (policy.at == "through" and policy.inside == "none")
-
-
-def _in_window(when: When, step: int, epoch: int) -> bool:
-    """Whether a time lies between a policy's start and stop, whatever ``every`` says."""
-    count = step if when.unit == "step" else epoch
-    return when.start <= count and (when.stop is None or count < when.stop)
 
 
 def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:

@@ -1,7 +1,8 @@
-"""WHEN a policy holds: in which phases, from which step or epoch, how often."""
+"""When a policy holds: in which phases, from which step or epoch, how often."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
@@ -10,19 +11,117 @@ PHASES = ("fit", "validate", "test", "predict")
 UNITS = ("step", "epoch")
 
 
+@dataclass(frozen=True)
+class Window:
+    """The counts ``start <= n < stop`` of effective optimizer steps, or of epochs.
+
+    Args:
+        start: First step or epoch, from 0.
+        stop: The step or epoch at which the window ends; None for never.
+        unit: ``"step"`` or ``"epoch"``.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    unit: str = "step"
+
+    def check(self, key: str) -> None:
+        """Check the values, and name a wrong one as an argument of ``key``.
+
+        Raises:
+            PolicyError: For an unknown unit or an impossible range.
+        """
+        if self.unit not in UNITS:
+            raise unknown("unit", str(self.unit), UNITS, key=f"{key}.unit")
+        check_whole(f"{key}.start", self.start, least=0)
+        if self.stop is not None and not _is_above(self.stop, self.start):
+            limit = f"a whole number above start ({self.start})"
+            raise PolicyError(f"{key}.stop: must be {limit}, got {shown(self.stop)}")
+
+    def count(self, step: int, epoch: int) -> int:
+        """Return the count in the window's unit."""
+        return step if self.unit == "step" else epoch
+
+    def contains(self, step: int, epoch: int) -> bool:
+        """Return True if the window is open now."""
+        count = self.count(step, epoch)
+        return self.start <= count and (self.stop is None or count < self.stop)
+
+    def overlaps(self, other: "Window") -> bool:
+        """Return True if some count is in both windows; those of different units are taken to overlap."""
+        if self.unit != other.unit:
+            return True
+        return (self.stop is None or other.start < self.stop) and (
+            other.stop is None or self.start < other.stop
+        )
+
+
+@dataclass(frozen=True)
+class Timetable(Window):
+    """The counts at which something may change: ``start``, ``start + every``, … below ``stop``.
+
+    Args:
+        start: The first of them.
+        stop: The count from which there are no more; None for never.
+        unit: ``"step"`` or ``"epoch"``.
+        every: How many counts lie between two of them; None: there is only the first.
+    """
+
+    every: int | None = None
+
+    def check(self, key: str) -> None:
+        """Check the values, and name a wrong one as an argument of ``key``.
+
+        Raises:
+            PolicyError: For an unknown unit or an impossible range.
+        """
+        super().check(key)
+        if self.every is not None:
+            check_whole(f"{key}.every", self.every, least=1)
+
+    def due(self, step: int, epoch: int) -> bool:
+        """Return True if now is one of the counts."""
+        if not self.contains(step, epoch):
+            return False
+        passed = self.count(step, epoch) - self.start
+        return passed == 0 if self.every is None else passed % self.every == 0
+
+    def period(self, step: int, epoch: int) -> int:
+        """Return how many of the counts have passed since the first; −1 before it."""
+        count = self.count(step, epoch)
+        if count < self.start:
+            return -1
+        if self.stop is not None:
+            count = min(count, self.stop - 1)
+        return 0 if self.every is None else (count - self.start) // self.every
+
+    def begins(self, period: int) -> int:
+        """Return the count at which a period begins."""
+        return self.start + max(period, 0) * (self.every or 0)
+
+    def next(self, count: int) -> int | None:
+        """Return the first of the counts after this one; None if there is none."""
+        if count < self.start:
+            return self.start
+        if self.every is None:
+            return None
+        change = self.start + ((count - self.start) // self.every + 1) * self.every
+        return change if self.stop is None or change < self.stop else None
+
+
 @dataclass(frozen=True, init=False)
-class When:
+class When(Window):
     """The times at which a policy holds.
 
     A policy holds at count ``n`` (of effective optimizer steps, or of epochs) where
-    ``start <= n < stop`` and ``(n - start) % every == 0``, in the phases named. Outside ``fit``
+    ``start <= n < stop`` and ``(n - start) % stride == 0``, in the phases named. Outside ``fit``
     only the phase counts, since no optimizer step is taken there.
 
     Args:
         phases: One or several of ``fit``, ``validate``, ``test``, ``predict``.
         start: First step or epoch, from 0.
         stop: The step or epoch at which the policy ends; None for never.
-        every: Holds at each ``every``-th step or epoch only.
+        stride: Holds at each ``stride``-th step or epoch only.
         unit: ``"step"`` (effective optimizer steps) or ``"epoch"``.
 
     Raises:
@@ -34,11 +133,8 @@ class When:
         (False, True)
     """
 
-    phases: tuple[str, ...]
-    start: int
-    stop: int | None
-    every: int
-    unit: str
+    phases: tuple[str, ...] = ("fit",)
+    stride: int = 1
 
     @knows_its_arguments
     def __init__(
@@ -46,7 +142,7 @@ class When:
         phases: str | Iterable[str] = ("fit",),
         start: int = 0,
         stop: int | None = None,
-        every: int = 1,
+        stride: int = 1,
         unit: str = "step",
     ) -> None:
         if not isinstance(phases, Iterable) or not phases:
@@ -55,20 +151,14 @@ class When:
         for phase in names:
             if phase not in PHASES:
                 raise unknown("phase", str(phase), PHASES, key="when.phases")
-        if unit not in UNITS:
-            raise unknown("unit", str(unit), UNITS, key="when.unit")
-        check_whole("when.start", start, least=0)
-        check_whole("when.every", every, least=1)
-        if stop is not None and (not isinstance(stop, int) or isinstance(stop, bool) or stop <= start):
-            raise PolicyError(f"when.stop: must be a whole number above start ({start}), got {shown(stop)}")
-        object.__setattr__(self, "phases", names)
-        object.__setattr__(self, "start", start)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "every", every)
-        object.__setattr__(self, "unit", unit)
+        given = {"phases": names, "start": start, "stop": stop, "stride": stride, "unit": unit}
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        self.check("when")
+        check_whole("when.stride", stride, least=1)
 
     def active(self, *, phase: str = "fit", step: int = 0, epoch: int = 0) -> bool:
-        """Whether a policy holds now.
+        """Return True if a policy holds now.
 
         Args:
             phase: The phase that runs.
@@ -79,9 +169,8 @@ class When:
             return False
         if phase != "fit":
             return True
-        count = step if self.unit == "step" else epoch
-        return (
-            self.start <= count
-            and (self.stop is None or count < self.stop)
-            and (count - self.start) % self.every == 0
-        )
+        return self.contains(step, epoch) and (self.count(step, epoch) - self.start) % self.stride == 0
+
+
+def _is_above(value: Any, bound: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > bound

@@ -19,8 +19,8 @@ def test_the_start_is_included_the_stop_is_not():
     assert [when.active(step=step) for step in range(7)] == [False, False, False, True, True, False, False]
 
 
-def test_every_counts_from_the_start():
-    when = When(start=1, every=3)
+def test_the_stride_counts_from_the_start():
+    when = When(start=1, stride=3)
     assert [step for step in range(10) if when.active(step=step)] == [1, 4, 7]
 
 
@@ -40,10 +40,10 @@ def test_one_phase_may_be_a_plain_name():
     assert When(phases="validate") == When(phases=["validate"])
 
 
-@given(start=st.integers(0, 20), length=st.integers(1, 20), every=st.integers(1, 5), step=st.integers(0, 50))
-def test_it_holds_at_the_steps_of_a_range(start, length, every, step):
-    when = When(start=start, stop=start + length, every=every)
-    assert when.active(step=step) == (step in range(start, start + length, every))
+@given(start=st.integers(0, 20), length=st.integers(1, 20), stride=st.integers(1, 5), step=st.integers(0, 50))
+def test_it_holds_at_the_steps_of_a_range(start, length, stride, step):
+    when = When(start=start, stop=start + length, stride=stride)
+    assert when.active(step=step) == (step in range(start, start + length, stride))
 
 
 def test_it_is_a_value():
@@ -61,8 +61,8 @@ def test_it_is_a_value():
         ({"unit": "steps"}, "when.unit: unknown unit 'steps'; did you mean 'step'"),
         ({"start": -1}, "when.start: must be a whole number of at least 0, got -1"),
         ({"start": 1.5}, "when.start: must be a whole number"),
-        ({"every": 0}, "when.every: must be a whole number of at least 1, got 0"),
-        ({"every": True}, "when.every: must be a whole number"),
+        ({"stride": 0}, "when.stride: must be a whole number of at least 1, got 0"),
+        ({"stride": True}, "when.stride: must be a whole number"),
         ({"start": 5, "stop": 5}, r"when.stop: must be a whole number above start \(5\), got 5"),
     ],
 )

@@ -242,7 +242,7 @@ class RuleState:
     def update(self, phase: str, step: int, epoch: int) -> None:
         """Switches the rule on or off for a time, and sets its scheduled numbers."""
         self.active = self.when.active(phase=phase, step=step, epoch=epoch)
-        count = epoch if self.when.unit == "epoch" else step
+        count = self.when.count(step, epoch)
         for key, schedule in self.schedules.items():
             self.rule.parameters[key].fill_(float(schedule(count)))
 

@@ -155,9 +155,7 @@ def _are_ever_active_together(one: When, other: When) -> bool:
     shared = set(one.phases) & set(other.phases)
     if not shared:
         return False
-    if shared != {"fit"} or one.unit != other.unit:
-        return True
-    return (one.stop is None or other.start < one.stop) and (other.stop is None or one.start < other.stop)
+    return shared != {"fit"} or one.overlaps(other)
 
 
 def _overlap(one: Collection, other: Collection) -> bool:

@@ -82,7 +82,7 @@ class PolicyMasks:
             return set(self.parameters) if before else set()
         period = self.source.period(step, epoch)
         # Within an epoch that is due, a source is asked once.
-        due = self.source.unit == "step" and self.source.due(step, epoch)
+        due = self.source.timetable.unit == "step" and self.source.due(step, epoch)
         if before and period == self.period and not due and not self.source.overdue(step, epoch):
             return set()
         old, self.period, self.counted = self.masks, period, None
@@ -189,7 +189,7 @@ class PolicyMasks:
 
 def masks_never_change(policy: FreezePolicy, source: MaskSource) -> bool:
     """Return True if the masks of the first step hold all the time."""
-    chosen_at_once = source.every is None and not source.start
+    chosen_at_once = source.timetable.every is None and not source.timetable.start
     return chosen_at_once and not source.needs_gradients and policy.when == When()
 
 

@@ -1,20 +1,19 @@
 """What every mask source has: a timetable, a seed, the parameters it masks."""
 
+import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.checks import check_choice, check_whole
 from gradpolicy.errors import PolicyError, refuse_unknown_arguments, shown
 from gradpolicy.masks.layers import Layer
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.when import UNITS
+from gradpolicy.when import Timetable
 
-TIMETABLE = ("every", "unit", "start", "stop")
-# What a repr does not mention.
-_USUAL = {"every": None, "unit": "step", "start": 0, "stop": None, "seed": None}
+# The arguments that a repr leaves out.
+_DEFAULTS = {"every": None, "unit": "step", "start": 0, "stop": None, "seed": None}
 
 
 class MaskSource:
@@ -70,10 +69,8 @@ class MaskSource:
     ) -> None:
         kind = type(self).__name__
         refuse_unknown_arguments(type(self), wrong)
-        self.every = None if every is None else check_whole(f"{kind}.every", every, least=1)
-        self.unit = check_choice(f"{kind}.unit", unit, UNITS)
-        self.start = check_whole(f"{kind}.start", start, least=0)
-        self.stop = None if stop is None else check_whole(f"{kind}.stop", stop, least=self.start + 1)
+        self.timetable = Timetable(start, stop, unit, every)
+        self.timetable.check(kind)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise PolicyError(f"{kind}.seed: must be a whole number, got {shown(seed)}")
         self.own_seed = seed
@@ -116,33 +113,20 @@ class MaskSource:
         raise TypeError(f"{type(self).__name__} must define masks(step, epoch)")
 
     def due(self, step: int, epoch: int) -> bool:
-        """Whether the timetable lets the masks change at this effective step (or in this epoch)."""
-        count = self.count(step, epoch)
-        if count < self.start or (self.stop is not None and count >= self.stop):
-            return False
-        passed = count - self.start
-        return passed == 0 if self.every is None else passed % self.every == 0
+        """Return True if the timetable lets the masks change at this effective step (or in this epoch)."""
+        return self.timetable.due(step, epoch)
 
     def overdue(self, step: int, epoch: int) -> bool:
-        """Whether a change that the timetable allowed earlier had to wait, and can be made now."""
+        """Return True if a change that the timetable allowed earlier had to wait, and can be made now."""
         return False
 
     def count(self, step: int, epoch: int) -> int:
-        """The count that the timetable goes by: of steps or of epochs."""
-        return step if self.unit == "step" else epoch
+        """Return the count that the timetable goes by: of steps or of epochs."""
+        return self.timetable.count(step, epoch)
 
     def period(self, step: int, epoch: int) -> int:
-        """How often the masks may have changed since ``start``; −1 before it."""
-        count = self.count(step, epoch)
-        if count < self.start:
-            return -1
-        if self.stop is not None:
-            count = min(count, self.stop - 1)
-        return 0 if self.every is None else (count - self.start) // self.every
-
-    def changed_at(self, period: int) -> int:
-        """The count at which a period begins."""
-        return self.start + max(period, 0) * (self.every or 0)
+        """Return how often the masks may have changed since ``start``; −1 before it."""
+        return self.timetable.period(step, epoch)
 
     def wants_gradients(self, step: int, epoch: int) -> bool:
         """Whether :meth:`observe` should be given this step's gradients."""
@@ -190,8 +174,8 @@ class MaskSource:
         """Takes up where :meth:`state_dict` left off."""
 
     def __repr__(self) -> str:
-        timetable = {**{key: getattr(self, key) for key in TIMETABLE}, "seed": self.own_seed}
-        given = {key: value for key, value in timetable.items() if value != _USUAL[key]}
+        settings = {**dataclasses.asdict(self.timetable), "seed": self.own_seed}
+        given = {key: settings[key] for key, default in _DEFAULTS.items() if settings[key] != default}
         shown = ", ".join(f"{key}={value!r}" for key, value in {**self.describe(), **given}.items())
         return f"{type(self).__name__}({shown})"
 
@@ -220,7 +204,8 @@ class StaticSource(MaskSource):
     def __init__(self, **timetable: Any) -> None:
         super().__init__(**{"every": None, **timetable})
         self._masks: dict[str, Mask] = {}
-        given = [key for key in TIMETABLE if getattr(self, key) != _USUAL[key]]
+        times = dataclasses.asdict(self.timetable)
+        given = [key for key in _DEFAULTS if key in times and times[key] != _DEFAULTS[key]]
         if given:
             warnings.warn(
                 f"{type(self).__name__}: {' and '.join(given)} make no difference, since its masks never "

@@ -79,7 +79,7 @@ class Function(MaskSource):
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """What the function gives for each parameter."""
-        changed = self.changed_at(self.period(step, epoch))
+        changed = self.timetable.begins(self.period(step, epoch))
         return {name: self.function(name, parameter, changed) for name, parameter in self.parameters.items()}
 
     def describe(self) -> dict[str, Any]:

@@ -71,10 +71,11 @@ class GradientSource(MaskSource):
         """Starts without gradients and decisions."""
         self.gathered = GradientSums()
         self.decided, self.decided_at = -1, 0
-        if self.needs_gradients and (self.window or 0) > (self.every or math.inf):
+        times = self.timetable
+        if self.needs_gradients and (self.window or 0) > (times.every or math.inf):
             warnings.warn(
-                f"{type(self).__name__}: window={self.window} is longer than every={self.every}; each change "
-                f"waits for {self.window} {self.unit}s of gradients of its own",
+                f"{type(self).__name__}: window={self.window} is longer than every={times.every}; each "
+                f"change waits for {self.window} {times.unit}s of gradients of its own",
                 stacklevel=3,
             )
 
@@ -89,17 +90,8 @@ class GradientSource(MaskSource):
         count = self.count(step, epoch)
         if self.decided < self.period(step, epoch):
             return True
-        change = self.next_change(count)
+        change = self.timetable.next(count)
         return change is not None and (self.window is None or change - count <= self.window)
-
-    def next_change(self, count: int) -> int | None:
-        """The next count of the timetable after this one; None where there is none."""
-        if count < self.start:
-            return self.start
-        if self.every is None:
-            return None
-        change = self.start + ((count - self.start) // self.every + 1) * self.every
-        return change if self.stop is None or change < self.stop else None
 
     def overdue(self, step: int, epoch: int) -> bool:
         """Whether a decision is still to be made, and the gradients for it are there."""
@@ -107,7 +99,7 @@ class GradientSource(MaskSource):
             return False
         if not self.needs_gradients:
             return True
-        if self.unit == "epoch":
+        if self.timetable.unit == "epoch":
             return self.gathered.steps > 0 and epoch >= self.decided_at + (self.window or 0)
         return self.gathered.steps >= (self.window or 1)
 

@@ -106,7 +106,7 @@ class Progressive(MaskSource):
 
     def _passed(self, step: int, epoch: int) -> float:
         """Which share of the training was over at the last change."""
-        return (self.changed_at(self.period(step, epoch)) - self.start) / self.total
+        return (self.timetable.begins(self.period(step, epoch)) - self.timetable.start) / self.total
 
     def layer_groups(self) -> list[Layer]:
         """The layers, in the order in which they freeze for good."""

@@ -107,7 +107,7 @@ class PruneAndGrow(GradientSource):
         rule = RULES[self.grow]
         self.drop = check_choice("PruneAndGrow.drop", drop or rule["drop"], DROPS)
         self.grow_init = check_choice("PruneAndGrow.grow_init", grow_init or rule["grow_init"], INITS)
-        anneal = anneal or ("constant" if self.stop is None else rule["anneal"])
+        anneal = anneal or ("constant" if self.timetable.stop is None else rule["anneal"])
         self.anneal = check_choice("PruneAndGrow.anneal", anneal, (*ANNEALS, "constant"))
         self.distribution = check_choice("PruneAndGrow.distribution", distribution, DISTRIBUTIONS)
         self.density = as_density("PruneAndGrow.density", density)
@@ -136,7 +136,7 @@ class PruneAndGrow(GradientSource):
             raise PolicyError(
                 f"PruneAndGrow: {unordered[0]!r} is complex; it takes drop='magnitude' and grow_init='zero'"
             )
-        targets = self.targets(self.changed_at(0))
+        targets = self.targets(self.timetable.begins(0))
         self._active = {
             name: grown_at_random(self._nothing(name), self._key(name, -1), targets[name]) for name in shapes
         }
@@ -146,7 +146,7 @@ class PruneAndGrow(GradientSource):
             weights = {name: wide(full_tensor(self.parameters[name].detach())) for name in shapes}
             self._deviations = {name: float(w.double().std(correction=0)) for name, w in weights.items()}
         # At count 0 the first masks are the draw itself; a later start is the first exchange.
-        self.decided = 0 if self.start == 0 else -1
+        self.decided = 0 if self.timetable.start == 0 else -1
 
     def targets(self, count: int) -> dict[str, int]:
         """How many entries of each sparse tensor are active at a count: its share, rounded up."""
@@ -160,9 +160,10 @@ class PruneAndGrow(GradientSource):
         """``f(t)``: the share of active entries that is exchanged at a count."""
         if self.anneal == "constant":
             return Constant(self.fraction)
-        if self.stop is None:
+        times = self.timetable
+        if times.stop is None:
             raise PolicyError(f"PruneAndGrow.stop: anneal={self.anneal!r} needs the count that it ends at")
-        return ANNEALS[self.anneal](self.fraction, 0.0, steps=self.stop - self.start, begin=self.start)
+        return ANNEALS[self.anneal](self.fraction, 0.0, steps=times.stop - times.start, begin=times.start)
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
         """The sparse tensors; what stays dense needs no decision."""
@@ -205,7 +206,7 @@ class PruneAndGrow(GradientSource):
         return {key: getattr(self, key) for key in shown}
 
     def _exchange(self, period: int) -> None:
-        count = self.changed_at(period)
+        count = self.timetable.begins(period)
         targets, fraction = self.targets(count), self.fraction_at(count)
         for name, active in self._active.items():
             weight = full_tensor(self.parameters[name].detach())

@@ -72,5 +72,5 @@ class Random(MaskSource):
 
     def _drawn(self, step: int, epoch: int) -> tuple[int, float]:
         """The count of the last draw, and the density it had."""
-        drawn_at = self.changed_at(self.period(step, epoch))
+        drawn_at = self.timetable.begins(self.period(step, epoch))
         return drawn_at, density_at(self.density, drawn_at)

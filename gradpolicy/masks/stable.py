@@ -73,7 +73,7 @@ class Stable(GradientSource):
     def wants_gradients(self, step: int, epoch: int) -> bool:
         """From ``start`` on, as long as there is another comparison to come."""
         count = self.count(step, epoch)
-        return count >= self.start and self.next_change(count) is not None
+        return count >= self.timetable.start and self.timetable.next(count) is not None
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
         """The layers that still train."""

@@ -87,7 +87,7 @@ class TopK(GradientSource):
         self.rewind = check_flag("TopK.rewind", rewind)
         if rewind and by != "change":
             raise PolicyError("TopK.rewind: goes with by='change' only")
-        if by == "change" and self.start == 0:
+        if by == "change" and self.timetable.start == 0:
             raise PolicyError(
                 "TopK.start: by='change' needs steps in which the weights change; give start above 0"
             )
@@ -116,7 +116,7 @@ class TopK(GradientSource):
         """The last choice; a new one where it is due and the scores are there."""
         if self.overdue(step, epoch):
             self._to_rewind = self.rewind and self.decided < 0
-            changed = self.changed_at(self.period(step, epoch))
+            changed = self.timetable.begins(self.period(step, epoch))
             self._masks = self._choose(density_at(self.density, changed))
             self.decide(step, epoch)
         return self._masks

@@ -26,7 +26,7 @@ from gradpolicy.planning.plan_warnings import gets_gradient, trained_in_vain, va
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import intersect
-from gradpolicy.when import When
+from gradpolicy.when import When, Window
 from gradpolicy.where import named_parameters, pick_each, plain_name
 
 if TYPE_CHECKING:
@@ -413,22 +413,23 @@ def _described(source: MaskSource) -> str:
 
 def _timetable(source: MaskSource) -> str:
     """When a source's masks may change, as in ``may change every 5 steps from step 10 until step 90``."""
-    if source.every is None:
-        return "is chosen once" + (f" at {source.unit} {source.start}" if source.start else "")
-    return f"may change {_counts(source.every, source)}"
+    times = source.timetable
+    if times.every is None:
+        return "is chosen once" + (f" at {times.unit} {times.start}" if times.start else "")
+    return f"may change {_counts(times.every, times)}"
 
 
 def _moments(when: When) -> str:
     """When a policy holds, as in ``in fit, test, every 2 epochs from epoch 4``; empty for all of training."""
     phases = "" if when.phases == ("fit",) else f"in {', '.join(when.phases)}"
-    counts = "" if (when.start, when.stop, when.every) == (0, None, 1) else _counts(when.every, when)
+    counts = "" if (when.start, when.stop, when.stride) == (0, None, 1) else _counts(when.stride, when)
     return ", ".join(filter(None, (phases, counts)))
 
 
-def _counts(every: int, timetable: MaskSource | When) -> str:
-    often = timetable.unit if every == 1 else f"{every} {timetable.unit}s"
-    begin = f" from {timetable.unit} {timetable.start}" if timetable.start else ""
-    end = "" if timetable.stop is None else f" until {timetable.unit} {timetable.stop}"
+def _counts(every: int, window: Window) -> str:
+    often = window.unit if every == 1 else f"{every} {window.unit}s"
+    begin = f" from {window.unit} {window.start}" if window.start else ""
+    end = "" if window.stop is None else f" until {window.unit} {window.stop}"
     return f"every {often}{begin}{end}"
 
 

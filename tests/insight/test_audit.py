@@ -263,8 +263,8 @@ def test_a_policy_that_no_longer_acts_is_found(fit, tmp_path, act):
 
 def test_policies_that_come_and_go_by_their_schedule_are_no_difference(fit):
     policies = {
-        "cut": gp.Stop(modules="head", when=gp.When(start=2, every=3)),
-        "round": gp.StraightThrough(ops=["round"], when=gp.When(every=2)),
+        "cut": gp.Stop(modules="head", when=gp.When(start=2, stride=3)),
+        "round": gp.StraightThrough(ops=["round"], when=gp.When(stride=2)),
     }
     report = fit(policies, audit=FULL)
     assert report["operations"]["checked"] > 6

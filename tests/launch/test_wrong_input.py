@@ -69,7 +69,7 @@ IMPOSSIBLE = {
     "trainer.precision=transformer-engine": "trainer",
     "callbacks=[model_checkpoint,costs] callbacks.costs.skip=-1": "callbacks.costs.skip",
     "policy.random_freeze.mask.density=nan": "policy.random_freeze.mask.density",
-    "+policy.guided.when.every=0": "policy.guided.when.every",
+    "+policy.guided.when.stride=0": "policy.guided.when.stride",
     "policy.guided.when.phases=[]": "policy.guided.when.phases",
     "+policy.again={_target_: gradpolicy.Scale, factor: nan, modules: model.head}": "policy.again.factor",
     "+policy.again={_target_: gradpolicy.Clip, norm: .inf, modules: model.head}": "policy.again.norm",

@@ -39,7 +39,7 @@ def test_epochs_count_where_the_unit_says_so() -> None:
 def test_the_first_masks_hold_before_start_and_the_last_after_stop() -> None:
     source = MaskSource(every=2, start=3, stop=8)
     assert [source.period(step, 0) for step in range(11)] == [-1, -1, -1, 0, 0, 1, 1, 2, 2, 2, 2]
-    assert [source.changed_at(period) for period in (-1, 0, 2)] == [3, 3, 7]
+    assert [source.timetable.begins(period) for period in (-1, 0, 2)] == [3, 3, 7]
 
 
 def test_its_own_seed_goes_before_the_runs(prepared) -> None:
