@@ -192,7 +192,9 @@ def _behaviour(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
     others.view(_STEPS, -1)[:, 0] = own.view(_STEPS, -1)[:, 0]
     stepped, plain = _after(optimizer, group, start, own)
     _, changed = _after(optimizer, group, start, others)
-    mixes = parameter.dim() > 0 and not _close(plain.flatten()[0], changed.flatten()[0])
+    # Compared by how far it moved: beside its value a small learning rate would hide any difference.
+    moved, moved_otherwise = ((each.detach() - start).flatten()[0] for each in (plain, changed))
+    mixes = parameter.dim() > 0 and not _close(moved, moved_otherwise)
     if _is_quantised(stepped.state[plain]):
         return Behaviour(mixes, counts_steps=True, state="quantised")
     # A fresh step from where the first optimizer is, beside a step of that one with its state emptied.

@@ -20,9 +20,13 @@ MIXING = {
     "ScalableShampoo": lambda weights: pytorch_optimizer.ScalableShampoo(weights, lr=0.1),
     "Lamb": lambda weights: pytorch_optimizer.Lamb(weights, lr=0.1),
     "Prodigy": lambda weights: pytorch_optimizer.Prodigy(weights),
+    # Their names do not tell, and a step is short beside the weights.
+    "StableAdamW": lambda weights: pytorch_optimizer.StableAdamW(weights, lr=1e-4),
+    "MARS": lambda weights: pytorch_optimizer.MARS(list(weights), lr=1e-4),
 }
 BY_ENTRY = {
     "Adadelta": torch.optim.Adadelta,
+    "Adadelta at a small rate": lambda weights: torch.optim.Adadelta(weights, lr=1e-5),
     "Rprop": torch.optim.Rprop,
     "SignSGD": pytorch_optimizer.SignSGD,
     "AdamW": torch.optim.AdamW,
