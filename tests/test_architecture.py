@@ -106,7 +106,7 @@ def test_lightning_and_hydra_are_known_to_few_rooms() -> None:
                 known[found[1]].add(room_of(module))
     assert known == {
         "lightning": {"lightning", "tasks", "insight", "launch"},
-        "hydra": {"launch", "commands"},
+        "hydra": {"launch"},
         "accelerate": {"integrations"},
     }
 

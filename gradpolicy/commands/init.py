@@ -1,8 +1,4 @@
-"""Writes a small project to begin with: a model, data, two policies and a test.
-
-gradpolicy init my_project
-cd my_project && python train.py && python -m pytest
-"""
+"""The command ``gradpolicy init``: a small project to begin with."""
 
 import argparse
 import keyword
@@ -11,17 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradpolicy.errors import PolicyError, brief, shown
+from gradpolicy.imports import to_install
 
 STARTER = Path(__file__).parent / "starter"
 # The package of the starter project, which gets the name of the directory.
 PACKAGE = "my_project"
 WRONG_INPUT = 2
+DESCRIPTION = """Write a small project: a model, data, two policies and a test.
+
+gradpolicy init my_project
+cd my_project && python train.py && python -m pytest
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the program and gives its exit code: 0, or 2 for wrong input."""
+    """Run ``gradpolicy init`` and return its exit code: 0, or 2 for wrong input."""
     parser = argparse.ArgumentParser(
-        prog="gradpolicy init", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="gradpolicy init", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="the project's directory, new or empty")
     directory = parser.parse_args(arguments).directory.expanduser()
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write_project(directory: Path) -> None:
-    """Writes the project.
+    """Write the project, with the schemas by which editors complete its configs.
 
     Args:
         directory: Where it goes. Its name becomes that of the project's package.
@@ -57,6 +59,17 @@ def write_project(directory: Path) -> None:
                 target = directory / str(source.relative_to(STARTER)).replace(PACKAGE, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(source.read_text("utf-8").replace(PACKAGE, name), "utf-8")
+        _write_schemas(directory / "conf")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise PolicyError(f"DIR: {directory} cannot be written: {reason}") from error
+
+
+def _write_schemas(configs: Path) -> None:
+    try:
+        from gradpolicy.commands.schema import name_schemas, write_schemas
+    except ModuleNotFoundError as error:
+        print(f"No schemas for editors: {to_install(error)}, then run gradpolicy schema --name-in-files")
+        return
+    write_schemas(configs)
+    name_schemas(configs)

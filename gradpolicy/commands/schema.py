@@ -1,9 +1,6 @@
-"""JSON schemas of config files, so that editors complete keys, show what they mean and underline wrong ones.
+"""The command ``gradpolicy schema``: JSON schemas by which editors complete and check config files.
 
-They are made from the signatures by which :mod:`gradpolicy.launch.target_arguments` checks a config, and
-from the docstrings. A schema knows the classes of this package, of Lightning and of torch that a config may
-name; what a person's own package holds may have any arguments. Where a value stands a reference may stand,
-such as ``${seed}``.
+Pydantic makes them from the signatures by which a run checks its config, and from the docstrings.
 """
 
 import argparse
@@ -11,467 +8,339 @@ import importlib
 import inspect
 import json
 import pkgutil
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
-from functools import cache
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
-from urllib.parse import quote
+from typing import Annotated, Any, Union, get_args
 
 from docstring_parser import parse
-from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, create_model
 from pydantic.errors import PydanticSchemaGenerationError
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, WithJsonSchema, models_json_schema
 
 from gradpolicy.checks import check_free
+from gradpolicy.commands.search_space import SearchSpace
 from gradpolicy.errors import PolicyError, constructors
 from gradpolicy.imports import follow
-from gradpolicy.launch import kinds
-from gradpolicy.launch.config import Group, Node, Paths, Settings
-from gradpolicy.launch.target_arguments import KEY_TYPES, PLAIN, argument_names
-from gradpolicy.launch.targets import TARGET
+from gradpolicy.launch.config import NAMED_NODES, Paths, Settings
+from gradpolicy.launch.kinds import KIND_AT
+from gradpolicy.launch.target_arguments import KEY_TYPES, argument_names
 from gradpolicy.masks import MaskSource
 from gradpolicy.policies import Policy
 from gradpolicy.when import When
 
 Schema = dict[str, Any]
 
-DRAFT = "http://json-schema.org/draft-07/schema#"
 ENDING = ".schema.json"
-# How editors are told of a file's schema.
 MODELINE = "# yaml-language-server: $schema="
-# A reference to a definition, while schemas are made: pydantic would look for it among its own.
-_OWN = "gradpolicy"
-REFERENCE: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A reference: ${key}"}
-# The packages whose classes are listed: those that a config may name without being allowed to.
-PACKAGES = ("gradpolicy", "lightning", "torch")
-# Where the classes are looked for, in this order: the first name of a class is the one that editors offer.
-HOMES = (
-    *("gradpolicy", "gradpolicy.masks", "gradpolicy.schedules", "lightning.pytorch"),
-    *("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.profilers"),
-    *("lightning.pytorch.strategies", "lightning.pytorch.plugins", "lightning.pytorch.plugins.environments"),
-    *("torch.optim", "torch.optim.lr_scheduler"),
-)
-# ... and in all modules of these, but for what they import.
+# The first line of each file says who wrote it, so that no other file is replaced.
+WRITER = '{"$comment": "written by gradpolicy schema",'
+# The packages and modules whose classes editors offer. The first path of a class is the one offered.
 ROOMS = ("gradpolicy.tasks", "gradpolicy.insight", "gradpolicy.lightning", "gradpolicy.distributed")
-# What a value may be made of where its annotation does not say.
-ANY_VALUE = ("gradpolicy.masks.MaskSource", "gradpolicy.schedules.Schedule")
-
-# A policy's time needs no `_target_`.
-WHEN = "gradpolicy.When"
-_NEEDS_TARGET: Schema = {"if": {"not": {"required": ["defaults"]}}, "then": {"required": [TARGET]}}
-
-# The kinds of files: what stands in one is a node of this kind, ...
-NODES = {
-    "mask": "policy.*.mask",
-    "model": "model",
-    "data": "data",
-    "optimizer": "optimizer",
-    "trainer": "trainer",
+PACKAGES = (
+    *("gradpolicy", "gradpolicy.masks", "gradpolicy.schedules", *ROOMS),
+    *("lightning.pytorch", "lightning.pytorch.callbacks", "lightning.pytorch.loggers"),
+    *("lightning.pytorch.profilers", "lightning.pytorch.strategies", "torch.optim"),
+)
+KINDS = {
+    kind.rpartition(".")[2]: kind
+    for kind in (*(kind for kind, _ in KIND_AT.values()), "gradpolicy.schedules.Schedule", "torch.nn.Module")
 }
-# ... or several, by name.
-GROUPS = {"policy": "policy.*", "callbacks": "callbacks.*", "logger": "logger.*"}
-FILES = (*GROUPS, *NODES, "experiment", "train", "paths", "hydra", "sweep")
+# The key of a config that holds one node of a kind; a file of these groups holds such a node.
+NODES = {key: kind.rpartition(".")[2] for key, (kind, _) in KIND_AT.items() if "." not in key}
+GROUPS = {key: KIND_AT[f"{key}.*"][0].rpartition(".")[2] for key in NAMED_NODES}
+
+REFERENCE: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A reference: ${key}"}
+DEFAULTS: Schema = {"type": "array", "description": "Hydra's defaults list."}
+# A class of a person's own package may have any name and arguments.
+FOREIGN: Schema = {"type": "string", "pattern": r"^(?!gradpolicy\.)"}
+# Parts of a task or of Lightning, of which there are too many kinds.
+PART: Schema = {"type": "string", "pattern": r"^(?!gradpolicy\.((masks|schedules)\.)?\w+$)"}
+ANY_NODE: Schema = {"type": "object", "required": ["_target_"], "properties": {"_target_": PART}}
+# Pydantic would look for a "$ref" among its own definitions.
+REF = "$kind"
+
+
+def _refer(name: str) -> Schema:
+    return {REF: f"#/definitions/{name}"}
+
+
+Reference = Annotated[str, WithJsonSchema(_refer("reference"))]
+Node = Annotated[dict[str, Any], WithJsonSchema(_refer("node"))]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs ``gradpolicy schema``: writes a schema for each kind of file.
-
-    Args:
-        arguments: What follows ``gradpolicy schema``.
-
-    Returns:
-        The exit code: 0, or 2 if a file cannot be written.
-    """
+    """Run ``gradpolicy schema`` and return its exit code: 0, or 2 if a file cannot be written."""
     parser = argparse.ArgumentParser(
         prog="gradpolicy schema",
-        description="JSON schemas of config files, for editors (docs/editors.md).",
+        description="Write JSON schemas of config files, for editors (docs/editors.md).",
     )
     parser.add_argument("directory", nargs="?", default="conf", help="where they go; conf unless given")
     parser.add_argument(
-        "--name-in-files", action="store_true", help="have each YAML file below it name its schema"
+        "--name-in-files", action="store_true", help="also name its schema in each YAML file below DIR"
     )
     options = parser.parse_args(arguments)
     directory = Path(options.directory)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        paths = {name: directory / f"{name}{ENDING}" for name in FILES}
-        for path in paths.values():
-            check_free("DIR", path, "schema that gradpolicy wrote", is_written_here)
-        for name, path in paths.items():
-            path.write_text(as_text(schema_of(name)))
-            print(path)
-        for path in name_schemas(directory) if options.name_in_files else ():
-            print(path)
+        written = write_schemas(directory)
+        if options.name_in_files:
+            written += name_schemas(directory)
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except PolicyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(*written, sep="\n")
     return 0
 
 
-def is_written_here(path: Path) -> bool:
-    """Whether a file is a schema as this program writes it, of whatever version."""
-    try:
-        text = path.read_text("utf-8")
-        schema = json.loads(text)
-        return text == as_text(schema)
-    # json raises ValueError, and RecursionError for what is nested too deeply.
-    except (ValueError, RecursionError, AttributeError):
+def write_schemas(directory: Path) -> list[Path]:
+    """Write a schema for each kind of config file, and return their paths.
+
+    Raises:
+        PolicyError: If a file of one of their names is there and is no schema that this command wrote.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = {directory / f"{name}{ENDING}": schema for name, schema in schemas().items()}
+    for path in paths:
+        check_free(
+            "DIR",
+            path,
+            "schema that gradpolicy wrote",
+            lambda path: path.read_bytes().startswith(WRITER.encode()),
+        )
+    for path, schema in paths.items():
+        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        path.write_text(f"{WRITER}\n{text[1:]}\n", "utf-8")
+    return list(paths)
+
+
+def name_schemas(root: Path) -> list[Path]:
+    """Name its schema in each config file that names none, and return the files changed.
+
+    Args:
+        root: The directory of configs, where the schemas lie. Files of groups without a schema are left
+            alone.
+    """
+    changed = []
+    for path in sorted(root.rglob("*.yaml")):
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise PolicyError(f"DIR: {path} is no text in UTF-8") from error
+        *groups, _ = path.relative_to(root).parts
+        group = groups[0] if groups else "train"
+        name = "experiment" if "# @package _global_" in text else group
+        if MODELINE in text or name not in (*GROUPS, *NODES, "experiment", "paths", "sweep", "train"):
+            continue
+        line = f"{MODELINE}{'../' * len(groups) or './'}{name}{ENDING}\n"
+        # Hydra reads `# @package` in the first line only.
+        first, rest = text.split("\n", 1) if text.startswith("# @package") else ("", text)
+        path.write_text(f"{first}\n{line}{rest}" if first else f"{line}{rest}", "utf-8")
+        changed.append(path)
+    return changed
+
+
+def schemas() -> dict[str, Schema]:
+    """Return the schema of each kind of config file, by name.
+
+    All refer to ``classes``, which defines the arguments of every class.
+    """
+    files: dict[str, Schema] = {
+        "classes": {"definitions": _definitions()},
+        "train": {"$ref": f"experiment{ENDING}"},
+        "experiment": _job(),
+        "mask": {"allOf": [_node("MaskSource")], "required": ["_target_"]},
+        "paths": {**TypeAdapter(Paths).json_schema(), "required": []},
+        "sweep": TypeAdapter(SearchSpace).json_schema(ref_template="#/definitions/{model}"),
+    }
+    files["sweep"]["definitions"] = files["sweep"].pop("$defs")
+    for name, kind in NODES.items():
+        files[name] = _node(kind)
+    for name, kind in GROUPS.items():
+        files[name] = _group({"if": {"type": "object"}, "then": {**_node(kind), "required": ["_target_"]}})
+        files[name]["properties"] = {"defaults": DEFAULTS}
+    return {
+        name: {"$schema": "http://json-schema.org/draft-07/schema#"} | file for name, file in files.items()
+    }
+
+
+def _node(kind: str) -> Schema:
+    return {"allOf": [{"$ref": f"classes{ENDING}#/definitions/{kind}Node"}]}
+
+
+def _group(node: Schema) -> Schema:
+    """Return the schema of nodes by names that a person chooses; null takes one away."""
+    return {"type": "object", "additionalProperties": {"type": ["object", "null"], **node}}
+
+
+def _job() -> Schema:
+    """Return the schema of a job's keys, which may set a node in part."""
+    schema = TypeAdapter(Settings).json_schema(ref_template="#/definitions/{model}")
+    properties = schema["properties"]
+    for name, kind in NODES.items():
+        properties[name] = {"type": ["object", "null"], **_node(kind)}
+    for name, kind in GROUPS.items():
+        properties[name] = _group(_node(kind)) | {"type": ["object", "null"]}
+    schema["properties"] = {name: {"anyOf": [each, REFERENCE]} for name, each in properties.items()}
+    schema["properties"] |= {"defaults": DEFAULTS, "hydra": {"type": "object"}}
+    definitions = schema.pop("$defs")
+    definitions["Paths"].pop("required")
+    return schema | {"definitions": definitions, "required": []}
+
+
+# ---- classes and their arguments
+
+
+class Generator(GenerateJsonSchema):
+    """Pydantic's generator, for which an object is the node that builds it."""
+
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Return False: a title would repeat the key."""
         return False
 
+    def is_instance_schema(self, schema: Any) -> Schema:
+        """Return a node of the class's kind."""
+        name = schema["cls"].__name__
+        return _refer(f"{name}Node" if name in KINDS else "node")
 
-def as_text(schema: Schema) -> str:
-    """A schema as it is written to a file: a line a definition."""
-    definitions = schema.get("definitions", {})
-    lines = [f"{json.dumps(key)}: {_compact(value)}" for key, value in schema.items() if key != "definitions"]
-    defined = [f"  {json.dumps(key)}: {_compact(value)}" for key, value in definitions.items()]
-    lines.append('"definitions": {\n' + ",\n".join(defined) + "\n}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    def model_schema(self, schema: Any) -> Schema:
+        """Return any object for a model of a library, whose defaults may differ from process to process."""
+        own = schema["cls"].__module__.startswith("gradpolicy.")
+        return super().model_schema(schema) if own else {"type": "object"}
 
+    def dataclass_schema(self, schema: Any) -> Schema:
+        """Return a node of the class's kind."""
+        return self.is_instance_schema(schema)
 
-def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    def is_subclass_schema(self, schema: Any) -> Schema:
+        """Return any node."""
+        return _refer("node")
 
+    def callable_schema(self, schema: Any) -> Schema:
+        """Return any node, or one of a schedule."""
+        return {"anyOf": [_refer("node"), _refer("ScheduleNode")]}
 
-def schema_of(name: str) -> Schema:
-    """The schema of one kind of file.
-
-    Args:
-        name: One of `FILES`.
-    """
-    if name == "train":
-        return {"$schema": DRAFT, "allOf": [{"$ref": f"experiment{ENDING}"}]}
-    builder = Builder(complete=name in (*GROUPS, "mask"), with_defaults=name in NODES)
-    if name in NODES:
-        schema = builder.node(kinds.KIND_AT[NODES[name]][0])
-    elif name in GROUPS:
-        schema = builder.group(kinds.KIND_AT[GROUPS[name]][0], with_defaults=True)
-    elif name == "paths":
-        schema = {**builder.annotated(Paths), "required": []}
-    elif name == "hydra":
-        schema = _hydra_schema(builder)
-    elif name == "sweep":
-        schema = SWEEP
-    else:
-        schema = builder.job()
-    definitions = dict(sorted(builder.definitions.items()))
-    return {"$schema": DRAFT, **_finished({"allOf": [schema], "definitions": definitions})}
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Schema:
+        """Return any node."""
+        return _refer("node")
 
 
-DEFAULTS: Schema = {
-    "type": "array",
-    "description": "Which other files this one is composed of: Hydra's defaults list.",
-    "items": {"type": ["string", "object"]},
-}
-# The format of W&B's sweeps, as `gradpolicy sweep` reads it.
-SWEEP: Schema = {
-    "type": "object",
-    "required": ["parameters"],
-    "properties": {
-        "program": {"type": "string", "description": "What is run."},
-        "method": {"enum": ["grid", "random", "bayes"], "description": "How values are chosen."},
-        "metric": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {"name": {"type": "string"}, "goal": {"enum": ["minimize", "maximize"]}},
-        },
-        "parameters": {
-            "type": "object",
-            "description": "What is tried, by the key of the config.",
-            "additionalProperties": {
-                "type": "object",
-                "properties": {
-                    "distribution": {"type": "string"},
-                    "min": {"type": "number"},
-                    "max": {"type": "number"},
-                    "values": {"type": "array"},
-                },
-            },
-        },
-        "command": {"type": "array", "items": {"type": "string"}},
-    },
-}
+def _definitions() -> dict[str, Schema]:
+    """Return what each class takes, and for each kind of node which classes there are."""
+    targets = {name: found for name, found in _targets().items() if not inspect.isabstract(found)}
+    models = {target: _arguments_of(target) for target in targets.values()}
+    references, generated = models_json_schema(
+        [(model, "validation") for model in models.values()],
+        ref_template="#/definitions/{model}",
+        schema_generator=Generator,
+    )
+    definitions: dict[str, Schema] = generated["$defs"]
+    name_of = {
+        target: references[model, "validation"]["$ref"].rpartition("/")[2] for target, model in models.items()
+    }
+    for name in name_of.values():
+        _add_keys(definitions[name])
+    for name, kind in KINDS.items():
+        paths: dict[str, list[str]] = {}
+        for path, target in targets.items():
+            if issubclass(target, follow(kind)):
+                paths.setdefault(name_of[target], []).append(path)
+        definitions[f"{name}Node"] = _kind(paths, definitions)
+    definitions |= {"reference": REFERENCE, "node": ANY_NODE, "defaults": DEFAULTS}
+    definitions |= {key: TypeAdapter(annotation).json_schema() for key, annotation in KEY_TYPES.items()}
+    return json.loads(json.dumps(definitions).replace(f'"{REF}":', '"$ref":'))
 
 
-class Builder:
-    """Makes schemas, and the definitions to which they refer.
+def _kind(paths: dict[str, list[str]], definitions: dict[str, Schema]) -> Schema:
+    """Return the schema of a node: its `_target_` decides which arguments it takes.
+
+    A node without one sets some arguments of a node that another file gives, so it may have those of any.
 
     Args:
-        complete: Whether a node has its `_target_` and all required arguments. An experiment may set some
-            arguments of a node that another file gives.
-        with_defaults: Whether a node may hold a defaults list, as a file does.
+        paths: The paths of each class of the kind, by the name of its definition.
+        definitions: What the classes take.
     """
-
-    def __init__(self, *, complete: bool, with_defaults: bool) -> None:
-        self.complete = complete
-        self.with_defaults = with_defaults
-        self.definitions: dict[str, Schema] = {"reference": REFERENCE}
-        for key, annotation in KEY_TYPES.items():
-            self.definitions[key] = _or_reference(self.annotated(annotation))
-
-    def group(self, kind: str, *, with_defaults: bool) -> Schema:
-        """Nodes by names that a person chooses; null takes one away."""
-        return {
-            "type": "object",
-            "properties": {"defaults": DEFAULTS} if with_defaults else {},
-            "additionalProperties": {"anyOf": [self.node(kind), {"type": "null"}]},
-        }
-
-    def job(self) -> Schema:
-        """The keys of a job."""
-        properties: dict[str, Schema] = {"defaults": DEFAULTS, "hydra": {"type": "object"}}
-        for name, field in Settings.model_fields.items():
-            kind = kinds.KIND_AT.get(name) or kinds.KIND_AT.get(f"{name}.*")
-            if kind and field.annotation in (Node, Node | None):
-                properties[name] = {"anyOf": [self.node(kind[0]), {"type": "null"}]}
-            elif kind and field.annotation == Group | None:
-                properties[name] = {"anyOf": [self.group(kind[0], with_defaults=False), {"type": "null"}]}
-            else:
-                annotation: Any = field.annotation
-                for extra in field.metadata:
-                    annotation = _annotated(annotation, extra)
-                found = self.annotated(annotation)
-                found.pop("required", None)
-                properties[name] = _or_reference(found)
-        return {"type": "object", "properties": properties, "additionalProperties": False}
-
-    def node(self, kind: str) -> Schema:
-        """A node of a kind of :mod:`gradpolicy.launch.kinds`.
-
-        Its `_target_` is a class of that kind, and decides which arguments there are.
-        """
-        name = f"node of {kind}"
-        if name not in self.definitions:
-            self.definitions[name] = {}  # It may hold nodes of its own kind.
-            self.definitions[name] = self._node((kind,))
-        return _refer(name)
-
-    def annotated(self, annotation: Any) -> Schema:
-        """What pydantic makes of an annotation; anything where it can make nothing of it."""
-        # These have settings of their own.
-        own = isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation))
-        try:
-            adapter = TypeAdapter(
-                annotation, config=None if own else ConfigDict(arbitrary_types_allowed=True)
-            )
-            schema = adapter.json_schema(
-                ref_template="#/definitions/{model}", schema_generator=_generator(self)
-            )
-        except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError):
-            return {}
-        self.definitions.update(schema.pop("$defs", {}))
-        return schema
-
-    def _node(self, kinds_of: tuple[str, ...]) -> Schema:
-        classes = tuple(follow(kind) for kind in kinds_of)
-        chosen = {
-            paths: target
-            for paths, target in known_targets().items()
-            if (issubclass(target, classes) if isinstance(target, type) else kinds_of == ANY_VALUE)
-        }
-        for paths, target in chosen.items():
-            self._define(paths[0], target)
-        own = [path for paths in chosen for path in paths if path.startswith("gradpolicy.")]
-        branches = [
-            {
-                "if": {"required": [TARGET], "properties": {TARGET: {"enum": list(paths)}}},
-                "then": _refer(paths[0]),
-            }
-            for paths in chosen
-        ]
-        offered = [paths[0] for paths in chosen]
-        # A person's own class may have any name, but one of this package is known. What a value that is not
-        # annotated may be made of is known but for the parts of tasks.
-        foreign = r"gradpolicy\.((masks|schedules)\.)?\w+$" if kinds_of == ANY_VALUE else r"gradpolicy\."
-        others = "|".join(re.escape(path) for path in own)
-        target_schema = {
-            "description": "The class or function that is called with the other keys as its arguments.",
-            "anyOf": [
-                {"enum": offered},
-                {"type": "string", "pattern": f"^(?!{foreign})|^({others})$"},
-            ],
-        }
-        return {
-            "type": "object",
-            "properties": {TARGET: target_schema},
-            **(_NEEDS_TARGET if self.complete and kinds_of != (WHEN,) else self._else(chosen)),
-            **({"allOf": branches} if branches else {}),
-        }
-
-    def _else(self, chosen: Mapping[tuple[str, ...], Any]) -> Schema:
-        """The arguments of every class there is, for a node whose class another file names."""
-        found: dict[str, dict[str, Schema]] = {}
-        free = False
-        for paths in chosen:
-            definition = self.definitions[paths[0]]
-            free = free or definition.get("additionalProperties") is not False
-            for name, schema in definition.get("properties", {}).items():
-                # Said once, and referred to by the others.
-                found.setdefault(name, {}).setdefault(str(schema), _refer(f"{paths[0]}/properties/{name}"))
-        properties = {name: {"anyOf": list(each.values())} for name, each in found.items()}
-        arguments = {"properties": properties, **({} if free else {"additionalProperties": False})}
-        return {"if": {"required": [TARGET]}, "else": arguments}
-
-    def _define(self, name: str, target: Callable[..., Any]) -> None:
-        """Defines the arguments of a class or function, once."""
-        if name in self.definitions:
-            return
-        self.definitions[name] = {}
-        parameters, takes_any = argument_names(target)
-        described, arguments = documentation(target)
-        properties: dict[str, Schema] = {TARGET: {"type": "string"}}
-        if self.with_defaults:
-            properties["defaults"] = DEFAULTS
-        properties |= {key: _refer(key) for key in KEY_TYPES if key != TARGET}
-        for key, parameter in parameters.items():
-            schema = self._argument(parameter)
-            if key in arguments:
-                schema["description"] = arguments[key]
-            if parameter.default not in (None, inspect.Parameter.empty) and isinstance(
-                parameter.default, PLAIN
-            ):
-                schema["default"] = parameter.default
-            properties[key] = schema
-        definition: Schema = {"description": described, "type": "object", "properties": properties}
-        # A mask source takes any argument only to refuse the unknown by name.
-        if not takes_any or (isinstance(target, type) and issubclass(target, MaskSource)):
-            definition["additionalProperties"] = False
-        required = _required(target)
-        if self.complete and required:
-            built_later = {"anyOf": [{"required": ["_partial_"]}, {"required": ["_args_"]}]}
-            definition |= {"if": {"not": built_later}, "then": {"required": required}}
-        self.definitions[name] = definition
-
-    def _argument(self, parameter: inspect.Parameter) -> Schema:
-        if parameter.annotation is inspect.Parameter.empty:
-            return {}
-        schema = self.annotated(parameter.annotation)
-        if not schema:
-            return {}
-        alternatives = [*schema.get("anyOf", [schema]), self._any_value()]
-        if When in get_args(parameter.annotation):
-            # It may be a table, whose keys are those of the class.
-            alternatives = [each for each in alternatives if each.get("type") != "object"]
-        if parameter.default is None:
-            alternatives.append({"type": "null"})
-        return _or_reference(*alternatives)
-
-    def _any_value(self) -> Schema:
-        """Any argument may be built by a node of its own."""
-        name = "node of any kind"
-        if name not in self.definitions:
-            self.definitions[name] = {}
-            complete, self.complete = self.complete, True
-            self.definitions[name] = self._node(ANY_VALUE)
-            self.complete = complete
-        return _refer(name)
+    branches = [
+        {"if": {"required": ["_target_"], "properties": {"_target_": {"enum": each}}}, "then": _refer(name)}
+        for name, each in paths.items()
+    ]
+    arguments: dict[str, dict[str, Schema]] = {}
+    for name in paths:
+        for key, schema in definitions[name]["properties"].items():
+            arguments.setdefault(key, {}).setdefault(str(schema), _refer(f"{name}/properties/{key}"))
+    properties = {key: {"anyOf": list(each.values())} for key, each in arguments.items()}
+    offered = [path for each in paths.values() for path in each]
+    return {
+        "type": "object",
+        "properties": {"_target_": {"anyOf": [{"enum": offered}, FOREIGN]}},
+        "if": {"required": ["_target_"]},
+        "then": {"allOf": branches},
+        "else": {"properties": properties, "additionalProperties": False},
+    }
 
 
-def _hydra_schema(builder: Builder) -> Schema:
-    """Hydra's own settings; those of a launcher or sweeper name their class, which is Hydra's."""
-    from hydra.conf import HydraConf
-
-    settings = builder.annotated(HydraConf)
-    settings.pop("required", None)
-    return {"if": {"required": [TARGET]}, "then": {"type": "object"}, "else": settings}
-
-
-def _generator(builder: Builder) -> type[GenerateJsonSchema]:
-    """A generator for which an object is a node that builds it."""
-
-    class Generator(GenerateJsonSchema):
-        ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}
-
-        def is_instance_schema(self, schema: Any) -> Schema:
-            return self._of_class(schema["cls"])
-
-        def dataclass_schema(self, schema: Any) -> Schema:
-            if schema["cls"].__module__.startswith("hydra."):
-                return super().dataclass_schema(schema)
-            return self._of_class(schema["cls"])
-
-        def model_schema(self, schema: Any) -> Schema:
-            # W&B's settings have defaults that differ from process to process.
-            own = schema["cls"].__module__.startswith("gradpolicy.")
-            return super().model_schema(schema) if own else {"type": "object"}
-
-        def is_subclass_schema(self, schema: Any) -> Schema:
-            return builder._any_value()
-
-        def callable_schema(self, schema: Any) -> Schema:
-            return builder._any_value()
-
-        def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Schema:
-            return builder._any_value()
-
-        def _of_class(self, kind: type) -> Schema:
-            for name in kinds_listed():
-                if follow(name) is kind:
-                    return builder.node(name)
-            return builder._any_value()
-
-    return Generator
+def _add_keys(definition: Schema) -> None:
+    """Add the keys of every node to the arguments of a class."""
+    definition.setdefault("properties", {}).update({key: _refer(key) for key in (*KEY_TYPES, "defaults")})
+    required = definition.pop("required", None)
+    if required:
+        built_later = {"anyOf": [{"required": ["_partial_"]}, {"required": ["_args_"]}]}
+        definition |= {"if": {"not": built_later}, "then": {"required": required}}
 
 
-@cache
-def kinds_listed() -> tuple[str, ...]:
-    """The kinds that configs may name, of the packages that are always there."""
-    names = (*kinds.ARGUMENT_KINDS, *(kind for kind, _ in kinds.KIND_AT.values()))
-    return tuple(dict.fromkeys(name for name in names if name.split(".")[0] in PACKAGES))
+def _arguments_of(target: type) -> type[BaseModel]:
+    """Return a model whose fields are the arguments of a class."""
+    parameters, takes_any = argument_names(target)
+    summary, descriptions = documentation(target)
+    # A name of its own for each field, since many arguments would hide a method of pydantic's.
+    fields: dict[str, Any] = {}
+    required = inspect.signature(target).parameters
+    for index, (name, parameter) in enumerate(parameters.items()):
+        default = None if parameter.default is parameter.empty else parameter.default
+        if parameter.default is parameter.empty and name in required:
+            default = ...
+        field = Field(default, alias=name, description=descriptions.get(name))
+        fields[f"argument{index}"] = (_type_of(parameter), field)
+    # A mask source takes any argument only to refuse the unknown by name.
+    takes_others = takes_any and not issubclass(target, MaskSource)
+    config = ConfigDict(arbitrary_types_allowed=True, extra="allow" if takes_others else "forbid")
+    return create_model(target.__name__, __config__=config, __doc__=summary, **fields)
 
 
-@cache
-def known_targets() -> dict[tuple[str, ...], Any]:
-    """The classes and functions that a config may name, each with its paths: the first is the shortest."""
-    paths: dict[int, list[str]] = {}
-    found: dict[int, Any] = {}
-    classes = tuple(follow(name) for name in kinds_listed())
-    for module in _modules():
-        names = getattr(module, "__all__", None) if module.__name__ in HOMES else None
-        for name in names or vars(module):
-            target = getattr(module, name)
-            if name.startswith("_") or not inspect.isclass(target) or inspect.isabstract(target):
-                continue
-            offered = module.__name__ in HOMES or target.__module__.startswith(module.__name__)
-            if offered and issubclass(target, classes):
-                found[id(target)] = target
-                paths.setdefault(id(target), []).append(f"{module.__name__}.{name}")
-    for name in kinds.FUNCTIONS:
-        if name.split(".")[0] in PACKAGES:
-            found[id(follow(name))] = follow(name)
-            paths[id(follow(name))] = [name]
-    return {tuple(dict.fromkeys(paths[key])): found[key] for key in paths}
+def _type_of(parameter: inspect.Parameter) -> Any:
+    """Return an argument's annotation, with what else a config may give for it; anything if it has none."""
+    annotation = parameter.annotation
+    if annotation in (parameter.empty, Any):
+        return Any
+    try:
+        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError):
+        return Any
+    if not adapter.pydantic_complete:
+        return Any
+    if When in get_args(annotation):
+        # Its table has the keys of the class.
+        annotation = When
+    alternatives = [annotation, Reference, Node, *([None] if parameter.default is None else [])]
+    return Union[tuple(alternatives)]  # noqa: UP007
 
 
-def _modules() -> Iterator[ModuleType]:
-    for home in HOMES:
-        yield importlib.import_module(home)
-    for room in ROOMS:
-        package = importlib.import_module(room)
-        yield package
-        for found in sorted(pkgutil.walk_packages(package.__path__, f"{room}."), key=lambda each: each.name):
-            yield importlib.import_module(found.name)
-
-
-def documentation(target: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What the docstrings say: of a class or function, and of each of its arguments.
+def documentation(target: type) -> tuple[str, dict[str, str]]:
+    """Return what the docstrings say of a class, and of each of its arguments.
 
     Example:
         >>> from gradpolicy.schedules import Constant
         >>> documentation(Constant)
         ('The same number at every count.', {'value': 'The number.'})
     """
-    owners = [target]
-    if isinstance(target, type):
-        owners = [base for base in target.__mro__ if "__init__" in vars(base)] or owners
-        if issubclass(target, Policy | MaskSource):
-            owners = owners[: len(constructors(target))]
+    owners = [base for base in target.__mro__ if "__init__" in vars(base)] or [target]
+    if issubclass(target, Policy | MaskSource):
+        owners = owners[: len(constructors(target))]
     arguments: dict[str, str] = {}
     for owner in owners:
         for parameter in parse(inspect.getdoc(owner) or "").params:
@@ -481,77 +350,26 @@ def documentation(target: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     return " ".join(summary.replace("``", "`").split()), arguments
 
 
-def _required(target: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [each.name for each in parameters if each.default is each.empty and each.kind in named]
+def _targets() -> dict[str, type]:
+    """Return the classes that editors offer, by path."""
+    kinds = tuple(map(follow, KINDS.values()))
+    found: dict[str, type] = {}
+    for module in _modules():
+        for name in getattr(module, "__all__", None) or vars(module):
+            target = getattr(module, name)
+            if name.startswith("_") or not inspect.isclass(target) or not issubclass(target, kinds):
+                continue
+            if hasattr(module, "__all__") or target.__module__.startswith(module.__name__):
+                found[f"{module.__name__}.{name}"] = target
+    return found
 
 
-def _annotated(annotation: Any, extra: Any) -> Any:
-    from typing import Annotated
-
-    return Annotated[annotation, extra]
-
-
-def _or_reference(*alternatives: Schema) -> Schema:
-    listed: list[Schema] = []
-    for schema in alternatives:
-        listed += [each for each in schema.get("anyOf", [schema]) if each not in listed]
-    return {} if {} in listed else {"anyOf": [*listed, _refer("reference")]}
-
-
-def _refer(name: str) -> Schema:
-    return {_OWN: name}
-
-
-def _finished(schema: Any) -> Any:
-    """Makes references of our own into those of JSON, and drops pydantic's titles, which repeat names."""
-    if isinstance(schema, dict):
-        if _OWN in schema:
-            return {"$ref": f"#/definitions/{quote(schema[_OWN])}"}
-        return {
-            key: _finished(value)
-            for key, value in schema.items()
-            if not (key == "title" and isinstance(value, str))
-        }
-    return [_finished(each) for each in schema] if isinstance(schema, list) else schema
-
-
-def name_schemas(root: Path) -> list[Path]:
-    """Puts the line that names its schema into each config file below a directory, or brings it up to date.
-
-    Args:
-        root: The directory of configs, where the schemas lie.
-
-    Returns:
-        The files that were written. Files of groups that have no schema are left alone.
-    """
-    written = []
-    for path in sorted(root.rglob("*.yaml")):
-        try:
-            text = path.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise PolicyError(f"DIR: {path} is no text in UTF-8") from error
-        inner = path.relative_to(root).parts
-        group = inner[0] if len(inner) > 1 else "train"
-        # A sweep of Hydra's is a job, and the others are of W&B's format.
-        is_job = "# @package _global_" in text
-        name = "experiment" if is_job else {"audit": "callbacks"}.get(group, group)
-        if name not in FILES:
-            continue
-        lines = [line for line in text.splitlines(keepends=True) if not line.startswith(MODELINE)]
-        # Hydra reads its own comment in the first line only.
-        place = 1 if lines and lines[0].startswith("# @package") else 0
-        lines.insert(place, f"{MODELINE}{'../' * (len(inner) - 1) or './'}{name}{ENDING}\n")
-        if "".join(lines) != text:
-            # Whole or not at all, and where a link leads.
-            target = path.resolve()
-            part = target.with_name(f".{target.name}.part")
-            part.write_text("".join(lines), "utf-8")
-            part.chmod(target.stat().st_mode)
-            part.replace(target)
-            written.append(path)
-    return written
+def _modules() -> Iterator[ModuleType]:
+    for name in PACKAGES:
+        package = importlib.import_module(name)
+        yield package
+        if name in ROOMS:
+            for each in sorted(
+                pkgutil.walk_packages(package.__path__, f"{name}."), key=lambda each: each.name
+            ):
+                yield importlib.import_module(each.name)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import yaml
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from gradpolicy.commands.cli import CONFIGS
+from gradpolicy.commands.search_space import Metric, SearchSpace, read_space
 from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
@@ -39,19 +39,14 @@ DIRECTORY = "directory"
 PUT_BACK = "put_back"
 # What the table and the report call the states of a trial.
 STATUSES = {TrialState.COMPLETE: "completed", TrialState.FAIL: "failed"}
-Draw = Callable[[Trial, str, Mapping[str, Any]], Any]
-
-# The distributions of W&B sweeps, which the configs are written in, as Optuna draws them.
-DISTRIBUTIONS: dict[str, Draw] = {
-    "uniform": lambda trial, key, given: trial.suggest_float(key, given["min"], given["max"]),
-    "log_uniform_values": lambda trial, key, given: trial.suggest_float(
-        key, given["min"], given["max"], log=True
-    ),
-    "q_uniform": lambda trial, key, given: trial.suggest_float(
-        key, given["min"], given["max"], step=given["q"]
-    ),
-    "int_uniform": lambda trial, key, given: trial.suggest_int(key, given["min"], given["max"]),
-    "categorical": lambda trial, key, given: trial.suggest_categorical(key, given["values"]),
+# The distributions of W&B sweeps, as Optuna draws them.
+DISTRIBUTIONS: dict[str, Callable[[Trial, str, Any], Any]] = {
+    "uniform": lambda trial, key, given: trial.suggest_float(key, given.min, given.max),
+    "log_uniform_values": lambda trial, key, given: trial.suggest_float(key, given.min, given.max, log=True),
+    "q_uniform": lambda trial, key, given: trial.suggest_float(key, given.min, given.max, step=given.q),
+    "int_uniform": lambda trial, key, given: trial.suggest_int(key, given.min, given.max),
+    "categorical": lambda trial, key, given: trial.suggest_categorical(key, given.values),
+    "constant": lambda trial, key, given: given.value,
 }
 
 
@@ -79,7 +74,7 @@ class Search:
 
     study: optuna.Study
     url: str
-    space: Mapping[str, Any]
+    space: SearchSpace
     overrides: list[str]
     directory: Path
     monitor: str
@@ -88,7 +83,7 @@ class Search:
     @property
     def metric(self) -> str:
         """What is optimised."""
-        return self.space["metric"]["name"]
+        return self.space.metric.name
 
 
 def main(arguments: Sequence[str], config_dir: Path) -> int:
@@ -142,67 +137,12 @@ def split(overrides: list[str]) -> tuple[str, list[str]]:
     return names[0], [line for line in overrides if not line.startswith("sweep=")]
 
 
-def read_space(name: str, directories: Sequence[Path]) -> Mapping[str, Any]:
-    """Reads a search space and checks it.
-
-    Args:
-        name: Its name.
-        directories: Where it may be; the first that has it counts.
-
-    Raises:
-        PolicyError: If there is none, or a distribution in it is unknown or lacks a bound.
-    """
-    found = [file for directory in directories for file in sorted(directory.glob("*.yaml"))]
-    spaces = {file.stem: file for file in reversed(found) if "parameters:" in file.read_text("utf-8")}
-    if name not in spaces:
-        raise unknown("search space", name, spaces, key="sweep")
-    space = yaml.safe_load(spaces[name].read_text("utf-8"))
-    for key, given in space["parameters"].items():
-        if key.lstrip("+~").split(".")[0].split("/")[0] in ("hydra", "allowed_targets"):
-            raise PolicyError(f"parameters.{key}: can only be set on the command line")
-        kind = distribution_of(given)
-        if kind not in DISTRIBUTIONS and kind != "constant":
-            raise unknown("distribution", kind, DISTRIBUTIONS, key=f"parameters.{key}")
-        lacking = [bound for bound in _bounds(kind) if bound not in given]
-        if lacking:
-            raise PolicyError(f"parameters.{key}: {kind} needs {', '.join(lacking)}")
-    return space
-
-
-def _bounds(kind: str) -> tuple[str, ...]:
-    if kind in ("categorical", "constant"):
-        return ("values",) if kind == "categorical" else ("value",)
-    return ("min", "max", "q") if kind.startswith("q_") else ("min", "max")
-
-
-def distribution_of(given: Mapping[str, Any]) -> str:
-    """The distribution of a parameter, by W&B's rules where it is not named."""
-    if "distribution" in given:
-        return str(given["distribution"])
-    if "value" in given:
-        return "constant"
-    if "values" in given:
-        return "categorical"
-    whole = isinstance(given.get("min"), int) and isinstance(given.get("max"), int)
-    return "int_uniform" if whole else "uniform"
-
-
-def first_values(space: Mapping[str, Any]) -> list[str]:
-    """The first value of each parameter, to see whether the overrides compose."""
+def draw(trial: Trial, space: SearchSpace) -> list[str]:
+    """Draw a value for each parameter, as overrides."""
     return [
-        f"{key}={given.get('value', given.get('min', given.get('values', [None])[0]))}"
-        for key, given in space["parameters"].items()
+        f"{key}={DISTRIBUTIONS[parameter.distribution](trial, key, parameter)}"
+        for key, parameter in space.parameters.items()
     ]
-
-
-def draw(trial: Trial, space: Mapping[str, Any]) -> list[str]:
-    """Draws a value for each parameter, as overrides."""
-    overrides = []
-    for key, given in space["parameters"].items():
-        kind = distribution_of(given)
-        value = given["value"] if kind == "constant" else DISTRIBUTIONS[kind](trial, key, given)
-        overrides.append(f"{key}={value}")
-    return overrides
 
 
 def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
@@ -210,17 +150,19 @@ def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
     name, overrides = split(options.overrides)
     space = read_space(name, [directory / "sweep" for directory in (config_dir, CONFIGS)])
     source = Source(config_dir)
+    # To see whether the overrides compose.
+    first = [f"{key}={parameter.first}" for key, parameter in space.parameters.items()]
     with limited_to(trusted_packages(overrides, config_dir.parent)), hydra_at(source):
-        check_job(compose_job(source, [*overrides, *first_values(space)]), overrides)
+        check_job(compose_job(source, [*overrides, *first]), overrides)
     directory = Path(options.directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = options.storage or f"sqlite:///{directory / 'study.db'}"
-    study = open_study(url, options.study or name, space["metric"], options.seed)
-    monitor = options.monitor or space["metric"]["name"].removesuffix("_best")
+    study = open_study(url, options.study or name, space.metric, options.seed)
+    monitor = options.monitor or space.metric.name.removesuffix("_best")
     return Search(study, url, space, overrides, directory / study.study_name, monitor, config_dir)
 
 
-def open_study(url: str, name: str, metric: Mapping[str, Any], seed: int) -> optuna.Study:
+def open_study(url: str, name: str, metric: Metric, seed: int) -> optuna.Study:
     """Opens a study, or makes it; trials whose process is gone are given up.
 
     Dashboards call what is optimised by the name of the metric.
@@ -233,13 +175,13 @@ def open_study(url: str, name: str, metric: Mapping[str, Any], seed: int) -> opt
     study = optuna.create_study(
         study_name=name,
         storage=storage,
-        direction=metric["goal"],
+        direction=metric.goal,
         # Another seed for what comes after: the same one would draw the first trials again.
         sampler=optuna.samplers.TPESampler(seed=seed + done),
         pruner=make_pruner(),
         load_if_exists=True,
     )
-    study.set_metric_names([metric["name"]])
+    study.set_metric_names([metric.name])
     optuna.storages.fail_stale_trials(study)
     return study
 
@@ -331,7 +273,7 @@ def as_override(node: Mapping[str, Any]) -> str:
 def show(search: Search) -> None:
     """Prints and saves the table of all trials, pictures of the study, and a report of the runs."""
     results = [as_result(trial) for trial in search.study.trials]
-    mode = "min" if search.space["metric"]["goal"] == "minimize" else "max"
+    mode = "min" if search.space.metric.goal == "minimize" else "max"
     summary, console = SweepSummary(results, search.metric, mode), wide_console()
     summary.show(console)
     summary.write(search.directory.with_suffix(".csv"), console, importances(search.study))

@@ -1,0 +1,101 @@
+"""The search space of a sweep, in the format of W&B's sweeps."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gradpolicy.errors import PolicyError, unknown
+
+# The bounds that each distribution needs.
+BOUNDS = {
+    "uniform": ("min", "max"),
+    "log_uniform_values": ("min", "max"),
+    "q_uniform": ("min", "max", "q"),
+    "int_uniform": ("min", "max"),
+    "categorical": ("values",),
+    "constant": ("value",),
+}
+
+
+class Parameter(BaseModel):
+    """How the values of one key are drawn."""
+
+    distribution: str = ""
+    min: int | float | None = None
+    max: int | float | None = None
+    q: int | float | None = Field(None, description="The step between values.")
+    value: Any = None
+    values: list[Any] | None = None
+
+    def model_post_init(self, context: Any) -> None:
+        """Choose the distribution by W&B's rules where it is not named."""
+        if not self.distribution:
+            whole = isinstance(self.min, int) and isinstance(self.max, int)
+            named = self.model_fields_set
+            kinds = {"value": "constant", "values": "categorical"}
+            interval = "int_uniform" if whole else "uniform"
+            self.distribution = next((kinds[key] for key in kinds if key in named), interval)
+
+    @property
+    def first(self) -> Any:
+        """One of the values, to see whether the overrides compose."""
+        if self.distribution == "constant":
+            return self.value
+        return self.values[0] if self.values else self.min
+
+
+class Metric(BaseModel):
+    """What is optimized."""
+
+    name: str
+    goal: Literal["minimize", "maximize"] = "minimize"
+
+
+class SearchSpace(BaseModel):
+    """A sweep: which keys are set, and how their values are drawn."""
+
+    model_config = ConfigDict(extra="allow")
+    program: str = Field("train.py", description="What an agent of W&B runs.")
+    method: Literal["grid", "random", "bayes"] = Field("bayes", description="How values are chosen.")
+    metric: Metric
+    parameters: dict[str, Parameter] = Field(description="By the key of the config.")
+    command: list[str] = Field(default_factory=list, description="What an agent of W&B runs, word by word.")
+
+
+def read_space(name: str, directories: Sequence[Path]) -> SearchSpace:
+    """Read a search space.
+
+    Args:
+        name: Its name.
+        directories: Where it may be; the first that has it counts.
+
+    Raises:
+        PolicyError: If there is none, or a distribution in it is unknown or lacks a bound.
+    """
+    found = [file for directory in directories for file in sorted(directory.glob("*.yaml"))]
+    spaces = {file.stem: file for file in reversed(found) if "parameters:" in file.read_text("utf-8")}
+    if name not in spaces:
+        raise unknown("search space", name, spaces, key="sweep")
+    try:
+        space = SearchSpace.model_validate(yaml.safe_load(spaces[name].read_text("utf-8")))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"])) or f"sweep={name}"
+        raise PolicyError(f"{key}: {problem['msg'].lower()}") from error
+    for key, parameter in space.parameters.items():
+        _check(f"parameters.{key}", key, parameter)
+    return space
+
+
+def _check(full_key: str, key: str, parameter: Parameter) -> None:
+    if key.lstrip("+~").split(".")[0].split("/")[0] in ("hydra", "allowed_targets"):
+        raise PolicyError(f"{full_key}: can only be set on the command line")
+    if parameter.distribution not in BOUNDS:
+        raise unknown("distribution", parameter.distribution, BOUNDS, key=full_key)
+    given: Mapping[str, Any] = parameter.model_dump(exclude_unset=True)
+    lacking = [bound for bound in BOUNDS[parameter.distribution] if bound not in given]
+    if lacking:
+        raise PolicyError(f"{full_key}: {parameter.distribution} needs {', '.join(lacking)}")
