@@ -131,8 +131,6 @@ class Freezer:
         self._now = (0, 0)
         # Whether a step would be taken before there are masks for it.
         self._awaits_begin = True
-        # Whether gradients were shown in this step, and whether it was said that they were not.
-        self._observed = self._has_told = False
         self._find_parameters()
         self._policies = [self._bind(name, policy) for name, policy in policies.items()]
         _check_sources(self._policies)
@@ -255,10 +253,9 @@ class Freezer:
         """
         if step == self._step:
             return
-        self._warn_of_unobserved()
         self._bind_joined()
         self._awaits_begin = False
-        self._step, self._now, self._observed = step, (step, epoch), False
+        self._step, self._now = step, (step, epoch)
         changes = [(each, each.update(step, epoch, phase)) for each in self._policies]
         changed = set().union(*(names for _, names in changes)) if self._combined else set(self.parameters)
         resetting = [each for each in self._policies if each.in_effect and each.source.resets_state]
@@ -289,7 +286,6 @@ class Freezer:
         Args:
             optimizer: The one that is about to step, where there are several; None means all.
         """
-        self._observed = True
         chosen = self.optimizers if optimizer is None else [optimizer]
         mine = self.parameters
         if optimizer is not None and len(self.optimizers) > 1:
@@ -309,7 +305,6 @@ class Freezer:
     @torch.no_grad()
     def finish_step(self) -> None:
         """Is called after an effective step: scales what it changed where a source sets learning rates."""
-        self._warn_of_unobserved()
         self._updates.finish(self.parameters)
 
     def gradient_scales(self) -> dict[str, float]:
@@ -492,21 +487,6 @@ class Freezer:
             alike.setdefault((self._policies_of[name][0].name, why), []).append(name)
         for (policy, why), own in alike.items():
             warnings.warn(f"policy.{policy}: lets {shortened(own, most=8)} train, but {why}", stacklevel=3)
-
-    def _warn_of_unobserved(self) -> None:
-        """Says once, when a step is over, that a source waits for gradients which nobody showed it."""
-        if self._step is None or self._observed or self._has_told:
-            return
-        for each in self._policies:
-            if each.gradient_names(*self._now):
-                self._has_told = True
-                nothing = "" if each.active() else ", and until it has seen some nothing trains"
-                warnings.warn(
-                    f"policy.{each.name}: {type(each.source).__name__} decides by gradients, and in step "
-                    f"{self._step} it was shown none{nothing}; call freezer.observe() between backward() and "
-                    "optimizer.step()",
-                    stacklevel=4,
-                )
 
     def _show_gradients(self, mine: Mapping[str, Tensor], optimizer: MaskingOptimizer | None) -> None:
         for each in self._policies:

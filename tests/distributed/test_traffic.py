@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy import PolicyError
 from gradpolicy.distributed.compression import ActiveEntries
-from gradpolicy.distributed.traffic import STRATEGIES, CountedTraffic, expected, ring
 from gradpolicy.lightning.fully_shard_strategy import shard_modules
 from gradpolicy.optim.zero_redundancy import as_masked as masked
+from tests.distributed.collective_traffic import STRATEGIES, CountedTraffic, expected, ring
 
 WIDTH, DEPTH = 32, 8
 ENTRIES = DEPTH * WIDTH * WIDTH

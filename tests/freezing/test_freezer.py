@@ -1,7 +1,6 @@
 """The engine: when masks change, who gets gradients, what is left as it was found."""
 
 import copy
-import warnings
 from collections.abc import Mapping
 
 import pytest
@@ -697,51 +696,6 @@ def test_what_is_no_freeze_policy_and_no_masked_optimizer_is_refused():
             Freezer(model, optimizer, policies)
     with pytest.raises(PolicyError, match=r"policy\.a: must be a freeze policy, got Guided"):
         Freezer(model, optimizer, {"a": gp.Guided()})
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        (
-            gp.masks.TopK(0.5, before="freeze"),
-            "until it has seen some nothing trains; call freezer.ob",
-        ),
-        (gp.masks.TopK(0.5), "in step 0 it was shown none; call freezer.observe()"),
-        (gp.masks.TopK(0.5, by="weight"), None),
-    ],
-)
-@pytest.mark.parametrize("finishes", [True, False])
-def test_a_loop_that_forgets_to_observe_is_told_once_when_its_step_is_over(source, text, finishes: bool):
-    model = torch.nn.Linear(3, 3)
-    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
-    freezer = Freezer(model, optimizer, {"top": gp.Freeze(source)})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(3):
-            freezer.begin_step(step)
-            model(torch.ones(1, 3)).sum().backward()
-            assert len(caught) == bool(text and step)
-            optimizer.step()
-            if finishes:
-                freezer.finish_step()
-            optimizer.zero_grad()
-    assert [text in str(warning.message) for warning in caught] == [True] * bool(text)
-
-
-def test_a_loop_that_observes_is_told_nothing():
-    model = torch.nn.Linear(3, 3)
-    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters()))
-    freezer = Freezer(model, optimizer, {"top": gp.Freeze(gp.masks.TopK(0.5, before="freeze"))})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(3):
-            freezer.begin_step(step)
-            model(torch.ones(1, 3)).sum().backward()
-            freezer.observe()
-            optimizer.step()
-            freezer.finish_step()
-            optimizer.zero_grad()
-    assert freezer.report()[0].active > 0
 
 
 def test_a_step_before_its_masks_are_set_is_refused(stack):
