@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.utils.hooks import RemovableHandle
 
 
@@ -11,8 +12,8 @@ def guard_group_norms(model: nn.Module) -> list[RemovableHandle]:
     """Keep GroupNorm from crashing where its input needs no gradient.
 
     In torch 2.13 the backward pass of GroupNorm on a CPU ends the process where the input is in
-    channels_last and needs no gradient, and the norm's own parameters do. Exactly there the input is made
-    to ask for one.
+    channels_last, or is a slice of such a tensor, and needs no gradient, and the norm's own parameters do.
+    Exactly there the input is made to ask for one.
 
     Returns:
         The handles of the forward hooks, to be removed.
@@ -35,5 +36,5 @@ def _ask_for_input_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> tuple
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
+    # As GroupNorm decides it: by the order of the strides, so that slices count, but not 1 x 1 images.
+    return suggest_memory_format(tensor) is not torch.contiguous_format

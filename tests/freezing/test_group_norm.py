@@ -54,6 +54,34 @@ def test_in_channels_last_group_norm_gets_the_gradients_of_the_other_format():
             torch.testing.assert_close(one, other)
         print("done")
     """
+    assert_done(program)
+
+
+def test_the_input_asks_for_a_gradient_exactly_where_torch_crashes():
+    program = """
+        import os, torch
+        from gradpolicy.freezing.group_norm import guard_group_norms
+        for dimensions, like in ((2, torch.channels_last), (3, torch.channels_last_3d)):
+            for size in (1, 4):
+                full = torch.ones(4, 8, *[size] * dimensions)
+                last = full.to(memory_format=like)
+                for given in (full, full[::2], full[:, :4], last, last[::2], last[:, :4]):
+                    norm = torch.nn.GroupNorm(2, given.shape[1])
+                    if os.fork() == 0:
+                        norm(given).square().sum().backward()
+                        os._exit(0)
+                    crashes = os.wait()[1] != 0
+                    seen = []
+                    guard_group_norms(norm)
+                    norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].requires_grad))
+                    norm(given).square().sum().backward()
+                    assert seen == [crashes], (given.shape, given.stride(), crashes)
+        print("done")
+    """
+    assert_done(program)
+
+
+def assert_done(program):
     # In a process of its own: where the crash is not prevented, it ends the process.
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
     assert result.stdout.strip() == "done", result.stderr[-2000:]
