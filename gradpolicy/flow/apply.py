@@ -171,7 +171,7 @@ def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, A
         return _as_tensors(forward(*args, **kwargs), name, device)
     try:
         values = forward(*args, **kwargs)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         error.add_note(f"gradpolicy: the forward {shown(name)} got tensors; NumPy code needs numpy=True")
         raise
     return _as_tensors(values, name, device)

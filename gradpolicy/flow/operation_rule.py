@@ -22,7 +22,7 @@ from gradpolicy.flow.autograd_functions import (
 )
 from gradpolicy.flow.bound_rule import BoundRule, GradientNorms, RuleState
 from gradpolicy.flow.call_arguments import arguments_of, in_order_of_parameters
-from gradpolicy.flow.containers import map_tensors, tensors_in
+from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.gradient_path import GradientPath, Origin, is_discrete, set_path, start_path
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
@@ -247,8 +247,9 @@ class OperationRule(TableRule):
         if isinstance(result, tuple):
             # The indices of topk and sort: whoever takes them for floating-point values must hear of it.
             lost = GradientPath(None, (Origin(self.state, self.name),), lost_in="an index that it gives")
-            for item in filter(is_discrete, result):
-                set_path(item, lost)
+            # Of an alias the compiler keeps what is set, not of the members of a call's result.
+            items = [set_path(item.detach(), lost) if is_discrete(item) else item for item in result]
+            return rebuilt_sequence(result, items)
         return result
 
     def _bound_to(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> BoundRule:

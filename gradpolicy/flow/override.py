@@ -136,9 +136,8 @@ class Block(DispatchMode):
             opaque=opaque,
             lost=lost,
         )
-        if met.ran or met.taken or met.without_gradient or met.discrete:
-            self._has_told = bool(met.unmet) and not self.strict
-            tell_unmet(self.subject, met, strict=self.strict)
+        self._has_told = bool(met.unmet) and not self.strict
+        tell_unmet(self.subject, met, strict=self.strict)
 
     def __call__(self, function: AnyFunction) -> AnyFunction:
         """Decorates a function, which then always runs in the block; a generator is in it while it runs.

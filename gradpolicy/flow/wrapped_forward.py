@@ -31,6 +31,7 @@ from gradpolicy.flow.through import Through
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
+_is_exporting = torch.compiler.is_exporting
 _relu = torch.relu
 _without_modes = torch._C.DisableTorchFunction
 
@@ -126,7 +127,8 @@ class WrappedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward."""
         # The compiler follows each call, and gives up where calls are nested too deeply. So this makes none.
-        if _is_traced() and not self.is_script and self._adds_nothing():
+        # An exported program has no place for rules: it gets the plain forward, with the plain gradient.
+        if not self.is_script and (_is_exporting() or (_is_traced() and self._adds_nothing())):
             if self.inner is not None:
                 return self.inner(*args, **kwargs)
             return getattr(type(self.module), self.method)(self.module, *args, **kwargs)

@@ -256,3 +256,9 @@ def test_a_bare_name_that_is_both_means_the_rule_and_a_path_the_operation():
 def test_a_path_to_no_operation_is_refused(path):
     with pytest.raises(gp.PolicyError, match=f"UseRule.rule: unknown operation '{path}'"):
         gp.UseRule(path, ops="round")
+
+
+def test_numpy_code_under_vmap_that_is_not_said_to_be_so_is_told_how_to_say_it():
+    with pytest.raises(RuntimeError) as error:
+        torch.func.vmap(lambda x: gp.apply("identity", lambda tensor: np.sin(tensor), x))(torch.ones(3))
+    assert "NumPy code needs numpy=True" in error.value.__notes__[0]
