@@ -16,6 +16,7 @@ from gradpolicy.launch.run_directory import (
     LOCK,
     check_destinations,
     check_writable,
+    checkpoint_directories,
     claimed_directory,
     empty_directories_removed,
     run_directory,
@@ -254,6 +255,11 @@ def test_a_place_that_is_no_directory_of_this_machine_is_not_checked(
     checkpoints = {"dirpath": "s3://bucket/run"}
     check_destinations({"paths": {"output_dir": "out"}, "trainer": {}, "callbacks": {"best": checkpoints}})
     assert [path.name for path in tmp_path.iterdir()] == ["s3:"]
+
+
+def test_only_directories_of_this_machine_are_locked_for_checkpoints() -> None:
+    callbacks = {"far": {"dirpath": "s3://bucket/run"}, "here": {"dirpath": "run"}, "none": None}
+    assert checkpoint_directories({"callbacks": callbacks}) == {"callbacks.here.dirpath": Path("run")}
 
 
 def test_only_the_first_rank_looks_whether_a_place_can_be_written_to(

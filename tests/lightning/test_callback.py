@@ -410,7 +410,8 @@ def test_optimizers_that_are_made_anew_in_the_middle_of_a_fit_are_masked_too(
         seen.append(step)
     assert len(seen) == 2 * len(loader)
     assert callback.masked_optimizers == trainer.optimizers
-    # Its moments began anew with it.
+    # Its moments began anew with it, and the policies' time went on.
+    assert callback.masked_optimizers[0].effective_steps == 2 * len(loader)
     assert int(callback.masked_optimizers[0].age(two_layers.head.weight).max()) <= len(loader)
 
 
