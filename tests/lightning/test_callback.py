@@ -415,6 +415,20 @@ def test_optimizers_that_are_made_anew_in_the_middle_of_a_fit_are_masked_too(
     assert int(callback.masked_optimizers[0].age(two_layers.head.weight).max()) <= len(loader)
 
 
+def test_an_optimizer_made_anew_between_two_batches_of_an_update_is_masked_too(
+    two_layers, loader, make_trainer
+):
+    class MakesAnew(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, index):
+            if index == 1:
+                trainer.strategy.setup_optimizers(trainer)
+
+    start = two_layers.head.weight.detach().clone()
+    callbacks = [MakesAnew(), gp.GradientPolicies({"odd": gp.Freeze(alternating, params="head.weight")})]
+    make_trainer(max_steps=1, accumulate_grad_batches=2, callbacks=callbacks).fit(two_layers, loader)
+    assert torch.equal(two_layers.head.weight != start, alternating("", start, 0))
+
+
 def test_parameters_that_are_made_anew_with_their_optimizer_are_refused(two_layers, loader, make_trainer):
     class MakesAnew(Callback):
         def on_train_epoch_start(self, trainer, pl_module):
