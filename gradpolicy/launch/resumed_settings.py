@@ -12,6 +12,8 @@ from gradpolicy.lightning.checkpoint_checks import setting_differs
 from gradpolicy.lightning.checkpoint_reading import SETTINGS, read_checkpoint
 
 ABSENT = object()
+# Classes of callbacks, each with the argument that its state in a checkpoint replaces.
+RESTORED_ARGUMENTS = {"InitialWeights": "path", "EarlyStopping": "patience"}
 
 
 class SaveSettings(Callback):
@@ -35,16 +37,17 @@ def held_settings(settings: Settings) -> dict[str, Any]:
     """The values that a checkpoint holds too, by their keys: those of the run would not count beside them.
 
     A checkpoint restores the options of the optimizer, the state of schedulers, the weights that a model
-    began with, masks and what their sources remember, and random states.
+    began with, the patience of early stopping, masks and what their sources remember, and random states.
 
     Args:
         settings: The config.
     """
     policies = {name: node for name, node in (settings.policy or {}).items() if node and "mask" in node}
-    first_weights = {
-        name: {"path": node.get("path")}
+    callbacks = {
+        name: {argument: node.get(argument)}
         for name, node in (settings.callbacks or {}).items()
-        if node and str(node.get("_target_")).endswith(".InitialWeights")
+        for kind, argument in RESTORED_ARGUMENTS.items()
+        if node and str(node.get("_target_")).endswith(f".{kind}")
     }
     held = {
         "seed": settings.seed,
@@ -56,7 +59,7 @@ def held_settings(settings: Settings) -> dict[str, Any]:
             if name != "optimizer" or value != settings.optimizer
         },
         "policy": policies,
-        "callbacks": first_weights,
+        "callbacks": callbacks,
     }
     return dict(_values(held, ""))
 
@@ -89,8 +92,9 @@ def check_settings(checkpoint: Path, settings: Settings) -> None:
 def _compared(key: str, given: Mapping[str, Any], saved: Mapping[Any, Any]) -> bool:
     group, _, name = key.partition(".")
     if group == "callbacks":
-        # Without it the run has the weights of its checkpoint all the same.
-        return key in given
+        # Without the callback there is nothing to replace. One that is new begins without a state, but first
+        # weights would be replaced by those of the checkpoint.
+        return key in given and (key in saved or key.endswith(".path"))
     node = f"{group}.{name.partition('.')[0]}."
     return group != "policy" or all(
         any(str(each).startswith(node) for each in keys) for keys in (given, saved)

@@ -168,6 +168,16 @@ def test_first_weights_that_the_checkpoint_would_replace_are_refused(train, last
     assert message.startswith("callbacks.initial_weights.path: ")
 
 
+def test_a_patience_that_the_checkpoint_would_replace_is_refused(train, last: Path) -> None:
+    stopping = "callbacks=[model_checkpoint,early_stopping]"
+    resumed = ("trainer.max_epochs=2", "plan_only=true", stopping)
+    # That run had none: early stopping begins anew, with the patience of the config.
+    assert train(f"ckpt_path={last}", *resumed).code == 0
+    stopped = next(train("test=false", "extras.plan=false", stopping).run.rglob("last.ckpt"))
+    ended = train(f"ckpt_path={stopped}", *resumed, "callbacks.early_stopping.patience=50")
+    assert ended.refusal.startswith("callbacks.early_stopping.patience: 50 given, and the run that ckpt_path")
+
+
 def test_settings_that_take_effect_may_change_when_a_run_is_resumed(train, last: Path) -> None:
     changed = ("trainer.max_epochs=2", "trainer.gradient_clip_val=1", "tags=[again]", "~policy.stop")
     ended = train(f"ckpt_path={last}", "test=false", "extras.plan=false", *changed, "optimizer.lr=2e-3")
