@@ -375,6 +375,20 @@ def test_a_loop_resumes_in_the_middle_of_an_update_of_several_batches_and_optimi
         assert_same(run(stop), run(12))
 
 
+def test_a_state_may_be_loaded_after_the_masks_of_an_update_are_set():
+    def run(reloads):
+        model = Net()
+        with gp.training(model, adamw(model), {"some": gp.Freeze(SOURCES["random"]())}) as optimizer:
+            train(model, optimizer, 3)
+            if reloads:
+                model(batch(3)[0])
+                optimizer.load_state_dict(optimizer.state_dict())
+            train(model, optimizer, 3, first=3)
+        return model
+
+    assert_same(run(True), run(False))
+
+
 def test_flow_policies_alone_go_on_by_the_clock_when_resumed():
     def run(stop):
         model, state = Net(), None
