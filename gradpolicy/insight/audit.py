@@ -21,6 +21,7 @@ from gradpolicy.checks import check_choice, check_flag, check_whole
 from gradpolicy.errors import PromiseError
 from gradpolicy.insight.flow_checks import Checked, FlowDifference, MetOperations, StoppedBranches
 from gradpolicy.insight.frozen_intervals import Counts, Difference, FrozenIntervals
+from gradpolicy.insight.run_log import say
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import Stop
 from gradpolicy.where import named_parameters
@@ -215,7 +216,7 @@ class Audit(Callback):
             report = self._write(trainer, total)
             if self._policies is not None and self._policies.policies:
                 stops = any(isinstance(policy, Stop) for policy in self._policies.flow_policies.values())
-                print(summary(report, stops=stops), flush=True)
+                say(summary(report, stops=stops))
         self._raise_if(total["differences"])
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from gradpolicy.insight.loggers import custom_scalars
 from gradpolicy.planning.plan_table import HEADINGS, Plan, cells
 
 PLAN_JSON, PLAN_TEXT = "plan.json", "plan.txt"
@@ -112,7 +111,6 @@ class LogRun(Callback):
         writer = logger.experiment
         for summary in hparams(hyperparameters(self.config), dict.fromkeys(self.metrics)):
             writer._get_file_writer().add_summary(summary)
-        writer.add_custom_scalars(custom_scalars())
         if self.plan is not None:
             writer.add_text("plan", self.plan.to_markdown())
 

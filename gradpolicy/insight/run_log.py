@@ -1,28 +1,22 @@
-"""Keeps what a run prints in a file: tables, warnings and errors, without colours and progress bars."""
+"""The log of a run: its tables, its warnings, and the error that ended it."""
 
+import io
 import logging
-import re
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
-from typing import Any, TextIO
+from contextlib import contextmanager
+from typing import Any
 
-from rich import get_console
 from rich.console import Console
-from rich.file_proxy import FileProxy
 
 from gradpolicy.display import WIDTH
 from gradpolicy.errors import PolicyError
 
-TRAIN_LOG = "train.log"
-ANSI = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
-# A bar of tqdm is drawn over itself.
-REDRAWN = ("\r", "\x1b[A")
-
-
+# What a run prints is logged here, for the file that Hydra's `job_logging` opens.
+LOG = logging.getLogger("gradpolicy.run")
+LIGHTNING = tuple(logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric"))
 # Warnings that every small run gives and that need no change.
 QUIET = (
     ".*does not have many workers.*",
@@ -36,88 +30,66 @@ QUIET = (
 
 
 @contextmanager
-def kept_output(path: Path, *, keeps: bool = True) -> Iterator[Console]:
-    """Writes what is printed within the block to a file as well, and the error that ends the block.
+def logged_run(*, first_rank: bool = True) -> Iterator[Console]:
+    """Log what a run prints, and the error that ends the block.
 
     Args:
-        path: The file; what it holds already stays.
-        keeps: Whether this process prints and writes at all: only the first rank of a run does.
+        first_rank: Whether this process prints and logs at all.
 
     Yields:
         A console for tables, 120 columns wide where the output is no terminal.
     """
-    if not keeps:
+    if not first_rank:
         yield Console(quiet=True)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8", buffering=1) as log:
-        out, err = LoggedStream(sys.stdout, log), LoggedStream(sys.stderr, log)
-        with redirect_stdout(out), redirect_stderr(err):
-            try:
-                yield LoggedConsole(log, width=None if sys.stdout.isatty() else WIDTH)
-            except BaseException as error:
-                log.write(_last_words(error))
-                raise
+    # Not to the terminal, where it is printed already.
+    files = [each for each in logging.getLogger().handlers if isinstance(each, logging.FileHandler)]
+    loggers = [LOG, *(logger for logger in LIGHTNING if not logger.propagate)]
+    former = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [*logger.handlers, *files], False
+    LOG.setLevel(logging.INFO)
+    try:
+        yield LoggedConsole(width=None if sys.stdout.isatty() else WIDTH)
+    except BaseException as error:
+        LOG.error(_explained(error))
+        raise
+    finally:
+        for logger, handlers, propagate in former:
+            logger.handlers, logger.propagate = handlers, propagate
+
+
+def say(text: str) -> None:
+    """Print a line, and log it."""
+    print(text, flush=True)
+    LOG.info(text)
 
 
 class LoggedConsole(Console):
-    """Prints where a console prints, and into a file."""
-
-    def __init__(self, log: TextIO, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._log = Console(file=log, width=WIDTH, color_system=None)
+    """Prints and logs."""
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Prints twice."""
+        """Print, and log the same as plain text."""
         super().print(*objects, **settings)
-        self._log.print(*objects, **settings)
+        text = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+        with text.capture() as captured:
+            text.print(*objects, **settings)
+        LOG.info(captured.get().rstrip())
 
 
-class LoggedStream(FileProxy):
-    """Writes to a stream, and to a log.
-
-    The consoles of rich write to the stream inside of a ``FileProxy``: so their bars pass the log by. While
-    one is drawn on a terminal, other text has to go through its console, as rich itself has it.
-    """
-
-    def __init__(self, stream: TextIO, log: TextIO) -> None:
-        super().__init__(get_console(), stream)
-        self._stream, self._log = stream, log
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """That of the stream."""
-        return self._stream.encoding
-
-    def write(self, text: str) -> int:
-        """Writes to both."""
-        if not any(mark in text for mark in REDRAWN):
-            self._log.write(ANSI.sub("", text))
-        if self.isatty() and get_console()._render_hooks:
-            return super().write(text)
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        """Flushes the stream."""
-        super().flush()
-        self._stream.flush()
-
-
-def _last_words(error: BaseException) -> str:
-    """What the log says of the error that ended the run."""
+def _explained(error: BaseException) -> str:
     if isinstance(error, PolicyError):
-        return f"error: {error}\n"
+        return f"error: {error}"
     if isinstance(error, Exception):
-        return "".join(traceback.format_exception(error))
-    return f"ended by {type(error).__name__}\n"
+        return "".join(traceback.format_exception(error)).rstrip()
+    return f"ended by {type(error).__name__}"
 
 
 @contextmanager
 def quieter() -> Iterator[None]:
-    """Hides messages that Lightning gives in every run, and prints each warning in one line."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    """Hide messages that Lightning gives in every run; print and log each warning in one line."""
+    levels = [logger.level for logger in LIGHTNING]
+    for logger in LIGHTNING:
         logger.setLevel(logging.WARNING)
     # A profiler's report is what it was asked for.
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
@@ -129,11 +101,13 @@ def quieter() -> Iterator[None]:
             yield
         finally:
             warnings.formatwarning = formatted
-            for logger, level in zip(loggers, levels, strict=True):
+            for logger, level in zip(LIGHTNING, levels, strict=True):
                 logger.setLevel(level)
 
 
 def _one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    return f"warning: {' '.join(str(message).split())}\n"
+    text = f"warning: {' '.join(str(message).split())}"
+    LOG.warning(text)
+    return f"{text}\n"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.imports import to_install
-from gradpolicy.insight.logged_metrics import missing_metric
+from gradpolicy.insight.required_metric import RequiredMetric
 from gradpolicy.insight.results import (
     REPORT,
     RESULT,
@@ -30,7 +30,7 @@ from gradpolicy.insight.results import (
     print_results,
 )
 from gradpolicy.insight.run_files import LogRun, name_loggers, write_plan
-from gradpolicy.insight.run_log import TRAIN_LOG, kept_output, quieter
+from gradpolicy.insight.run_log import logged_run, quieter
 from gradpolicy.insight.write_report import write_report
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.compose import default_config
@@ -91,7 +91,7 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
             check_destinations(container)
         for key, place in checkpoint_directories(container).items():
             locks.enter_context(locked(place, key))
-        with kept_output(output / TRAIN_LOG, keeps=is_first_rank()) as console:
+        with logged_run(first_rank=is_first_rank()) as console:
             return plan_and_run(settings, container, overrides, directory, console)
 
 
@@ -267,11 +267,11 @@ def train_and_test(
     best: dict[str, float] = {}
     with own_command_line(checkpoint), finished_loggers():
         shown_warnings = reporter.plan.warnings if reporter.plan else ()
-        trainer = build_trainer(settings, subject, directory, reporter, shown_warnings=shown_warnings)
+        callbacks = [reporter, *required_metric(settings)]
+        trainer = build_trainer(settings, subject, directory, *callbacks, shown_warnings=shown_warnings)
         if is_first_rank():
             prepare_data(subject, "fit" if settings.train else "test")
         if settings.train:
-            check_optimized_metric(settings, subject, trainer)
             with monitor_errors_named(settings, trainer), checked_restore(checkpoint):
                 trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -307,21 +307,10 @@ def save_defaults(directory: Path) -> None:
         (directory / DEFAULTS).write_text(yaml.safe_dump(resolved(config), sort_keys=False))
 
 
-def check_optimized_metric(settings: Settings, subject: Subject, trainer: Trainer) -> None:
-    """Says before training that what a sweep compares will not be logged, with the nearest that is.
-
-    Raises:
-        PolicyError: In a sweep, if that is certain.
-    """
-    if settings.optimized_metric is None or not is_first_rank():
-        return
-    prepare_data(subject)
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    message, certain = missing_metric(settings.optimized_metric, subject.model, subject.data, callbacks)
-    if message and certain and sweep_name(settings) is not None:
-        raise PolicyError(message)
-    if message:
-        rank_zero_warn(message)
+def required_metric(settings: Settings) -> list[RequiredMetric]:
+    """Return the check of the metric that a sweep compares; a run of its own needs none."""
+    name = settings.optimized_metric
+    return [] if name is None or sweep_name(settings) is None else [RequiredMetric(name)]
 
 
 def compared_metrics(settings: Settings) -> list[str]:

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.insight.loggers import TensorBoardLogger, WandbLogger
 from gradpolicy.insight.run_files import LogRun, hyperparameters, name_loggers, write_plan
 
 CONFIG: dict[str, Any] = {
@@ -75,7 +74,7 @@ def test_the_plan_is_a_file_to_read_and_a_file_to_look_at(tmp_path: Path) -> Non
 )
 def test_names_say_policies_overrides_and_sweep(sweep: str | None, group: str) -> None:
     loggers: dict[str, Any] = {
-        "wandb": {"_target_": "gradpolicy.insight.loggers.WandbLogger", "name": None, "group": None},
+        "wandb": {"_target_": "lightning.pytorch.loggers.WandbLogger", "name": None, "group": None},
         "mlflow": {"_target_": "lightning.pytorch.loggers.MLFlowLogger", "run_name": None},
         "mine": {"_target_": "lightning.pytorch.loggers.WandbLogger", "name": "mine", "group": None},
         "csv": {"_target_": "lightning.pytorch.loggers.CSVLogger", "name": None},
@@ -108,7 +107,7 @@ def test_other_ranks_tell_nothing(tmp_path: Path) -> None:
     assert not logger.experiment.hparams
 
 
-def test_tensorboard_has_a_table_of_runs_a_layout_and_the_plan(tmp_path: Path) -> None:
+def test_tensorboard_has_a_table_of_runs_and_the_plan(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -128,8 +127,6 @@ def test_tensorboard_has_a_table_of_runs_a_layout_and_the_plan(tmp_path: Path) -
     assert metric.name.tag == "val/loss"
     (text,) = events.Tensors("plan/text_summary")
     assert text.tensor_proto.string_val[0].decode().startswith("| policy | what |")
-    (layout,) = events.Tensors("custom_scalars__config__")
-    assert b"results" in layout.tensor_proto.string_val[0]
 
 
 @pytest.mark.slow
@@ -138,25 +135,13 @@ def test_wandb_has_config_and_plan(tmp_path: Path) -> None:
 
     logger = WandbLogger(save_dir=tmp_path, mode="offline", settings={"silent": True})
     tell(logger)
-    for step in range(2):
-        numbers = {"policy/half/active": 1.0, "policy/half/update_size": 0.1 * step, "train/loss": 2.0}
-        logger.log_metrics(numbers, step)
     config: Mapping[str, Any] = dict(logger.experiment.config)
     assert config["policy"]["half"]["mask"]["density"] == 0.5
     assert config["policies"] == FLAT["policies"]
-    assert logger.experiment.summary["policy_half/active"] == 1.0
     wandb.finish()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     (table,) = folder.rglob("*.table.json")
     assert json.loads(table.read_text())["data"][0][:2] == ["half", "Freeze · Random"]
-    program = Path(sys.executable).parent / "wandb"
-    read = subprocess.run(
-        [program, "leet", "inspect", "--json", folder], capture_output=True, text=True, timeout=60
-    )
-    charted = [line for line in read.stdout.splitlines() if '"history"' in line]
-    assert any("train/loss" in line for line in charted)
-    assert any("policy_half/update_size" in line for line in charted)
-    assert not any("half/active" in line for line in charted)
 
 
 @pytest.mark.slow

@@ -1,64 +1,45 @@
-"""The log of a run holds what the run printed, and why it ended, but no progress bars."""
+"""The log of a run holds its tables, its warnings, and why it ended."""
 
-import io
-import sys
+import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.progress import track
 from rich.table import Table
-from tqdm import tqdm
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.run_log import kept_output, quieter
+from gradpolicy.insight.run_log import logged_run, quieter, say
 
 
-class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    """The file that Hydra's `job_logging` would open."""
+    handler = logging.FileHandler(tmp_path / "train.log")
+    logging.getLogger().addHandler(handler)
+    yield tmp_path / "train.log"
+    logging.getLogger().removeHandler(handler)
+    handler.close()
 
-    def isatty(self) -> bool:
-        return True
 
-
-def talk(path: Path) -> None:
-    """Prints a table, text in colour, a warning, and, while bars are drawn, more text."""
+def test_what_is_printed_and_warned_of_is_logged_as_plain_text(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = Table("policy")
     table.add_row("[bold]random[/bold]")
-    with kept_output(path) as console:
+    with quieter(), logged_run() as console:
         console.print(table)
-        print("\x1b[31mred\x1b[0m")
-        for _ in track(range(3), description="Epoch"):
-            print("under the bar")
-        for _ in tqdm(range(3), desc="Testing"):
-            pass
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)
-            warnings.warn("careful", stacklevel=1)
-
-
-def fail(path: Path, name: str, error: BaseException) -> None:
-    with kept_output(path):
-        print(name)
-        raise error
-
-
-@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_what_is_printed_is_kept_without_colours_and_bars(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO]
-) -> None:
-    out = stream()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", stream())
-    talk(tmp_path / "new" / "train.log")
-    assert sys.stdout is out
-    assert "Epoch" in out.getvalue()
-    lines = (tmp_path / "new" / "train.log").read_text().split("\n")
+        console.print("[/path]", markup=False)
+        say("no frozen entry changed")
+        line = warnings.formatwarning("no\n  value", UserWarning, "run.py", 1)
+        logging.getLogger("lightning.pytorch").warning("of Lightning")
+    assert line == "warning: no value\n"
+    lines = log.read_text().splitlines()
     assert "│ random │" in lines
-    assert lines.count("under the bar") == 3
-    assert {"red", "careful"} <= set(lines)
-    assert not any(bar in line for line in lines for bar in ("Epoch", "Testing", "\x1b", "\r"))
+    assert lines[-4:] == ["[/path]", "no frozen entry changed", "warning: no value", "of Lightning"]
+    out = capsys.readouterr().out
+    assert "│ random │" in out
+    assert out.count("no frozen entry changed") == 1
 
 
 @pytest.mark.parametrize(
@@ -69,31 +50,25 @@ def test_what_is_printed_is_kept_without_colours_and_bars(
         (KeyboardInterrupt(), "ended by KeyboardInterrupt"),
     ],
 )
-def test_the_error_that_ends_a_run_is_kept_and_a_second_run_is_added(
-    tmp_path: Path, error: BaseException, said: str
-) -> None:
-    path = tmp_path / "train.log"
-    for name in ("first", "second"):
-        with pytest.raises(type(error)):
-            fail(path, name, error)
-    lines = path.read_text().splitlines()
-    assert lines[0] == "first"
-    assert "second" in lines
-    assert lines.count(said) == 2
+def test_the_error_that_ends_a_run_is_logged(log: Path, error: BaseException, said: str) -> None:
+    with pytest.raises(type(error)), logged_run():
+        raise error
+    assert log.read_text().splitlines()[-1] == said
 
 
-def test_other_ranks_print_no_tables_and_write_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with kept_output(tmp_path / "train.log", keeps=False) as console:
+def test_other_ranks_print_and_log_nothing(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with logged_run(first_rank=False) as console:
         console.print("plan")
     assert not capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+    assert not log.read_text()
 
 
-def test_a_warning_is_one_line_without_its_place_in_the_code() -> None:
+def test_nothing_is_left_changed() -> None:
+    names = ("gradpolicy.run", "lightning.pytorch", "lightning.fabric")
+    loggers = [logging.getLogger(name) for name in names]
+    former = [(logger.handlers, logger.propagate) for logger in loggers]
     before = warnings.formatwarning
-    with quieter():
-        line = warnings.formatwarning("no\n  value", UserWarning, "run.py", 1)
-    assert line == "warning: no value\n"
+    with quieter(), logged_run():
+        pass
+    assert [(logger.handlers, logger.propagate) for logger in loggers] == former
     assert warnings.formatwarning is before

@@ -33,10 +33,10 @@ def test_what_a_run_printed_is_in_its_log_and_the_plan_beside_it(train) -> None:
 
 def test_the_log_of_a_run_that_failed_says_why(train, tmp_path, monkeypatch) -> None:
     (tmp_path / "failing.py").write_text(
-        "from lightning.pytorch import Callback\n\n\n"
+        "import logging\n\nfrom lightning.pytorch import Callback\n\n\n"
         "class Fails(Callback):\n"
         "    def on_train_batch_end(self, *arguments):\n"
-        "        print('about to fail')\n"
+        "        logging.getLogger('mine').info('about to fail')\n"
         "        raise ArithmeticError('on purpose')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -45,7 +45,7 @@ def test_the_log_of_a_run_that_failed_says_why(train, tmp_path, monkeypatch) -> 
         train("+callbacks.fails._target_=failing.Fails", "allowed_targets=[failing]", folder=folder)
     (log,) = folder.glob("*/runs/*/train.log")
     lines = log.read_text().splitlines()
-    assert "about to fail" in lines
+    assert any(line.endswith("about to fail") for line in lines)
     assert lines[-1] == "ArithmeticError: on purpose"
 
 
@@ -75,14 +75,11 @@ def test_a_report_that_fails_is_one_warning(train, monkeypatch) -> None:
     assert "warning: no report: OSError: no space left" in ended.out.splitlines()
 
 
-def test_a_run_whose_optimized_metric_is_misspelt_says_so_before_it_trains(train, monkeypatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("gradpolicy.launch.run.rank_zero_warn", told.append)
-    monkeypatch.setattr("gradpolicy.launch.run.checked_restore", lambda checkpoint: told.append("train"))
-    with pytest.raises(TypeError):
-        train("optimized_metric=val/acuracy")
-    assert told[0].startswith("optimized_metric: 'val/acuracy' is not logged; did you mean 'val/accuracy'")
-    assert told[1] == "train"
+def test_a_run_whose_optimized_metric_is_misspelt_says_so(train, monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("gradpolicy.launch.run.rank_zero_warn", said.append)
+    assert train("optimized_metric=val/acuracy").code == 0
+    assert said[0].startswith("optimized_metric: 'val/acuracy' was not logged; did you mean 'val/accuracy'")
 
 
 @pytest.mark.slow
@@ -92,11 +89,11 @@ def test_a_sweep_ends_with_the_path_of_its_report(train) -> None:
     assert ended.out.splitlines()[-1] == f"report {report}"
 
 
-def test_a_sweep_over_a_metric_that_no_job_logs_ends_before_it_trains(train) -> None:
-    ended = train("-m", "seed=1,2", "optimized_metric=val/acuracy_best")
+def test_a_job_of_a_sweep_over_a_metric_that_it_does_not_log_ends_after_its_first_epoch(train) -> None:
+    ended = train("-m", "seed=1,2", "trainer.max_epochs=2", "optimized_metric=val/acuracy_best")
     assert ended.code != 0
     assert "'val/acuracy_best' is not logged; did you mean 'val/accuracy_best'" in ended.message
-    assert not list(ended.folder.rglob("*.ckpt"))
+    assert not list(ended.folder.rglob("*epoch=1*.ckpt"))
 
 
 @pytest.mark.parametrize(("reason", "code"), [(None, 0), (ValueError(), 1), (KeyboardInterrupt(), 1)])
