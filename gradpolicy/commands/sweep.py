@@ -12,12 +12,13 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna_integration import PyTorchLightningPruningCallback
 
 from gradpolicy.commands.cli import CONFIGS
 from gradpolicy.commands.search_space import Metric, SearchSpace, read_space
@@ -33,7 +34,6 @@ from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.processes import quoted, termination_exits
 from gradpolicy.lightning.find_checkpoint import find_checkpoint
-from gradpolicy.lightning.optuna_pruning import PRUNED, make_pruner
 
 DIRECTORY = "directory"
 PUT_BACK = "put_back"
@@ -48,6 +48,29 @@ DISTRIBUTIONS: dict[str, Callable[[Trial, str, Any], Any]] = {
     "categorical": lambda trial, key, given: trial.suggest_categorical(key, given.values),
     "constant": lambda trial, key, given: given.value,
 }
+
+
+def make_pruner() -> optuna.pruners.BasePruner:
+    """Return the pruner of every study: below the median of five others, after two reports, a trial ends.
+
+    A study does not keep its pruner, so each process that opens one makes it.
+    """
+    return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2)
+
+
+class PruneTrial(PyTorchLightningPruningCallback):
+    """Optuna's pruning callback, by arguments that a config can hold.
+
+    Args:
+        storage: Where the study is kept, such as ``sqlite:///study.db``.
+        study: The study's name.
+        trial: The trial's number in the storage.
+        monitor: The metric that is reported after each validation.
+    """
+
+    def __init__(self, storage: str, study: str, trial: int, monitor: str) -> None:
+        opened = optuna.load_study(study_name=study, storage=storage, pruner=make_pruner())
+        super().__init__(Trial(opened, trial), monitor)
 
 
 class WrongTrialError(Exception):
@@ -222,30 +245,33 @@ def run_trial(trial: Trial, search: Search) -> float:
     directory = search.directory / str(trial.number)
     trial.set_user_attr(DIRECTORY, str(directory))
     report = {
-        "_target_": "gradpolicy.lightning.optuna_pruning.ReportToStudy",
+        "_target_": "gradpolicy.commands.sweep.PruneTrial",
         "storage": search.url,
         "study": search.study.study_name,
         "trial": trial._trial_id,
         "monitor": search.monitor,
     }
-    code = train(
-        search.config_dir,
-        [
-            *search.overrides,
-            *draw(trial, search.space),
-            f"optimized_metric={quoted(search.metric)}",
-            f"+callbacks.study={as_override(report)}",
-            f"hydra.run.dir={quoted(str(directory))}",
-            *(saved_of(directory) if trial.user_attrs.get(PUT_BACK) else []),
-        ],
-    )
+    words = [
+        *search.overrides,
+        *draw(trial, search.space),
+        f"optimized_metric={quoted(search.metric)}",
+        f"+callbacks.study={as_override(report)}",
+        f"hydra.run.dir={quoted(str(directory))}",
+        *(saved_of(directory) if trial.user_attrs.get(PUT_BACK) else []),
+    ]
+    try:
+        code = train(search.config_dir, words)
+    except optuna.TrialPruned:
+        replace(Result.load(directory / RESULT), status="pruned", error="").save(directory / RESULT)
+        raise
     if code in (INTERRUPTED, TERMINATED):
         raise SystemExit(code)
     if code == WRONG_INPUT:
         raise WrongTrialError
     if code:
         raise TrialFailedError(f"trial {trial.number} ended with code {code}")
-    if search.study.trials[trial.number].user_attrs.get(PRUNED):
+    # Under several processes the callback ends the training as usual and leaves this note.
+    if search.study.trials[trial.number].system_attrs.get("ddp_pl:pruned"):
         raise optuna.TrialPruned
     try:
         result = Result.load(directory / RESULT)

@@ -14,7 +14,6 @@ from gradpolicy.launch.config import Settings
 from gradpolicy.launch.resumed_settings import SaveSettings
 from gradpolicy.launch.run_directory import RunDirectory
 from gradpolicy.launch.targets import build, build_all
-from gradpolicy.lightning.batch_limits import BatchLimits
 from gradpolicy.lightning.best_checkpoints import BestCheckpoints
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checked_resume import CheckedResume
@@ -23,7 +22,6 @@ from gradpolicy.lightning.exact_resume import ExactResume
 from gradpolicy.lightning.nonfinite import StopOnNonFinite
 from gradpolicy.lightning.preemption import SaveOnPreemption
 from gradpolicy.lightning.progress_bar import ProgressBar as OneLineProgressBar
-from gradpolicy.lightning.rank_watch import RankWatch
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.policies import Policy
 
@@ -101,14 +99,12 @@ def build_trainer(
         CheckedResume(),
         ExactResume(),
         BestCheckpoints(),
-        RankWatch(),
         *(callback for callback in chosen if callback not in guards),
         policies,
         *guards,
         RunBegins(directory),
         SaveSettings(settings),
         *others,
-        BatchLimits(),
         *([SaveOnPreemption()] if saves else []),
     ]
     plugins = build_plugins(node.pop("plugins", None))

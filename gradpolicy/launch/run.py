@@ -52,7 +52,6 @@ from gradpolicy.launch.run_directory import (
     locked,
     run_directory,
 )
-from gradpolicy.lightning.batch_limits import check_batches
 from gradpolicy.lightning.best_checkpoints import best_checkpoint, best_scores
 from gradpolicy.lightning.checked_resume import checked_restore
 from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
@@ -249,10 +248,7 @@ def check_trainer(settings: Settings, subject: Subject, directory: RunDirectory)
         PolicyError: For what the trainer, a callback or a logger refuses.
     """
     with own_command_line(), finished_loggers():
-        trainer = build_trainer(settings, subject, directory)
-    if settings.train:
-        prepare_data(subject)
-        check_batches(trainer, subject.data)
+        build_trainer(settings, subject, directory)
 
 
 def train_and_test(
@@ -367,7 +363,9 @@ def monitor_errors_named(settings: Settings, trainer: Trainer) -> Iterator[None]
     """
     try:
         yield
-    except (RuntimeError, MisconfigurationException) as error:
+    except (RuntimeError, ValueError, MisconfigurationException) as error:
+        if "`val_check_interval`" in str(error):
+            raise PolicyError(f"trainer.val_check_interval: {' '.join(str(error).split())}") from error
         logged = trainer.callback_metrics
         for name, node in (settings.callbacks or {}).items():
             monitor = (node or {}).get("monitor")

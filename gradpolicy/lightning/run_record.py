@@ -65,12 +65,12 @@ def record_of(directory: Path, task: str, callbacks: dict[str, Any] | None, in_s
     Args:
         directory: Its directory.
         task: The config's ``task_name``.
-        callbacks: The config's callbacks; `ReportToStudy` is among those of a trial.
+        callbacks: The config's callbacks; `PruneTrial` is among those of a trial.
         in_sweep: Whether Hydra runs it as one job of several.
     """
     targets = [str((node or {}).get("_target_")) for node in (callbacks or {}).values()]
     kind: Kind = SWEEP if in_sweep or "WANDB_SWEEP_ID" in os.environ else RUN
-    kind = TRIAL if any(target.endswith(".ReportToStudy") for target in targets) else kind
+    kind = TRIAL if any(target.endswith(".PruneTrial") for target in targets) else kind
     versions = {
         "gradpolicy": sys.modules["gradpolicy"].__version__,
         "python": platform.python_version(),

@@ -13,6 +13,7 @@ import optuna
 import pytest
 import yaml
 
+from gradpolicy.insight.results import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
 from gradpolicy.lightning.run_record import RunRecord
 from tests.launch.conftest import CONF, QUICK, ROOT, Ended
@@ -111,8 +112,8 @@ def search(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
                 "--directory",
                 str(folder),
             ),
-            *arguments,
             *QUICK,
+            *arguments,
         ],
         capture_output=True,
         text=True,
@@ -138,6 +139,22 @@ def test_wrong_input_ends_a_search_before_it_begins(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert "random_freeze" in ended.stderr
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_a_trial_below_the_median_of_five_others_is_pruned(tmp_path: Path) -> None:
+    study = optuna.create_study(
+        study_name="learning_rate", storage=f"sqlite:///{tmp_path}/study.db", direction="maximize"
+    )
+    for _ in range(5):
+        study.add_trial(
+            optuna.trial.create_trial(value=1.0, intermediate_values=dict.fromkeys(range(9), 1.0))
+        )
+    done = search(tmp_path, "--trials", "6", "trainer.max_epochs=9")
+    assert done.returncode == 0, done.stderr
+    assert study.trials[5].state.name == "PRUNED"
+    assert len(study.trials[5].intermediate_values) == 3
+    assert Result.load(tmp_path / "learning_rate/5" / RESULT).status == "pruned"
 
 
 LONG = ("trainer.max_epochs=1000", "trainer.limit_train_batches=5")

@@ -6,7 +6,7 @@ import pytest
 
 from gradpolicy.lightning.run_record import RECORD, RunRecord, record_of
 
-REPORTING = {"study": {"_target_": "gradpolicy.lightning.optuna_pruning.ReportToStudy"}, "off": None}
+REPORTING = {"study": {"_target_": "gradpolicy.commands.sweep.PruneTrial"}, "off": None}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
 from gradpolicy.lightning.preemption import SaveOnPreemption
-from gradpolicy.lightning.rank_watch import RankWatch
 
 
 class Line(LightningModule):
@@ -63,7 +62,6 @@ def main(folder: str, ranks: str, steps: str, fault: str = "none") -> None:
         callbacks=[
             ModelCheckpoint(dirpath=Path(folder) / "checkpoints", save_last=True, every_n_train_steps=10**6),
             SaveOnPreemption(),
-            RankWatch(),
             Fault(fault),
         ],
     )
