@@ -20,6 +20,7 @@ from gradpolicy.insight.report.figures import (
     ages,
     mask_curves,
     new_figure,
+    parallel_coordinates,
     run_curves,
     settings_and_metric,
     timeline,
@@ -127,7 +128,11 @@ def test_a_difference_found_by_the_audit_is_shown_and_denies_the_proof(run: Path
 
 def test_an_audit_that_checked_nothing_proves_nothing(run: Path, tmp_path: Path) -> None:
     write_json(run / "audit.json", {"intervals": 0, "entries": 0, "changed": 0, "sampled": False})
-    assert "(nothing was checked)" in page_of([run], tmp_path / "report.html")
+    page = page_of([run], tmp_path / "report.html")
+    assert "(nothing was checked)" in page
+    # Nothing is wrong either.
+    assert '<span class="chip ">frozen entries: 0 intervals, 0 changed' in page
+    assert '<p class="verdict ">frozen entries: 0 intervals, 0 changed' in page
 
 
 @pytest.mark.mostly_slow
@@ -453,6 +458,21 @@ def test_only_keys_that_differ_are_shown() -> None:
         ("b", ("2", "3")),
         ("c", ("–", "None")),
     ]
+
+
+def test_a_run_without_policies_names_those_it_left_out(run: Path, tmp_path: Path) -> None:
+    half = {"_target_": "gradpolicy.Freeze", "params": "trunk.*"}
+    write_json(run / "defaults.yaml", {"policy": {"rounding": half, "half_trunk": half}})
+    write_json(run / "config.yaml", {"policy": {}})
+    row = '<td class="old">rounding + half_trunk</td><td class="new">none</td>'
+    assert row in page_of([run], tmp_path / "report.html")
+
+
+def test_long_names_have_room_on_the_first_axis_of_what_was_set() -> None:
+    names = ["none", "rounding + half_trunk + layerwise"]
+    figure = parallel_coordinates({"policy": names}, "val/accuracy", [0.5, 0.6])
+    # Plotly writes a letter of a tick about 5.3 pixels wide.
+    assert figure.layout.margin.l > 5.3 * len(names[1])
 
 
 def test_a_node_that_one_config_lacks_is_one_difference() -> None:

@@ -243,8 +243,10 @@ def parallel_coordinates(
     axes = [_axis(name, list(given)) for name, given in settings.items()]
     axes.append({"label": metric, "values": list(values), "tickformat": ".3~g"})
     figure = go.Figure(go.Parcoords(line=line, dimensions=axes))
+    # The names on the first axis stand left of it, and plotly makes no room for them.
+    left = max(110, 20 + 6 * max(map(len, axes[0].get("ticktext", [""]))))
     figure.update_layout(
-        height=380, margin={"l": 110, "r": 60, "t": 60, "b": 30}, paper_bgcolor="rgba(0,0,0,0)"
+        height=380, margin={"l": left, "r": 60, "t": 60, "b": 30}, paper_bgcolor="rgba(0,0,0,0)"
     )
     return figure
 

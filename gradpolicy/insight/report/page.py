@@ -107,13 +107,13 @@ def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
 
 
 def proof(audit: Mapping[str, Any]) -> dict[str, Any]:
-    """The proof in one line, whether it holds, and its parts."""
+    """The audit in one line, its verdict (good, bad, or empty if nothing was checked), and its parts."""
     stopped, operations = audit.get("stopped_branches") or {}, audit.get("operations") or {}
     intervals, changed = int(audit.get("intervals", 0)), int(audit.get("changed", 0))
     faults = changed + int(stopped.get("nonzero", 0)) + int(operations.get("differing", 0))
     checked = intervals + int(stopped.get("checked", 0)) + int(operations.get("checked", 0))
     return {
-        "holds": not faults and checked > 0,
+        "verdict": "bad" if faults else "good" if checked else "",
         "checked": checked,
         "line": f"frozen entries: {intervals:,} intervals, {changed:,} changed",
         "entries": int(audit.get("entries", 0)),
