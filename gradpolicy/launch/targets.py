@@ -4,16 +4,19 @@ Every `_target_` of the resolved config is followed to its object. The object mu
 :mod:`gradpolicy.launch.kinds` lists for its key, a function listed there, or be defined in a package that
 the person who runs the program has allowed. It is compared by identity, not by its name.
 
-Nodes follow the rules of :func:`hydra.utils.instantiate`. That function looks the name up again when it
-builds. :func:`build` calls the very object that was checked.
+Then :func:`hydra.utils.instantiate` builds it, given the checked objects themselves as ``_target_``, so that
+no name is looked up a second time.
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache
 from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from gradpolicy.errors import PolicyError, brief, shown, under
 from gradpolicy.imports import (
@@ -97,18 +100,8 @@ def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
     return found
 
 
-def fixed_arguments(found: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments that a function always gets, whatever a config says.
-
-    Without `trust_remote_code` Hugging Face asks the person at the keyboard.
-    """
-    if is_allowed(found) or not _is_hugging_face_method(found):
-        return {}
-    return {"trust_remote_code": False}
-
-
 def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: Any) -> Any:
-    """Builds what a node of the resolved config names.
+    """Build what a node of the resolved config names, by :func:`hydra.utils.instantiate`.
 
     Args:
         node: The node, with its ``_target_``.
@@ -121,19 +114,12 @@ def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: A
         PolicyError: If it names what a config may not build, if building fails, or if the result is of
             another kind: with the key of the innermost node that failed, and the cause.
     """
-    target = locate_target(key, node)
-    values = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
-    positional = list(node.get("_args_") or ())
-    if node.get("_recursive_") is False:
-        # The target builds these itself.
-        check_targets(values, key)
-        check_targets(positional, f"{key}._args_")
-    else:
-        values = {name: _built(value, f"{key}.{name}") for name, value in values.items()}
-        positional = _built(positional, f"{key}._args_")
-    call = partial(target, *positional, **{**values, **fixed_arguments(target), **arguments})
+    tree = {**_checked(node, key), TARGET: locate_target(key, node), "_convert_": "all", "_partial_": True}
     try:
-        built = call if node.get("_partial_") else call()
+        # A plain dictionary would be given names in place of its objects.
+        built = instantiate(OmegaConf.create(tree, flags={"allow_objects": True}))
+        if not node.get("_partial_"):
+            built = built(**arguments)
     except Exception as error:
         raise _under_key(error, key) from error
     if not isinstance(built, kind):
@@ -148,15 +134,38 @@ def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str, ki
     }
 
 
-def _built(value: Any, key: str) -> Any:
-    """Gives an argument with every node in it built."""
+def _checked(value: Any, key: str) -> Any:
+    """Return a part of the config in which each `_target_` is the object that was checked."""
     if isinstance(value, list | tuple):
-        return [_built(item, f"{key}[{index}]") for index, item in enumerate(value)]
+        return [_checked(item, f"{key}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Mapping):
-        if TARGET in value:
-            return build(value, key)
-        return {name: _built(item, f"{key}.{name}") for name, item in value.items()}
+        below = {name: _checked(item, f"{key}.{name}") for name, item in value.items() if name != "_convert_"}
+        if TARGET not in value:
+            return below
+        target = locate_target(key, value)
+        if value.get("_recursive_") is False:
+            # The target builds these itself, from their names.
+            below = dict(value)
+        if not is_allowed(target) and _is_hugging_face_method(target):
+            # Without it Hugging Face asks the person at the keyboard.
+            below["trust_remote_code"] = False
+        return below | {TARGET: target if value.get("_partial_") else _named(target, key)}
+    if isinstance(value, str) and "${" in value:
+        # Hydra resolves references once more, after the check.
+        raise PolicyError(f"{key}: must not hold a reference that is resolved twice, got {shown(value)}")
     return value
+
+
+def _named(target: Callable[..., Any], key: str) -> Callable[..., Any]:
+    """Return a function that calls a target and puts its key before the message of an error."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return target(*arguments, **named)
+        except Exception as error:
+            raise _under_key(error, key) from error
+
+    return call
 
 
 def _under_key(error: Exception, key: str) -> PolicyError:

@@ -57,8 +57,8 @@ def test_a_policy_takes_the_arguments_of_its_bases_too() -> None:
             r"^top\.mode: must be 'online'",
         ),
         (
-            {"below": [{"_target_": "gradpolicy.When", "every": "x"}]},
-            r"^top\.below\[0\]\.every: must be a whole number",
+            {"below": [{"_target_": "gradpolicy.When", "stride": "x"}]},
+            r"^top\.below\[0\]\.stride: must be a whole number",
         ),
     ],
 )

@@ -173,6 +173,31 @@ def test_nothing_is_built_below_that_may_not_be(extra: dict, capfd: pytest.Captu
     assert "this must not run" not in capfd.readouterr().out
 
 
+def test_a_reference_that_the_check_has_not_seen_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    evil = "${oc.create:{_target_: builtins.print, _args_: [this must not run]}}"
+    with pytest.raises(PolicyError, match=r"^model\.model\.parts\[0\]: must not hold a reference"):
+        build({"_target_": "torch.nn.Sequential", "parts": [evil]}, "model.model")
+    assert "this must not run" not in capfd.readouterr().out
+
+
+def test_the_object_that_was_checked_is_built_whatever_its_name_leads_to_later(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra is given objects: it looks no name up itself."""
+    monkeypatch.setattr("hydra._internal.instantiate._instantiate2._locate", lambda path: pytest.fail(path))
+    node = {
+        "_target_": "torch.nn.ModuleDict",
+        "modules": {"first": {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}},
+    }
+    assert build(node, "model.model")["first"].out_features == 3
+
+
+def test_the_innermost_node_that_failed_is_named_with_the_cause() -> None:
+    inner = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": "x"}
+    with pytest.raises(PolicyError, match=r"^model\.model\.module: TypeError: "):
+        build({"_target_": "torch.nn.ModuleDict", "module": inner}, "model.model")
+
+
 # ---- Hugging Face's and timm's
 
 
