@@ -1,10 +1,11 @@
 """Composes the config of each job, with clear messages for what Hydra cannot compose."""
 
-import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,15 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
 
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.launch.allowed_targets import check_not_from_config, parsed
 from gradpolicy.launch.config import check_config
 from gradpolicy.launch.hydra_settings import check_given_search_path, check_hydra, check_search_path
-from gradpolicy.launch.messages import LINE
+from gradpolicy.launch.messages import one_line
 
 VERSION_BASE = "1.3"
-# What Hydra says of a key that it cannot set, add or take away.
-WRONG_KEY = re.compile(r"Could not (?:override|delete(?: from config\.)?|append to config\b.*?) ?'([^'\s=]*)")
 # The plugin's own config has the same name. `hydra/launcher=submitit_slurm` means this project's.
 SAME_NAME = r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema"
 # Hydra only warns of a directory that does not exist.
@@ -104,35 +100,21 @@ def check_job(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def compose_job(source: Source, overrides: list[str]) -> DictConfig:
-    """Composes one job's config, Hydra's own part included; within :func:`hydra_at`.
+    """Compose one job's config, Hydra's own part included; within :func:`hydra_at`.
 
     Raises:
-        PolicyError: For a choice or key that does not exist, with the nearest ones that do.
+        PolicyError: For a choice or key that does not exist, with the nearest ones that do, and for whatever
+            else Hydra cannot compose.
     """
     for override in parsed(overrides):
-        _check_override(override, source)
+        if not override.key_or_group:
+            raise PolicyError(f"{brief(str(override.input_line))}: names no key; write key=value")
     check_given_search_path(overrides)
     try:
         config = compose(source.name, overrides, return_hydra_config=True)
-    except MissingConfigException as error:
-        raise _unknown_choice(error, source) from error
-    except ConfigCompositionException as error:
-        clearer = _wrong_key(error, source, overrides)
-        if clearer is None:
-            raise
-        raise clearer from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError):
-        raise
-    except UserWarning as error:
-        raise PolicyError(f"hydra.searchpath: {brief(str(error), most=LINE)}") from error
-    except RecursionError as error:
-        raise PolicyError("the command line cannot be composed: one of its configs holds itself") from error
     except Exception as error:
         # Hydra raises errors of any kind for strange input, such as a name that is too long for a file.
-        key = re.search(r"full_key: (\S+)", str(error))
-        if key is not None:
-            raise PolicyError(f"{brief(key[1])}: there is nothing that could be set so") from error
-        raise PolicyError(f"the command line cannot be composed: {brief(str(error), most=LINE)}") from error
+        raise _explained(error, source, overrides) from error
     _check_choices(config, source, overrides)
     with read_write(config), open_dict(config):
         # Hydra sets it when a job starts. Until then the keys that refer to it need some directory.
@@ -195,18 +177,45 @@ def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> 
                     )
 
 
-# ---- clearer messages than Hydra gives
+# ---- what is wrong with a command line
 
 
-def _unknown_choice(error: MissingConfigException, source: Source) -> HydraException:
-    """Adds the choices there are: Hydra names them for a single choice, not for a list."""
-    group = str(error.missing_cfg_file or "").rpartition("/")[0]
-    options = error.options or _choices(group, source)
-    return MissingConfigException(str(error), error.missing_cfg_file, options)
+def _explained(error: Exception, source: Source, overrides: Sequence[str]) -> PolicyError:
+    """Return Hydra's message under the key of the first override that does not compose, with near names."""
+    # Choices of groups first: they decide which keys there are.
+    ordered = sorted(parsed(overrides), key=lambda override: not _choices(override.key_or_group, source))
+
+    @cache
+    def composed(count: int) -> DictConfig | Exception:
+        try:
+            lines = [str(override.input_line) for override in ordered[:count]]
+            return compose(source.name, lines, return_hydra_config=True)
+        except Exception as found:
+            return found
+
+    count = bisect_left(range(len(ordered)), True, key=lambda count: isinstance(composed(count), Exception))
+    before = composed(count - 1) if count else error
+    if isinstance(before, Exception):
+        return PolicyError(one_line(error))
+    override, last = ordered[count - 1], composed(count)
+    key = override.key_or_group
+    names = _choices(key, source)
+    if names and not override.is_delete():
+        given = override.value() if isinstance(override.value(), list) else [override.value()]
+        wrong = [name for name in given if name not in names] if override.value_type is not None else []
+        if wrong:
+            name = "null" if wrong[0] is None else str(wrong[0])
+            return PolicyError(f"{brief(f'{key}={name}')}: there is no such {key}; {nearest(name, names)}")
+    missing = _missing_key(before, key)
+    if missing is not None and not names:
+        plus = "" if override.is_delete() else f"; a new key takes a plus: +{brief(key)}=…"
+        return PolicyError(f"{missing}{plus}")
+    none = f"; for nothing {key}=none" if override.is_delete() and "none" in names else ""
+    return PolicyError(f"{brief(key)}: {one_line(last if isinstance(last, Exception) else error)}{none}")
 
 
 def _choices(group: str, source: Source) -> list[str]:
-    """The names of a group's configs, in every directory and package of the search path."""
+    """Return the names of a group's configs, in every directory and package of the search path."""
     try:
         return GlobalHydra.instance().config_loader().get_group_options(group, config_name=source.name)
     except (OSError, ValueError):
@@ -214,75 +223,14 @@ def _choices(group: str, source: Source) -> list[str]:
         return []
 
 
-def _check_override(override: Override, source: Source) -> None:
-    """Refuses overrides for which Hydra has no clear message.
-
-    Raises:
-        PolicyError: For an override without a key, or a value that names no config of its group.
-    """
-    line, group = brief(str(override.input_line)), override.key_or_group
-    if not group:
-        raise PolicyError(f"{line}: names no key; write key=value")
-    names = [] if override.is_sweep_override() else _choices(group, source)
-    if not names:
-        return
-    value = override.value()
-    given = value if isinstance(value, list) else [value]
-    if isinstance(value, dict) or all(isinstance(name, str) for name in given):
-        return
-    if override.is_delete() and value is None:
-        return
-    hint = f"for nothing {group}=none" if value is None and "none" in names else nearest(str(value), names)
-    raise PolicyError(f"{line}: a group takes the name of one of its configs; {hint}")
-
-
-def _wrong_key(error: ConfigCompositionException, source: Source, overrides: list[str]) -> PolicyError | None:
-    """Says which key does not exist, or cannot be set so; None where Hydra complains of something else."""
-    found = WRONG_KEY.match(str(error))
-    key = re.sub(r"^[+~]+", "", found.group(1)).rstrip(".") if found else ""
-    if not key:
-        return None
-    if "An item is already at" in str(error):
-        return PolicyError(f"{brief(key)}: is in the config; set it without a plus")
-    if _choices(key, source) and not str(error).startswith("Could not delete"):
-        return PolicyError(
-            f"{brief(key)}: {source.name}.yaml has no such group in its defaults list: add `- {key}: null` "
-            f"there, or write +{key}=…"
-        )
-    parent, missing = _deepest(_composable(source, overrides, key), key)
-    siblings = list(map(str, parent)) if isinstance(parent, DictConfig) else []
-    above = key[: -len(missing) - 1] if key != missing else ""
-    name = missing.split(".")[0]
-    if above.split(".")[0] == "user":
-        return PolicyError(f"{brief(key)}: is not set in the config; add it by a plus: +{brief(key)}=…")
-    given = brief(f"{above}.{name}".lstrip("."))
-    if name in siblings:
-        none = f"; for nothing {key}=none" if "none" in _choices(key, source) else ""
-        return PolicyError(f"{given}: cannot be set or taken away beside the other overrides{none}")
-    hint = nearest(name, set(siblings) - {"_target_", "_partial_", "hydra"})
-    plus = f"; a new key takes a plus: +{brief(key)}=…" if "_target_" in siblings else ""
-    return PolicyError(f"{given}: there is no such key; {hint}{plus}")
-
-
-def _composable(source: Source, overrides: Iterable[str], key: str) -> DictConfig:
-    """The config without the overrides near the one that does not compose, to see which keys there are."""
-    near = ".".join(key.split(".")[:2])
-    others = [
-        line for line in overrides if not line.startswith("~") and not line.lstrip("+").startswith(near)
-    ]
-    try:
-        return compose(source.name, others)
-    except HydraException:
-        return compose(source.name)
-
-
-def _deepest(config: DictConfig, key: str) -> tuple[Any, str]:
-    """The deepest node on the way to a key that exists, and the rest of the way."""
+def _missing_key(config: DictConfig, key: str) -> str | None:
+    """Say which part of a key a config does not have, with the nearest that it has; None if it has all."""
     node: Any = config
-    *above, last = parts = key.replace("/", ".").split(".")
-    for depth, part in enumerate(above):
-        below = OmegaConf.select(node, part, throw_on_missing=False) if isinstance(node, DictConfig) else None
-        if below is None or not OmegaConf.is_dict(below):
-            return node, ".".join(parts[depth:])
-        node = below
-    return node, last
+    parts = key.replace("/", ".").split(".")
+    for depth, part in enumerate(parts):
+        known = [str(name) for name in node] if OmegaConf.is_dict(node) else []
+        if part not in known:
+            hint = nearest(part, set(known) - {"_target_", "_partial_", "hydra"})
+            return f"{brief('.'.join(parts[: depth + 1]))}: there is no such key; {hint}".rstrip("; ")
+        node = OmegaConf.select(node, part, throw_on_missing=False)
+    return None

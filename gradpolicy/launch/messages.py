@@ -1,23 +1,16 @@
 """Turns the errors of Hydra, OmegaConf, YAML and Lightning for wrong input into one clear message."""
 
 import errno
-import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    InstantiationException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from gradpolicy.errors import PolicyError, brief, nearest, shown
+from gradpolicy.errors import PolicyError, brief, shown
 
 WRONG_INPUT = 2
 FAILED = 1
@@ -68,33 +61,20 @@ def full_disk(error: BaseException | None) -> OSError | None:
 
 
 def _explanation(error: BaseException) -> str:
+    full = full_disk(error)
     if isinstance(error, PolicyError):
         return str(error)
-    if isinstance(error, MissingConfigException):
-        return _missing_choice(error)
-    if isinstance(error, InstantiationException):
-        return _failed_instance(error)
-    if isinstance(error, OverrideParseException) and "=" not in error.override.lstrip("~"):
-        return f"{brief(error.override)}: is no override; write key=value"
     if isinstance(error, OverrideParseException):
-        return (
-            f"{brief(error.override)}: cannot be read as an override{_reason(error)}; quote what is special"
-        )
-    if isinstance(error, ConfigCompositionException) and error.__cause__ is not None:
-        return f"{_first_line(error).rstrip('.')}: {_first_line(error.__cause__)}"
+        return f"{brief(error.override)}: cannot be read; write key=value, and quote what is special"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
-        line = re.sub(r"^\w+ raised while resolving interpolation: ", "", _first_line(error))
-        return f"{brief(str(error.full_key))}: {line.strip(chr(34))}"
-    if isinstance(error, yaml.YAMLError):
-        return f"the file is no valid YAML: {brief(' '.join(str(error).split()), most=LINE)}"
-    full = full_disk(error)
+        return f"{brief(str(error.full_key))}: {brief(str(error).partition(chr(10))[0], most=LINE)}"
     if full is not None:
         reason = (full.strerror or "the disk is full").lower()
         return (
             f"nothing can be written to {full.filename or 'the disk'}: {reason}; make room, and "
             "ckpt_path=last goes on from the last checkpoint"
         )
-    return _first_line(error)
+    return one_line(error)
 
 
 def type_error(key: str, problems: Sequence[Mapping[str, Any]], *, nullable: bool = False) -> PolicyError:
@@ -130,29 +110,7 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _missing_choice(error: MissingConfigException) -> str:
-    path = str(error.missing_cfg_file or "")
-    group, _, name = path.rpartition("/")
-    if not group:
-        return f"no config {shown(path)} found; {_first_line(error)}"
-    given, group = brief(f"{group}={name}"), brief(group)
-    return f"{given}: there is no such {group}; {nearest(name, error.options or ())}".rstrip("; ")
-
-
-def _failed_instance(error: InstantiationException) -> str:
-    """Why Hydra could not build a callback, launcher or sweeper, under the key of its node."""
-    cause, key = root_cause(error), re.search(r"full_key: (\S+)", str(error))
-    what = f"{type(cause).__name__}: {_first_line(cause)}"
-    return f"{key[1]}: {what}" if key else what
-
-
-def _reason(error: OverrideParseException) -> str:
-    """What Hydra says was wrong with an override, without the lines that repeat it."""
-    repeated = ("LexerNoViableAltException", "Error parsing override", "See https", "^")
-    said = [line.strip() for line in str(error).splitlines()]
-    return next((f": {brief(line)}" for line in said if line and not line.startswith(repeated)), "")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return brief(lines[0], most=LINE) if lines else type(error).__name__
+def one_line(error: BaseException) -> str:
+    """Return an error's message in one line, with that of the error from which it came."""
+    said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+    return brief(" ".join(said.split()) or type(error).__name__, most=LINE)

@@ -169,7 +169,9 @@ def test_a_group_that_the_defaults_list_lacks_is_named(
     config = project / "conf" / "train.yaml"
     config.write_text(config.read_text().replace("  - sweep: null\n", ""))
     assert main(["-m", "sweep=grid"], project / "conf") == 2
-    assert "add `- sweep: null` there, or write +sweep=…" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("error: sweep: Could not override 'sweep'. No match in the defaults list.")
+    assert "+sweep=grid" in said
 
 
 def test_a_project_searches_its_own_spaces_and_the_packages(
