@@ -1,5 +1,6 @@
-"""Checks of arguments; each names the argument it refuses."""
+"""Checks of arguments; each names the argument that it refuses."""
 
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ BIAS_CORRECTIONS = ("entry", "tensor")
 
 
 def check_choice(key: str, value: object, valid: Iterable[str]) -> str:
-    """Takes one of some names.
+    """Return one of some names.
 
     Raises:
         PolicyError: For anything else; it names the nearest valid name.
@@ -29,19 +30,19 @@ def check_choice(key: str, value: object, valid: Iterable[str]) -> str:
     return str(value)
 
 
-def check_share(key: str, value: object) -> float:
-    """Takes a number between 0 and 1.
+def check_share(key: str, value: object, *, whole: int = 1) -> float:
+    """Return a number between 0 and 1, or 100 for percents.
 
     Raises:
         PolicyError: For anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise PolicyError(f"{key}: must be a number between 0 and 1, got {shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= whole:
+        raise PolicyError(f"{key}: must be a number between 0 and {whole}, got {shown(value)}")
     return float(value)
 
 
 def check_flag(key: str, value: object) -> bool:
-    """Takes True or False.
+    """Return a flag.
 
     Raises:
         PolicyError: For anything else.
@@ -52,7 +53,7 @@ def check_flag(key: str, value: object) -> bool:
 
 
 def check_whole(key: str, value: object, *, least: int, most: int | None = None) -> int:
-    """Takes a whole number that is neither too small nor too large.
+    """Return a whole number that is neither too small nor too large.
 
     Raises:
         PolicyError: For anything else.
@@ -65,7 +66,7 @@ def check_whole(key: str, value: object, *, least: int, most: int | None = None)
 
 
 def check_sizes(owner: str, **sizes: object) -> None:
-    """Takes whole numbers of at least 1.
+    """Check whole numbers of at least 1.
 
     Args:
         owner: The class whose arguments they are.
@@ -78,8 +79,31 @@ def check_sizes(owner: str, **sizes: object) -> None:
         check_whole(f"{owner}.{name}", value, least=1, most=LARGEST_SIZE)
 
 
+def check_call(
+    key: str, function: Callable[..., object], *values: object, takes: str, **named: object
+) -> None:
+    """Check that a function can be called with some arguments.
+
+    Args:
+        key: What the function is called in the message.
+        function: The function.
+        *values: The positional arguments.
+        takes: The arguments as the message describes them, such as ``"(step, epoch)"``.
+        **named: The keyword arguments.
+
+    Raises:
+        PolicyError: If it takes others.
+    """
+    try:
+        inspect.signature(function).bind(*values, **named)
+    except TypeError as error:
+        raise PolicyError(f"{key}: must take {takes}: {error}") from error
+    except ValueError:
+        pass  # written in C, without a signature
+
+
 def check_free(key: str, path: Path, kind: str | None, is_own: Callable[[Path], bool]) -> None:
-    """Makes sure that writing a file destroys nobody else's.
+    """Check that writing a file replaces nobody else's.
 
     Args:
         key: The argument that names the file.

@@ -1,37 +1,27 @@
-"""The mask sources by the names that people use: ``gp.masks.Random``, ``gp.masks.Layerwise`` and so on."""
+"""The mask sources by name: ``gp.masks.Random``, ``gp.masks.Layerwise`` and so on. One line each."""
 
-from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.block_cyclic import BlockCyclic
-from gradpolicy.masks.fixed import Fixed
-from gradpolicy.masks.function import Function, as_source
-from gradpolicy.masks.gradual import Gradual
-from gradpolicy.masks.layerwise import Layerwise
-from gradpolicy.masks.progressive import Progressive
-from gradpolicy.masks.prune_and_grow import PruneAndGrow
-from gradpolicy.masks.random import Random
-from gradpolicy.masks.rows import Rows
-from gradpolicy.masks.stable import Stable
-from gradpolicy.masks.topk import TopK
-from gradpolicy.schedules import Constant, Cosine, Cubic, Linear
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.masks.base import MaskSource as MaskSource
+from gradpolicy.masks.block_cyclic import BlockCyclic as BlockCyclic
+from gradpolicy.masks.fixed import Fixed as Fixed
+from gradpolicy.masks.function import Function as Function
+from gradpolicy.masks.function import as_source as as_source
+from gradpolicy.masks.gradual import Gradual as Gradual
+from gradpolicy.masks.layerwise import Layerwise as Layerwise
+from gradpolicy.masks.progressive import Progressive as Progressive
+from gradpolicy.masks.prune_and_grow import PruneAndGrow as PruneAndGrow
+from gradpolicy.masks.random import Random as Random
+from gradpolicy.masks.rows import Rows as Rows
+from gradpolicy.masks.stable import Stable as Stable
+from gradpolicy.masks.topk import TopK as TopK
+from gradpolicy.schedules import Constant as Constant
+from gradpolicy.schedules import Cosine as Cosine
+from gradpolicy.schedules import Cubic as Cubic
+from gradpolicy.schedules import Linear as Linear
+from gradpolicy.tensors.seeded_mask import RandomMask as RandomMask
 
-__all__ = [
-    "BlockCyclic",
-    "Constant",
-    "Cosine",
-    "Cubic",
-    "Fixed",
-    "Function",
-    "Gradual",
-    "Layerwise",
-    "Linear",
-    "MaskSource",
-    "Progressive",
-    "PruneAndGrow",
-    "Random",
-    "RandomMask",
-    "Rows",
-    "Stable",
-    "TopK",
-    "as_source",
-]
+SOURCES: dict[str, type[MaskSource]] = {
+    name: value
+    for name, value in sorted(vars().items())
+    if isinstance(value, type) and issubclass(value, MaskSource) and value is not MaskSource
+}
+"""Every mask source by its name; tests and documentation are checked against it."""

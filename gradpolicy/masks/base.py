@@ -1,23 +1,25 @@
-"""What every mask source has: a timetable, a seed, the parameters it masks."""
+"""The base classes of mask sources: a timetable, a seed, the parameters to mask."""
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, refuse_unknown_arguments, shown
+from gradpolicy.errors import NAMED, PolicyError, refuse_unknown_arguments, shown
 from gradpolicy.masks.layers import Layer
+from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.when import Timetable
 
-# The arguments that a repr leaves out.
+# The arguments that all sources share; a repr leaves out those that have these values.
 _DEFAULTS = {"every": None, "unit": "step", "start": 0, "stop": None, "seed": None}
 
 
 class MaskSource:
-    """Gives the masks for an effective optimizer step. True = this entry trains.
+    """Gives the masks of an effective optimizer step. True = this entry trains.
 
     The masks may change at the counts ``start``, ``start + every``, ``start + 2 · every``, … below
     ``stop``. Before ``start`` the first masks hold, from ``stop`` on the last ones. (To let everything train
@@ -48,9 +50,11 @@ class MaskSource:
 
     # A subclass that observes needs them, unless it says otherwise.
     needs_gradients: bool = False
-    # Whether masks() gives the masks in force again, from arguments and state_dict alone, at any later step
-    # of their period. Where it does not, as where it goes by the weights, a checkpoint holds them.
+    # True if masks() returns the masks in force again, from arguments and state_dict alone, at any later step
+    # of their period. If not, as where the weights decide, a checkpoint holds the masks.
     repeats_masks: bool = False
+    # Groups of parameters that freeze and thaw together, from the input to the output.
+    layer_groups: Sequence[Layer] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -78,11 +82,11 @@ class MaskSource:
         self.parameters: dict[str, Tensor] = {}
 
     def setup(self, parameters: Mapping[str, Tensor], *, seed: int) -> None:
-        """Learns which parameters to mask.
+        """Take the parameters to mask.
 
         Args:
             parameters: The parameters by name, in model order.
-            seed: The run's seed; a seed of the source's own goes before it.
+            seed: The run's seed; a seed of the source's own takes precedence.
 
         Raises:
             PolicyError: If the source cannot mask these parameters.
@@ -97,17 +101,17 @@ class MaskSource:
         self.prepare()
 
     def prepare(self) -> None:
-        """Is called at the end of :meth:`setup`: a subclass checks its arguments against the parameters."""
+        """Check the arguments against the parameters; called at the end of :meth:`setup`."""
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """The masks for an effective step; what is not named trains.
+        """Return the masks of an effective step; parameters without a mask train.
 
         Args:
             step: Effective optimizer steps taken so far.
             epoch: Epochs completed so far.
 
         Returns:
-            For each parameter name True or False (the whole tensor), a bool tensor (``(n, 1, …)`` for rows,
+            By parameter name: True or False (the whole tensor), a bool tensor (``(n, 1, …)`` for rows,
             the full shape for entries) or a :class:`~gradpolicy.tensors.seeded_mask.RandomMask`.
         """
         raise TypeError(f"{type(self).__name__} must define masks(step, epoch)")
@@ -129,71 +133,73 @@ class MaskSource:
         return self.timetable.period(step, epoch)
 
     def wants_gradients(self, step: int, epoch: int) -> bool:
-        """Whether :meth:`observe` should be given this step's gradients."""
+        """Return True if :meth:`observe` should get the gradients of this step."""
         return self.needs_gradients
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """The parameters whose gradients the source needs at this step."""
+        """Return the parameters whose gradients the source needs at this step."""
         return set(self.parameters) if self.wants_gradients(step, epoch) else set()
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """Takes the whole gradients of an effective step, before clipping and masking.
+        """Take the whole gradients of an effective step, before clipping and masking.
 
-        A step in which any gradient of the optimizer is not finite is not shown.
+        It is not called in a step in which a gradient of the optimizer is not finite.
         """
 
     def observe_more(self, gradients: Mapping[str, Tensor]) -> None:
-        """Takes those of a further optimizer in the same step; as another step, unless a subclass counts."""
+        """Take the gradients of another optimizer in the same step; by default as those of another step."""
         self.observe(gradients)
 
     def gradient_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """What the gradients of active entries are multiplied by; what is not named stays as it is."""
+        """Return factors on the gradients of active entries, by parameter name; 1 where none is given."""
         return {}
 
     def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """What the learning rate of a parameter is multiplied by; what is not named stays as it is."""
+        """Return factors on the learning rates, by parameter name; 1 where none is given."""
         return {}
 
     @property
     def resets_state(self) -> bool:
-        """Whether the masks that were just given come with empty optimizer state, as of a new optimizer."""
+        """True if the optimizer state is to be emptied under the masks that were just returned."""
         return False
 
     def apply(self) -> None:
-        """Is called after new masks are in force: writes to the weights what the masks demand.
+        """Write to the weights what the masks demand; called once they are in force.
 
-        It is called again for the same masks in a resumed run, and where another policy has written to the
-        weights.
+        It is called again for the same masks in a resumed run, and after another policy wrote to the weights.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beyond the arguments: plain containers and tensors."""
+        """Return what a resumed run needs beyond the arguments: plain containers and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up where :meth:`state_dict` left off."""
+        """Load what :meth:`state_dict` returned."""
 
     def __repr__(self) -> str:
         settings = {**dataclasses.asdict(self.timetable), "seed": self.own_seed}
         given = {key: settings[key] for key, default in _DEFAULTS.items() if settings[key] != default}
-        shown = ", ".join(f"{key}={value!r}" for key, value in {**self.describe(), **given}.items())
-        return f"{type(self).__name__}({shown})"
+        written = ", ".join(f"{key}={value!r}" for key, value in {**self.describe(), **given}.items())
+        return f"{type(self).__name__}({written})"
 
     def describe(self) -> dict[str, Any]:
-        """The source's own arguments, as a report or plot shows them."""
-        return {}
-
-    def layer_groups(self) -> Sequence[Layer]:
-        """The groups of parameters that freeze and thaw together, from the input to the output, if any."""
-        return ()
+        """Return the source's own arguments as reports and plots show them: attributes of the same names."""
+        arguments = inspect.signature(type(self).__init__).parameters.values()
+        names = [each.name for each in arguments if each.kind in NAMED and each.name not in _DEFAULTS]
+        values = {name: vars(self).get(name) for name in names}
+        return {
+            name: value.value if isinstance(value, Constant) else value
+            for name, value in values.items()
+            if value is not None
+        }
 
     def may_freeze(self) -> set[str]:
-        """The parameters that are frozen as a whole at some time, where that is known beforehand."""
+        """Return the parameters that are sure to be frozen as a whole at some time."""
         return set()
 
 
 class StaticSource(MaskSource):
-    """A mask source whose masks never change; :meth:`prepare` puts them into ``_masks``.
+    """A mask source whose masks never change; :meth:`prepare` sets ``_masks``.
 
     Args:
         **timetable: See :class:`MaskSource`; a warning says that it makes no difference.
@@ -205,7 +211,7 @@ class StaticSource(MaskSource):
         super().__init__(**{"every": None, **timetable})
         self._masks: dict[str, Mask] = {}
         times = dataclasses.asdict(self.timetable)
-        given = [key for key in _DEFAULTS if key in times and times[key] != _DEFAULTS[key]]
+        given = sorted(key for key, value in times.items() if value != _DEFAULTS[key])
         if given:
             warnings.warn(
                 f"{type(self).__name__}: {' and '.join(given)} make no difference, since its masks never "
@@ -215,5 +221,5 @@ class StaticSource(MaskSource):
             )
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """The masks, whatever the step."""
+        """Return the masks, whatever the step."""
         return self._masks

@@ -6,7 +6,7 @@ from typing import Any
 from gradpolicy.checks import check_choice, check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.layers import Layer, find_layers, layers_of, read_groups
+from gradpolicy.masks.layers import Groups, Layer, find_layers, layers_of, read_groups
 from gradpolicy.tensors.hashing import shuffled
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.where import match_any
@@ -50,7 +50,7 @@ class BlockCyclic(MaskSource):
         order: str = "forward",
         *,
         size: int = 1,
-        blocks: Iterable[str | Iterable[str]] | None = None,
+        blocks: Groups = None,
         always: str | Iterable[str] | None = None,
         every: int | None = 50,
         **timetable: Any,
@@ -58,49 +58,39 @@ class BlockCyclic(MaskSource):
         super().__init__(every=every, **timetable)
         self.order = check_choice("BlockCyclic.order", order, ORDERS)
         self.size = check_whole("BlockCyclic.size", size, least=1)
-        self.given = None if blocks is None else read_groups("BlockCyclic.blocks", blocks)
-        if self.given is not None and size != 1:
+        self.blocks = read_groups("BlockCyclic.blocks", blocks)
+        if self.blocks is not None and size != 1:
             raise PolicyError("BlockCyclic: size goes with layers, not with blocks that are given")
         self.always = always
-        self.blocks: list[Layer] = []
         self._always: set[str] = set()
 
     def prepare(self) -> None:
-        """Finds the blocks."""
-        if self.given is None:
+        """Find the blocks."""
+        if self.blocks is None:
             layers = find_layers(self.parameters)
-            self.blocks = [_joined(layers[i : i + self.size]) for i in range(0, len(layers), self.size)]
+            self.layer_groups = [_joined(layers[i : i + self.size]) for i in range(0, len(layers), self.size)]
         else:
-            self.blocks = layers_of(self.given, self.parameters)
+            self.layer_groups = layers_of(self.blocks, self.parameters)
         self._always = match_any(self.always, self.parameters, "parameter")
 
     def active_block(self, step: int, epoch: int) -> Layer:
-        """The block whose turn it is."""
-        cycle, turn = divmod(max(self.period(step, epoch), 0), len(self.blocks))
+        """Return the block that trains."""
+        count = len(self.layer_groups)
+        cycle, turn = divmod(max(self.period(step, epoch), 0), count)
         if self.order == "reverse":
-            turn = len(self.blocks) - 1 - turn
+            turn = count - 1 - turn
         elif self.order == "random":
-            turn = shuffled(len(self.blocks), self.seed, cycle, "block_cyclic")[turn]
-        return self.blocks[turn]
+            turn = shuffled(count, self.seed, cycle, "block_cyclic")[turn]
+        return self.layer_groups[turn]
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """True for the block whose turn it is."""
+        """Return True for the block that trains."""
         chosen = {*self.active_block(step, epoch).parameters, *self._always}
         return {name: name in chosen for name in self.parameters}
 
-    def layer_groups(self) -> list[Layer]:
-        """The blocks that take turns."""
-        return self.blocks
-
     def may_freeze(self) -> set[str]:
-        """The parameters of the layers that do not always train."""
-        return set(self.parameters) - self._always if len(self.blocks) > 1 else set()
-
-    def describe(self) -> dict[str, Any]:
-        """Order and size, and what else was given."""
-        given = {"blocks": self.given, "always": self.always}
-        own = {"order": self.order, "size": self.size}
-        return {**own, **{key: value for key, value in given.items() if value is not None}}
+        """Return the parameters that do not always train."""
+        return set(self.parameters) - self._always if len(self.layer_groups) > 1 else set()
 
 
 def _joined(layers: list[Layer]) -> Layer:

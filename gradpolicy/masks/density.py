@@ -1,11 +1,9 @@
 """The share of entries that train: over time, and shared out among tensors."""
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from gradpolicy.checks import check_share
-from gradpolicy.errors import PolicyError
+from gradpolicy.checks import check_call, check_share
 from gradpolicy.schedules import Constant, Ramp
 
 Density = Callable[[int], float]
@@ -14,10 +12,10 @@ DISTRIBUTIONS = ("uniform", "erk")
 
 
 def as_density(key: str, value: float | Density) -> Density:
-    """Takes a schedule as it is, and a number as a constant one.
+    """Return a schedule; a number becomes a constant one.
 
     Args:
-        key: What the value is called in the message of an error.
+        key: The argument that an error names.
         value: A function of the count, or a share.
 
     Raises:
@@ -26,12 +24,7 @@ def as_density(key: str, value: float | Density) -> Density:
     """
     if not callable(value):
         return Constant(check_share(key, value))
-    try:
-        inspect.signature(value).bind(0)
-    except TypeError as error:
-        raise PolicyError(f"{key}: must take the count alone: {error}") from error
-    except ValueError:
-        pass  # written in C, without a signature to look at
+    check_call(key, value, 0, takes="the count alone")
     if isinstance(value, Constant | Ramp):
         for name in {"value", "start", "stop"} & vars(value).keys():
             check_share(f"{key}: {type(value).__name__}.{name}", vars(value)[name])
@@ -39,7 +32,7 @@ def as_density(key: str, value: float | Density) -> Density:
 
 
 def density_at(density: Density, count: int) -> float:
-    """The density at a count.
+    """Return the density at a count.
 
     Raises:
         PolicyError: If a schedule of the user's gives a value outside [0, 1].
@@ -48,7 +41,7 @@ def density_at(density: Density, count: int) -> float:
 
 
 def densities(shapes: Mapping[str, Sequence[int]], density: float, distribution: str) -> dict[str, float]:
-    """The density of each tensor.
+    """Return the density of each tensor.
 
     Args:
         shapes: The tensors' shapes by name.

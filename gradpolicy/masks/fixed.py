@@ -1,7 +1,6 @@
 """Masks that never change: by pattern, by tensor, from a file."""
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.checkpoint_file import check_kind
-from gradpolicy.errors import PolicyError, nearest, shown
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.base import StaticSource
 from gradpolicy.tensors.mask import Mask, check_mask
 from gradpolicy.where import as_patterns, match_names
@@ -56,37 +55,37 @@ class Fixed(StaticSource):
         if freeze is not None and mask is not False:
             raise PolicyError("Fixed: give either mask (what trains) or freeze (what does not), not both")
         self.mask = mask
-        self.frozen = None if freeze is None else as_patterns(freeze)
-        key, given = ("mask", mask) if freeze is None else ("freeze", self.frozen)
+        self.freeze = None if freeze is None else as_patterns(freeze)
+        key, given = ("mask", mask) if freeze is None else ("freeze", self.freeze)
         if isinstance(given, Mapping | list | tuple) and not given:
             raise PolicyError(f"Fixed.{key}: is empty; False means nothing, True everything")
 
     def prepare(self) -> None:
-        """Reads the masks and checks that they fit."""
+        """Read the masks, and check that they fit."""
         given = self._read()
-        for pattern in given:
-            if not any(fnmatchcase(name, pattern) for name in self.parameters):
-                raise PolicyError(
-                    f"Fixed: mask for {shown(pattern)}, which is no parameter of this policy; "
-                    f"{nearest(pattern, self.parameters)}"
-                )
-        self._masks = {name: self._mask_of(name, given) for name in self.parameters}
+        patterns: dict[str, str] = {}
+        # The last glob that matches a name counts, and the very name before all globs.
+        for pattern in sorted(given, key=self.parameters.__contains__):
+            patterns |= dict.fromkeys(match_names(pattern, self.parameters, "parameter"), pattern)
+        for name, parameter in self.parameters.items():
+            mask = check_mask(given[patterns[name]], parameter, shown(name)) if name in patterns else True
+            self._masks[name] = mask.to(parameter.device) if isinstance(mask, Tensor) else mask
 
     def describe(self) -> dict[str, Any]:
-        """What was given, in short."""
-        if self.frozen is not None:
-            return {"freeze": list(self.frozen)}
-        shown = f"{len(self.mask)} masks" if isinstance(self.mask, Mapping) else self.mask
-        return {"mask": f"tensor {tuple(self.mask.shape)}" if isinstance(self.mask, Tensor) else shown}
+        """Return what was given, in short."""
+        if self.freeze is not None:
+            return {"freeze": list(self.freeze)}
+        if isinstance(self.mask, Tensor):
+            return {"mask": f"tensor {tuple(self.mask.shape)}"}
+        return {"mask": f"{len(self.mask)} masks" if isinstance(self.mask, Mapping) else self.mask}
 
-    def _read(self) -> dict[str, Mask]:
-        """The masks by name or glob."""
+    def _read(self) -> Mapping[str, Mask]:
+        """Return the masks by name or glob."""
         mask = self.mask
-        if self.frozen is not None:
-            frozen = set(match_names(self.frozen, self.parameters, "parameter"))
-            return {name: name not in frozen for name in self.parameters}
+        if self.freeze is not None:
+            return dict.fromkeys(self.parameters, True) | dict.fromkeys(self._matched(self.freeze), False)
         if isinstance(mask, Mapping):
-            return dict(mask)
+            return mask
         if isinstance(mask, bool | Tensor):
             return {"*": mask}
         if isinstance(mask, Path) or (isinstance(mask, str) and mask.endswith(FILE_ENDING)):
@@ -96,21 +95,14 @@ class Fixed(StaticSource):
             raise PolicyError(
                 f"Fixed.mask: must be a bool, globs, a tensor, a dict or a file, got {shown(mask)}"
             )
-        trained = set(match_names(patterns, self.parameters, "parameter"))
-        return {name: name in trained for name in self.parameters}
+        return dict.fromkeys(self.parameters, False) | dict.fromkeys(self._matched(patterns), True)
 
-    def _mask_of(self, name: str, given: Mapping[str, Mask]) -> Mask:
-        """The mask under the very name, or else under the last glob that matches it."""
-        matching = [pattern for pattern in given if fnmatchcase(name, pattern)]
-        if not matching:
-            return True
-        parameter = self.parameters[name]
-        mask = check_mask(given[name if name in given else matching[-1]], parameter, shown(name))
-        return mask.to(parameter.device) if isinstance(mask, Tensor) else mask
+    def _matched(self, patterns: Iterable[str]) -> list[str]:
+        return match_names(patterns, self.parameters, "parameter")
 
 
 def read_masks(path: str | Path) -> dict[str, Mask]:
-    """Reads masks from a safetensors file.
+    """Read masks from a safetensors file.
 
     Raises:
         PolicyError: If there is no such file, or what it holds are no masks.

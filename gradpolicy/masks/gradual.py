@@ -1,13 +1,13 @@
 """ULMFiT: unfreezes one layer group after the other, from the output to the input."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.layers import Layer, find_layers, layers_of, read_groups
+from gradpolicy.masks.layers import Groups, find_layers, layers_of, names_in, read_groups
 from gradpolicy.tensors.mask import Mask
 
 
@@ -43,41 +43,31 @@ class Gradual(MaskSource):
         self,
         initial: int = 1,
         *,
-        groups: Iterable[str | Iterable[str]] | None = None,
+        groups: Groups = None,
         every: int = 1,
         unit: str = "epoch",
         **timetable: Any,
     ) -> None:
         super().__init__(every=check_whole("Gradual.every", every, least=1), unit=unit, **timetable)
         self.initial = check_whole("Gradual.initial", initial, least=1)
-        self.given = None if groups is None else read_groups("Gradual.groups", groups)
-        self.groups: list[Layer] = []
+        self.groups = read_groups("Gradual.groups", groups)
 
     def prepare(self) -> None:
-        """Finds the groups."""
-        if self.given is None:
-            self.groups = find_layers(self.parameters)
+        """Find the groups."""
+        if self.groups is None:
+            self.layer_groups = find_layers(self.parameters)
             return
-        self.groups = layers_of(self.given, self.parameters)
-        members = Counter(name for group in self.groups for name in group.parameters)
+        self.layer_groups = layers_of(self.groups, self.parameters)
+        members = Counter(name for group in self.layer_groups for name in group.parameters)
         for name in self.parameters:
             if members[name] != 1:
                 raise PolicyError(f"Gradual.groups: {shown(name)} must be in one group, not {members[name]}")
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """True for the groups that train already."""
-        count = self.initial + max(self.period(step, epoch), 0)
-        thawed = {name for group in self.groups[-count:] for name in group.parameters}
+        """Return True for the groups that train already."""
+        thawed = names_in(self.layer_groups[-self.initial - max(self.period(step, epoch), 0) :])
         return {name: name in thawed for name in self.parameters}
 
-    def layer_groups(self) -> list[Layer]:
-        """The groups that thaw one after the other, the last one first."""
-        return self.groups
-
     def may_freeze(self) -> set[str]:
-        """The parameters of the layers that do not always train."""
-        return {name for group in self.groups[: -self.initial] for name in group.parameters}
-
-    def describe(self) -> dict[str, Any]:
-        """How many groups train from the beginning, and which there are where that was given."""
-        return {"initial": self.initial, **({} if self.given is None else {"groups": self.given})}
+        """Return the parameters that do not train from the beginning."""
+        return names_in(self.layer_groups[: -self.initial])

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.where import as_patterns, match_names
 
+Groups = Iterable[str | Iterable[str]] | None
+"""Groups of parameters from the input to the output, each as globs; None: the layers of the model."""
+
 
 @dataclass(frozen=True)
 class Layer:
     """Parameters that are frozen and thawed together.
 
     Attributes:
-        name: The module they lie in; for what lies between the numbered layers, the modules' names.
+        name: The module that holds them; between the numbered layers, the names of the modules.
         parameters: The parameters' names, in model order.
-        numbered: Whether this is one of a stack, such as ``layers.3`` (and not the embedding or the head).
+        numbered: True for a member of a stack, such as ``layers.3``; False for the embedding or the head.
     """
 
     name: str
@@ -23,8 +26,13 @@ class Layer:
     numbered: bool
 
 
+def names_in(layers: Iterable[Layer]) -> set[str]:
+    """Return the names of the parameters of some layers."""
+    return {name for layer in layers for name in layer.parameters}
+
+
 def find_layers(names: Iterable[str], stacks: str | Iterable[str] | None = None) -> list[Layer]:
-    """Groups parameters into layers, from the input to the output.
+    """Group parameters into layers, from the input to the output.
 
     Every member of a numbered container (``layers.0.``, ``h.3.``, ``blocks.1.``) is a layer. What lies
     before, between or after them (embedding, final norm, head) forms a layer of its own, with
@@ -65,16 +73,18 @@ def find_layers(names: Iterable[str], stacks: str | Iterable[str] | None = None)
     ]
 
 
-def read_groups(key: str, groups: Iterable[str | Iterable[str]]) -> list[tuple[str, ...]]:
-    """Takes groups of parameters, each given as a glob or several.
+def read_groups(key: str, groups: Groups) -> list[tuple[str, ...]] | None:
+    """Return groups of parameters as tuples of globs; None where no groups are given.
 
     Args:
-        key: What the groups are called in the message of an error.
-        groups: A list; one glob by itself would be no group of groups.
+        key: The argument that an error names.
+        groups: A list of groups, each one glob or several.
 
     Raises:
         PolicyError: If it is no list, or a group or the list of them is empty.
     """
+    if groups is None:
+        return None
     if isinstance(groups, str) or not isinstance(groups, Iterable):
         raise PolicyError(
             f"{key}: must be a list of groups, each a glob or a list of them, got {shown(groups)}"
@@ -88,7 +98,7 @@ def read_groups(key: str, groups: Iterable[str | Iterable[str]]) -> list[tuple[s
 
 
 def layers_of(groups: Iterable[tuple[str, ...]], names: Iterable[str]) -> list[Layer]:
-    """The groups with the parameters that their globs match.
+    """Return the groups with the parameters that their globs match.
 
     Raises:
         PolicyError: If a glob matches nothing.
@@ -98,7 +108,7 @@ def layers_of(groups: Iterable[tuple[str, ...]], names: Iterable[str]) -> list[L
 
 
 def _chosen_stacks(names: list[str], stacks: str | Iterable[str] | None) -> set[str] | None:
-    """The containers whose members are layers; None where the outermost of each name counts."""
+    """Return the containers whose members are layers; None if the outermost of each name counts."""
     if stacks is None or not as_patterns(stacks):
         return None
     containers = list(dict.fromkeys(stack for name in names for stack, _ in _numbered(name)))
@@ -110,7 +120,7 @@ def _chosen_stacks(names: list[str], stacks: str | Iterable[str] | None) -> set[
 
 
 def _numbered(name: str) -> list[tuple[str, str]]:
-    """The numbered containers round a parameter with its member in each, from the outermost."""
+    """Return the numbered containers around a parameter with its member in each, from the outermost."""
     parts = name.split(".")
     return [
         (".".join(parts[:place]), ".".join(parts[: place + 1]))
@@ -127,7 +137,7 @@ def _member(name: str, chosen: set[str] | None) -> str | None:
 
 
 def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names by the module they lie in."""
+    """Return the names by the module that holds them."""
     modules: dict[str, list[str]] = {}
     for name in names:
         modules.setdefault(name.rpartition(".")[0] or name, []).append(name)

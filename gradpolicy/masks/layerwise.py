@@ -6,7 +6,7 @@ from typing import Any
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.layers import Layer, find_layers
+from gradpolicy.masks.layers import find_layers, names_in
 from gradpolicy.tensors.hashing import shuffled
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.where import match_any
@@ -56,42 +56,33 @@ class Layerwise(MaskSource):
         super().__init__(every=every, **timetable)
         self.active = check_whole("Layerwise.active", active, least=1)
         self.always = always
-        self.containers = layers
-        self.layers: list[Layer] = []
+        self.layers = layers
         self._always: set[str] = set()
 
     def prepare(self) -> None:
-        """Finds the layers."""
-        self.layers = [layer for layer in find_layers(self.parameters, self.containers) if layer.numbered]
-        if self.active > len(self.layers):
-            names = ", ".join(layer.name for layer in self.layers)
+        """Find the layers."""
+        found = [layer for layer in find_layers(self.parameters, self.layers) if layer.numbered]
+        if self.active > len(found):
+            names = ", ".join(layer.name for layer in found)
             raise PolicyError(
-                f"Layerwise.active: {self.active} layers wanted, but there are {len(self.layers)}: {names}"
+                f"Layerwise.active: {self.active} layers wanted, but there are {len(found)}: {names}"
             )
+        self.layer_groups = found
         self._always = match_any(self.always, self.parameters, "parameter")
 
     def active_layers(self, step: int, epoch: int) -> list[str]:
-        """The names of the layers that train at a step, from the input to the output."""
+        """Return the names of the layers that train at a step, from the input to the output."""
         period = max(self.period(step, epoch), 0)
-        chosen = sorted(shuffled(len(self.layers), self.seed, period, "layerwise")[: self.active])
-        return [self.layers[place].name for place in chosen]
+        chosen = sorted(shuffled(len(self.layer_groups), self.seed, period, "layerwise")[: self.active])
+        return [self.layer_groups[place].name for place in chosen]
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """True or False for each parameter."""
-        chosen = set(self.active_layers(step, epoch))
-        frozen = {name for layer in self.layers if layer.name not in chosen for name in layer.parameters}
+        """Return True for the chosen layers and what lies outside the stack."""
+        chosen = self.active_layers(step, epoch)
+        frozen = names_in(layer for layer in self.layer_groups if layer.name not in chosen)
         return {name: name not in frozen or name in self._always for name in self.parameters}
 
-    def layer_groups(self) -> list[Layer]:
-        """The layers of the stack; what lies outside of it always trains."""
-        return self.layers
-
     def may_freeze(self) -> set[str]:
-        """The parameters of the layers that do not always train."""
-        stack = self.layers if self.active < len(self.layers) else []
-        return {name for layer in stack for name in layer.parameters} - self._always
-
-    def describe(self) -> dict[str, Any]:
-        """How many layers train, and what else was given."""
-        given = {"always": self.always, "layers": self.containers}
-        return {"active": self.active, **{key: value for key, value in given.items() if value is not None}}
+        """Return the parameters that do not always train."""
+        stack = self.layer_groups if self.active < len(self.layer_groups) else []
+        return names_in(stack) - self._always

@@ -74,12 +74,11 @@ class Progressive(MaskSource):
         self.anneal = check_flag("Progressive.anneal", anneal)
         self.scale = check_flag("Progressive.scale", scale)
         self.shares: dict[str, float] = {}
-        self._layers: list[Layer] = []
         self._share_of: dict[str, float] = {}
 
     def prepare(self) -> None:
-        """Gives every layer its share of the training."""
-        layers = self._layers = _with_what_follows(find_layers(self.parameters))
+        """Give every layer its share of the training."""
+        layers = self.layer_groups = _with_what_follows(find_layers(self.parameters))
         last = max(len(layers) - 1, 1)
         self.shares, self._share_of = {}, {}
         for place, layer in enumerate(layers):
@@ -89,12 +88,12 @@ class Progressive(MaskSource):
             self._share_of.update(dict.fromkeys(layer.parameters, share))
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """True for layers whose time is not over."""
+        """Return True for the layers whose share of the training is not over."""
         passed = self._passed(step, epoch)
         return {name: passed < self._share_of[name] for name in self.parameters}
 
     def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """``αᵢ(t) / α`` for each parameter that trains."""
+        """Return ``αᵢ(t) / α`` for each parameter that trains."""
         if not self.anneal:
             return {}
         passed = self._passed(step, epoch)
@@ -105,24 +104,16 @@ class Progressive(MaskSource):
         }
 
     def _passed(self, step: int, epoch: int) -> float:
-        """Which share of the training was over at the last change."""
+        """Return the share of the training that was over at the last change."""
         return (self.timetable.begins(self.period(step, epoch)) - self.timetable.start) / self.total
 
-    def layer_groups(self) -> list[Layer]:
-        """The layers, in the order in which they freeze for good."""
-        return self._layers
-
     def may_freeze(self) -> set[str]:
-        """The parameters of the layers that do not always train."""
+        """Return the parameters that freeze before the end."""
         return {name for name, share in self._share_of.items() if share < 1.0}
-
-    def describe(self) -> dict[str, Any]:
-        """Length and curve, and what becomes of the learning rates."""
-        return {key: getattr(self, key) for key in ("total", "first", "curve", "anneal", "scale")}
 
 
 def _with_what_follows(layers: list[Layer]) -> list[Layer]:
-    """The layers; what comes after the last numbered one is taken together with it."""
+    """Return the layers, with what comes after the last numbered one joined to it."""
     end = max(place for place, layer in enumerate(layers) if layer.numbered)
     tail = tuple(name for layer in layers[end:] for name in layer.parameters)
     return [*layers[:end], Layer(layers[end].name, tail, True)]

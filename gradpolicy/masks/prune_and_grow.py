@@ -121,7 +121,7 @@ class PruneAndGrow(GradientSource):
         self._begun: dict[str, tuple[Tensor, Tensor]] = {}
 
     def prepare(self) -> None:
-        """Draws the first masks."""
+        """Draw the first masks."""
         super().prepare()
         dense = match_any(self.dense, self.parameters, "parameter")
         self._shapes = shapes = {
@@ -149,7 +149,7 @@ class PruneAndGrow(GradientSource):
         self.decided = 0 if self.timetable.start == 0 else -1
 
     def targets(self, count: int) -> dict[str, int]:
-        """How many entries of each sparse tensor are active at a count: its share, rounded up."""
+        """Return how many entries of each sparse tensor are active at a count: its share, rounded up."""
         shares = densities(self._shapes, density_at(self.density, count), self.distribution)
         return {
             name: min(math.ceil(shares[name] * math.prod(shape) * (1.0 - ROUNDING)), math.prod(shape))
@@ -157,7 +157,7 @@ class PruneAndGrow(GradientSource):
         }
 
     def _annealed(self) -> Schedule:
-        """``f(t)``: the share of active entries that is exchanged at a count."""
+        """Return ``f(t)``: the share of active entries that is exchanged at a count."""
         if self.anneal == "constant":
             return Constant(self.fraction)
         times = self.timetable
@@ -166,18 +166,18 @@ class PruneAndGrow(GradientSource):
         return ANNEALS[self.anneal](self.fraction, 0.0, steps=times.stop - times.start, begin=times.start)
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """The sparse tensors; what stays dense needs no decision."""
+        """Return the sparse tensors; what stays dense needs no decision."""
         return super().gradient_names(step, epoch) & self._shapes.keys()
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """The topology; a new one where it is due and the gradients are there."""
+        """Return the topology, or a new one if it is due and the gradients are there."""
         if self.overdue(step, epoch):
             self._exchange(self.period(step, epoch))
             self.decide(step, epoch)
         return {name: self._active.get(name, True) for name in self.parameters}
 
     def apply(self) -> None:
-        """Gives grown entries the values they begin with, and puts those outside the mask to zero."""
+        """Set grown entries to their first values, and those outside the mask to zero."""
         for name, active in self._active.items():
             parameter = self.parameters[name].detach()
             if name in self._begun:
@@ -187,23 +187,17 @@ class PruneAndGrow(GradientSource):
         self._begun = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The topology, the gradients gathered so far, and how widely grown entries are spread."""
+        """Return the topology, the gradients gathered so far, and the deviations of first values."""
         own = {"active": dict(self._active), "deviations": dict(self._deviations)}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up where :meth:`state_dict` left off."""
+        """Load what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._active = {
             name: active.to(self.parameters[name].device) for name, active in state["active"].items()
         }
         self._deviations = {**self._deviations, **state.get("deviations", {})}
-
-    def describe(self) -> dict[str, Any]:
-        """Density, growth and share of exchange, and what stays dense."""
-        shown = ["density", "grow", "fraction", "drop", "grow_init", "anneal", "distribution"]
-        shown += ["dense"] * (self.dense is not None)
-        return {key: getattr(self, key) for key in shown}
 
     def _exchange(self, period: int) -> None:
         count = self.timetable.begins(period)
@@ -229,5 +223,5 @@ class PruneAndGrow(GradientSource):
         return derive(self.seed, period, name, "prune_and_grow")
 
     def _nothing(self, name: str) -> Tensor:
-        """No entry of a parameter."""
+        """Return a mask without an active entry."""
         return torch.zeros(self._shapes[name], dtype=torch.bool, device=self.parameters[name].device)

@@ -53,24 +53,20 @@ class Random(MaskSource):
         self.rescale = check_flag("Random.rescale", rescale)
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """A seeded mask for each parameter; the same until the next change."""
+        """Return a seeded mask for each parameter; the same until the next change."""
         drawn_at, density = self._drawn(step, epoch)
         if density in (0.0, 1.0):
             return dict.fromkeys(self.parameters, density == 1.0)
         return {name: RandomMask(self.seed, drawn_at, name, density, self.level) for name in self.parameters}
 
     def gradient_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """``1 / p`` for each parameter where ``rescale`` is on."""
+        """Return ``1 / p`` for each parameter if ``rescale`` is on."""
         density = self._drawn(step, epoch)[1]
         if not self.rescale or density == 0.0:
             return {}
         return dict.fromkeys(self.parameters, 1.0 / density)
 
-    def describe(self) -> dict[str, Any]:
-        """Density and level."""
-        return {"density": self.density, "level": self.level, "rescale": self.rescale}
-
     def _drawn(self, step: int, epoch: int) -> tuple[int, float]:
-        """The count of the last draw, and the density it had."""
+        """Return the count of the last draw, and its density."""
         drawn_at = self.timetable.begins(self.period(step, epoch))
         return drawn_at, density_at(self.density, drawn_at)

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from gradpolicy.checks import check_whole
-from gradpolicy.errors import PolicyError, shown
+from gradpolicy.checks import check_share, check_whole
+from gradpolicy.errors import PolicyError
 from gradpolicy.masks.gradient_source import GradientSource
-from gradpolicy.masks.layers import Layer, find_layers
+from gradpolicy.masks.layers import find_layers, names_in
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import full_tensor
 
@@ -38,76 +38,61 @@ class Stable(GradientSource):
         if "window" in timetable:
             raise PolicyError("Stable: takes no argument 'window'; it sums over all of an interval of every")
         super().__init__(window=None, every=check_whole("Stable.every", every, least=1), **timetable)
-        is_number = isinstance(percentile, int | float) and not isinstance(percentile, bool)
-        if not is_number or not 0 <= percentile <= 100:
-            raise PolicyError(
-                f"Stable.percentile: must be a number between 0 and 100, got {shown(percentile)}"
-            )
-        self.percentile = float(percentile)
-        self.layers: list[Layer] = []
+        self.percentile = check_share("Stable.percentile", percentile, whole=100)
         self.frozen = 0
         self.norms: list[float] = []
-        self._front: tuple[str, ...] = ()
+        self._front: set[str] = set()
 
     def prepare(self) -> None:
-        """Finds the layers; all train."""
+        """Find the layers; all train."""
         super().prepare()
         found = find_layers(self.parameters)
         first = next(place for place, layer in enumerate(found) if layer.numbered)
-        self._front = tuple(name for layer in found[:first] for name in layer.parameters)
-        self.layers = [layer for layer in found if layer.numbered]
+        self._front = names_in(found[:first])
+        self.layer_groups = [layer for layer in found if layer.numbered]
         self.frozen, self.norms = 0, []
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """False for the layers that have settled."""
+        """Return False for the layers that have settled."""
         period = self.period(step, epoch)
         if period == 0 and self.decided < 0:
             self.decide(step, epoch)  # the first interval begins
         elif period > 0 and self.overdue(step, epoch):
             self._compare()
             self.decide(step, epoch)
-        settled = {name for layer in self.layers[: self.frozen] for name in layer.parameters}
-        settled.update(self._front if self.frozen else ())
+        settled = names_in(self.layer_groups[: self.frozen]) | (self._front if self.frozen else set())
         return {name: name not in settled for name in self.parameters}
 
     def wants_gradients(self, step: int, epoch: int) -> bool:
-        """From ``start`` on, as long as there is another comparison to come."""
+        """Return True from ``start`` on, as long as another comparison is to come."""
         count = self.count(step, epoch)
         return count >= self.timetable.start and self.timetable.next(count) is not None
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """The layers that still train."""
+        """Return the parameters of the layers that still train."""
         if not self.wants_gradients(step, epoch):
             return set()
-        return {name for layer in self.layers[self.frozen :] for name in layer.parameters}
+        return names_in(self.layer_groups[self.frozen :])
 
     def state_dict(self) -> dict[str, Any]:
-        """How many layers have settled, and what the next comparison needs."""
+        """Return how many layers have settled, and what the next comparison needs."""
         return {**super().state_dict(), "frozen": self.frozen, "norms": list(self.norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up where :meth:`state_dict` left off."""
+        """Load what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self.frozen, self.norms = state["frozen"], list(state["norms"])
 
-    def layer_groups(self) -> list[Layer]:
-        """The layers that may settle, one after the other."""
-        return self.layers
-
     def may_freeze(self) -> set[str]:
-        """The parameters of the layers that do not always train."""
-        return {*self._front, *(name for layer in self.layers[:-1] for name in layer.parameters)}
-
-    def describe(self) -> dict[str, Any]:
-        """The percentile."""
-        return {"percentile": self.percentile}
+        """Return the parameters of the layers that may settle."""
+        return self._front | names_in(self.layer_groups[:-1])
 
     def _compare(self) -> None:
-        """Takes the interval's norms, and freezes what has settled since the one before."""
+        """Take the interval's norms, and freeze what has settled since the interval before."""
         sums = self.gathered.sums
         norms = [
             sum(float(full_tensor(sums[name].abs().sum())) for name in layer.parameters if name in sums)
-            for layer in self.layers
+            for layer in self.layer_groups
         ]
         before, self.norms = self.norms, norms
         if before:
@@ -115,7 +100,7 @@ class Stable(GradientSource):
 
 
 def settled_layers(before: list[float], now: list[float], percentile: float) -> int:
-    """How many layers in front change less than the percentile of all.
+    """Return how many layers in front change less than the percentile of all.
 
     ``η = |before − now| / before``; a layer without gradient before or now counts as unchanged.
     """

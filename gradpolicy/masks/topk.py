@@ -98,7 +98,7 @@ class TopK(GradientSource):
         self._to_rewind = False
 
     def prepare(self) -> None:
-        """Keeps the weights that changes are measured from."""
+        """Keep the weights that changes are measured from."""
         super().prepare()
         self._masks = dict.fromkeys(self.parameters, self.before == "train")
         self._initial = {}
@@ -107,13 +107,13 @@ class TopK(GradientSource):
             self._initial = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def statistic(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """What is summed over the window."""
+        """Return what is summed over the window."""
         if self.by == "fisher":
             return _real_product(gradient, gradient)
         return -_real_product(weight, gradient) if self.by == "movement" else gradient
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """The last choice; a new one where it is due and the scores are there."""
+        """Return the last choice, or a new one if it is due and the scores are there."""
         if self.overdue(step, epoch):
             self._to_rewind = self.rewind and self.decided < 0
             changed = self.timetable.begins(self.period(step, epoch))
@@ -123,30 +123,30 @@ class TopK(GradientSource):
 
     @property
     def resets_state(self) -> bool:
-        """Where the weights go back to where they began, their optimizer does too."""
+        """True if the weights go back to w₀: their optimizer then begins anew."""
         return self._to_rewind
 
     def apply(self) -> None:
-        """Puts the weights back to where they began, once, where ``rewind`` is on."""
+        """Put the weights back to w₀, once, if ``rewind`` is on."""
         if self._to_rewind:
             for name, parameter in self.parameters.items():
                 local_shard(parameter.detach()).copy_(local_shard(self._initial[name]))
             self._to_rewind = False
 
     def scores(self) -> dict[str, Tensor]:
-        """The score of each entry, row or tensor; what no gradient reached scores −∞."""
+        """Return the score of each entry, row or tensor; −∞ where there was no gradient."""
         scores = {name: full_tensor(self._score(name, p)) for name, p in self.parameters.items()}
         if self.level == "entry":
             return scores
         return {name: _mean_over(score, self.level) for name, score in scores.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, the gradients gathered so far, and w₀ where it is needed."""
+        """Return the masks, the gradients gathered so far, and w₀ where it is needed."""
         initial = {name: full_tensor(weight) for name, weight in self._initial.items()}
         return {**super().state_dict(), "masks": dict(self._masks), "initial": initial}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up where :meth:`state_dict` left off."""
+        """Load what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._masks = {
             name: mask.to(self.parameters[name].device) if isinstance(mask, Tensor) else mask
@@ -155,12 +155,6 @@ class TopK(GradientSource):
         self._initial = {
             name: shard_like(weight, self.parameters[name]) for name, weight in state["initial"].items()
         }
-
-    def describe(self) -> dict[str, Any]:
-        """Density, score and scope; how gradients are waited for, and whether weights go back."""
-        shown = ["density", "by", "scope", "level"] + ["window", "before"] * self.needs_gradients
-        shown += ["rewind"] * self.rewind
-        return {key: getattr(self, key) for key in shown}
 
     def _score(self, name: str, parameter: Tensor) -> Tensor:
         weight = wide(parameter.detach())
@@ -186,12 +180,12 @@ class TopK(GradientSource):
 
 
 def _real_product(first: Tensor, second: Tensor) -> Tensor:
-    """The product; of complex numbers that of their parts, summed, as if these were entries of their own."""
+    """Return the product; of complex numbers the sum of the products of their parts."""
     return (first * second.conj()).real if first.is_complex() else first * second
 
 
 def _mean_over(score: Tensor, level: str) -> Tensor:
-    """The mean score of each row, ``(n, 1, …)``, or of the tensor, ``(1, 1, …)``."""
+    """Return the mean score of each row, ``(n, 1, …)``, or of the tensor, ``(1, 1, …)``."""
     first = 1 if level == "row" else 0
     dims = tuple(range(first, score.dim()))
     return score.mean(dim=dims, keepdim=True) if dims else score

@@ -24,7 +24,6 @@ from gradpolicy.optim.without_rule import put_back_remarks
 from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
 from gradpolicy.planning.plan_warnings import gets_gradient, trained_in_vain, vain_warnings
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
-from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import intersect
 from gradpolicy.when import When, Window
 from gradpolicy.where import named_parameters, pick_each, plain_name
@@ -395,7 +394,7 @@ def _freeze_row(
         entries=entries,
         active_share=sum(active.values()) / max(entries, 1),
         training_share=training / max(entries, 1),
-        groups=tuple(group.name for group in source.layer_groups()),
+        groups=tuple(group.name for group in source.layer_groups),
         phases=policy.when.phases,
         when=_moments(policy.when),
         course=f"{_described(policy.source)} {_timetable(policy.source)}; {FATES[policy.frozen_state]}",
@@ -404,10 +403,7 @@ def _freeze_row(
 
 def _described(source: MaskSource) -> str:
     """A source with its own arguments, without its timetable."""
-    arguments = (
-        f"{key}={value.value if isinstance(value, Constant) else value}"
-        for key, value in source.describe().items()
-    )
+    arguments = (f"{key}={value}" for key, value in source.describe().items())
     return f"{type(source).__name__}({', '.join(arguments)})"
 
 

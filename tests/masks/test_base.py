@@ -42,11 +42,6 @@ def test_the_first_masks_hold_before_start_and_the_last_after_stop() -> None:
     assert [source.timetable.begins(period) for period in (-1, 0, 2)] == [3, 3, 7]
 
 
-def test_its_own_seed_goes_before_the_runs(prepared) -> None:
-    assert prepared(MaskSource(seed=5), seed=1).seed == 5
-    assert prepared(MaskSource(), seed=1).seed == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -69,31 +64,6 @@ def test_an_impossible_timetable_is_an_error(arguments: dict, message: str) -> N
 def test_what_would_never_change_is_an_error_where_change_is_all_there_is(make) -> None:
     with pytest.raises(PolicyError, match=r"\.every: must be a whole number of at least 1, got None"):
         make(every=None)
-
-
-def test_an_argument_that_no_source_takes_is_an_error_with_the_nearest_names() -> None:
-    for wrong, near in (("dnsity", "density"), ("evry", "every")):
-        with pytest.raises(PolicyError, match=f"Random: takes no argument {wrong!r}.*did you mean {near!r}"):
-            gp.masks.Random(**{wrong: 1})
-
-
-@pytest.mark.parametrize(
-    ("source", "near"),
-    [
-        (lambda: gp.masks.Fixed(freez="*"), "freeze"),
-        (lambda: gp.masks.Rows("1:", sise=2), "size"),
-        (lambda: gp.masks.Progressive(9, evry=2), "every"),
-        (lambda: gp.masks.Stable(percentil=9), "percentile"),
-    ],
-)
-def test_every_source_names_the_nearest_arguments(source, near: str) -> None:
-    with pytest.raises(PolicyError, match=f"takes no argument .*did you mean '{near}'"):
-        source()
-
-
-def test_a_source_without_parameters_is_an_error() -> None:
-    with pytest.raises(PolicyError, match="no parameter"):
-        MaskSource().setup({}, seed=0)
 
 
 def test_a_source_that_was_not_begun_says_so(prepared) -> None:

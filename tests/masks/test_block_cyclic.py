@@ -1,11 +1,9 @@
 """BAdam: block after block, each once a cycle."""
 
 import pytest
-import torch
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.freezing import Freezer
 
 BLOCKS = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
 BLOCK_OF_FOUR = "embed+blocks.0+blocks.1+blocks.2"
@@ -55,25 +53,6 @@ def test_blocks_may_be_given(prepared, trained) -> None:
 def test_some_parameters_may_always_train(prepared) -> None:
     source = prepared(gp.masks.BlockCyclic(always="head.bias", every=1))
     assert all(source.masks(step, 0)["head.bias"] is True for step in range(6))
-
-
-def test_adam_starts_each_turn_anew_where_state_is_zeroed(stack, tokens) -> None:
-    """As BAdam, which clears the optimizer's state at each switch: the first update of a turn is lr long."""
-    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.01, weight_decay=0.0, eps=0.0))
-    policy = gp.Freeze(gp.masks.BlockCyclic(every=2, blocks=["head.*", "embed.*"]), frozen_state="zero")
-    freezer = Freezer(stack, optimizer, {"cycle": policy}, seed=0)
-    for step in range(8):
-        before = stack.head.weight.detach().clone()
-        freezer.begin_step(step)
-        optimizer.zero_grad()
-        (stack(tokens).square().mean()).backward()
-        freezer.observe()
-        optimizer.step()
-        moved = (stack.head.weight - before).abs()
-        if step % 4 == 0:
-            torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-4, atol=0)
-        elif step % 4 in (2, 3):
-            assert not moved.any()
 
 
 def test_wrong_arguments_are_errors(prepared) -> None:

@@ -10,10 +10,6 @@ from gradpolicy.errors import PolicyError
 HEAD = ["head.weight", "head.bias"]
 
 
-def test_nothing_trains_unless_told_otherwise(prepared, trained) -> None:
-    assert trained(prepared(gp.masks.Fixed()).masks(0, 0)) == []
-
-
 @pytest.mark.parametrize("source", [gp.masks.Fixed("head.*"), gp.masks.Fixed(["*", "!embed.*", "!blocks.*"])])
 def test_globs_say_what_trains(prepared, trained, source) -> None:
     assert trained(prepared(source).masks(0, 0)) == HEAD
@@ -71,21 +67,14 @@ def test_what_does_not_fit_is_an_error(prepared, mask, message: str) -> None:
         prepared(gp.masks.Fixed(mask))
 
 
-def test_a_file_of_numbers_is_no_file_of_masks(prepared, tmp_path) -> None:
-    save_file({"head.weight": torch.ones(3, 4)}, tmp_path / "weights.safetensors")
-    with pytest.raises(PolicyError, match="not bool or uint8"):
-        prepared(gp.masks.Fixed(tmp_path / "weights.safetensors"))
-
-
-def test_a_file_without_masks_is_an_error(prepared, tmp_path) -> None:
-    save_file({}, tmp_path / "masks.safetensors")
-    with pytest.raises(PolicyError, match="holds no mask"):
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [({"head.weight": torch.ones(3, 4)}, "not bool or uint8"), ({}, "holds no mask")],
+)
+def test_a_file_must_hold_masks(prepared, tmp_path, held, message: str) -> None:
+    save_file(held, tmp_path / "masks.safetensors")
+    with pytest.raises(PolicyError, match=message):
         prepared(gp.masks.Fixed(tmp_path / "masks.safetensors"))
-
-
-def test_to_freeze_no_glob_is_an_error() -> None:
-    with pytest.raises(PolicyError, match=r"Fixed.freeze: is empty"):
-        gp.masks.Fixed(freeze=[])
 
 
 @pytest.mark.parametrize("kind", [gp.masks.Fixed, gp.masks.Rows])
@@ -100,14 +89,12 @@ def test_a_timetable_is_taken_and_said_to_make_no_difference(
     assert source.masks(0, 0) == source.masks(9, 1)
 
 
-def test_a_source_whose_masks_never_change_names_an_unknown_argument() -> None:
-    with pytest.raises(PolicyError, match="Fixed: takes no argument 'evry'; did you mean 'every'"):
-        gp.masks.Fixed("head.*", evry=5)
-
-
-def test_mask_and_freeze_exclude_each_other() -> None:
-    with pytest.raises(PolicyError, match="not both"):
-        gp.masks.Fixed("a", freeze="b")
+@pytest.mark.parametrize(
+    ("mask", "freeze", "message"), [("a", "b", "not both"), (False, [], r"Fixed.freeze: is empty")]
+)
+def test_freeze_stands_alone_and_names_something(mask, freeze, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        gp.masks.Fixed(mask, freeze=freeze)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_what_is_no_source_is_an_error(prepared) -> None:
         ),
         (
             {"masks": lambda self, step: {}, "__init__": lambda self, k: None},
-            "Bad cannot be made without arg",
+            "Freeze.mask: Bad: must take no arguments",
         ),
         (
             {"masks": lambda self, step: {}, "due": lambda self, step: True},

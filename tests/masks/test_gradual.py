@@ -25,11 +25,6 @@ def test_start_pace_and_beginning_can_be_set(prepared) -> None:
     assert counts == [2, 2, 2, 3, 3, 4, 5, 6, 6]
 
 
-def test_what_has_thawed_stays_so(prepared) -> None:
-    source = prepared(gp.masks.Gradual(stop=3))
-    assert [len(thawed(source, 0, epoch)) for epoch in range(6)] == [1, 2, 3, 3, 3, 3]
-
-
 def test_groups_may_be_given(prepared) -> None:
     source = prepared(gp.masks.Gradual(groups=["embed.*", "blocks.*", "head.*"]))
     assert [len(thawed(source, 0, epoch)) for epoch in range(4)] == [1, 5, 6, 6]

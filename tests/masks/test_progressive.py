@@ -32,19 +32,6 @@ def layers(count: int) -> dict[str, torch.Tensor]:
     return {f"layers.{i}.weight": torch.zeros(2) for i in range(count)}
 
 
-@pytest.mark.parametrize(("curve", "power"), [("linear", 1), ("squared", 2), ("cubic", 3)])
-@pytest.mark.parametrize("scale", [True, False])
-def test_masks_and_rates_are_the_published_ones(prepared, curve: str, power: int, scale: bool) -> None:
-    source = prepared(gp.masks.Progressive(200, first=0.6, curve=curve, scale=scale), layers(5))
-    shares, rate_at = published(5, 200, 0.6, power, scale)
-    assert list(source.shares.values()) == pytest.approx(shares)
-    for step in range(0, 200, 7):
-        masks, rates = source.masks(step, 0), source.learning_rate_scale(step, 0)
-        for place, name in enumerate(source.parameters):
-            ours = 0.1 * rates[name] if masks[name] else 0.0
-            assert ours == pytest.approx(rate_at(place, step), abs=1e-12)
-
-
 @pytest.mark.parametrize(("total", "first", "curve"), [(100, 0.1, "linear"), (20000, 0.8, "squared")])
 def test_a_layer_whose_share_is_over_is_frozen_at_that_very_step(prepared, total, first, curve) -> None:
     """The second layer's share is 0.55 and 0.81, which times the total is a little more than whole."""

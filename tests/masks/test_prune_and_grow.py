@@ -1,6 +1,5 @@
 """SET and RigL: topology, growth, annealing, zeros outside the mask."""
 
-import copy
 import math
 
 import numpy as np
@@ -13,53 +12,9 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
 
 
-def published_update(weight: np.ndarray, gradient: np.ndarray, mask: np.ndarray, fraction: float) -> tuple:
-    """The update of RigL's published code (Google's and rigl-torch's alike), on sorted flat arrays.
-
-    The ``n_keep`` highest ``|w|`` of all entries stay; of the others the ``n_prune`` with the highest ``|g|``
-    are grown, what was just dropped among them; grown entries that were not active before start at zero.
-    It relies on inactive weights being zero and active ones not, which holds for the inputs used here.
-    """
-    active = int(mask.sum())
-    pruned = int(active * fraction)
-    by_weight = np.argsort(-np.abs(weight * mask).ravel(), kind="stable")
-    kept = np.zeros(mask.size, dtype=bool)
-    kept[by_weight[: active - pruned]] = True
-    lifted = np.where(kept, np.abs(gradient).min() - 1, np.abs(gradient).ravel())
-    grown = np.zeros(mask.size, dtype=bool)
-    grown[np.argsort(-lifted, kind="stable")[:pruned]] = True
-    new = (kept | grown).reshape(mask.shape)
-    weight = np.where(grown.reshape(mask.shape) & ~mask, 0.0, weight) * new
-    return new, weight
-
-
 def sources(**changes) -> gp.masks.PruneAndGrow:
     arguments = {"density": 0.4, "every": 3, "stop": 12, "fraction": 0.5}
     return gp.masks.PruneAndGrow(**{**arguments, **changes})
-
-
-def test_rigl_takes_the_published_course_step_by_step(prepared) -> None:
-    """Masks and weights over whole runs of scripted gradients, against the published update by hand."""
-    weight = nn.Parameter(torch.randn(8, 6))
-    source = prepared(sources(window=1), {"w": weight})
-    generator = torch.Generator().manual_seed(1)
-    gradient = torch.zeros(8, 6)
-    source.apply()
-    mask, values = source.masks(0, 0)["w"].numpy(), weight.detach().numpy().copy()
-    for step in range(15):
-        if step % 3 == 0 and 0 < step < 12:
-            fraction = 0.5 / 2 * (1 + math.cos(math.pi * step / 12))
-            mask, values = published_update(values, gradient.numpy(), mask, fraction)
-        given = source.masks(step, 0)["w"]
-        source.apply()
-        assert np.array_equal(given.numpy(), mask)
-        assert np.array_equal(weight.detach().numpy(), values)
-        gradient = torch.randn(8, 6, generator=generator)
-        if source.wants_gradients(step, 0):
-            source.observe({"w": gradient})
-        with torch.no_grad():
-            weight -= 0.1 * gradient * given
-            values = weight.detach().numpy().copy()
 
 
 def nearest_to_zero(weights: np.ndarray, fraction: float) -> set[int]:
@@ -124,13 +79,6 @@ def test_random_start_values_are_the_same_on_every_rank_and_after_resume(prepare
     assert torch.equal(ranks[0].masks(6, 0)["w"], ranks[2].masks(6, 0)["w"])
     assert torch.equal(ranks[0].parameters["w"], ranks[2].parameters["w"])
     assert not torch.equal(ranks[0].parameters["w"], begun * ranks[0].masks(6, 0)["w"])
-
-
-def test_each_way_of_growing_has_its_papers_defaults() -> None:
-    rigl, evolved = sources(), sources(grow="random")
-    assert (rigl.drop, rigl.grow_init, rigl.anneal) == ("magnitude", "zero", "cosine")
-    assert (evolved.drop, evolved.grow_init, evolved.anneal) == ("sign", "random", "constant")
-    assert not evolved.needs_gradients
 
 
 def test_set_may_grow_at_zero_as_its_keras_code_does(prepared) -> None:
@@ -274,56 +222,9 @@ def test_entries_outside_the_mask_are_zero_and_grown_ones_start_there(stack, tok
     assert exchanged > 10
 
 
-def test_only_the_window_before_a_change_is_observed(prepared) -> None:
-    source = prepared(sources(every=5, window=2, stop=100), {"w": torch.randn(4, 4)})
-    wanted = []
-    for step in range(12):
-        source.masks(step, 0)
-        if source.wants_gradients(step, 0):
-            wanted.append(step)
-            source.observe({"w": torch.randn(4, 4)})
-    assert wanted == [3, 4, 8, 9]
-
-
 def test_a_tensor_without_entries_stays_as_it_is(prepared) -> None:
     source = prepared(sources(distribution="erk"), {"w": torch.randn(4, 4), "none": torch.zeros(0, 3)})
     assert source.masks(0, 0)["none"] is True
-
-
-def test_what_stays_dense_is_not_observed(prepared) -> None:
-    source = prepared(sources(every=5, stop=100, dense="head.*"))
-    assert source.gradient_names(4, 0) == {"embed.weight", *(f"blocks.{i}.weight" for i in range(4))}
-    assert source.gradient_names(3, 0) == set()
-
-
-@pytest.mark.parametrize("grow", ["gradient", "random"])
-@pytest.mark.parametrize("cut", [1, 3, 4, 5, 8])
-def test_a_resumed_run_is_the_run(stack, tokens, tmp_path, grow: str, cut: int) -> None:
-    def start(model: nn.Module):
-        optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
-        policy = gp.Freeze(sources(grow=grow, window=2), params="blocks.*", frozen_state="zero")
-        return optimizer, Freezer(model, optimizer, {"sparse": policy}, seed=3)
-
-    def train(model, optimizer, freezer, steps: range) -> None:
-        for step in steps:
-            freezer.begin_step(step)
-            optimizer.zero_grad()
-            model(tokens).square().mean().backward()
-            freezer.observe()
-            optimizer.step()
-
-    whole, first, second = (copy.deepcopy(stack) for _ in range(3))
-    train(whole, *start(whole), range(10))
-    optimizer, freezer = start(first)
-    train(first, optimizer, freezer, range(cut))
-    states = [each.state_dict() for each in (first, optimizer, freezer)]
-    torch.save(states, tmp_path / "run.pt")
-    optimizer, freezer = start(second)
-    for each, state in zip((second, optimizer, freezer), torch.load(tmp_path / "run.pt"), strict=True):
-        each.load_state_dict(state)
-    train(second, optimizer, freezer, range(cut, 10))
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(parameter, second.get_parameter(name)), name
 
 
 @pytest.mark.parametrize(
@@ -341,11 +242,6 @@ def test_a_resumed_run_is_the_run(stack, tokens, tmp_path, grow: str, cut: int) 
 def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         sources(**arguments)
-
-
-def test_without_an_end_the_exchanged_share_stays() -> None:
-    assert sources(stop=None).anneal == "constant"
-    assert sources().anneal == "cosine"
 
 
 def test_nothing_to_make_sparse_is_an_error(prepared) -> None:

@@ -56,18 +56,6 @@ def test_nothing_is_asked_for_before_start_or_after_the_last_comparison(prepared
     assert [step for step in range(12) if source.wants_gradients(step, 0)] == [3, 4, 5, 6]
 
 
-def test_a_resumed_run_compares_with_what_was_before(prepared, tmp_path) -> None:
-    first, second = (prepared(gp.masks.Stable(100, every=1)) for _ in range(2))
-    first.masks(0, 0)
-    first.observe(gradients(first, [1, 1, 1, 1]))
-    first.masks(1, 0)
-    first.observe(gradients(first, [1, 1, 5, 1]))
-    torch.save(first.state_dict(), tmp_path / "source.pt")
-    second.load_state_dict(torch.load(tmp_path / "source.pt", weights_only=True))
-    assert first.masks(2, 0) == second.masks(2, 0)
-    assert second.frozen == 2
-
-
 def test_a_window_is_refused_since_the_interval_is_the_window() -> None:
     with pytest.raises(PolicyError, match="Stable: takes no argument 'window'"):
         gp.masks.Stable(window=3)

@@ -1,0 +1,97 @@
+"""What every mask source promises, for each one that the package has."""
+
+import copy
+import inspect
+import io
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.masks import SOURCES, MaskSource
+from gradpolicy.masks.base import StaticSource
+from gradpolicy.tensors.mask import Mask, as_tensor, check_mask
+
+# Values for arguments without a default.
+REQUIRED = {"rows": [0], "total": 8, "function": lambda name, parameter, step: len(name) % 2 == step % 4 // 2}
+each_source = pytest.mark.parametrize("kind", SOURCES.values(), ids=SOURCES)
+
+
+def example(kind: type[MaskSource], **more: int) -> MaskSource:
+    """A source whose masks change every two steps, if they change."""
+    own = inspect.signature(kind).parameters.values()
+    needed = [each.name for each in own if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    assert REQUIRED.keys() >= set(needed), f"give REQUIRED in {__file__} a value for {needed} of {kind}"
+    timetable = {} if issubclass(kind, StaticSource) else {"every": 2, "unit": "step"}
+    return kind(**{name: REQUIRED[name] for name in needed}, **timetable, **more)
+
+
+def course(source: MaskSource, model: nn.Module, steps: range) -> list[Mapping[str, Mask]]:
+    """The masks of some steps, under gradients that depend on the step alone."""
+    given = []
+    for step in steps:
+        given.append(dict(source.masks(step, 0)))
+        source.apply()
+        generator = torch.Generator().manual_seed(step)
+        gradients = {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+        wanted = source.gradient_names(step, 0)
+        if wanted:
+            source.observe({name: gradients[name] for name in wanted})
+    return given
+
+
+@each_source
+def test_a_resumed_run_and_another_rank_have_the_same_masks(kind: type[MaskSource], stack: nn.Module) -> None:
+    whole = copy.deepcopy(stack)
+    source = example(kind)
+    source.setup(dict(whole.named_parameters()), seed=3)
+    expected = course(source, whole, range(9))
+    for cut in range(1, 8):
+        model, file = copy.deepcopy(stack), io.BytesIO()
+        first, second = example(kind), example(kind)
+        first.setup(dict(model.named_parameters()), seed=3)
+        course(first, model, range(cut))
+        torch.save(first.state_dict(), file)
+        file.seek(0)
+        second.setup(dict(model.named_parameters()), seed=3)
+        second.load_state_dict(torch.load(file, weights_only=True))
+        for ours, theirs in zip(course(second, model, range(cut, 9)), expected[cut:], strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, parameter in model.named_parameters():
+                masks = (as_tensor(each[name], parameter.shape) for each in (ours, theirs))
+                assert torch.equal(*(mask.expand(parameter.shape) for mask in masks))
+        assert all(torch.equal(p, whole.get_parameter(name)) for name, p in model.named_parameters())
+
+
+@each_source
+def test_its_masks_fit_and_layers_freeze_only_where_it_says_so(
+    kind: type[MaskSource], stack: nn.Module
+) -> None:
+    source, parameters = example(kind), dict(stack.named_parameters())
+    source.setup(parameters, seed=0)
+    frozen = set()
+    for masks in course(source, stack, range(8)):
+        for name, mask in masks.items():
+            check_mask(mask, parameters[name], name)
+        frozen |= {name for name, mask in masks.items() if mask is False}
+    if source.layer_groups:
+        assert frozen <= source.may_freeze()
+        assert {name for layer in source.layer_groups for name in layer.parameters} <= set(parameters)
+
+
+@each_source
+def test_it_describes_itself_and_names_the_nearest_argument(kind: type[MaskSource]) -> None:
+    assert repr(example(kind)).startswith(f"{kind.__name__}(")
+    with pytest.raises(PolicyError, match=rf"^{kind.__name__}: takes no argument 'evry'; .*'every'"):
+        kind(
+            **{name: REQUIRED[name] for name in inspect.signature(kind).parameters if name in REQUIRED},
+            evry=2,
+        )
+
+
+@each_source
+def test_it_needs_parameters(kind: type[MaskSource]) -> None:
+    with pytest.raises(PolicyError, match=f"{kind.__name__}: there is no parameter to mask"):
+        example(kind).setup({}, seed=0)
