@@ -208,14 +208,14 @@ class RuleState:
         """Whether compiled code has met an operation with a discrete result."""
         return self.key in _DISCRETE_IN_COMPILED_CODE
 
-    def note_lost(self, operation: str, function: str) -> None:
+    def note_lost(self, operation: str, function: str, is_index: bool) -> None:
         """Says once that the result of an operation went into a function that cannot carry a gradient."""
         policy = f"policy {self.name!r}: " if self.is_reported else ""
         if torch.compiler.is_compiling():
-            _warn_of_lost_path(policy, operation, function)
+            _warn_of_lost_path(policy, operation, function, is_index)
         elif (operation, function) not in self.lost_in:
             self.lost_in.add((operation, function))
-            _warn_of_lost_path(policy, operation, function)
+            _warn_of_lost_path(policy, operation, function, is_index)
 
     def note_forward(self) -> None:
         """Notes that a forward pass with gradients runs."""
@@ -552,11 +552,19 @@ def _note_opaque_while_tracing(key: str, name: str, call: str, reason: str) -> N
 
 
 @runs_while_tracing
-def _warn_of_lost_path(policy: str, operation: str, function: str) -> None:
-    warn_user(
-        f"{policy}the result of operation {operation!r} went through {function}, which cannot carry the "
-        "rule's gradient; cast it to floating point before (.float()), or detach it if no gradient is meant"
-    )
+def _warn_of_lost_path(policy: str, operation: str, function: str, is_index: bool) -> None:
+    if is_index:
+        text = (
+            f"an index from operation {operation!r} became numbers in {function}, and an index has no "
+            "gradient: use the values that the operation gives, F.one_hot(x.argmax(-1), n) with a rule for "
+            "'argmax', or detach the index (.detach()) if no gradient is meant"
+        )
+    else:
+        text = (
+            f"the result of operation {operation!r} went through {function}, which cannot carry the rule's "
+            "gradient; cast it to floating point before (.float()), or detach it if no gradient is meant"
+        )
+    warn_user(f"{policy}{text}")
 
 
 def _warn_of_opaque(name: str, call: str, reason: str) -> None:

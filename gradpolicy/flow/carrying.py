@@ -57,6 +57,11 @@ CHOICES = ("where", "masked_fill")
 # Write one operand's values into floats in place; with the operand's position.
 COPIES: dict[Function, int] = {Tensor.copy_: 1, Tensor.__setitem__: 2}
 
+# These take an index as what it is: which entries of another tensor are meant.
+SELECTIONS = (
+    *("getitem", "gather", "take", "take_along_dim", "index_select", "index_add", "index_copy", "index_fill"),
+    *("index_put", "scatter", "scatter_add", "scatter_reduce", "embedding", "masked_select"),
+)
 # These use only the shape, dtype or device of a tensor, or cut the graph on purpose.
 WITHOUT_VALUES = ("detach", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 
@@ -115,10 +120,12 @@ def _lose(paths: list[GradientPath], function: Function, result: Any, changed: t
     """Says that what has become floating-point has no gradient from here, and marks what is discrete."""
     # The compiler does not know the names of functions.
     name = "a function" if torch.compiler.is_compiling() else repr(name_of(function))
+    # What an index points at has its own gradient. A value that is written is one of numbers.
+    selects = function in _SELECTIONS and all(path.is_index for path in paths)
     for tensor in tensors_in((result, changed)):
         if is_discrete(tensor):
             set_path(tensor, paths[0].lost(name))
-        else:
+        elif not selects:
             for path in paths:
                 path.note_lost(name)
 
@@ -342,6 +349,7 @@ def _functions(names: Iterable[str]) -> list[Function]:
 
 # Looked up by function, since the compiler cannot ask a function for its name.
 _WITHOUT_VALUES = frozenset(_functions(WITHOUT_VALUES))
+_SELECTIONS = frozenset(_functions(SELECTIONS))
 _DIVISIONS = frozenset(_functions(["div"]))
 _FILLS = frozenset(_functions(["masked_fill"]))
 _CARRIERS: dict[Function, Carrier] = {

@@ -44,9 +44,9 @@ class Origin:
             self._was_carried = True
             self.state.count(self.operation)
 
-    def note_lost(self, function: str) -> None:
+    def note_lost(self, function: str, is_index: bool) -> None:
         """Says once that a function has used the result and cannot carry the gradient."""
-        self.state.note_lost(self.operation, function)
+        self.state.note_lost(self.operation, function, is_index)
 
 
 class GradientPath:
@@ -77,12 +77,12 @@ class GradientPath:
 
     def lost(self, function: str) -> "GradientPath":
         """The path after a function that cannot carry the gradient."""
-        return GradientPath(None, self.origins, lost_in=self.lost_in or function)
+        return GradientPath(None, self.origins, is_index=self.is_index, lost_in=self.lost_in or function)
 
     def note_lost(self, function: str) -> None:
         """Says once that the gradient is lost, and in which function."""
         for origin in self.origins:
-            origin.note_lost(self.lost_in or function)
+            origin.note_lost(self.lost_in or function, self.is_index)
 
     def note_carried(self) -> None:
         """Notes that the result has become floating-point."""

@@ -246,7 +246,7 @@ class OperationRule(TableRule):
         result = replace_gradient(bound_rule, values, inputs, module)
         if isinstance(result, tuple):
             # The indices of topk and sort: whoever takes them for floating-point values must hear of it.
-            lost = GradientPath(None, (Origin(self.state, self.name),), lost_in="an index that it gives")
+            lost = GradientPath(None, (Origin(self.state, self.name),), is_index=True)
             # Of an alias the compiler keeps what is set, not of the members of a call's result.
             items = [set_path(item.detach(), lost) if is_discrete(item) else item for item in result]
             return rebuilt_sequence(result, items)

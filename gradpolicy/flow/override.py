@@ -34,8 +34,8 @@ def gradient_override(
     block may stand around the compiled function, within it, or be the decorator of either.
 
     If an operation never ran in the block, or only where no gradient is recorded, the end of the block gives
-    a warning that names similar operations that did run. There is no warning if nothing ran, if gradients
-    were off around the block, or for what compiled code may have met.
+    a warning that names similar operations that did run. There is no warning if gradients were off
+    around the block, or for what compiled code may have met.
 
     Args:
         overrides: For each operation (a name or a torch function, see

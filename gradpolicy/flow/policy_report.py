@@ -186,7 +186,8 @@ def tell_unmet(subject: str, met: Met, *, strict: bool) -> None:
     if strict:
         opaque = f"cannot see into {_listed(met.opaque)}" if met.opaque else ""
         lost = [
-            f"the result of operation {operation!r} went through {function}, which lost its gradient"
+            f"the result of operation {operation!r} went through {function}, which lost its gradient: "
+            "write .detach() if none is meant"
             for operation, function in met.lost
         ]
         message = "; ".join(filter(None, (message, opaque, *lost)))

@@ -143,10 +143,12 @@ class ThroughRule:
         """Refuses to pass a gradient on where several inputs need one, or to an input of another shape."""
         count = sum(one.requires_grad for one in inputs)
         if count > 1:
-            names = ", ".join(self.signature.names)
+            taken = ", ".join(self.signature.names)
+            if self.signature.several is not None:
+                taken = f"{taken}{', ' * bool(taken)}*{self.signature.several}: give a position"
             raise self._error(
                 f"rule {self.state.rule.name!r} gives its gradient to one input, and {count} need one; name "
-                f"the argument that is meant (argument=…, its forward takes {names}), or use a function that "
+                f"the argument that is meant (argument=…, its forward takes {taken}), or use a function that "
                 "returns a gradient for each (UseRule)"
             )
         first = next((one for one in inputs if is_differentiable(one)), None)

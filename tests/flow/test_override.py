@@ -445,15 +445,51 @@ def test_a_number_that_both_operations_take_is_handed_on():
     assert x.grad.tolist() == [4.0]
 
 
-@pytest.mark.parametrize("name", ["topk", "sort"])
-def test_indices_beside_values_with_a_rule_are_said_to_carry_no_gradient(name):
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("topk", lambda x: x.topk(2).indices),
+        ("sort", lambda x: x.sort().indices),
+        ("max", lambda x: x.max(0, keepdim=True).indices),
+        ("argmax", lambda x: x.argmax(0, keepdim=True)),
+    ],
+)
+def test_an_index_that_becomes_numbers_is_said_to_have_no_gradient(name, call):
     x = torch.tensor([1.0, 3.0, 2.0], requires_grad=True)
-    with gp.gradient_override({name: "soft_sort"}):
-        found = x.topk(2) if name == "topk" else x.sort()
-        with pytest.warns(
-            UserWarning, match=f"'{name}' went through an index that it gives, which cannot carry"
-        ):
-            (found.indices.float() * found.values).sum().backward()
+    message = rf"an index from operation '{name}.* became numbers in 'float'.*: use the values .*\.detach\(\)"
+    with (
+        gp.gradient_override({name: "identity"}),
+        pytest.warns(UserWarning, match=message) as warned,
+    ):
+        (call(x).float() * x.sum()).sum().backward()
+    assert "cast it" not in str(warned[0].message)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, i: x[i],
+        lambda x, i: x.gather(0, i),
+        lambda x, i: x[(i.unsqueeze(-1) == torch.arange(3)).any(0)],
+        lambda x, i: torch.nn.functional.embedding(i.view(1, -1), x[:, None]),
+        lambda x, i: torch.zeros(3).index_add(0, i, x[:2]),
+        lambda x, i: torch.zeros(3).scatter(0, i, x[:2]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*became numbers")
+def test_a_strict_block_takes_an_index_that_only_says_where(use):
+    x = torch.tensor([1.0, 3.0, 2.0], requires_grad=True)
+    with gp.gradient_override({"topk": "soft_sort"}, strict=True):
+        values, indices = x.topk(2)
+        (values.sum() + use(x, indices).sum()).backward()
+    with pytest.raises(gp.PolicyError, match=r"through 'float', which lost its gradient: write \.detach\(\)"):
+        strict_sum_of_indices(x)
+
+
+def strict_sum_of_indices(x):
+    with gp.gradient_override({"topk": "soft_sort"}, strict=True):
+        values, indices = x.topk(2)
+        return (values * indices.float()).sum()
 
 
 def test_sort_takes_a_straight_through_gradient():

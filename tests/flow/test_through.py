@@ -434,6 +434,19 @@ def test_a_rule_for_one_input_is_refused_where_several_need_a_gradient():
         layer(x, other)
 
 
+def test_a_forward_of_any_number_of_arguments_asks_for_a_position():
+    class Joins(nn.Module):
+        def forward(self, *parts):
+            return sum(parts)
+
+    x = torch.ones(2, requires_grad=True)
+    with (
+        gp.install(model := Joins(), [gp.StraightThrough(modules="")]),
+        pytest.raises(gp.PolicyError, match=r"its forward takes \*parts: give a position\)"),
+    ):
+        model(x, x * 2)
+
+
 def test_attention_over_one_tensor_asks_which_argument_is_meant():
     x = torch.randn(2, 3, 4, requires_grad=True)
     with (
