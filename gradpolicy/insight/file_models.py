@@ -94,33 +94,52 @@ class RecordLine(BaseModel):
         return self
 
 
-class Checked(BaseModel):
-    """How often the audit looked at something, and what it found."""
+class StopChecks(BaseModel):
+    """How often the audit looked at stopped gradients, and how often they were not zero."""
 
     checked: Count = 0
     nonzero: Count = 0
+
+
+class OperationChecks(BaseModel):
+    """How often the audit compared the operations of a batch, and how often they differed."""
+
+    checked: Count = 0
     differing: Count = 0
 
 
 class AuditDifference(BaseModel):
-    """Frozen entries that changed."""
+    """A promise that did not hold.
 
-    tensor: str = ""
-    what: str = ""
-    policy: Word = None
-    count: Count | None = None
-    step: Count | None = None
+    Attributes:
+        tensor: The parameter or place.
+        what: ``"weight"``, ``"state <name>"``, ``"gradient"`` or ``"operations"``.
+        policy: The policies on it.
+        count: Entries that changed or were not zero; calls there were too many or too few.
+        step: Updates when it was found.
+        rank: The process that found it.
+        indices: The first entries; of a sharded parameter within the part of that process.
+        message: The same in a sentence.
+    """
+
+    tensor: str
+    what: str
+    policy: str
+    count: Count
+    step: Count
+    rank: Count = 0
+    indices: list[list[Count]] = []
+    message: str = ""
 
 
 class AuditFile(BaseModel):
-    """The content of ``audit.json``."""
+    """The content of ``audit.json``, which a checkpoint holds, too."""
 
     intervals: Count
     entries: Count
     changed: Count
     sampled: bool
-    share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    stopped_branches: Checked | None = None
-    operations: Checked | None = None
+    stopped_branches: StopChecks = Field(default_factory=StopChecks)
+    operations: OperationChecks = Field(default_factory=OperationChecks)
     differences: list[AuditDifference] = []
     versions: dict[str, str] = {}

@@ -149,7 +149,6 @@ def audit() -> dict[str, Any]:
         "entries": 900_000,
         "changed": 0,
         "sampled": True,
-        "share": 0.1,
         "stopped_branches": {"checked": 60, "nonzero": 0},
         "operations": {"checked": 60, "differing": 0},
         "differences": [],

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
 from gradpolicy.insight.audit import Audit
-from gradpolicy.insight.frozen_intervals import FrozenIntervals
+from gradpolicy.insight.audit_checks import FrozenEntries
 from gradpolicy.tensors.sharding import local_shard
 
 
@@ -34,10 +34,10 @@ def watched(entries: int | None, masks: str, planted: bool) -> tuple[int, list]:
     }
     freezer = Freezer(model, optimizer, {"some": gp.Freeze(sources[masks](), params="0.*")}, seed=0)
     found: list = []
-    intervals = FrozenIntervals(freezer, entries=entries, every=2, seed=0, found=found.extend)
+    frozen = FrozenEntries(freezer, entries=entries, every=2, seed=0, report=found.extend)
     for step in range(6):
         freezer.begin_step(step)
-        intervals.look()
+        frozen.renew()
         model(torch.ones(2, 4, device=here())).sum().backward()
         freezer.observe()
         optimizer.step()
@@ -45,10 +45,8 @@ def watched(entries: int | None, masks: str, planted: bool) -> tuple[int, list]:
         optimizer.zero_grad()
         if planted and step == 2 and dist.get_rank() == 1:
             local_shard(model[0].weight.detach()).add_(1)
-    found += intervals.look_once_more(goes_on=False)
-    return intervals.counts.entries, [
-        (each.tensor, each.what, each.count, each.indices[:1]) for each in found
-    ]
+    found += frozen.compare()
+    return frozen.compared, [(each.tensor, each.what, each.count, each.indices[:1]) for each in found]
 
 
 @pytest.mark.parametrize("masks", ["entries", "rows", "whole"])
@@ -63,7 +61,7 @@ def test_a_write_to_one_shard_is_found_on_its_rank(pair: ProcessPool) -> None:
     # Rank 1 holds two rows of four.
     (_, first), (_, second) = pair(watched, None, "whole", True)
     assert first == []
-    assert second == [("0.weight", "weight", 8, ((0, 0),))]
+    assert second == [("0.weight", "weight", 8, [[0, 0]])]
 
 
 class WriteOnRankOne(Callback):

@@ -117,7 +117,7 @@ def proof(audit: Mapping[str, Any]) -> dict[str, Any]:
         "checked": checked,
         "line": f"frozen entries: {intervals:,} intervals, {changed:,} changed",
         "entries": int(audit.get("entries", 0)),
-        "share": float(audit.get("share", 1.0)) if audit.get("sampled") else 1.0,
+        "sampled": bool(audit.get("sampled")),
         "stopped": stopped,
         "operations": operations,
         "differences": list(audit.get("differences") or [])[:ROWS],
