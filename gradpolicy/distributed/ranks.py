@@ -108,7 +108,7 @@ class Ranks:
         ages: dict[str, Any] = {}
         for name, masked in self._masked():
             if not isinstance(masked.parameter, DTensor):
-                signed = masked.dense_ages()
+                signed = masked.ages.dense()
                 masks[f"the mask of {name!r}"] = signed > 0
                 ages[f"the ages of {name!r}"] = signed
         for name in self.freezer.parameters if self.freezer is not None else ():
@@ -129,7 +129,7 @@ class Ranks:
         common: dict[Any, dict[str, Any]] = {}
         for name, masked in self._masked():
             for group in _replica_groups(masked.parameter):
-                signed, compared = masked.dense_ages(), common.setdefault(group, {})
+                signed, compared = masked.ages.dense(), common.setdefault(group, {})
                 compared[f"the mask of {name!r}"] = signed > 0
                 compared[f"the ages of {name!r}"] = signed
         for name, parameter in self.named.items():

@@ -11,8 +11,8 @@ from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.install import Installed
 from gradpolicy.freezing import Freezer
 from gradpolicy.insight.file_models import AuditDifference, OperationChecks, StopChecks
-from gradpolicy.optim.initial_state import entry_state
 from gradpolicy.optim.layout import local_mask
+from gradpolicy.optim.other_optimizers import entry_state
 from gradpolicy.tensors.hashing import derive
 from gradpolicy.tensors.mask import as_tensor
 from gradpolicy.tensors.sharding import local_shard
@@ -194,8 +194,8 @@ class FrozenEntries:
             # Under ZeRO the state lies in the local optimizer of one rank.
             masking: Any = getattr(optimizer, "local", optimizer)
             masked = masking.masked_parameters().get(parameter)
-            if masked is not None and masked.frozen_state == "keep":
-                own = entry_state(masked.state, parameter)
+            if masked is not None and not masked.options.forget:
+                own = entry_state(masked.state.values, parameter)
                 tensors |= {f"state {key}": value for key, value in own.items()}
         return {what: bits_at(local_shard(tensor), places) for what, tensor in tensors.items()}
 

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gradpolicy.checks import check_whole
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.state_bytes import bytes_of
+from gradpolicy.optim.masked_optimizer import bytes_of
 
 
 class Costs(Callback):

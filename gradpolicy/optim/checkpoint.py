@@ -1,11 +1,23 @@
-"""What a checkpoint holds of one parameter beside the wrapped optimizer's own state: its mask and ages.
+"""The record of each masked parameter's mask and ages in a state_dict.
 
-A record holds the signed ages, which tell the mask too, and the settings. `record_groups` says where records
-lie in a state_dict.
+    {"state": ..., "param_groups": [{..., "gradpolicy": {"general": text, "parameters": {position: record}}}]}
+
+`torch.distributed.checkpoint.state_dict` passes on only "state" and "param_groups". Two more things follow
+from what others do with them:
+
+- With `full_state_dict=True`, an entry that the loading optimizer does not have yet arrives only if it is a
+  tensor of at least one dimension, and `torch.distributed.checkpoint.load` reads only what its target has, in
+  the same size. So a record is two tensors, its signed ages and its settings as text in bytes, padded to one
+  length.
+- A plain torch optimizer that has loaded a group saves all that stands in it again, whatever steps it has
+  made since. So a record carries a checksum of the state that it belongs to.
 """
 
 from __future__ import annotations
 
+import json
+import zlib
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, NoReturn
 
@@ -13,111 +25,197 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import entry_ages, record_groups
-from gradpolicy.optim.initial_state import first_step_state, is_torchs_own
-from gradpolicy.optim.layout import Layout, coarse_mask
-from gradpolicy.optim.mask_transition import adopt_ages, freezes_whole_tensor, take_empty_mask
-from gradpolicy.optim.masked_parameter import MaskedParameter
-from gradpolicy.optim.options import OPTIONS, checked
-from gradpolicy.optim.record_groups import KEY, Record, split
+from gradpolicy.optim.masked_parameter import MaskedParameter, Options
+from gradpolicy.optim.other_optimizers import first_step_state, is_torchs_own
+from gradpolicy.optim.wrapped import Wrapped
+from gradpolicy.tensors.hashing import content
 from gradpolicy.tensors.sharding import is_sharded
 
-__all__ = ["KEY", "Record", "check", "check_state", "record_of", "restore", "save", "split"]
+Record = dict[str, Any]
+"""What is saved of one parameter: "ages" (a tensor) and settings that JSON can hold."""
+KEY = "gradpolicy"
+VERSION = 2
+_SAMPLED = 64
+"""So many values of a tensor tell whether it has changed."""
+_TEXT_BYTES = 1024
+
+
+# --- saving
 
 
 def save(
-    inner: torch.optim.Optimizer, masked_of: dict[Tensor, MaskedParameter], effective_steps: int
+    wrapped: Wrapped, masked_of: Mapping[Tensor, MaskedParameter], effective_steps: int
 ) -> dict[str, Any]:
-    """The wrapped optimizer's state_dict, with dense state, and in its param groups the records."""
-    result = inner.state_dict()
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    records: dict[int, Record] = {}
+    """Return the wrapped optimizer's state_dict, with dense state, and in its param groups the records."""
+    result = wrapped.optimizer.state_dict()
+    state, records = result["state"], {}
+    parameters = wrapped.parameters()
     for index, parameter in enumerate(parameters):
         masked = masked_of.get(parameter)
         if masked is None:
             continue
-        records[index] = record_of(masked)
+        record = records[index] = _record(masked)
         if not is_sharded(parameter):
-            records[index]["begun"] = masked.dropped or bool(result["state"].get(index))
+            record["begun"] = bool(state.get(index))
         # A process may have dropped all of its state while others have theirs.
-        state = _dense_state(masked, bool(inner.state) or effective_steps > 0)
-        if state:
-            result["state"][index] = state
+        own = _dense_state(masked, bool(wrapped.optimizer.state) or effective_steps > 0)
+        if own:
+            state[index] = own
     # Processes gather shards in this order, and on each of them another parameter may have begun first.
-    in_order = {index: result["state"][index] for index in range(len(parameters)) if index in result["state"]}
-    result["state"] = in_order | result["state"]
-    if records:
-        record_groups.put(result, records, effective_steps)
+    result["state"] = {index: state[index] for index in range(len(parameters)) if index in state} | state
+    for first, group in _with_first_index(result["param_groups"]) if records else ():
+        own_records = {
+            str(index - first): _as_tensors(record, result["state"].get(index, {}))
+            for index, record in records.items()
+            if first <= index < first + len(group["params"])
+        }
+        general = {"version": VERSION, "effective_steps": effective_steps}
+        device = next((each["settings"].device for each in own_records.values()), torch.device("cpu"))
+        group[KEY] = {"general": _as_bytes(general, device), "parameters": own_records}
     return result
 
 
-def record_of(masked: MaskedParameter) -> Record:
-    """One parameter's mask and ages."""
+def _record(masked: MaskedParameter) -> Record:
     return {
         "ages": masked.signed_ages(),
         "mask_shape": None if masked.mask_shape is None else list(masked.mask_shape),
         "updates": masked.updates,
-        "frozen_state": masked.frozen_state,
-        "bias_correction": masked.bias_correction,
+        **masked.options._asdict(),
     }
 
 
 def _dense_state(masked: MaskedParameter, begun: bool) -> dict[str, Any]:
-    """The state as the wrapped optimizer would hold it.
+    """Return the state as the wrapped optimizer would hold it.
 
     Args:
-        masked: whose state.
-        begun: whether updates have begun, here or elsewhere: then there is a state, if only an initial one.
+        masked: The parameter.
+        begun: True if updates have begun, here or on others: then there is a state, if only an initial one.
     """
-    state = masked.dense_state()
+    state, optimizer = masked.dense_state(), masked.state.wrapped.optimizer
     if masked.rule is not None and begun:
-        return {**masked.initial_state(masked.group, set(state), dense=True), **state}
-    if begun and not state and (is_sharded(masked.parameter) or is_torchs_own(masked.optimizer)):
+        return {**masked.state.initial(masked.group, masked.updates), **state}
+    if begun and not state and (is_sharded(masked.parameter) or is_torchs_own(optimizer)):
         # A checkpoint has one form, whatever is frozen, as torch's own demand; restoring empties it again.
-        return first_step_state(masked.optimizer, masked.parameter, masked.group)
+        return first_step_state(optimizer, masked.parameter, masked.group)
     return state
+
+
+def _as_tensors(record: Record, state: dict[str, Any]) -> dict[str, Tensor]:
+    ages = record.pop("ages")
+    flat = ages if is_sharded(ages) else ages.reshape(-1)
+    mark = None if is_sharded(ages) else _checksum(state)
+    settings = {**record, "ages_shape": list(ages.shape), "mark": mark}
+    return {"ages": flat, "settings": _as_bytes(settings, ages.device)}
+
+
+def _as_bytes(value: dict[str, Any], device: torch.device) -> Tensor:
+    """Return JSON as a uint8 tensor, padded with spaces."""
+    text = json.dumps(value).encode()
+    text = text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
 
 
 # --- loading
 
 
-def check(record: Record, parameter: Tensor, name: str) -> None:
-    """Makes sure that a record can be given to a parameter, before anything is loaded.
+def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[int, Record]]:
+    """Part a saved state_dict into the wrapped optimizer's own and the records.
+
+    Returns:
+        The optimizer's own; the count of updates, if one is saved; and the records by the index of the
+        parameter, without those that plain steps have outdated.
 
     Raises:
-        PolicyError: it lacks something, or is another parameter's; says what and which.
+        PolicyError: If a newer version saved it, or a tensor did not come through.
     """
-    for key in ("ages", "mask_shape", "updates", *OPTIONS):
+    groups = state_dict["param_groups"]
+    own = {**state_dict, "param_groups": [{k: v for k, v in group.items() if k != KEY} for group in groups]}
+    steps, records = None, {}
+    for first, group in _with_first_index(groups):
+        if KEY not in group:
+            continue
+        general = _as_object(group[KEY]["general"])
+        if general["version"] > VERSION:
+            raise PolicyError(
+                f"{KEY}: saved by a newer gradpolicy (format {general['version']}, known: {VERSION})"
+            )
+        steps = int(general["effective_steps"])
+        for position, tensors in group[KEY].get("parameters", {}).items():
+            record, index = _as_record(tensors), first + int(position)
+            if not _is_outdated(own["state"].get(index, {}), record.pop("mark", None)):
+                records[index] = record
+    return own, steps, records
+
+
+def _with_first_index(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each group with the index of its first parameter."""
+    first = 0
+    for group in groups:
+        yield first, group
+        first += len(group["params"])
+
+
+def _as_record(tensors: dict[str, Tensor]) -> Record:
+    settings = _as_object(tensors["settings"])
+    ages, shape = tensors.get("ages"), settings.pop("ages_shape")
+    if ages is None or ages.numel() != prod(shape):
+        raise PolicyError(
+            f"{KEY}: the saved ages of shape {tuple(shape)} did not come through: "
+            "torch.distributed.checkpoint.load reads what its target has, too; "
+            "set masks of the saved shapes before the target's state is asked for"
+        )
+    return {**settings, "ages": ages if is_sharded(ages) else ages.reshape(shape)}
+
+
+def _as_object(text: Tensor) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(text.cpu().numpy().tobytes().decode())
+    return loaded
+
+
+def _checksum(state: dict[str, Any]) -> int:
+    """Return a checksum of some values of each part of a parameter's state."""
+    found = 0
+    for key, value in sorted(state.items()):
+        if not isinstance(value, Tensor):
+            found = zlib.crc32(repr(value).encode(), found)
+        elif (
+            value.dim() or key == "step"
+        ):  # torch casts what it counts beside the steps to the parameter's dtype
+            places = torch.arange(0, value.numel(), max(value.numel() // _SAMPLED, 1), device=value.device)
+            sampled = value[torch.unravel_index(places, value.shape)] if value.dim() else value.reshape(1)
+            found = zlib.crc32(content(sampled.cpu()), found)
+    return found
+
+
+def _is_outdated(state: dict[str, Any], checksum: int | None) -> bool:
+    """Return True if a state has changed since its checksum was made; False if it is missing or sharded."""
+    sharded = any(isinstance(value, Tensor) and is_sharded(value) for value in state.values())
+    return checksum is not None and bool(state) and not sharded and _checksum(state) != checksum
+
+
+def check(record: Record, state: dict[str, Any], masked: MaskedParameter, name: str) -> None:
+    """Makes sure that a record and its state can be given to a parameter, before anything is loaded.
+
+    Raises:
+        PolicyError: If something is missing, damaged, or another parameter's.
+    """
+    for key in ("ages", "mask_shape", "updates", *Options._fields):
         if key not in record:
             raise PolicyError(f"{name}: its saved record has no {key!r}")
     try:
-        for option in OPTIONS:
-            checked(option, record[option])
+        Options().changed(**{option: record[option] for option in Options._fields})
     except PolicyError as error:
         raise PolicyError(f"{name}: saved {error}") from None
-    ages, shape = record["ages"], record["mask_shape"]
+    ages, parameter = record["ages"], masked.parameter
     if ages.is_floating_point() or ages.dtype == torch.bool:
         raise PolicyError(f"{name}: its saved ages are {ages.dtype}, not whole numbers; the file is damaged")
-    if not _broadcasts(ages.shape, parameter):
-        _refuse("ages", ages.shape, parameter, name)
-    if shape is not None and not _broadcasts(shape, parameter):
-        _refuse("mask", shape, parameter, name)
+    for what, shape in (("ages", ages.shape), ("mask", record["mask_shape"] or (1,) * parameter.dim())):
+        fits = [size in (1, full) for size, full in zip(shape, parameter.shape, strict=False)]
+        if len(shape) != parameter.dim() or not all(fits):
+            _refuse(what, shape, parameter, name)
     if not is_sharded(ages) and bool((ages == 0).any()):
         raise PolicyError(f"{name}: its saved ages have a 0, which no entry has; the file is damaged")
-
-
-def _broadcasts(shape: Any, parameter: Tensor) -> bool:
-    pairs = zip(shape, parameter.shape, strict=False)
-    return len(shape) == parameter.dim() and all(size in (1, full) for size, full in pairs)
-
-
-def check_state(state: dict[str, Any], names: tuple[str, ...], parameter: Tensor, name: str) -> None:
-    """Makes sure that what an update rule keeps is a parameter's, which torch does not look at.
-
-    Raises:
-        PolicyError: it has another shape.
-    """
-    for key in names:
+    for key in masked.rule.names if masked.rule is not None else ():
         value = state.get(key)
         if isinstance(value, Tensor) and value.shape != parameter.shape:
             _refuse(key, value.shape, parameter, name)
@@ -132,36 +230,11 @@ def _refuse(what: str, shape: Any, parameter: Tensor, name: str) -> NoReturn:
 
 def restore(masked: MaskedParameter, record: Record) -> None:
     """Gives a parameter the mask and ages of a record; its state is loaded already, and dense."""
-    masked.frozen_state, masked.bias_correction = record["frozen_state"], record["bias_correction"]
-    masked.begin(int(record["updates"]))
-    if not record.get("begun", True):
-        # Its first update is still to come, and is not that of a parameter with an empty state.
-        masked.optimizer.state.pop(masked.parameter, None)
-    parameter, shape, ages = masked.parameter, record["mask_shape"], record["ages"]
-    masked.mask_shape = None if shape is None else tuple(shape)
-    if is_sharded(parameter):
-        active = entry_ages.is_active(ages)
-        mask = active if shape is None else coarse_mask(active, parameter, shape)
-        masked.frozen_everywhere = freezes_whole_tensor(mask)
-        if not masked.layout.size:
-            take_empty_mask(masked, mask)
-            return
-        ages = ages if is_sharded(ages) else ages.expand(parameter.shape)
-        values, block = masked.layout.blocks_of(ages, parameter)
-        block = _coarsest(masked.layout, values)
-        values = values.view(-1, block)[:, 0].contiguous()
-    else:
-        values, block = masked.layout.blocks_of(ages, parameter)
-    if masked.layout.size:
-        adopt_ages(masked, values, block)
-
-
-def _coarsest(layout: Layout, values: Tensor) -> int:
-    """The largest block of entries within which each has one value."""
-    physical = layout.physical_shape
-    for leading in range(len(physical) + 1):
-        block = prod(physical[leading:])
-        rows = values.view(-1, block)
-        if bool((rows == rows[:, :1]).all()):
-            return block
-    return 1
+    masked.options = Options(record["frozen_state"], record["bias_correction"])
+    shape = record["mask_shape"]
+    masked.restore(
+        record["ages"],
+        None if shape is None else tuple(shape),
+        int(record["updates"]),
+        bool(record.get("begun", True)),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import checkpoint, restoring, state_probe
-from gradpolicy.optim.entry_updates import EntryUpdates
-from gradpolicy.optim.initial_state import is_torchs_own, needs_closure
+from gradpolicy.optim import checkpoint, state_probe
+from gradpolicy.optim.entry_updates import EntryUpdates, Member
 from gradpolicy.optim.layout import fitting_mask
-from gradpolicy.optim.mask_transition import Change, set_masks
-from gradpolicy.optim.masked_parameter import MaskedParameter
-from gradpolicy.optim.options import checked
-from gradpolicy.optim.state_bytes import bytes_of
-from gradpolicy.optim.step_modes import StepModes
-from gradpolicy.optim.update_rules import rule_for
+from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
+from gradpolicy.optim.other_optimizers import is_torchs_own
+from gradpolicy.optim.update_rules import Group
 from gradpolicy.optim.update_rules.sgd import begin_momenta
-from gradpolicy.tensors.sharding import is_sharded
+from gradpolicy.optim.wrapped import Wrapped
+from gradpolicy.tensors.sharding import is_sharded, local_shard
 
 _WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[MaskedOptimizer]] = (
     weakref.WeakKeyDictionary()
@@ -48,23 +45,22 @@ class MaskedOptimizer(torch.optim.Optimizer):
       anchor such as Prodigy's `p0` at the entry's present value,
     - "drop" frees memory only for tensors that are frozen as a whole.
 
-    A warning says, at the first mask on some entries, what that means for an optimizer that mixes entries
-    (Muon, Adafactor, Shampoo, ...) or counts steps by tensor. Where state has no value for each entry (SOAP,
-    8-bit state), only whole tensors freeze.
+    A warning says so at the first mask on some entries. Where state has no value for each entry (SOAP, 8-bit
+    state), only whole tensors freeze.
 
     Args:
-        inner: the optimizer to wrap. `param_groups`, `state` and `defaults` are its own.
-        frozen_state: what becomes of an entry's moments and age while it is frozen. "keep": paused.
+        inner: The optimizer to wrap. `param_groups`, `state` and `defaults` are its own.
+        frozen_state: What becomes of an entry's moments and age while it is frozen. "keep": paused.
             "zero": 0 from when it freezes. "drop": as "zero", and no memory is held for them.
         bias_correction: "entry": by the entry's own age. "tensor": by the tensor's one step count, as torch
             does when moments are zeroed by hand; the count rests while the whole tensor is frozen.
 
     Attributes:
-        steps_inner: whether a step is being taken, which steps the wrapped optimizer too.
+        steps_inner: True during a step, which steps the wrapped optimizer too.
 
     Raises:
-        PolicyError: `inner` is no optimizer, or is wrapped already, or is DeepSpeed's, Fabric's or
-            accelerate's; an option does not exist. Later, if `inner.step` is called while entries are frozen.
+        PolicyError: If `inner` is no optimizer, or is wrapped already, or is DeepSpeed's, Fabric's or
+            accelerate's, or an option does not exist. Later, if `inner.step` is called with entries frozen.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -79,18 +75,18 @@ class MaskedOptimizer(torch.optim.Optimizer):
     _kinds: ClassVar[list[type[MaskedOptimizer]]] = []
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Notes a subclass: it is made for the optimizers that it says it wraps."""
+        """Registers a subclass for the optimizers that its `wraps` accepts."""
         super().__init_subclass__(**options)
         MaskedOptimizer._kinds.append(cls)
 
     def __new__(cls, inner: Any = None, *options: Any, **named: Any) -> MaskedOptimizer:
-        """Makes the subclass that is for this optimizer."""
+        """Makes the subclass for this optimizer."""
         kinds = [kind for kind in MaskedOptimizer._kinds if kind.wraps(inner)]
         return super().__new__(kinds[0] if cls is MaskedOptimizer and kinds else cls)
 
     @classmethod
     def wraps(cls, optimizer: Any) -> bool:
-        """Whether this subclass is the one for an optimizer."""
+        """Return True if this subclass is the one for an optimizer."""
         return False
 
     def __init__(
@@ -98,11 +94,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
     ) -> None:
         _check_inner(inner)
         self.inner = inner
-        self._frozen_state = checked("frozen_state", frozen_state)
-        self._bias_correction = checked("bias_correction", bias_correction)
+        self._options = Options().changed(frozen_state=frozen_state, bias_correction=bias_correction)
+        self._wrapped = Wrapped(inner)
         self._masked: dict[Tensor, MaskedParameter] = {}
         self._effective_steps = 0
-        self._probed: list[dict[str, Any]] | None = None
+        self._only_probed = False
         for group in inner.param_groups:
             # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
             group.pop(checkpoint.KEY, None)
@@ -120,15 +116,14 @@ class MaskedOptimizer(torch.optim.Optimizer):
         guard = self.inner.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
         weakref.finalize(self, guard.remove)
         self._guard = guard.id
-        self._places: dict[int, tuple[int, int]] = {}
-        self._rule = rule_for(self.inner)
-        self._update_entries = None if self._rule is None else EntryUpdates(self._rule)
-        self._closure_needed = needs_closure(self.inner)
+        rule = self._wrapped.rule
+        self._update_entries = None if rule is None else EntryUpdates(rule)
+        self._closure_needed = self._wrapped.needs_closure
         # Some third-party optimizers, SAM for one, call the closure themselves, and more than once.
-        self._calls_closure_itself = self._rule is None and not is_torchs_own(self.inner)
+        self._calls_closure_itself = rule is None and not is_torchs_own(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "_frozen_state", "_bias_correction", "_masked", "_effective_steps", "_probed")
+        names = ("inner", "_options", "_wrapped", "_masked", "_effective_steps", "_only_probed")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -137,13 +132,13 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @property
     def frozen_state(self) -> str:
-        """What becomes of frozen entries' state, where `set_mask` does not say otherwise for a parameter."""
-        return self._frozen_state
+        """What becomes of frozen entries' state, unless `set_mask` changed it for a parameter."""
+        return self._options.frozen_state
 
     @property
     def bias_correction(self) -> str:
-        """Whose age counts in bias correction, where `set_mask` does not say otherwise for a parameter."""
-        return self._bias_correction
+        """Whose age counts in bias correction, unless `set_mask` changed it for a parameter."""
+        return self._options.bias_correction
 
     # --- what is shared with the wrapped optimizer
 
@@ -176,7 +171,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler hands its scale over instead of unscaling (fused optimizers)."""
+        """True if GradScaler hands its scale over instead of unscaling (fused optimizers)."""
         return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -197,18 +192,18 @@ class MaskedOptimizer(torch.optim.Optimizer):
         frozen_state: str | None = None,
         bias_correction: str | None = None,
     ) -> None:
-        """Says which entries of a parameter train from the next step on.
+        """Sets which entries of a parameter train from the next step on.
 
         Args:
-            parameter: one of the optimizer's parameters.
-            mask: bool tensor that broadcasts to the parameter, True = trains; True or False for all of it;
+            parameter: One of the optimizer's parameters.
+            mask: Bool tensor that broadcasts to the parameter, True = trains; True or False for all of it;
                 or a seeded mask, which has `materialize(shape, device)`; None = all train.
-            frozen_state: overrides the optimizer's for this parameter, from now on.
-            bias_correction: overrides the optimizer's for this parameter, from now on.
+            frozen_state: Replaces the optimizer's for this parameter, from now on.
+            bias_correction: Replaces the optimizer's for this parameter, from now on.
 
         Raises:
-            PolicyError: the parameter is not the optimizer's; the mask is not bool or does not fit; the
-                optimizer was made with differentiable=True, or its state has no value for each entry.
+            PolicyError: If the parameter is not the optimizer's, the mask is not bool or does not fit, or the
+                optimizer was made with differentiable=True or its state has no value for each entry.
         """
         self.set_masks({parameter: mask}, frozen_state=frozen_state, bias_correction=bias_correction)
 
@@ -222,56 +217,49 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Sets the masks of many parameters; others keep theirs.
 
         Args:
-            masks: by parameter, what `set_mask` takes.
-            frozen_state: overrides the optimizer's for these parameters, from now on.
-            bias_correction: overrides the optimizer's for these parameters, from now on.
+            masks: By parameter, what `set_mask` takes.
+            frozen_state: Replaces the optimizer's for these parameters, from now on.
+            bias_correction: Replaces the optimizer's for these parameters, from now on.
 
         Raises:
-            PolicyError: as `set_mask`; masks before the one that is wrong are set.
+            PolicyError: As `set_mask`; masks before the one that is wrong are set.
         """
         # Whatever the caller's mode, later steps write to what is made here.
         with torch.inference_mode(mode=False), torch.no_grad():
-            # One after the other: of seeded masks only one is in memory at a time.
-            set_masks(self._ready(key, mask, frozen_state, bias_correction) for key, mask in masks.items())
+            for parameter, mask in masks.items():
+                masked, tensor = self._checked(parameter, mask)
+                options = {"frozen_state": frozen_state, "bias_correction": bias_correction}
+                masked.options = masked.options.changed(**options)
+                masked.set_mask(tensor)
+                # One after the other: of seeded masks only one is in memory at a time.
+                del tensor
 
-    def _ready(
-        self, parameter: Tensor, mask: Any, frozen_state: str | None, bias_correction: str | None
-    ) -> Change:
-        """What is known of a parameter, with options taken, and a mask that fits it."""
-        name = self._name(parameter)
+    def _checked(self, parameter: Tensor, mask: Any) -> tuple[MaskedParameter, Tensor | None]:
+        """Return the masked parameter, and a mask that fits it."""
+        name = self._wrapped.name_of(parameter)
         if hasattr(mask, "materialize"):
             mask = mask.materialize(parameter.shape, parameter.device)
         if mask is not None:
             mask = fitting_mask(mask, parameter, name)
-        masked = self._masked.get(parameter) or self._remember(parameter)
-        if mask is not None and masked.differentiable:
+        masked = self._masked.setdefault(parameter, self._known(parameter))
+        if mask is not None and masked.group.get("differentiable", False):
             raise PolicyError(f"{name}: an optimizer with differentiable=True cannot freeze entries")
-        if frozen_state is not None:
-            masked.frozen_state = checked("frozen_state", frozen_state)
-        if bias_correction is not None:
-            masked.bias_correction = checked("bias_correction", bias_correction)
         return masked, mask
 
     def get_mask(self, parameter: Tensor) -> Tensor:
-        """The parameter's mask as it was set (bool, broadcastable to it); all True where there is none."""
-        self._name(parameter)
+        """Return the parameter's mask as it was set (bool, broadcastable to it), all True if none was."""
         return self._known(parameter).mask()
 
     def age(self, parameter: Tensor) -> Tensor:
-        """Updates of each entry since its moments were last empty: int64, broadcastable to the parameter."""
-        self._name(parameter)
+        """Return how many updates each entry has had since its moments were last empty (int64)."""
         return self._known(parameter).age()
 
     def active_share(self, parameter: Tensor | None = None) -> float:
-        """The share of this process's entries that train: of one parameter, or of all."""
-        if parameter is not None:
-            self._name(parameter)
-            parameters = [parameter]
-        else:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-        known = [self._known(each) for each in parameters]
-        total = sum(each.layout.size for each in known)
-        return sum(each.active_entries for each in known) / total if total else 1.0
+        """Return the share of this process's entries that train: of one parameter, or of all."""
+        parameters = self._wrapped.parameters() if parameter is None else [parameter]
+        ages = [self._known(each).ages for each in parameters]
+        total = sum(each.entries for each in ages)
+        return sum(each.active for each in ages) / total if total else 1.0
 
     @property
     def effective_steps(self) -> int:
@@ -280,82 +268,40 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @effective_steps.setter
     def effective_steps(self, steps: int) -> None:
-        """Counts on from here, where an optimizer is wrapped in the middle of a training."""
+        """Sets the count, where an optimizer is wrapped in the middle of a training."""
         self._effective_steps = steps
 
     @property
     def is_probed(self) -> bool:
-        """Whether a step now is the one that only shows torch.distributed.checkpoint which state there is."""
+        """True if the next step is torch.distributed.checkpoint's, which asks which state there is."""
         return state_probe.is_probe(self.inner)
 
     def state_bytes(self, parameter: Tensor | None = None) -> int:
-        """Bytes held on this process for the state of one parameter, or of all.
+        """Return the bytes held on this process for the state of one parameter, or of all.
 
         That is moments, steps, masks and ages.
         """
         if parameter is None:
-            return bytes_of(self.state) + sum(masked.bytes for masked in self._masked.values())
+            return bytes_of(self.state) + sum(masked.ages.bytes for masked in self._masked.values())
         masked = self._masked.get(parameter)
-        return bytes_of(self.state.get(parameter, {})) + (0 if masked is None else masked.bytes)
+        return bytes_of(self._wrapped.state_of(parameter)) + (0 if masked is None else masked.ages.bytes)
 
     def masked_parameters(self) -> Mapping[Tensor, MaskedParameter]:
-        """What is known of each parameter that has, or once had, a mask."""
+        """Return each parameter that has, or once had, a mask, with its mask, ages and state."""
         return self._masked
 
     def _known(self, parameter: Tensor) -> MaskedParameter:
-        """What is known of a parameter; made for the moment where it never had a mask."""
-        return self._masked.get(parameter) or self._new(parameter)
-
-    def _remember(self, parameter: Tensor) -> MaskedParameter:
-        masked = self._masked[parameter] = self._new(parameter)
+        """Return the masked parameter; a new one, with every entry active, if it never had a mask."""
+        masked = self._masked.get(parameter)
+        if masked is None:
+            self._wrapped.name_of(parameter)
+            updates = 0 if self._was_only_probed(parameter) else None
+            masked = MaskedParameter(parameter, self._wrapped, self._options, updates)
         return masked
 
-    def _new(self, parameter: Tensor) -> MaskedParameter:
-        place = self._place(parameter) or (0, 0)
-        options = self.frozen_state, self.bias_correction
-        masked = MaskedParameter(parameter, self.inner, self._rule, place, *options)
-        masked.differentiable = bool(masked.group.get("differentiable", False))
-        if self._was_only_probed(masked):
-            masked.begin(0)
-        return masked
-
-    def _was_only_probed(self, masked: MaskedParameter) -> bool:
+    def _was_only_probed(self, parameter: Tensor) -> bool:
         """Return True if a probe made the state of a parameter, whose first update is still to come."""
-        return self._probed is not None and not state_probe.has_begun(
-            self.inner, masked.group, masked.parameter
-        )
-
-    def _name(self, parameter: Any) -> str:
-        """What to call a parameter in messages.
-
-        Raises:
-            PolicyError: it is not the optimizer's.
-        """
-        place = self._place(parameter)
-        if place is not None:
-            index, position = place
-            names = self.param_groups[index].get("param_names")
-            return repr(names[position]) if names else f"parameter {position} of group {index}"
-        shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else f" {parameter!r}"
-        shapes = sorted({str(tuple(p.shape)) for group in self.param_groups for p in group["params"]})
-        raise PolicyError(
-            f"the parameter{shape} is not one of the wrapped optimizer's; "
-            f"its parameters have the shapes {', '.join(shapes[:8])}{', ...' if len(shapes) > 8 else ''}"
-        )
-
-    def _place(self, parameter: Any) -> tuple[int, int] | None:
-        """A parameter's group and position there: looked for where it was last, then everywhere."""
-        groups = self.param_groups
-        index, position = self._places.get(id(parameter), (0, 0))
-        members = groups[index]["params"] if index < len(groups) else []
-        if position < len(members) and members[position] is parameter:
-            return index, position
-        self._places = {
-            id(known): (index, position)
-            for index, group in enumerate(groups)
-            for position, known in enumerate(group["params"])
-        }
-        return self._places.get(id(parameter))
+        return self._only_probed and not state_probe.has_begun(self._wrapped, parameter)
 
     # --- steps
 
@@ -365,43 +311,36 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
         Call it before clipping, so that masked gradients do not count in the norm. `step` is right without.
         """
-        for masked in self._masked.values():
-            gradient = masked.parameter.grad
-            if gradient is None:
-                continue
+        for parameter, masked in self._masked.items():
             if masked.drops_gradient:
-                masked.parameter.grad = None
+                parameter.grad = None
             else:
-                self._mask(masked, gradient)
+                self.mask_gradient(parameter)
 
     @torch.no_grad()
     def mask_gradient(self, parameter: Tensor) -> None:
         """Zeroes the gradient of one parameter at frozen entries in place, NaN and infinity too."""
         masked, gradient = self._masked.get(parameter), parameter.grad
-        if masked is None or gradient is None:
+        if masked is None or gradient is None or masked.is_full:
             return
         if masked.drops_gradient:
             gradient.zero_()
-        else:
-            self._mask(masked, gradient)
-
-    def _mask(self, masked: MaskedParameter, gradient: Tensor) -> None:
-        if not masked.is_full:
-            if gradient.layout is not torch.strided:
-                self._refuse_sparse(masked.parameter)
-            masked.mask_gradient(gradient)
+            return
+        if gradient.layout is not torch.strided:
+            self._refuse_sparse(parameter)
+        masked.mask_gradient(gradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the active entries.
 
         Args:
-            closure: reevaluates the model and returns the loss; it runs first, with gradients enabled.
+            closure: Reevaluates the model and returns the loss; it runs first, with gradients enabled.
 
         Returns:
-            What the closure returned.
+            The closure's result.
 
         Raises:
-            PolicyError: a gradient is sparse.
+            PolicyError: If a gradient is sparse.
         """
         self.steps_inner = True
         try:
@@ -436,70 +375,101 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(self, closure: Callable[[], Any] | None) -> Any:
-        """One update: the wrapped optimizer's own for what it can do, then the rule's for the rest."""
-        modes = StepModes.of(self.param_groups, self._masked, closure is not None, self._refuse_sparse)
+        """Makes one update: the wrapped optimizer's own for what it can do, then the rule's for the rest."""
+        by_mode, by_rule, own_gradients = self._sorted(closure is not None)
         if closure is None and self.is_probed:
-            self._probed = state_probe.probe(self.inner, self._masked.values())
+            state_probe.probe(self._wrapped, self._masked.values())
+            self._only_probed = True
             return None
-        stepped = self._masked.values() if self._closure_needed else modes.by_optimizer
-        restored = [masked for masked in stepped if masked.copies is not None]
+        by_optimizer = by_mode[Mode.PLAIN] + by_mode[Mode.PUT_BACK]
         result = None
-        if closure is not None or modes.leaves_any or self._inner_is_heard():
-            with modes.hidden_gradients(), self._scaling():
-                result = self._step_and_restore(restored, closure)
-        for masked in modes.by_optimizer:
+        if closure is not None or own_gradients or self._steps_without_gradients():
+            hidden = [masked for mode in _NOT_STEPPED for masked in by_mode[mode]]
+            stepped = self._masked.values() if self._closure_needed else by_optimizer
+            with _hidden_gradients(hidden), self._scaling():
+                result = self._step_inner([masked for masked in stepped if not masked.is_full], closure)
+        for masked in by_optimizer:
             masked.count_update()
-        for masked in modes.elsewhere:
-            masked.count_update_elsewhere()
+        for masked in by_mode[Mode.ON_OTHERS]:
+            masked.count_update_on_others()
         if self._update_entries is not None:
-            self._update_entries(modes.by_rule, self._scale)
+            self._update_entries(by_rule, self._scale)
         self._effective_steps += 1
         return result
 
+    def _sorted(
+        self, closure: bool
+    ) -> tuple[dict[Mode, list[MaskedParameter]], list[tuple[Group, list[Member]]], bool]:
+        """Sort masked parameters by how this step treats them.
+
+        Args:
+            closure: True if the wrapped optimizer makes the gradients itself.
+
+        Returns:
+            The parameters by mode; those that the rule moves, with their gradients, by param group; and True
+            if the wrapped optimizer has any gradient to step by.
+        """
+        by_mode: dict[Mode, list[MaskedParameter]] = {mode: [] for mode in Mode}
+        by_rule: list[tuple[Group, list[Member]]] = []
+        own_gradients = False
+        for group in self.param_groups:
+            members: list[Member] = []
+            for parameter in group["params"]:
+                gradient, masked = parameter.grad, self._masked.get(parameter)
+                if gradient is not None and gradient.layout is not torch.strided:
+                    self._refuse_sparse(parameter)
+                mode = Mode.PLAIN if masked is None else masked.mode
+                by_optimizer = mode is Mode.PLAIN or mode is Mode.PUT_BACK
+                own_gradients |= by_optimizer and gradient is not None
+                if masked is not None and (gradient is not None or (closure and by_optimizer)):
+                    by_mode[mode].append(masked)
+                    if mode is Mode.BY_RULE:
+                        members.append((masked, gradient))
+            if members:
+                by_rule.append((group, members))
+        return by_mode, by_rule, own_gradients
+
     @property
     def _scale(self) -> float:
-        """What gradients are multiplied by."""
+        """The factor that gradients are multiplied by."""
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else float(scale)
 
-    def _inner_is_heard(self) -> bool:
-        """Whether a step of the wrapped optimizer that has no gradients is still one for somebody."""
+    def _steps_without_gradients(self) -> bool:
+        """Return True if a step of the wrapped optimizer counts for somebody even if it has no gradients."""
         inner = self.inner
         hooks = (inner._optimizer_step_pre_hooks.keys() - {self._guard}, inner._optimizer_step_post_hooks)
         # Learning rate schedulers put theirs in the place of an optimizer's step.
-        return self._rule is None or any(hooks) or "step" in vars(inner)
+        return self._wrapped.rule is None or any(hooks) or "step" in vars(inner)
 
-    def _step_and_restore(
-        self, restored: Sequence[MaskedParameter], closure: Callable[[], Any] | None
-    ) -> Any:
-        """The wrapped optimizer's step, without effect on frozen entries."""
-        if self._probed is not None:
-            state_probe.forget(self.inner, self._probed, closure is not None, self._masked)
-            self._probed = None
-        for masked in restored:
-            restoring.save_frozen(masked)
+    def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
+        """Makes the wrapped optimizer's step, without effect on the frozen entries of these parameters."""
+        if self._only_probed:
+            state_probe.forget(self._wrapped, self._masked, closure is not None)
+            self._only_probed = False
+        saved = [(masked, masked.save_frozen()) for masked in frozen]
         if isinstance(self.inner, torch.optim.SGD):
             begin_momenta(self.inner, self._scale)
         result = self.inner.step(closure) if closure is not None else self.inner.step()
-        for masked in restored:
-            restoring.restore_frozen(masked)
+        for masked, names in saved:
+            masked.restore_frozen(names)
         return result
 
     @contextmanager
     def _scaling(self) -> Iterator[None]:
-        """Hands over what GradScaler told this optimizer."""
-        told = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
+        """Hands what GradScaler set on this optimizer to the wrapped one."""
+        given = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         try:
-            for name, value in told.items():
+            for name, value in given.items():
                 setattr(self.inner, name, value)
             yield
         finally:
-            for name in told:
+            for name in given:
                 delattr(self.inner, name)
 
     def _refuse_sparse(self, parameter: Tensor) -> NoReturn:
         raise PolicyError(
-            f"{self._name(parameter)} has a sparse gradient; MaskedOptimizer needs dense ones "
+            f"{self._wrapped.name_of(parameter)} has a sparse gradient; MaskedOptimizer needs dense ones "
             "(for an embedding: sparse=False, and a mask of rows)"
         )
 
@@ -507,16 +477,16 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's own state_dict, and beside it masks and ages under "gradpolicy".
+        """Return the wrapped optimizer's own state_dict, with masks and ages beside it under "gradpolicy".
 
         Torch alone can load it: moments are dense, 0 where `drop` holds none.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if is_sharded(parameter) and parameter not in self._masked:
-                self._remember(parameter)
-        result = checkpoint.save(self.inner, self._masked, self._effective_steps)
+        for parameter in self._wrapped.parameters():
+            if is_sharded(parameter):
+                self._masked.setdefault(parameter, self._known(parameter))
+        result = checkpoint.save(self._wrapped, self._masked, self._effective_steps)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)
             result = result if changed is None else changed
@@ -530,53 +500,79 @@ class MaskedOptimizer(torch.optim.Optimizer):
         tensor's step count.
 
         Raises:
-            PolicyError: a saved mask, its ages or state do not fit their parameter, or there is no such
+            PolicyError: If a saved mask, its ages or state do not fit their parameter, or there is no such
                 parameter; nothing is loaded then.
         """
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        own, saved = checkpoint.split(state_dict)
+        own, steps, saved = checkpoint.split(state_dict)
         records = self._fitting_records(own, saved)
         self.inner.load_state_dict(own)
         # Present masks must not touch state that comes with masks of its own.
-        set_masks(
-            (masked, masked.adopt_state(updates=0 if self._was_only_probed(masked) else None))
-            for parameter, masked in self._masked.items()
-            if parameter not in records
-        )
+        for parameter, masked in self._masked.items():
+            if parameter not in records:
+                masked.adopt_state(updates=0 if self._was_only_probed(parameter) else None)
         for parameter, record in records.items():
             self.restore(parameter, record)
-        self._effective_steps = int(saved.get("effective_steps", self._effective_steps))
+        self._effective_steps = self._effective_steps if steps is None else steps
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def restore(self, parameter: Tensor, record: checkpoint.Record) -> None:
         """Gives a parameter the mask and ages of a record that fits; its state is loaded already."""
-        checkpoint.restore(self._masked.get(parameter) or self._remember(parameter), record)
+        checkpoint.restore(self._masked.setdefault(parameter, self._known(parameter)), record)
 
-    def _fitting_records(self, own: dict[str, Any], saved: dict[str, Any]) -> dict[Tensor, checkpoint.Record]:
-        """The records of a state_dict, when all of it is known to fit: a load that fails changes nothing."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+    def _fitting_records(
+        self, own: dict[str, Any], saved: dict[int, checkpoint.Record]
+    ) -> dict[Tensor, checkpoint.Record]:
+        """Return the records by parameter, after checking them all: a load that fails changes nothing."""
+        parameters = self._wrapped.parameters()
         found: dict[Tensor, checkpoint.Record] = {}
-        for index, record in saved.get("parameters", {}).items():
+        for index, record in saved.items():
             if not 0 <= index < len(parameters):
                 raise PolicyError(
                     f"the state_dict has a mask for parameter {index}; "
                     f"the wrapped optimizer has {len(parameters)}, counted from 0"
                 )
-            parameter = parameters[index]
-            name = self._name(parameter)
-            checkpoint.check(record, parameter, name)
-            if self._rule is not None:
-                checkpoint.check_state(own["state"].get(index, {}), self._rule.names, parameter, name)
-            found[parameter] = record
+            masked = self._known(parameters[index])
+            name = self._wrapped.name_of(parameters[index])
+            checkpoint.check(record, own["state"].get(index, {}), masked, name)
+            found[parameters[index]] = record
         return found
 
 
+_NOT_STEPPED = (Mode.BY_RULE, Mode.FROZEN, Mode.ON_OTHERS)
+"""How parameters are treated whose gradients the wrapped optimizer must not apply."""
+
+
+@contextmanager
+def _hidden_gradients(parameters: Iterable[MaskedParameter]) -> Iterator[None]:
+    """Hides the gradients of parameters within."""
+    gradients = [(masked.parameter, masked.parameter.grad) for masked in parameters]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def bytes_of(state: Mapping[Any, Any]) -> int:
+    """Return the bytes that an optimizer's state holds on this process; some may be the whole optimizer's."""
+    total = 0
+    for value in state.values():
+        if isinstance(value, Tensor):
+            total += local_shard(value).nbytes
+        elif isinstance(value, Mapping):
+            total += bytes_of(value)
+    return total
+
+
 def wrapper_of(optimizer: torch.optim.Optimizer) -> MaskedOptimizer | None:
-    """The MaskedOptimizer that wraps an optimizer, where there is one."""
+    """Return the MaskedOptimizer that wraps an optimizer, if there is one."""
     present = _WRAPPERS.get(optimizer)
     return None if present is None else present()
 
@@ -598,10 +594,10 @@ def _check_inner(inner: Any) -> None:
 def _refuse_to_pass_masks(
     wrapper: weakref.ref[MaskedOptimizer], inner: torch.optim.Optimizer, *_: Any
 ) -> None:
-    """Is called before each step of a wrapped optimizer.
+    """Runs before each step of a wrapped optimizer.
 
     Raises:
-        PolicyError: The step passes the wrapper by, and entries are frozen.
+        PolicyError: If the step is not the wrapper's, and entries are frozen.
     """
     masking = wrapper()
     if masking is None or masking.steps_inner:

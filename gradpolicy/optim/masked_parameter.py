@@ -2,471 +2,452 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
-from gradpolicy.optim import entry_ages
-from gradpolicy.optim.frozen_copies import FrozenCopies
-from gradpolicy.optim.initial_state import makes_state_again, needs_closure
+from gradpolicy.errors import PolicyError, nearest, shown
+from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.kernels import EntryUpdate, select
-from gradpolicy.optim.layout import Layout, as_sharded, has_one_value, own_gradient
-from gradpolicy.optim.update_rules import Group, UpdateRule
-from gradpolicy.tensors.sharding import is_sharded, local_shard
+from gradpolicy.optim.layout import Layout, as_sharded, coarse_mask, has_one_value, local_mask, own_gradient
+from gradpolicy.optim.other_optimizers import (
+    AS_PARAMETER,
+    check_entries_can_freeze,
+    check_state_of_entries,
+    entry_state,
+    initial_value,
+    warn_of_putting_back,
+)
+from gradpolicy.optim.parameter_state import ParameterState
+from gradpolicy.optim.update_rules import Group
+from gradpolicy.optim.wrapped import Wrapped
+from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard
+
+
+class Options(NamedTuple):
+    """The two options of a masked parameter: "keep", "zero" or "drop", and "entry" or "tensor"."""
+
+    frozen_state: str = "keep"
+    bias_correction: str = "entry"
+
+    @property
+    def forget(self) -> bool:
+        """True if an entry that freezes loses its state."""
+        return self.frozen_state != "keep"
+
+    def changed(self, **options: str | None) -> Options:
+        """Return the options with the given ones, other than None, in place of these.
+
+        Raises:
+            PolicyError: If there is no such value.
+        """
+        given = {option: value for option, value in options.items() if value is not None}
+        for option, value in given.items():
+            if value not in VALUES[option]:
+                hint = nearest(str(value), VALUES[option])
+                raise PolicyError(f"{option}: {shown(value)} does not exist; {hint}")
+        return self._replace(**given)
+
+
+VALUES = {"frozen_state": ("keep", "zero", "drop"), "bias_correction": ("entry", "tensor")}
+"""The values of each option."""
 
 
 class Mode(Enum):
     """How a step treats a parameter."""
 
     PLAIN = "the wrapped optimizer's own update is right as it stands"
-    MASKED = "the update rule moves the active entries"
-    RESTORED = "the wrapped optimizer updates it, then frozen entries are put back"
-    FROZEN = "nothing touches it"
-    ELSEWHERE = "it is frozen on this process and trains on others"
+    BY_RULE = "the update rule moves the active entries"
+    PUT_BACK = "the wrapped optimizer updates it, then frozen entries are put back"
+    FROZEN = "nothing changes it"
+    ON_OTHERS = "it is frozen on this process and trains on others"
 
 
 class MaskedParameter:
     """A parameter that has, or once had, a mask.
 
     Args:
-        parameter: the parameter; every entry starts active.
-        optimizer: the wrapped optimizer.
-        rule: how the optimizer moves one entry; None where that is not known.
-        place: the number of its param group, and its position there.
-        frozen_state: "keep", "zero" or "drop".
-        bias_correction: "entry" or "tensor".
+        parameter: The parameter; every entry starts active.
+        wrapped: The wrapped optimizer.
+        options: What becomes of the state of frozen entries, and whose age counts in bias correction.
+        updates: Number of updates that it has had; None: as many as its state has counted.
 
     Attributes:
-        parameter, optimizer, rule, frozen_state, bias_correction: as given.
-        differentiable: whether the optimizer's step is part of a graph.
-        layout: the order of this process's entries in memory.
-        block: consecutive entries that share an age.
-        ages: signed ages of all blocks, or of those in `index`.
-        index: which blocks have ages and state, a bit each; None: all.
-        uncounted: updates of active entries that `ages` do not tell yet.
-        oldest: no entry's age is above this.
-        updates: how many updates the tensor as a whole has had.
-        active_entries: how many of this process's entries are active.
-        mask_shape: shape of the mask as it was set; None after a mask of None.
-        empty_mask: this process's part of the mask, where it holds no entry; None elsewhere.
-        frozen_everywhere: whether no entry of the whole tensor is active, on any process.
-        dropped: whether a mask removed the state of each entry, and no update has made it again.
-        copies: of frozen entries, where the wrapped optimizer's own step may change them.
+        parameter, options: As given.
+        rule: How the optimizer moves one entry; None where no update rule describes it.
+        layout: The order of this process's entries in memory.
+        state: The way to the optimizer's state of the parameter.
+        ages: Which of this process's entries are active, and their ages.
+        updates: Number of updates that the tensor as a whole has had.
+        mask_shape: Shape of the mask as it was set; None after a mask of None.
+        empty_mask: This process's part of the mask where it holds no entry; None elsewhere.
+        frozen_everywhere: True if no entry of the whole tensor is active, on any process.
+        copies: Of what was frozen before a step that may change it; memory that the next step uses again.
     """
 
     def __init__(
-        self,
-        parameter: Tensor,
-        optimizer: torch.optim.Optimizer,
-        rule: UpdateRule | None,
-        place: tuple[int, int],
-        frozen_state: str,
-        bias_correction: str,
+        self, parameter: Tensor, wrapped: Wrapped, options: Options, updates: int | None = None
     ) -> None:
-        self.parameter, self.optimizer, self.rule = parameter, optimizer, rule
-        self.frozen_state, self.bias_correction = frozen_state, bias_correction
-        self._place = place
-        self.differentiable = False
-        self.shape = parameter.shape
+        self.parameter, self.options, self.rule = parameter, options, wrapped.rule
         self.layout = Layout.of(parameter)
+        self.state = ParameterState(parameter, wrapped, self.layout)
         self.mask_shape: tuple[int, ...] | None = None
         self.empty_mask: Tensor | None = None
-        self.copies: FrozenCopies | None = None
-        self._flat: dict[str, tuple[Tensor, Tensor]] = {}
-        self._unwritten: list[tuple[Tensor, Tensor]] = []
-        self.begin(self._updates_of_state())
+        self.copies: dict[str, Tensor] = {}
+        self._begin(updates)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_flat": {}}
-
-    def begin(self, updates: int) -> None:
+    def _begin(self, updates: int | None) -> None:
         """Makes every entry active and as old as its tensor."""
-        self.updates = self.oldest = updates
-        self.uncounted = 0
-        self.index: Tensor | None = None
-        self.block = max(self.layout.size, 1)
-        self.ages = entry_ages.all_active(updates, local_shard(self.parameter).device)
-        self.active_entries = self.layout.size
-        self.frozen_everywhere = self.dropped = False
-        self._flat.clear()
+        self.updates = self.state.count() if updates is None else updates
+        self.ages = Ages.all_active(self.updates, self.layout.size, local_shard(self.parameter).device)
+        self.frozen_everywhere = False
 
     # --- what it is
 
     @property
     def group(self) -> Group:
         """The parameter's param group."""
-        groups, (index, position) = self.optimizer.param_groups, self._place
-        members = groups[index]["params"] if index < len(groups) else ()
-        if position >= len(members) or members[position] is not self.parameter:
-            places = [(i, j) for i, group in enumerate(groups) for j, _ in enumerate(group["params"])]
-            self._place = next(p for p in places if groups[p[0]]["params"][p[1]] is self.parameter)
-        return groups[self._place[0]]
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The optimizer's state of this parameter; empty before its first update."""
-        return self.optimizer.state.get(self.parameter, {})
-
-    @property
-    def forgets(self) -> bool:
-        """Whether an entry that freezes loses its state."""
-        return self.frozen_state != "keep"
+        return self.state.group
 
     @property
     def is_full(self) -> bool:
-        """Whether all of this process's entries are active."""
-        return self.active_entries == self.layout.size and not self.frozen_everywhere
+        """True if all of this process's entries are active."""
+        return self.ages.active == self.ages.entries and not self.frozen_everywhere
 
     @property
     def mode(self) -> Mode:
         """How a step treats the parameter."""
         if self.frozen_everywhere:
             return Mode.FROZEN
-        if self.is_full:
-            exact = self.rule is not None and self.bias_correction == "entry" and self.ages.numel() > 1
-            return Mode.MASKED if exact else Mode.PLAIN
+        ages = self.ages
+        if ages.active == ages.entries:
+            by_age = self.rule is not None and self.options.bias_correction == "entry"
+            return Mode.BY_RULE if by_age and ages.signed.numel() > 1 else Mode.PLAIN
         if self.rule is None:
-            return Mode.RESTORED
-        return Mode.MASKED if self.active_entries else Mode.ELSEWHERE
+            return Mode.PUT_BACK
+        return Mode.BY_RULE if ages.active else Mode.ON_OTHERS
 
     @property
     def drops_gradient(self) -> bool:
-        """Whether the whole gradient goes; of a sharded parameter on every process alike."""
+        """True if the whole gradient becomes None; for a sharded parameter on every process alike."""
         if not is_sharded(self.parameter):
             return self.frozen_everywhere
         one_flag = self.mask_shape is not None and has_one_value(self.mask_shape, self.parameter)
         if self.empty_mask is not None:
             return one_flag and not bool(self.empty_mask)
-        return one_flag and not self.active_entries
-
-    @property
-    def bytes(self) -> int:
-        """Memory of ages and index."""
-        return self.ages.nbytes + (0 if self.index is None else self.index.nbytes)
-
-    def uncounted_ages(self) -> Tensor:
-        """Signed ages of all blocks, with room for the updates that are still to be counted in."""
-        self._make_room()
-        return self._of_all_blocks(self.ages, 1, -1)
-
-    def packed_ages(self) -> Tensor:
-        """The ages of the blocks in the index, all of which are active, with every update counted in."""
-        self._make_room()
-        if self.uncounted:
-            self.ages += self.uncounted
-            self.uncounted = 0
-        return self.ages
-
-    def _make_room(self) -> None:
-        """Stores ages in as many bits as the oldest entry needs."""
-        if self.ages.dtype == entry_ages.NARROW and self.oldest >= entry_ages.LAST_NARROW:
-            self.ages = self.ages.to(entry_ages.WIDE)
-
-    def dense_ages(self) -> Tensor:
-        """Signed ages of all blocks."""
-        return entry_ages.count(self.uncounted_ages(), self.uncounted)
-
-    def _of_all_blocks(self, values: Tensor, per_block: int, fill: float) -> Tensor:
-        """Values that follow the index, with a number for the blocks that it lacks."""
-        if self.index is None:
-            return values
-        blocks = self.layout.size // self.block
-        kernels = select(values.device, values.dtype)
-        return kernels.repack(values, self.index, None, per_block, blocks, fill)
+        return one_flag and not self.ages.active
 
     def mask(self) -> Tensor:
-        """The mask as it was set."""
+        """Return the mask as it was set."""
         self.follow()
         if self.mask_shape is None:
             return torch.ones((), dtype=torch.bool, device=self.parameter.device).expand(self.parameter.shape)
         if self.empty_mask is not None:
             return as_sharded(self.empty_mask, self.parameter, self.mask_shape)
-        flags = self.dense_ages() > 0
-        return self.layout.logical(flags, self.block, self.parameter, self.mask_shape)
+        flags = self.ages.of_all_blocks() > 0
+        return self.layout.logical(flags, self.ages.block, self.parameter, self.mask_shape)
 
     def age(self) -> Tensor:
-        """Each entry's age (int64), as coarse as the masks were."""
+        """Return each entry's age (int64), as coarse as the masks were."""
         self.follow()
-        return self.layout.logical(entry_ages.age_of(self.dense_ages()), self.block, self.parameter)
+        ages = self.ages.dense().long().abs() - 1
+        return self.layout.logical(ages, self.ages.block, self.parameter)
 
     def signed_ages(self) -> Tensor:
-        """Signed ages, as coarse as the masks were; of a sharded parameter an int32 for each entry."""
+        """Return signed ages, as coarse as the masks were; for each entry if the parameter is sharded."""
         self.follow()
-        ages = self.dense_ages()
+        ages = self.ages.dense()
         if is_sharded(self.parameter):
-            return self.layout.logical(ages.int(), self.block, self.parameter, self.parameter.shape)
-        return self.layout.logical(ages, self.block, self.parameter).clone()
-
-    # --- following what happens to the parameter and its state
-
-    def follow(self) -> None:
-        """Follows the parameter to another device; begins anew where its state is gone.
-
-        Raises:
-            PolicyError: its shape has changed, so that a kernel would read and write beyond the end.
-        """
-        if self.parameter.shape != self.shape:
-            raise PolicyError(
-                f"a parameter of shape {tuple(self.shape)} now has the shape {tuple(self.parameter.shape)}; "
-                "its masks and ages are no longer known: make a new optimizer for the model and wrap that"
-            )
-        device = self.parameter.device
-        if self.ages.device != device:
-            self.ages = self.ages.to(device)
-            self.index = None if self.index is None else self.index.to(device)
-            self._flat.clear()
-            self.copies = None
-            self.ready_copies()
-        # Where other processes update their parts, a process without entries has no state.
-        counted = self.oldest > 0 or (self.updates > 0 and not is_sharded(self.parameter))
-        exact = self.rule is not None and self.layout.size > 0
-        gone = not self.state and not self.dropped
-        if counted and exact and gone and not self._begins_without_state():
-            self.restart()
-
-    def _begins_without_state(self) -> bool:
-        """Whether the optimizer keeps nothing by which to see that its state was removed."""
-        rule, group = self.rule, self.group
-        return rule is not None and not rule.state(group) and not rule.tensor_state(group, 0)
-
-    def restart(self) -> None:
-        """Sets every age to 0, as after the state was removed."""
-        self.ages = torch.where(self.ages > 0, 1, -1).to(self.ages.dtype)
-        self.updates = self.oldest = self.uncounted = 0
-
-    def adopt_state(self, updates: int | None = None) -> Tensor | None:
-        """Takes the optimizer's state as it now stands, dense and of one age, with every entry active.
-
-        Args:
-            updates: how many updates the tensor has had; None: what the state tells.
-
-        Returns:
-            The mask that was in force, to be set again.
-        """
-        mask = None if self.mask_shape is None else self.mask()
-        self.begin(self._updates_of_state() if updates is None else updates)
-        return mask
-
-    def _updates_of_state(self) -> int:
-        if self.rule is not None:
-            return self.rule.updates(self.state, self.group)
-        return step_count(self.state)
-
-    # --- the optimizer's state
-
-    def entry_state(self) -> dict[str, Tensor]:
-        """What the update rule keeps for each entry, as far as it exists.
-
-        Raises:
-            PolicyError: something has another number of entries or lies on another device; see `check_state`.
-        """
-        assert self.rule is not None
-        state = self.state
-        present = {name: state[name] for name in self.rule.names if state.get(name) is not None}
-        self.check_state(present)
-        return present
-
-    def check_state(self, state: dict[str, Tensor]) -> None:
-        """Makes sure that state belongs to the entries that have some.
-
-        Raises:
-            PolicyError: it has another number of entries or lies on another device; it was replaced by hand.
-        """
-        count = self.layout.size if self.index is None else self.ages.numel() * self.block
-        device = self.parameter.device
-        for name, value in state.items():
-            fits = value.numel() == count or self._numbers_in(value) == count
-            if not fits or value.device != device:
-                raise PolicyError(
-                    f"the optimizer's state {name!r} of a parameter of shape {tuple(self.shape)} on "
-                    f"{device} has the shape {tuple(value.shape)} and lies on {value.device}; "
-                    "load a state_dict of this model, or move the state along with it"
-                )
-
-    def _numbers_in(self, value: Tensor) -> int:
-        """How many real numbers of a tensor this process holds."""
-        return local_shard(value).numel() * (2 if value.is_complex() else 1)
-
-    def complete_state(self, group: Group) -> dict[str, Tensor]:
-        """The state of each entry, made where it is missing, and the tensor's count beside it."""
-        assert self.rule is not None
-        self.dropped = False
-        starts = self.rule.state(group)
-        state = self.optimizer.state[self.parameter]
-        if any(state.get(name) is None for name in starts):
-            state.update(self.initial_state(group, {name for name in state if state[name] is not None}))
-        return {name: state[name] for name in starts}
-
-    def initial_state(self, group: Group, present: set[str], *, dense: bool = False) -> dict[str, Any]:
-        """The state of a parameter that has had `updates`, except for what is present.
-
-        Args:
-            group: the parameter's param group.
-            present: names to leave out.
-            dense: for all entries, whatever the index.
-        """
-        assert self.rule is not None
-        state: dict[str, Any] = {}
-        for name, value in self.rule.tensor_state(group, self.updates).items():
-            if name not in present:
-                state[name] = self._number(group, value)
-        for name, start in self.rule.state(group).items():
-            if name not in present:
-                state[name] = self._filled(start, dense)
-        return state
-
-    def _number(self, group: Group, value: float) -> Tensor:
-        """A tensor of one number, as torch's optimizers count."""
-        fused = bool(group.get("fused"))
-        on_device = bool(group.get("capturable")) or fused
-        double = torch.get_default_dtype() == torch.float64 and not fused
-        dtype = torch.float64 if double else torch.float32
-        return torch.tensor(value, dtype=dtype, device=self.parameter.device if on_device else "cpu")
+            return self.layout.logical(ages.int(), self.ages.block, self.parameter, self.parameter.shape)
+        return self.layout.logical(ages, self.ages.block, self.parameter).clone()
 
     def dense_state(self) -> dict[str, Any]:
-        """The state as the wrapped optimizer itself would hold it."""
-        if self.index is None or self.rule is None:
-            return dict(self.state)
-        starts, dense = self.rule.state(self.group), dict(self.state)
-        for name, value in self.entry_state().items():
-            flat = self._of_all_blocks(value, self.block, starts.get(name, 0.0))
-            dense[name] = self.layout.shaped(flat, self.parameter)
-        return dense
+        """Return the optimizer's state of the parameter as the optimizer alone would hold it."""
+        return self.state.dense(self.ages)
 
-    def _filled(self, start: float, dense: bool) -> Tensor:
-        own = local_shard(self.parameter)
-        if self.index is not None and not dense:
-            dtype = own.dtype.to_real() if own.is_complex() else own.dtype
-            return torch.full((self.active_entries,), start, dtype=dtype, device=own.device)
-        value = torch.zeros_like(self.parameter, memory_format=torch.preserve_format)
-        if start:
-            value.fill_(complex(start, start) if value.is_complex() else start)
-        return value
+    def follow(self) -> dict[str, Any]:
+        """Follows the parameter to another device; sets ages to 0 where its state was removed.
 
-    def set_count(self, updates: int) -> None:
-        """Continues the tensor's own count from here."""
-        self.updates = updates
-        if self.rule is None:
-            counts = {"step": float(updates)}
+        Returns:
+            The optimizer's state of the parameter.
+
+        Raises:
+            PolicyError: If its shape has changed, so that a kernel would read and write beyond the end.
+        """
+        if self.parameter.shape != self.layout.whole_shape:
+            raise PolicyError(
+                f"a parameter of shape {tuple(self.layout.whole_shape)} now has the shape "
+                f"{tuple(self.parameter.shape)}; "
+                "its masks and ages are no longer known: make a new optimizer for the model and wrap that"
+            )
+        if self.ages.signed.device != self.parameter.device:
+            self.ages, self.copies = self.ages.to(self.parameter.device), {}
+        values = self.state.values
+        if values or self.rule is None or not self.layout.size:
+            return values
+        # Where other processes update their parts, a process without active entries has no state.
+        counted = self.ages.oldest > 0 or (self.updates > 0 and not is_sharded(self.parameter))
+        if counted and (self.rule.state(self.group) or self.rule.tensor_state(self.group, 0)):
+            self.ages, self.updates = self.ages.restarted(), 0
+        return values
+
+    # --- a new mask
+
+    def set_mask(self, mask: Tensor | None) -> None:
+        """Makes the entries of a mask active, the others frozen, and moves state as the options say.
+
+        Args:
+            mask: Bool, of the parameter's dimensions, to which it broadcasts; None: all are active.
+        """
+        self.follow()
+        self.mask_shape = None if mask is None else tuple(mask.shape)
+        if mask is None:
+            mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool, device=self.parameter.device)
+        if is_sharded(self.parameter):
+            self.frozen_everywhere = _freezes_whole_tensor(mask)
+        if self.layout.size:
+            self._set_flags(*self.layout.blocks_of(mask, self.parameter))
         else:
-            counts = self.rule.tensor_state(self.group, updates)
-        for name, value in counts.items():
-            if isinstance(self.state.get(name), Tensor):
-                self.state[name].fill_(value)
+            self._take_empty_mask(mask)
+        self._finish_change()
 
-    def forget_state(self) -> bool:
-        """Removes all state; returns False where the optimizer's step would not make it again."""
-        if not makes_state_again(self.optimizer):
-            return False
-        self.optimizer.state.pop(self.parameter, None)
-        return True
+    def _take_empty_mask(self, mask: Tensor) -> None:
+        """Takes a mask on a process that holds no entry of the parameter."""
+        self.empty_mask = local_mask(mask, self.parameter)
+        if not is_sharded(self.parameter):
+            self.frozen_everywhere = False
+        if self.frozen_everywhere and self.options.forget:
+            self._empty_state()
 
-    def ready_plain_step(self) -> None:
-        """Makes the state what the wrapped optimizer's own update would have left."""
-        if self.rule is None or self.mode is not Mode.PLAIN:
+    def _set_flags(self, flags: Tensor, block: int) -> None:
+        """Turns ages and moves state so that these blocks alone are active."""
+        active, forget = int(flags.count_nonzero()) * block, self.options.forget
+        partly = 0 < active < self.layout.size
+        if partly and self.rule is None:
+            optimizer = self.state.wrapped.optimizer
+            check_entries_can_freeze(optimizer, self.group, self.parameter)
+            warn_of_putting_back(optimizer, forget)
+        if not partly:
+            flags, block = flags[:1], self.layout.size
+        self.state.of_entries(self.ages)  # refused before anything changes
+        if not is_sharded(self.parameter):
+            self.frozen_everywhere = not active
+        fine = min(self.ages.block, block)
+        source = self.ages.index_by(fine)
+        self.ages = self.ages.turned(flags, block, active, forget=forget, pack=self._packs(partly))
+        self._arrange(source, fine)
+        if partly and forget and self.rule is None:
+            self._put_back(entry_state(self.state.values, self.parameter), {})
+
+    def _packs(self, partly: bool) -> bool:
+        """Return True if only active blocks keep ages and state."""
+        return partly and self.options.frozen_state == "drop" and self.rule is not None
+
+    def _arrange(self, source: Tensor | None, block: int) -> None:
+        """Packs, spreads out or empties the state, which follows an index so far, as ages and options say."""
+        if self.ages.active or self.options.frozen_state != "drop":
+            self.state.arrange(source, block, self.ages, self.options.forget)
+        if not self.ages.active and self.options.forget:
+            self._empty_state()
+
+    def _empty_state(self) -> None:
+        """Empties the state of a tensor of which no entry is active here."""
+        self.ages = self.ages._replace(oldest=0)
+        if not self.state.values:
             return
-        if self.bias_correction == "entry" and self.layout.size:
-            age = int(entry_ages.age_of(self.ages)) + self.uncounted
-            if age == 0 and self.forget_state():
+        exact, drops = self.rule is not None, self.options.frozen_state == "drop"
+        # Without a rule the count is the whole tensor's, on every process alike.
+        restarts = self.options.bias_correction == "entry" and (exact or self.frozen_everywhere)
+        if not (restarts and (drops or not exact) and self.state.remove()):
+            self.state.empty(drop=drops)
+        if restarts:
+            self._set_count(0)
+
+    def _finish_change(self) -> None:
+        """Makes the state what the wrapped optimizer's own updates would have left, where these go on."""
+        mode = self.mode
+        if mode is not Mode.PUT_BACK:
+            self.copies = {}
+        if self.rule is None or mode is not Mode.PLAIN:
+            return
+        if self.options.bias_correction == "entry" and self.layout.size:
+            age = int(self.ages.dense().abs()) - 1
+            if age == 0 and self.state.remove():
                 self.updates = 0
                 return
-            self.set_count(age)
-        if self.updates or self.state:
-            self.complete_state(self.group)
+            self._set_count(age)
+        if self.updates or self.state.values:
+            self.state.completed(self.group, self.ages, self.updates)
 
-    def forget_views(self) -> None:
-        """Lets go of flat views of the state, which moves."""
-        self._flat.clear()
+    def _set_count(self, updates: int) -> None:
+        self.updates = updates
+        self.state.set_count(updates)
+
+    # --- state and records from elsewhere
+
+    def adopt_state(self, updates: int | None = None) -> None:
+        """Takes the optimizer's state as it now stands, dense and of one age; the mask stays.
+
+        Args:
+            updates: Number of updates that the tensor has had; None: as many as the state has counted.
+        """
+        mask = None if self.mask_shape is None else self.mask()
+        self._begin(updates)
+        self.set_mask(mask)
+
+    def restore(self, ages: Tensor, mask_shape: tuple[int, ...] | None, updates: int, begun: bool) -> None:
+        """Takes a saved mask and its ages; the optimizer's state is loaded already, and dense.
+
+        Args:
+            ages: Signed ages that broadcast to the parameter.
+            mask_shape: Shape of the mask as it was set; None: there was none.
+            updates: Number of updates that the tensor has had.
+            begun: False if its first update is still to come, so that its state is not kept.
+        """
+        self._begin(updates)
+        if not begun:
+            self.state.wrapped.optimizer.state.pop(self.parameter, None)
+        parameter, self.mask_shape = self.parameter, mask_shape
+        if is_sharded(parameter):
+            mask = ages > 0 if mask_shape is None else coarse_mask(ages > 0, parameter, mask_shape)
+            self.frozen_everywhere = _freezes_whole_tensor(mask)
+            if not self.layout.size:
+                self._take_empty_mask(mask)
+                return
+            ages = ages if is_sharded(ages) else ages.expand(parameter.shape)
+        if self.layout.size:
+            self.adopt_ages(*self._coarsest(*self.layout.blocks_of(ages, parameter)))
+
+    def _coarsest(self, values: Tensor, block: int) -> tuple[Tensor, int]:
+        """Return the ages in larger blocks where these have one age; a shard's are of each entry."""
+        if not is_sharded(self.parameter):
+            return values, block
+        physical = self.layout.physical_shape
+        sizes = [prod(physical[leading:]) for leading in range(len(physical) + 1)]
+        rows = (values.view(-1, size) for size in sizes)
+        coarse = next(each for each in rows if bool((each == each[:, :1]).all()))
+        return coarse[:, 0].contiguous(), coarse.shape[1]
+
+    def adopt_ages(self, signed: Tensor, block: int) -> None:
+        """Takes signed ages, one for each block of entries; the state is dense.
+
+        Of a sharded parameter `frozen_everywhere` is set already.
+        """
+        self.ages = Ages.of(signed, block, self.layout.size)
+        active = self.ages.active
+        if not is_sharded(self.parameter):
+            self.frozen_everywhere = not active
+        if self._packs(0 < active < self.layout.size):
+            self.ages = self.ages.packed()
+        if active or self.options.frozen_state == "drop" or self.rule is None:
+            self._arrange(None, block)
+        self._finish_change()
 
     # --- updates
 
     def entry_update(
         self, group: Group, names: tuple[str, ...], gradient: Tensor, age: int | None
     ) -> EntryUpdate:
-        """The update of the active entries by the rule; `write_back` takes what it could not write in place.
+        """Return the update of the active entries by the rule.
 
         Args:
-            group: the parameter's param group.
-            names: what the rule keeps for each entry.
-            gradient: the parameter's gradient.
-            age: the age to take for all entries; None: each one's own.
+            group: The parameter's param group.
+            names: What the rule keeps for each entry.
+            gradient: The parameter's gradient.
+            age: The age to take for all entries; None: each one's own.
         """
-        self.follow()
-        stored = self.state
-        state = {name: stored[name] for name in names if stored.get(name) is not None}
+        values, ages, memory = self.follow(), self.ages, self.layout.memory
+        state = {name: values[name] for name in names if values.get(name) is not None}
         if len(state) < len(names):
-            state = self.complete_state(group)
-        self.check_state(state)
-        lies_plainly = self.layout.lies_plainly
-        if self.index is None:
+            state = self.state.completed(group, ages, self.updates)
+        self.state.check(state, ages)
+        parameter = memory(self.parameter)
+        unwritten = [] if parameter is self.parameter else [(parameter, self.parameter)]
+        if ages.index is None:
             for name, value in state.items():
-                if not lies_plainly(value):
-                    state[name] = self._in_memory_order(name, value)
-        parameter = self.parameter
+                state[name] = flat = memory(value)
+                if flat is not value:
+                    unwritten.append((flat, value))
         return EntryUpdate(
-            parameter if lies_plainly(parameter) else self._in_memory_order("", parameter),
-            gradient if lies_plainly(gradient) else self.layout.flat(gradient),
+            parameter,
+            memory(gradient),
             state,
-            self.ages,
-            self.block,
-            self.index,
-            self.uncounted,
+            ages.signed,
+            ages.block,
+            ages.index,
+            ages.uncounted,
             age,
+            unwritten,
         )
 
-    def _in_memory_order(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor as a flat vector: a view that is kept while the tensor stays, else a copy."""
-        source, flat = self._flat.get(name, (None, tensor))
-        if source is tensor and flat.data_ptr() == tensor.data_ptr():
-            return flat
-        flat = self.layout.flat(tensor)
-        if not is_sharded(tensor) and flat.data_ptr() == tensor.data_ptr():
-            self._flat[name] = (tensor, flat)
-        else:
-            self._unwritten.append((flat, tensor))
-        return flat
-
-    def write_back(self) -> None:
-        """Takes the results of an update that were written to copies."""
-        for flat, tensor in self._unwritten:
-            self.layout.write_back(flat, tensor)
-        self._unwritten.clear()
-
     def count_update(self) -> None:
-        """Notes that an update took place."""
+        """Counts an update of the active entries."""
         self.updates += 1
-        self.uncounted += 1
-        self.oldest += 1
+        self.ages = self.ages.counted()
 
-    def count_update_elsewhere(self) -> None:
-        """Notes that other processes have updated their parts of the tensor."""
-        self.set_count(self.updates + 1)
-
-    # --- where the wrapped optimizer steps and frozen entries are put back
-
-    def ready_copies(self) -> None:
-        """Makes buffers for frozen entries where a step needs them, and only there."""
-        waits = self.mode in (Mode.FROZEN, Mode.ELSEWHERE) and not needs_closure(self.optimizer)
-        if self.rule is not None or self.is_full or waits:
-            self.copies = None
-        else:
-            self.copies = self.copies or FrozenCopies(self.layout)
-            self.copies.take_mask(self.ages, self.block)
+    def count_update_on_others(self) -> None:
+        """Counts an update that other processes made of their parts of the tensor."""
+        self._set_count(self.updates + 1)
 
     def mask_gradient(self, gradient: Tensor) -> None:
         """Zeroes the gradient of frozen entries in place, NaN and infinity too."""
         self.follow()
         gradient = own_gradient(self.parameter, gradient)
-        flat = self.layout.flat(gradient)
-        ages = self.ages if self.index is None else None
-        select(flat.device, flat.dtype).fill_frozen(flat, ages, self.index, self.block, 0.0)
+        flat, ages = self.layout.flat(gradient), self.ages
+        signed = ages.signed if ages.index is None else None
+        select(flat.device, flat.dtype).fill_frozen(flat, signed, ages.index, ages.block, 0.0)
         self.layout.write_back(flat, gradient)
 
+    # --- a step of the wrapped optimizer that leaves frozen entries as they are
 
-def step_count(state: dict[str, Any]) -> int:
-    """The step count that an optimizer's state of a parameter tells, 0 where it tells none."""
-    step = state.get("step", 0)
-    return int(step.item()) if isinstance(step, Tensor) else int(step)
+    def save_frozen(self) -> set[str]:
+        """Zeroes the gradients of frozen entries before a step, and copies what it may change.
+
+        Returns:
+            The names of the state that was copied; "" is the parameter.
+        """
+        self.follow()
+        if self.ages.active:
+            check_state_of_entries(self.state.wrapped.optimizer, self.state.values)
+        if self.parameter.grad is not None:
+            self.mask_gradient(self.parameter.grad)
+        kept = {} if self.options.forget else entry_state(self.state.values, self.parameter)
+        saved = {"": self.parameter, **kept}
+        for key, tensor in saved.items():
+            flat, copied = self.layout.flat(tensor), self.copies.get(key)
+            if copied is None or copied.dtype != flat.dtype:
+                copied = self.copies[key] = torch.empty_like(flat)
+            copied.copy_(flat)
+        return set(saved)
+
+    def restore_frozen(self, saved: set[str]) -> None:
+        """Puts frozen entries and their state back after the step, bit for bit."""
+        own = entry_state(self.state.values, self.parameter)
+        self._put_back({"": self.parameter, **own}, {key: self.copies[key] for key in saved})
+
+    def _put_back(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+        """Gives frozen entries of tensors their saved values, or else their initial ones if known."""
+        for key, tensor in tensors.items():
+            flat = self.layout.flat(tensor)
+            fill: Tensor | float | None = saved.get(key)
+            if fill is None:
+                fill = self._initial_value(key, flat)
+            if fill is not None:
+                kernels = select(flat.device, flat.dtype)
+                kernels.fill_frozen(flat, self.ages.signed, None, self.ages.block, fill)
+                self.layout.write_back(flat, tensor)
+
+    def _initial_value(self, key: str, flat: Tensor) -> Tensor | float | None:
+        start = initial_value(self.state.wrapped.optimizer, key, self.group, self.parameter)
+        if start == AS_PARAMETER:
+            return self.layout.flat(self.parameter).to(flat.dtype)
+        return None if start is None else float(start)
+
+
+def _freezes_whole_tensor(mask: Tensor) -> bool:
+    """Return True if a mask leaves nothing active on any process; if it is sharded, all of them must ask."""
+    return not int(full_tensor(mask.int().sum() if is_sharded(mask) else mask.count_nonzero()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import checkpoint
-from gradpolicy.optim.mask_transition import set_masks
 from gradpolicy.optim.masked_optimizer import MaskedOptimizer
 from gradpolicy.optim.masked_parameter import MaskedParameter
 
@@ -49,16 +48,16 @@ class MaskedZero(MaskedOptimizer):
         inner.optim = MaskedOptimizer(inner.optim, frozen_state, bias_correction)
         # What has never been masked has an age too, which no state here tells.
         for parameter in (known for group in inner.param_groups for known in group["params"]):
-            self._remember(parameter)
+            self._masked[parameter] = self._known(parameter)
         # Loading leaves a second copy of this rank's state there, which nothing reads.
         inner.register_load_state_dict_post_hook(lambda optimizer: optimizer.state.clear())
 
     @classmethod
     def wraps(cls, optimizer: Any) -> bool:
-        """Whether an optimizer is a ZeroRedundancyOptimizer.
+        """Return True for a ZeroRedundancyOptimizer.
 
         Raises:
-            PolicyError: it is DeepSpeed's, for which there is no freezing.
+            PolicyError: If it is DeepSpeed's, for which there is no freezing.
         """
         if type(optimizer).__module__.startswith("deepspeed"):
             raise deepspeed_refused(type(optimizer).__name__)
@@ -72,7 +71,7 @@ class MaskedZero(MaskedOptimizer):
         return self.inner.optim
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether this rank holds the parameter's moments."""
+        """Return True if this rank holds the parameter's moments."""
         return any(known is parameter for group in self.local.param_groups for known in group["params"])
 
     def set_masks(self, masks: Mapping[Tensor, Any], **options: Any) -> None:
@@ -86,33 +85,29 @@ class MaskedZero(MaskedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a whole state; each rank keeps what it owns."""
-        own, saved = checkpoint.split(state_dict)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        own, _, saved = checkpoint.split(state_dict)
+        parameters = self._wrapped.parameters()
         # Torch's optimizer empties the state that it is given.
         super().load_state_dict({**state_dict, "state": dict(state_dict["state"])})
-        records = {parameters[index]: record for index, record in saved.get("parameters", {}).items()}
-        # What was saved without a record was never masked there; here every parameter has one.
+        records = {parameters[index]: record for index, record in saved.items()}
+        # A parameter saved without a record was never masked there; here every parameter has a mask.
         for index, state in own["state"].items():
-            parameter = parameters[index]
-            if parameter not in records:
-                masked = self._masked[parameter]
-                set_masks([(masked, masked.adopt_state(updates=int(state.get("step", 0))))])
+            if parameters[index] not in records:
+                self._masked[parameters[index]].adopt_state(updates=int(state.get("step", 0)))
         for parameter, masked in self.local.masked_parameters().items():
             if parameter not in records:
-                set_masks([(masked, masked.adopt_state())])
+                masked.adopt_state()
         for parameter, record in records.items():
             if self.owns(parameter):
                 self.local.restore(parameter, record)
 
     def state_bytes(self, parameter: Tensor | None = None) -> int:
-        """Bytes held on this rank for the state of one parameter, or of all."""
+        """Return the bytes held on this rank for the state of one parameter, or of all."""
         return super().state_bytes(parameter) + self.local.state_bytes(parameter)
 
-    def _step_and_restore(
-        self, restored: Sequence[MaskedParameter], closure: Callable[[], Any] | None
-    ) -> Any:
-        """The local optimizers leave frozen entries alone by themselves: nothing has to be put back."""
-        return super()._step_and_restore([], closure)
+    def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
+        """Makes the step; the local optimizers leave frozen entries alone by themselves."""
+        return super()._step_inner((), closure)
 
 
 def as_masked(optimizer: Optimizer) -> MaskedOptimizer:
@@ -125,7 +120,7 @@ def deepspeed_refused(
     instead: str = "use trainer=ddp, trainer=zero1 (sharded optimizer state) or trainer=fsdp2 (everything "
     "sharded)",
 ) -> PolicyError:
-    """The error that says why there is no freezing under DeepSpeed, and what to use instead."""
+    """Return the error that says why there is no freezing under DeepSpeed, and what to use instead."""
     return PolicyError(
         f"{what}: freeze policies are refused under DeepSpeed: its engine updates flat copies of the weights "
         f"within its own step, where masks, ages and moments are out of reach; {instead}"

@@ -20,7 +20,7 @@ from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.moving_buffers import buffer_warnings, changed_buffers, copy_buffers
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.optim.without_rule import put_back_remarks
+from gradpolicy.optim.other_optimizers import put_back_remarks
 from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
 from gradpolicy.planning.plan_warnings import gets_gradient, trained_in_vain, vain_warnings
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop

@@ -46,6 +46,11 @@ def derive(*parts: int | str) -> int:
     return key
 
 
+def content(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def shuffled(items: int, *parts: int | str) -> list[int]:
     """A permutation of ``range(items)`` that depends on the parts alone."""
     return sorted(range(items), key=lambda item: (derive(*parts, item), item))

@@ -24,7 +24,6 @@ from benchmarks.device import HERE
 from gradpolicy import MaskedOptimizer
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim.kernels import native, reference
-from gradpolicy.optim.mask_transition import adopt_ages
 from gradpolicy.tensors.hashing import bernoulli, derive
 
 Row = dict[str, Any]
@@ -92,7 +91,7 @@ def of_many_ages(oldest: int = 20_000) -> MaskedOptimizer:
     optimizer = masked(changes=1)
     for known in optimizer.masked_parameters().values():
         ages = torch.randint(1, oldest, (known.layout.size,), dtype=torch.int32, device=HERE)
-        adopt_ages(known, torch.where(known.dense_ages() > 0, ages, -ages), 1)
+        known.adopt_ages(torch.where(known.ages.dense() > 0, ages, -ages), 1)
     return optimizer
 
 

@@ -4,6 +4,8 @@ import copy
 
 import torch
 
+from gradpolicy.optim.update_rules import rule_for
+
 
 def run_alone(kind, settings, start, gradients, masks, frozen_state, rates=None):
     """Where each entry ends.
@@ -119,3 +121,10 @@ class PutBack(Alone):
             parameter.data = torch.where(mask, parameter.detach(), value)
             for key, after in self._of_entries(parameter).items():
                 after.copy_(torch.where(mask, after, state.get(key, torch.zeros_like(after))))
+
+
+def without_rule(optimizer):
+    """An optimizer that serves as an example of those that no update rule describes."""
+    kind = type(optimizer).__name__
+    assert rule_for(optimizer) is None, f"{kind} has an update rule: take another optimizer as the example"
+    return optimizer

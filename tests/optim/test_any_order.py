@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.optim.kernels import native
-from tests.optim.alone import Alone, PutBack
+from tests.optim.alone import Alone, PutBack, without_rule
 from tests.optim.conftest import KERNELS
 
 SHAPES = [(4, 3), (3,), ()]
@@ -40,6 +40,13 @@ class CopiedLion(pytorch_optimizer.Lion):
     """A copy of Lion has lost these two, which it keeps beside its defaults."""
 
     maximize, foreach = False, None
+
+
+class Accumulating(torch.optim.Adagrad):
+    """Counts steps by tensor, and has a step of its own, which no rule describes."""
+
+    def step(self, closure=None):
+        return super().step(closure)
 
 
 class InAnyOrder(RuleBasedStateMachine):
@@ -244,8 +251,8 @@ class RulesInAnyOrder(InAnyOrder):
 
 class OthersInAnyOrder(InAnyOrder):
     kinds = {
-        "adamax": lambda weights: torch.optim.Adamax(weights, lr=0.1),
-        "adadelta": lambda weights: torch.optim.Adadelta(weights, lr=1.0),
+        "accumulating": lambda weights: without_rule(Accumulating(weights, lr=0.1)),
+        "adadelta": lambda weights: without_rule(torch.optim.Adadelta(weights, lr=1.0)),
     }
     reference_kind = PutBack
     ages_are_entries = False

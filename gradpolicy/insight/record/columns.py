@@ -81,14 +81,15 @@ class AgeSample:
         samples, uncounted, without = [], [], []
         for masked, entries in parameters:
             stride = max(-(-entries // SAMPLE), 1)
-            held = masked.ages.numel() * masked.block if masked.layout.size else 0
-            if masked.block == 1:
-                samples.append(masked.ages[:held:stride])
+            ages = masked.ages
+            held = ages.signed.numel() * ages.block if ages.entries else 0
+            if ages.block == 1:
+                samples.append(ages.signed[:held:stride])
             else:
-                places = torch.arange(0, held, stride, device=masked.ages.device)
-                samples.append(masked.ages[places // masked.block])
-            uncounted.append(masked.uncounted)
-            without.append((masked.layout.size - held) // stride)
+                places = torch.arange(0, held, stride, device=ages.signed.device)
+                samples.append(ages.signed[places // ages.block])
+            uncounted.append(ages.uncounted)
+            without.append((ages.entries - held) // stride)
         signed = torch.cat(samples) if samples else None
         return cls(signed, [len(sample) for sample in samples], uncounted, without)
 
@@ -112,8 +113,8 @@ Flags = tuple[Any, int]
 
 def active_flags(masked: MaskedParameter) -> Flags:
     """Which of this process's entries train now: a tensor, or on a CPU, where NumPy is faster, an array."""
-    ages = masked.uncounted_ages()
-    return (ages.numpy() if ages.is_cpu else ages) > 0, masked.block
+    ages = masked.ages.of_all_blocks()
+    return (ages.numpy() if ages.is_cpu else ages) > 0, masked.ages.block
 
 
 def flipped_entries(before: Flags, after: Flags) -> int | Tensor:

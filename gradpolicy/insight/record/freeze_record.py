@@ -172,7 +172,7 @@ class FreezeRecord:
                     place.masked.layout.size // place.parts if place.is_told else 0 for place in places
                 ],
                 "active": [
-                    place.masked.active_entries // place.parts if place.is_told else 0 for place in places
+                    place.masked.ages.active // place.parts if place.is_told else 0 for place in places
                 ],
                 "state_bytes": [
                     place.optimizer.state_bytes(place.parameter) if place.adds_bytes else 0
@@ -234,7 +234,7 @@ class FreezeRecord:
         names, columns = of_ranks[0]["parameter"], added(of_ranks)
         flipped = zip(names, columns["flipped"], strict=True)
         columns["changed"] = [name in first or count > 0 for name, count in flipped]
-        columns["frozen_state"] = [self._place(name).masked.frozen_state for name in names]
+        columns["frozen_state"] = [self._place(name).masked.options.frozen_state for name in names]
         measured = "ages" in columns
         if measured:
             columns |= {column: roots(columns[column]) for column in MEASURED}

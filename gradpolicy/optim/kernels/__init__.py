@@ -1,6 +1,22 @@
-"""What is done to entries in memory: one interface, two makers of it, one place that chooses."""
+"""Kernels: operations on entries in memory, in C for CPUs and in torch for all else."""
 
-from gradpolicy.optim.kernels.interface import EntryUpdate, Kernels
-from gradpolicy.optim.kernels.select import select
+from __future__ import annotations
+
+import torch
+
+from gradpolicy.optim.kernels import native
+from gradpolicy.optim.kernels.reference import REFERENCE, EntryUpdate, Kernels
 
 __all__ = ["EntryUpdate", "Kernels", "select"]
+
+
+def select(device: torch.device, *dtypes: torch.dtype, rule_kernel: str | None = None) -> Kernels:
+    """Return the C kernels on a CPU where they can be had and know the types, else those of torch.
+
+    Args:
+        device: The device of the entries.
+        dtypes: Their types.
+        rule_kernel: Name of the C body of an update; None: the operation is no update.
+    """
+    on_cpu = device.type == "cpu"
+    return native.NATIVE if on_cpu and native.supports(dtypes, rule_kernel) else REFERENCE

@@ -1,74 +1,131 @@
-"""The operations in torch: in stretches that fit a cache on a CPU, compiled by `torch.compile` elsewhere.
+"""Kernels in torch: in stretches that fit a cache on a CPU, compiled elsewhere.
 
-Inductor vectorises comparisons of floats, not of bytes: whether an entry is active is asked of its age as a
-float32, which holds every 16-bit age and the sign of any other.
+All tensors are contiguous and lie in memory order. A *block* is so many consecutive entries that share an
+age: one entry, a row, or the whole tensor. Ages are signed, see `ages.py`. Where only active blocks have
+state, an *index* has a bit for each block, set where it is active, padded with 0 to whole words of 64 bits.
+State and ages are *packed* then: those of active blocks alone, one after the other.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.kernels.interface import EntryUpdate
 from gradpolicy.optim.update_rules import State, UpdateRule
 
 STRETCH = 1 << 15
 """Entries that a CPU takes at once."""
 BACKEND: Any = "inductor"
 JOINED = 1 << 22
-"""Entries of small tensors that are put together for one call of compiled code."""
+"""Entries of small tensors that are joined for one call of compiled code."""
 
 
-class Reference:
-    """Carries out operations in torch. See `Kernels` for what they do."""
+@dataclass(slots=True, eq=False)
+class EntryUpdate:
+    """One update of the active entries of a tensor.
+
+    Attributes:
+        parameter: All entries; written to.
+        gradient: All entries.
+        state: What the rule keeps, of all entries or packed; written to.
+        ages: Of all blocks or packed.
+        block: Consecutive entries that share an age.
+        index: The blocks that are packed; None: state and ages are of all.
+        uncounted: Updates of active entries that are not in `ages` yet.
+        age: The age before this update for all entries alike; None: each entry's own.
+        unwritten: Those of the above that are copies, with the tensors that they are written back to.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    state: State
+    ages: Tensor
+    block: int
+    index: Tensor | None
+    uncounted: int
+    age: int | None
+    unwritten: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+class Kernels:
+    """Operations on entries in memory, carried out by torch."""
 
     def update(
         self, rule: UpdateRule, settings: tuple[float, ...], numbers: Tensor, updates: Sequence[EntryUpdate]
     ) -> None:
-        """See `Kernels.update`."""
-        constants: tuple[Any, ...] = settings
+        """Updates active entries of tensors of one dtype.
+
+        Args:
+            rule: How one entry moves.
+            settings: Its numbers that are the same for all entries.
+            numbers: A row for each age, from 0 updates on, in the dtype to compute in.
+            updates: The updates.
+        """
+        function, constants = _update, settings
         if compiles(numbers.device):
             # As tensors: a number would be compiled in, and a scheduler's next rate compiled anew. They stay
             # on the CPU: a copy to the device would wait for it.
-            constants = torch.tensor(settings, dtype=numbers.dtype, device="cpu").unbind()
-        # What is joined is put back when the next one is asked for.
-        for each in _joined(updates) if compiles(numbers.device) else updates:
-            table = numbers[each.uncounted :] if each.age is None else numbers[each.age : each.age + 1]
-            dense = each.index is None and each.block == 1
-            (_update_dense if dense else _update_blocks)(rule, constants, table, each)
+            constants = torch.tensor(settings, dtype=numbers.dtype, device="cpu").unbind()  # type: ignore[assignment]
+            function = compiled_update(type(rule), updates[0].parameter.dtype)
+        for batch in _batches(updates, numbers.device):
+            first, columns = batch[0], [piece.tensors() for piece in batch]
+            joined = [torch.cat(own) if len(own) > 1 else own[0] for own in zip(*columns, strict=True)]
+            parameter, gradient, ages, *values = (each.data for each in joined)
+            state = dict(zip(first.update.state, values, strict=True))
+            row = first.update.uncounted if first.update.age is None else first.update.age
+            table = numbers[row:] if first.update.age is None else numbers[row : row + 1]
+            function(rule, parameter, gradient, ages, state, constants, table.data)
+            for piece, own in zip(batch, columns, strict=True):
+                count = len(own[0])
+                piece.put([each[:count] for each in joined])
+                joined = [each[count:] for each in joined]
 
     def turn(self, ages: Tensor, uncounted: int, flags: Tensor, forget: bool) -> None:
-        """See `Kernels.turn`."""
+        """Makes the blocks active whose flag is set, the others frozen, in place.
+
+        Args:
+            ages: Of all blocks.
+            uncounted: Updates of active blocks that are not in `ages` yet; they are counted in.
+            flags: One a block.
+            forget: True if frozen blocks are of age 0 from now on.
+        """
         for part in _stretches(ages.numel(), ages.device):
             own = torch.where(ages[part] > 0, ages[part] + uncounted, -ages[part])
             ages[part] = torch.where(flags[part], own, -1 if forget else -own)
 
     def pack_bits(self, flags: Tensor) -> Tensor:
-        """See `Kernels.pack_bits`."""
+        """Return the index of the blocks whose flag is set."""
         padded = torch.nn.functional.pad(flags.view(torch.uint8), (0, -flags.numel() % 64)).view(-1, 8)
         weights = (1 << torch.arange(8, device=flags.device)).to(torch.uint8)
-        parts = [(padded[part] * weights).sum(1, dtype=torch.uint8) for part in _stretches(*_size(padded))]
+        parts = [
+            (padded[part] * weights).sum(1, dtype=torch.uint8)
+            for part in _stretches(len(padded), flags.device)
+        ]
         return torch.cat(parts) if parts else padded.new_empty(0)
 
     def fill_frozen(
         self, values: Tensor, ages: Tensor | None, index: Tensor | None, block: int, fill: float | Tensor
     ) -> None:
-        """See `Kernels.fill_frozen`."""
+        """Gives frozen blocks a number, or the values that another tensor has there, in place.
+
+        Args:
+            values: All entries.
+            ages: Of all blocks; None: `index` says which are active.
+            index: The active blocks, where `ages` is None.
+            block: Entries in a block.
+            fill: The number, or the other tensor.
+        """
         rows = values.view(-1, block)
-        other = fill.reshape(-1, block) if isinstance(fill, Tensor) else None
-        for part in _stretches(rows.shape[0], values.device, block):
+        for part in _stretches(len(rows), values.device, block):
             active = (_bits(index, part, values.device) if ages is None else ages[part] > 0).view(-1, 1)
-            if other is None:
-                rows[part].masked_fill_(~active, fill)
-            else:
-                rows[part] = torch.where(active, rows[part], other[part])
+            other = fill.reshape(-1, block)[part] if isinstance(fill, Tensor) else fill
+            rows[part] = torch.where(active, rows[part], other)
 
     def repack(
         self,
@@ -79,35 +136,35 @@ class Reference:
         blocks: int,
         fill: float,
     ) -> Tensor:
-        """See `Kernels.repack`."""
-        parts = list(_stretches(blocks, values.device, block))
-        kept = sum(int(_bits(target, part, values.device).count_nonzero()) for part in parts)
-        rows, repacked = values.view(-1, block), values.new_empty(kept, block)
-        read = written = 0
-        for part in parts:
-            old, new = (_bits(index, part, values.device) for index in (source, target))
-            dense = values.new_full((part.stop - part.start, block), fill)
-            stop, end = read + int(old.count_nonzero()), written + int(new.count_nonzero())
-            dense[old] = rows[read:stop]
-            repacked[written:end] = dense[new]
-            read, written = stop, end
-        return repacked.view(-1)
+        """Return the values of the blocks of one index, as another index has them.
+
+        Args:
+            values: Of the blocks in `source`, one after the other.
+            source: The index that the values follow; None: they are of all blocks.
+            target: The index that the result follows; None: it is of all blocks.
+            block: Entries in a block.
+            blocks: Number of blocks.
+            fill: The number for blocks that are in `target` alone.
+        """
+        whole = slice(0, blocks)
+        rows = values.view(-1, block)
+        if source is not None:
+            dense = values.new_full((blocks, block), fill)
+            dense[_bits(source, whole, values.device)] = rows
+            rows = dense
+        return (rows if target is None else rows[_bits(target, whole, values.device)]).reshape(-1)
 
 
-REFERENCE = Reference()
+REFERENCE = Kernels()
 
 
 def compiles(device: torch.device) -> bool:
-    """Whether updates on a device go through `torch.compile`."""
+    """Return True if updates on a device go through `torch.compile`."""
     return device.type != "cpu"
 
 
-def _size(rows: Tensor) -> tuple[int, torch.device, int]:
-    return rows.shape[0], rows.device, prod(rows.shape[1:])
-
-
 def _stretches(blocks: int, device: torch.device, block: int = 1) -> Iterator[slice]:
-    """Blocks in stretches that fit a CPU's cache; all at once elsewhere."""
+    """Yield blocks in stretches that fit a CPU's cache; all at once elsewhere."""
     # A multiple of 8, so that a stretch begins with a byte of an index.
     count = max(STRETCH // block // 8 * 8, 8) if device.type == "cpu" else max(blocks, 1)
     for start in range(0, blocks, count):
@@ -115,7 +172,7 @@ def _stretches(blocks: int, device: torch.device, block: int = 1) -> Iterator[sl
 
 
 def _bits(index: Tensor | None, part: slice, device: torch.device) -> Tensor:
-    """A flag for each block of a part, which begins with a byte of the index; None: all are set."""
+    """Return a flag for each block of a part, which begins with a byte of the index; None: all are set."""
     if index is None:
         return torch.ones(part.stop - part.start, dtype=torch.bool, device=device)
     own = index[part.start // 8 : -(-part.stop // 8)].unsqueeze(1)
@@ -123,193 +180,107 @@ def _bits(index: Tensor | None, part: slice, device: torch.device) -> Tensor:
     return (own >> shifts).bitwise_and_(1).view(-1)[: part.stop - part.start].bool()
 
 
-def _packed_stretches(index: Tensor, blocks: int, block: int) -> Iterator[tuple[Tensor, slice]]:
-    """For each stretch the blocks (int64) that are active, and where they lie in packed memory."""
-    start = 0
-    for part in _stretches(blocks, index.device, block):
-        positions = _bits(index, part, index.device).nonzero().view(-1) + part.start
-        yield positions, slice(start, start + positions.numel())
-        start += positions.numel()
-
-
 # --- updates
 
 
-def _update_dense(rule: UpdateRule, settings: tuple[Any, ...], numbers: Tensor, update: EntryUpdate) -> None:
-    """Entries that all have state, each with an age of its own."""
-    function = _compiled(_update_in_place, rule, update.parameter.dtype, numbers.device)
-    for part in _stretches(update.ages.numel(), numbers.device):
-        # `data` is no view of another tensor: Dynamo would compile anew for every kind of view.
-        parameter, gradient, ages, *values = (
-            vector.view(-1)[part].data
-            for vector in (update.parameter, update.gradient, update.ages, *update.state.values())
-        )
-        state = dict(zip(update.state, values, strict=True))
-        function(rule, parameter, gradient, state, ages, settings, numbers.data)
+@dataclass(slots=True)
+class _Piece:
+    """Some blocks of one update.
+
+    Attributes:
+        update: The update.
+        blocks: Their places among all blocks.
+        own: Their places among the blocks that have state and ages.
+    """
+
+    update: EntryUpdate
+    blocks: slice | Tensor
+    own: slice | Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Return the piece's rows of parameter, gradient, ages and state: views for a slice, else copies."""
+        each = self.update
+        rows = [
+            each.parameter.view(-1, each.block)[self.blocks],
+            each.gradient.view(-1, each.block)[self.blocks],
+        ]
+        state = [value.view(-1, each.block)[self.own] for value in each.state.values()]
+        return [*rows, each.ages.view(-1, 1)[self.own], *state]
+
+    def put(self, values: list[Tensor]) -> None:
+        """Writes the rows of parameter and state back."""
+        parameter, _, _, *state = values
+        targets = [(self.update.parameter, self.blocks, parameter)]
+        targets += [(old, self.own, new) for old, new in zip(self.update.state.values(), state, strict=True)]
+        for tensor, places, new in targets:
+            rows = tensor.view(-1, self.update.block)
+            if not isinstance(places, slice):
+                rows[places] = new
+            elif rows[places].data_ptr() != new.data_ptr():
+                rows[places].copy_(new)
 
 
-def _update_blocks(rule: UpdateRule, settings: tuple[Any, ...], numbers: Tensor, update: EntryUpdate) -> None:
-    """Active blocks are gathered, updated and put back."""
-    rows, gradients, *values = (
-        tensor.view(-1, update.block).data
-        for tensor in (update.parameter, update.gradient, *update.state.values())
-    )
-    function = _compiled(_update_gathered, rule, rows.dtype, numbers.device)
-    packed = update.index is not None
-    for positions, place in _active_stretches(update):
-        own = place if packed else slice(None)
-        ages, *parts = (tensor[own].data for tensor in (update.ages, *values))
-        state = dict(zip(update.state, parts, strict=True))
-        function(rule, rows, gradients, state, ages, positions, packed, settings, numbers.data)
+def _pieces(update: EntryUpdate, device: torch.device) -> Iterator[_Piece]:
+    """Yield an update a stretch at a time; of rows and packed state the active blocks alone."""
+    done = 0
+    for part in _stretches(update.parameter.numel() // update.block, device, update.block):
+        if update.index is not None:
+            blocks = _bits(update.index, part, device).nonzero().view(-1) + part.start
+            yield _Piece(update, blocks, slice(done, done + len(blocks)))
+            done += len(blocks)
+        elif update.block > 1:
+            blocks = (update.ages[part] > 0).nonzero().view(-1) + part.start
+            yield _Piece(update, blocks, blocks)
+        else:
+            yield _Piece(update, part, part)
 
 
-def _active_stretches(update: EntryUpdate) -> Iterator[tuple[Tensor, slice]]:
-    """The active blocks of a tensor a stretch at a time, and where they lie in packed memory."""
-    blocks = update.parameter.numel() // update.block
-    if update.index is not None:
-        yield from _packed_stretches(update.index, blocks, update.block)
-        return
-    for part in _stretches(blocks, update.ages.device, update.block):
-        yield (update.ages[part] > 0).nonzero().view(-1) + part.start, part
+def _batches(updates: Sequence[EntryUpdate], device: torch.device) -> Iterator[list[_Piece]]:
+    """Yield pieces that one call can update: on a CPU each alone, elsewhere small tensors together."""
+    batches: dict[Any, list[_Piece]] = {}
+    room: dict[Any, int] = {}
+    for update in updates:
+        key = (update.ages.dtype, update.block, update.uncounted, update.age, *update.state)
+        size = update.parameter.numel() if compiles(device) else JOINED
+        for piece in _pieces(update, device):
+            if key in batches and room[key] < size:
+                yield batches.pop(key)
+            if key not in batches:
+                batches[key], room[key] = [], JOINED
+            batches[key].append(piece)
+            room[key] -= size
+    yield from batches.values()
 
 
-def _look_up(numbers: Tensor, ages: Tensor) -> tuple[Tensor, ...]:
-    """The numbers of each entry by its signed age before the update; one row of numbers is all entries'."""
-    if numbers.shape[0] == 1:
-        return numbers[0].unbind()
-    rows = (ages.long() - 1).clamp(min=0)
-    return tuple(column[rows] for column in numbers.unbind(1))
-
-
-def _update_in_place(
+def _update(
     rule: UpdateRule,
     parameter: Tensor,
     gradient: Tensor,
-    state: State,
     ages: Tensor,
+    state: State,
     settings: tuple[Any, ...],
     numbers: Tensor,
 ) -> None:
-    """Updates the active ones of a vector of entries."""
+    """Updates the active rows, in place."""
     dtype = numbers.dtype
+    if numbers.shape[0] == 1:  # one row of numbers is all entries'
+        own = numbers[0].unbind()
+    else:
+        rows = (ages.long() - 1).clamp(min=0)
+        own = tuple(column[rows] for column in numbers.unbind(1))
+    # Inductor vectorises comparisons of floats, not of short integers.
     active = ages.to(torch.float32) > 0
     values = {name: value.to(dtype) for name, value in state.items()}
     # What comes of a frozen entry's gradient, which may be anything, is thrown away.
-    new, updated = rule.update(
-        parameter.to(dtype), gradient.to(dtype), values, settings, _look_up(numbers, ages)
-    )
+    new, updated = rule.update(parameter.to(dtype), gradient.to(dtype), values, settings, own)
     parameter.copy_(torch.where(active, new.to(parameter.dtype), parameter))
     for name, value in updated.items():
         state[name].copy_(torch.where(active, value.to(state[name].dtype), state[name]))
 
 
-def _update_gathered(
-    rule: UpdateRule,
-    rows: Tensor,
-    gradients: Tensor,
-    state: State,
-    ages: Tensor,
-    positions: Tensor,
-    packed: bool,
-    settings: tuple[Any, ...],
-    numbers: Tensor,
-) -> None:
-    """Updates the blocks at some positions; packed: state and ages are theirs alone."""
-    dtype = numbers.dtype
-    own = slice(None) if packed else positions
-    values = {name: value[own].to(dtype) for name, value in state.items()}
-    new, updated = rule.update(
-        rows[positions].to(dtype),
-        gradients[positions].to(dtype),
-        values,
-        settings,
-        _look_up(numbers, ages[own].view(-1, 1)),
-    )
-    rows[positions] = new.to(rows.dtype)
-    for name, value in updated.items():
-        state[name][own] = value.to(state[name].dtype)
-
-
-def _compiled(
-    function: Callable[..., None], rule: UpdateRule, dtype: torch.dtype, device: torch.device
-) -> Callable[..., None]:
-    """The function as it runs on a device, for parameters of a dtype."""
-    return compiled_update(function, type(rule), dtype) if compiles(device) else function
-
-
 @functools.lru_cache(maxsize=128)
-def compiled_update(
-    function: Callable[..., None], rule_class: type[UpdateRule], dtype: torch.dtype
-) -> Callable[..., None]:
-    """Compiled for all optimizers of a rule, vectors of every length and every age."""
+def compiled_update(rule_class: type[UpdateRule], dtype: torch.dtype) -> Callable[..., None]:
+    """Return `_update`, compiled for all optimizers of a rule, tensors of every length and every age."""
     # Dynamo counts compilations by the code object and gives up at the eighth, so each has its own.
-    own = FunctionType(function.__code__.replace(), globals())
+    own = FunctionType(_update.__code__.replace(), globals())
     return torch.compile(own, dynamic=True, backend=BACKEND)
-
-
-# --- small tensors together
-
-
-def _joined(updates: Sequence[EntryUpdate]) -> Iterator[EntryUpdate]:
-    """Small tensors as one, which is updated by one call and put back where it came from."""
-    for batch in _batches(updates):
-        if len(batch) == 1:
-            yield batch[0]
-        else:
-            joined = _join(batch)
-            yield joined
-            _put_back(joined, batch)
-
-
-def _batches(updates: Sequence[EntryUpdate]) -> Iterator[list[EntryUpdate]]:
-    """Updates that one call can carry out, of at most `JOINED` entries unless one tensor has more."""
-    batches: dict[Any, list[EntryUpdate]] = {}
-    room: dict[Any, int] = {}
-    for update in updates:
-        parameter, ages, packed = update.parameter, update.ages, update.index is not None
-        key = (parameter.dtype, ages.dtype, packed, update.block, update.uncounted, update.age, *update.state)
-        size = parameter.numel()
-        if key in batches and room[key] < size:
-            yield batches.pop(key)
-        if key not in batches:
-            batches[key], room[key] = [], JOINED
-        batches[key].append(update)
-        room[key] -= size
-    yield from batches.values()
-
-
-def _join(updates: Sequence[EntryUpdate]) -> EntryUpdate:
-    first = updates[0]
-    indices = [each.index for each in updates if each.index is not None]
-    return dataclasses.replace(
-        first,
-        parameter=torch.cat(_padded(updates, _vectors([each.parameter for each in updates]))),
-        gradient=torch.cat(_padded(updates, _vectors([each.gradient for each in updates]))),
-        state={name: torch.cat(_vectors([each.state[name] for each in updates])) for name in first.state},
-        ages=torch.cat([each.ages for each in updates]),
-        index=torch.cat(indices) if indices else None,
-    )
-
-
-def _vectors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors as vectors; most small ones are, and Python takes a microsecond for a view."""
-    return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
-
-
-def _padded(updates: Sequence[EntryUpdate], tensors: list[Tensor]) -> list[Tensor]:
-    """The vectors; where they have indices, each is followed by as much as its index has bits too many."""
-    block = updates[0].block
-    if updates[0].index is None:
-        return tensors
-    padding = tensors[0].new_zeros(63 * block)
-    return [part for tensor in tensors for part in (tensor, padding[: -tensor.numel() % (64 * block)])]
-
-
-def _put_back(joined: EntryUpdate, updates: Sequence[EntryUpdate]) -> None:
-    parameters = _vectors([each.parameter for each in updates])
-    pairs = [(joined.parameter, _padded(updates, parameters))]
-    pairs += [
-        (value, _vectors([each.state[name] for each in updates])) for name, value in joined.state.items()
-    ]
-    for vector, targets in pairs:
-        torch._foreach_copy_(targets, vector.split([target.numel() for target in targets]))

@@ -1,4 +1,4 @@
-"""The operations in C, for CPUs: jobs are written down as the C reads them."""
+"""Kernels in C, for CPUs: jobs are packed into bytes as the C reads them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import ctypes
 import functools
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradpolicy.compiling import compiled, rule_defines
-from gradpolicy.optim.kernels.interface import EntryUpdate
+from gradpolicy.optim.kernels.reference import EntryUpdate, Kernels
 from gradpolicy.optim.update_rules import UpdateRule
 
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
@@ -23,11 +24,11 @@ _BLOCK_JOB = struct.Struct("6P3q4i")  # block_job of blocks.c
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FOLDER = Path(__file__).parent
 _forked = False
-"""Whether this process was forked: OpenMP's threads are not inherited, and would be waited for in vain."""
+"""True in a forked process: OpenMP's threads are not inherited, and would be waited for in vain."""
 
 
-class Native:
-    """Carries out operations in C. See `Kernels` for what they do."""
+class Native(Kernels):
+    """The same operations, carried out in C."""
 
     def update(
         self, rule: UpdateRule, settings: tuple[float, ...], numbers: Tensor, updates: Sequence[EntryUpdate]
@@ -53,17 +54,17 @@ class Native:
             )
             for each in updates
         ]
-        _call(_update_of(rule.kernel), b"".join(jobs), len(jobs))
+        _call(_function(f"update_{rule.kernel}", rule.kernel), b"".join(jobs), len(jobs))
 
     def turn(self, ages: Tensor, uncounted: int, flags: Tensor, forget: bool) -> None:
         """See `Kernels.turn`."""
         job = _block_job(ages=ages, flags=flags, blocks=ages.numel(), forget=forget, updates=uncounted)
-        _call(_blocks("turn"), job)
+        _call(_function("turn"), job)
 
     def pack_bits(self, flags: Tensor) -> Tensor:
         """See `Kernels.pack_bits`."""
         index = flags.new_empty(-(-flags.numel() // 64) * 8, dtype=torch.uint8)
-        _call(_blocks("pack_bits"), _block_job(index=index, flags=flags, blocks=flags.numel()))
+        _call(_function("pack_bits"), _block_job(index=index, flags=flags, blocks=flags.numel()))
         return index
 
     def fill_frozen(
@@ -72,7 +73,7 @@ class Native:
         """See `Kernels.fill_frozen`."""
         blocks = values.numel() // block
         _call(
-            _blocks("fill_frozen"),
+            _function("fill_frozen"),
             _block_job(values, ages=ages, index=index, blocks=blocks, block=block, fill=fill),
         )
 
@@ -86,13 +87,15 @@ class Native:
         fill: float,
     ) -> Tensor:
         """See `Kernels.repack`."""
-        read, written = (blocks if index is None else _count_blocks(index) for index in (source, target))
+        count = _function("count_blocks")
+        read = blocks if source is None else count(source.data_ptr(), source.numel() * 8)
+        written = blocks if target is None else count(target.data_ptr(), target.numel() * 8)
         # C would read and write beyond the tensors.
         assert values.numel() == read * block, "values must be those of the index that they follow"
         repacked = values.new_empty(written * block)
-        _of_memory("ask_for_large_pages", None)(repacked.data_ptr(), repacked.nbytes)
+        _function("ask_for_large_pages")(repacked.data_ptr(), repacked.nbytes)
         job = _block_job(values, repacked, index=source, target=target, blocks=blocks, block=block, fill=fill)
-        _call(_blocks("repack"), job)
+        _call(_function("repack"), job)
         return repacked
 
 
@@ -100,7 +103,7 @@ NATIVE = Native()
 
 
 def supports(dtypes: Iterable[torch.dtype], rule_kernel: str | None) -> bool:
-    """Whether the C knows the types and the rule, and can be had."""
+    """Return True if the C knows the types and the rule, and can be had."""
     if rule_kernel is None:
         return all(dtype.itemsize in _WHOLE for dtype in dtypes) and _library() is not None
     known = bool(rule_kernel) and all(dtype in TYPES for dtype in dtypes)
@@ -118,38 +121,19 @@ def _update_library(rule_kernel: str) -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _blocks(name: str) -> ctypes._NamedFuncPointer:
-    return _typed(_library(), name)
-
-
-@functools.cache
-def _update_of(rule_kernel: str) -> ctypes._NamedFuncPointer:
-    return _typed(_update_library(rule_kernel), f"update_{rule_kernel}")
-
-
-def _count_blocks(index: Tensor) -> int:
-    """How many blocks are in an index."""
-    return _of_memory("count_blocks", ctypes.c_int64)(index.data_ptr(), index.numel() * 8)
-
-
-@functools.cache
-def _of_memory(name: str, result: type | None) -> ctypes._NamedFuncPointer:
-    """A function that takes an address and a number."""
-    library = _library()
-    assert library is not None, "nothing is packed by C that cannot be had"
+def _function(name: str, rule_kernel: str = "") -> Callable[..., Any]:
+    """Return a function of the C: one that takes jobs, or one that takes an address and a number."""
+    library = _update_library(rule_kernel) if rule_kernel else _library()
     function = getattr(library, name)
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), result
+    takes_jobs = name not in ("count_blocks", "ask_for_large_pages")
+    function.argtypes = (
+        (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int) if takes_jobs else (ctypes.c_void_p, ctypes.c_int64)
+    )
+    function.restype = ctypes.c_int64 if name == "count_blocks" else None
     return function
 
 
-def _typed(library: ctypes.CDLL | None, name: str) -> ctypes._NamedFuncPointer:
-    function = getattr(library, name)
-    function.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int)
-    function.restype = None
-    return function
-
-
-def _call(function: ctypes._NamedFuncPointer, jobs: bytes, count: int = 1) -> None:
+def _call(function: Callable[..., Any], jobs: bytes, count: int = 1) -> None:
     function(jobs, count, 1 if _forked else torch.get_num_threads())
 
 
@@ -199,5 +183,5 @@ def _address(tensor: Tensor | None) -> int:
 
 @functools.lru_cache
 def _bits_of(number: float, dtype: torch.dtype) -> int:
-    """The bits of a number in a dtype, as a whole number."""
+    """Return the bits of a number in a dtype, as a whole number."""
     return int(torch.tensor([number], dtype=dtype, device="cpu").view(_WHOLE[dtype.itemsize]))

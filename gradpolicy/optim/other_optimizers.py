@@ -1,0 +1,245 @@
+"""Optimizers that no update rule describes: they step, then frozen entries are put back.
+
+The state of torch's own optimizers begins at 0, with few exceptions. What a third party's begins with is
+found by a first step of another optimizer of its class on a small tensor: some state begins as the parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError, under
+from gradpolicy.optim.update_rules import Group, rule_for
+
+AS_PARAMETER = "as the parameter"
+OF_THE_TENSOR = ("step", "mu_product", "eta", "mu")
+"""State that torch's optimizers keep once for a whole tensor, also where the tensor is a scalar."""
+_QUANTISED = "keeps one scale for a block of entries in its state"
+_REFUSED = {"soap": "keeps its moments in a rotated basis", "4bit|8bit|fp8|quantized": _QUANTISED}
+"""Parts of the names of optimizers whose state has no value for each entry, and why."""
+
+
+class FirstStep(NamedTuple):
+    """The state of a small tensor after a first step: what it begins with, and whether it is quantised."""
+
+    starts: dict[str, float | str]
+    is_quantised: bool
+
+
+_FIRST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, FirstStep | None]] = (
+    weakref.WeakKeyDictionary()
+)
+_WARNED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+# --- what such an optimizer keeps
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for one of torch's optimizers whose state belongs to single parameters (all but LBFGS)."""
+    # Adafactor and Muon call the package their home, others a module of it.
+    of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    return of_torch and type(optimizer) is not torch.optim.LBFGS
+
+
+def entry_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """Return the part of a parameter's state that has a value (not a flag) for each of its entries."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+        and value.shape == parameter.shape
+        and value.dtype != torch.bool
+        and (value.dim() or key not in OF_THE_TENSOR)
+    }
+
+
+def initial_value(
+    optimizer: torch.optim.Optimizer, key: str, group: Group, parameter: Tensor
+) -> float | str | None:
+    """Return what an entry of this state is before its first update.
+
+    Returns:
+        A number; `AS_PARAMETER`, the parameter's own value; or None where it is not known.
+    """
+    if key == "step_size" and isinstance(optimizer, torch.optim.Rprop):
+        return float(group["lr"])
+    if is_torchs_own(optimizer):
+        return 0.0
+    step = _first_step(optimizer, group, parameter)
+    return None if step is None else step.starts.get(key, 0.0)
+
+
+def reset_state(
+    optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor, state: Mapping[str, Any]
+) -> None:
+    """Resets the state of all entries of a parameter to its initial values, in place."""
+    for key, value in entry_state(state, parameter).items():
+        start = initial_value(optimizer, key, group, parameter)
+        if start == AS_PARAMETER:
+            value.copy_(parameter.detach())
+        elif start is not None:
+            (torch.view_as_real(value) if value.is_complex() else value).fill_(float(start))
+
+
+def first_step_state(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Group) -> dict[str, Any]:
+    """Return the state that an optimizer makes of a parameter at a step with gradient 0; changes neither."""
+    stand_in = torch.zeros_like(parameter, memory_format=torch.preserve_format).requires_grad_()
+    stand_in.grad = torch.zeros_like(stand_in)
+    other = copy.copy(optimizer)
+    other.__dict__ |= {
+        "state": defaultdict(dict),
+        "param_groups": [{**group, "params": [stand_in]}],
+        "_optimizer_step_pre_hooks": OrderedDict(),
+        "_optimizer_step_post_hooks": OrderedDict(),
+    }
+    # By its class: a learning-rate scheduler counts calls of the instance's own.
+    type(optimizer).step(other)
+    return dict(other.state[stand_in])
+
+
+def _first_step(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> FirstStep | None:
+    """Return what a first step of a third party's optimizer shows; None where none can be tried."""
+    known = _FIRST_STEPS.setdefault(optimizer, {})
+    if parameter.dim() not in known:
+        devices = [parameter.device] if parameter.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                known[parameter.dim()] = _try_first_step(optimizer, group, parameter)
+        except Exception:
+            # A third party's constructor or step may need anything.
+            known[parameter.dim()] = None
+    return known[parameter.dim()]
+
+
+def _try_first_step(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> FirstStep:
+    start = torch.linspace(0.5, 1.5, 3 ** parameter.dim(), device=parameter.device).to(parameter.dtype)
+    start = start.view((3,) * parameter.dim())
+    stand_in = start.clone().requires_grad_()
+    stand_in.grad = torch.zeros_like(stand_in)
+    kind, still = type(optimizer), {"weight_decay": 0.0} if "weight_decay" in group else {}
+    accepted = inspect.signature(kind).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    other: Any = kind([{**own, **still, "params": [stand_in]}], **settings)
+    if callable(getattr(other, "train", None)):
+        other.train()
+    other.step()
+    state = other.state[stand_in]
+    found = entry_state(state, stand_in)
+    starts = {key: _kind_of_start(value.detach(), start) for key, value in found.items()}
+    return FirstStep(starts, _is_quantised(state))
+
+
+def _kind_of_start(value: Tensor, start: Tensor) -> float | str:
+    if torch.allclose(value, start.to(value.dtype), rtol=1e-2):
+        return AS_PARAMETER
+    first = value.flatten()[0]
+    return float(first) if bool((value == first).all()) and not value.is_complex() else 0.0
+
+
+# --- what a mask on some entries means for it
+
+
+def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> None:
+    """Makes sure that some entries of a parameter can be put back while others train.
+
+    Raises:
+        PolicyError: If the optimizer's state has no value for each entry.
+    """
+    names = " ".join(kind.__name__ for kind in type(optimizer).__mro__)
+    for pattern, why in _REFUSED.items():
+        if re.search(pattern, names, re.IGNORECASE):
+            raise _refused(optimizer, why)
+    check_state_of_entries(optimizer, optimizer.state.get(parameter, {}))
+    step = None if is_torchs_own(optimizer) else _first_step(optimizer, group, parameter)
+    if step is not None and step.is_quantised:
+        raise _refused(optimizer, _QUANTISED)
+
+
+def check_state_of_entries(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Makes sure that no state of a parameter is quantised.
+
+    Raises:
+        PolicyError: If some is.
+    """
+    if _is_quantised(state):
+        raise _refused(optimizer, _QUANTISED)
+
+
+def _is_quantised(state: Mapping[str, Any]) -> bool:
+    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]
+    return any(value.element_size() == 1 and value.dtype != torch.bool for value in tensors)
+
+
+def _refused(optimizer: torch.optim.Optimizer, why: str) -> PolicyError:
+    return PolicyError(
+        f"{type(optimizer).__name__} {why}, so that the state of frozen entries cannot be "
+        "put back alone; freeze whole tensors (level: tensor), or train with one that is exact, such as AdamW"
+    )
+
+
+def put_back_remark(optimizer: torch.optim.Optimizer, forget: bool) -> str:
+    """Return what a mask on some entries means for an optimizer without an update rule.
+
+    Args:
+        optimizer: The optimizer.
+        forget: True if an entry that freezes loses its state.
+    """
+    if forget:
+        more = "; a step count is the whole tensor's, also for an entry that thaws with empty state"
+    else:
+        more = " and their state from earlier steps"
+    return (
+        f"{type(optimizer).__name__} steps whole tensors, and frozen entries are put back afterwards: what "
+        f"it computes from several entries takes zeros for frozen gradients{more}; to move each entry as if "
+        "alone, freeze whole tensors, describe the optimizer by gradpolicy.update_rule, or train with AdamW"
+    )
+
+
+def warn_of_putting_back(optimizer: torch.optim.Optimizer, forget: bool) -> None:
+    """Warns, once for an optimizer, of what a mask on some entries means."""
+    if optimizer not in _WARNED:
+        _WARNED.add(optimizer)
+        warnings.warn(put_back_remark(optimizer, forget), stacklevel=6)
+
+
+def put_back_remarks(
+    masks: Mapping[str, Mapping[str, bool]], parameters: Mapping[str, Tensor], optimizers: Any
+) -> Iterator[str]:
+    """Yield a line for each policy on some entries of parameters whose optimizer has no update rule.
+
+    Args:
+        masks: For each policy, the parameters that its masks freeze in part, and True if these lose state.
+        parameters: The parameters by name.
+        optimizers: The optimizers.
+
+    Raises:
+        PolicyError: If some entries of a parameter cannot be frozen alone.
+    """
+    places = {
+        id(parameter): (own, group)
+        for optimizer in optimizers
+        if rule_for(own := getattr(optimizer, "inner", optimizer)) is None
+        for group in own.param_groups
+        for parameter in group["params"]
+    }
+    for policy, names in masks.items():
+        remarks: dict[str, None] = {}
+        for name, forget in names.items():
+            if (place := places.get(id(parameters[name]))) is not None:
+                with under(f"policy.{policy}"):
+                    check_entries_can_freeze(*place, parameters[name])
+                remarks[put_back_remark(place[0], forget)] = None
+        yield from (f"{policy}: {remark}" for remark in remarks)
