@@ -34,9 +34,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
     Frozen entries keep their value bit for bit, whatever the optimizer, the weight decay or the gradient.
     While every entry is active, the wrapped optimizer's own step runs, untouched.
 
-    Adam, AdamW, SGD, RMSprop, Adagrad, NAdam, RAdam (torch's) and Lion (`pytorch_optimizer`'s) are exact for
-    every entry: it moves as that optimizer would move it if run on that entry alone, over its active steps.
-    `gradpolicy.update_rule` adds an optimizer of your own.
+    An optimizer with an update rule (Adam, AdamW, SGD and others in `gradpolicy.optim.update_rules.RULES`)
+    is exact for every entry: it moves as that optimizer would move it if run on that entry alone, over its
+    active steps. `gradpolicy.update_rule` adds an optimizer of your own.
 
     Any other optimizer steps as it is; afterwards frozen entries and their state are put back. There
 

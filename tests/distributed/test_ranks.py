@@ -21,6 +21,10 @@ from gradpolicy.freezing import Freezer
 FAULT_AT, EVERY = 2, 4
 
 
+def _count_once_more(masked):
+    masked.ages = masked.ages.counted()
+
+
 class Fault(Callback):
     """Changes something on rank 1 alone, behind everybody's back."""
 
@@ -37,7 +41,7 @@ class Fault(Callback):
         if self.kind == "rate":
             optimizer.param_groups[0]["lr"] *= 1.01
         elif self.kind == "age":
-            optimizer.masked_parameters()[weight].uncounted += 1
+            _count_once_more(optimizer.masked_parameters()[weight])
         elif self.kind == "mask":
             mask = optimizer.get_mask(weight).clone()
             mask[0, 0] = ~mask[0, 0]
@@ -89,9 +93,9 @@ def hybrid_with_fault(kind: str) -> str:
         if kind == "weight":
             model.weight.to_local().data[0, 0] += 1e-6
         elif kind == "mask":
-            optimizer.masked_parameters()[model.weight].ages[0] *= -1
+            optimizer.masked_parameters()[model.weight].ages.signed[0] *= -1
         elif kind == "age":
-            optimizer.masked_parameters()[model.weight].uncounted += 1
+            _count_once_more(optimizer.masked_parameters()[model.weight])
     try:
         ranks.begin_step(1)
     except gp.PolicyError as error:

@@ -1,10 +1,17 @@
 """The references: torch's own optimizer on each entry alone over its active steps, or put back by hand."""
 
 import copy
+import importlib
 
 import torch
 
-from gradpolicy.optim.update_rules import rule_for
+from gradpolicy.optim.update_rules import RULES, rule_for
+
+WITH_RULE = {
+    name: getattr(importlib.import_module(package), name)
+    for package, _, name in (path.rpartition(".") for path in RULES)
+}
+"""The optimizers that the table of update rules has, by name."""
 
 
 def run_alone(kind, settings, start, gradients, masks, frozen_state, rates=None):

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.optim.kernels import native
-from tests.optim.alone import Alone, PutBack, without_rule
+from tests.optim.alone import WITH_RULE, Alone, PutBack, without_rule
 from tests.optim.conftest import KERNELS
 
 SHAPES = [(4, 3), (3,), ()]
@@ -233,19 +233,18 @@ class InAnyOrder(RuleBasedStateMachine):
         self.masks, self.ages, self.forgets = known
 
 
+def made(kind, **settings):
+    return lambda weights: {pytorch_optimizer.Lion: CopiedLion}.get(kind, kind)(weights, lr=0.1, **settings)
+
+
 class RulesInAnyOrder(InAnyOrder):
     kinds = {
-        "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True),
-        "damped sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, dampening=0.5),
-        "plain sgd": lambda weights: torch.optim.SGD(weights, lr=0.1),
-        "rmsprop": lambda weights: torch.optim.RMSprop(weights, lr=0.1, momentum=0.5, centered=True),
-        "adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.1, lr_decay=0.1),
-        "nadam": lambda weights: torch.optim.NAdam(weights, lr=0.1),
-        "radam": lambda weights: torch.optim.RAdam(weights, lr=0.1),
-        "lion": lambda weights: CopiedLion(weights, lr=0.1),
-        "adam": lambda weights: torch.optim.Adam(weights, lr=0.1, weight_decay=0.1),
-        "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, betas=(0.6, 0.8)),
-        "amsgrad": lambda weights: torch.optim.AdamW(weights, lr=0.1, amsgrad=True, maximize=True),
+        **{name: made(kind) for name, kind in WITH_RULE.items()},
+        "nesterov": made(torch.optim.SGD, momentum=0.9, nesterov=True),
+        "dampening": made(torch.optim.SGD, momentum=0.9, dampening=0.5),
+        "centered": made(torch.optim.RMSprop, momentum=0.5, centered=True),
+        "decaying": made(torch.optim.Adagrad, lr_decay=0.1),
+        "amsgrad": made(torch.optim.AdamW, amsgrad=True, maximize=True, betas=(0.6, 0.8)),
     }
 
 
