@@ -63,10 +63,12 @@ def test_pictures_exist_and_are_small(card):
 
 
 def test_every_policy_and_every_rule_has_its_place_on_a_card():
-    text = " ".join(path.read_text() for path in (*CARDS, FOLDER / "README.md"))
+    overview = FOLDER / "README.md"
+    text = " ".join(path.read_text() for path in (*CARDS, overview))
     classes = [name for name in gp.__all__ if isinstance(getattr(policies, name, None), type)]
     assert len(classes) >= 9
     for name in (name for name in classes if issubclass(getattr(policies, name), policies.Policy)):
-        assert f"_target_: gradpolicy.{name}\n" in text
-    for name in BUILT_IN:
-        assert name in text
+        assert f"_target_: gradpolicy.{name}\n" in text, f"no YAML of {name} on a card of {FOLDER}"
+    in_the_table = set(re.findall(r"`(\w+)`", overview.read_text()))
+    missing = [f"`{name}`" for name in BUILT_IN if name not in in_the_table]
+    assert not missing, f"{overview}: add {', '.join(missing)} to the row of its card, in the column 'rules'"

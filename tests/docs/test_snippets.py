@@ -1,4 +1,4 @@
-"""The YAML of a card is a file of docs/snippets, and the command below it plans it on the model it names."""
+"""The YAML of a card: each block names its file, and the command below it plans it on the model it names."""
 
 import hashlib
 import re
@@ -21,7 +21,6 @@ from gradpolicy.tasks import tiny_shakespeare
 from gradpolicy.tasks.files import RemoteFile
 
 ROOT = Path(__file__).parents[2]
-SNIPPETS = ROOT / "docs" / "snippets"
 CARDS = [
     card
     for folder in ("policies", "masks")
@@ -29,42 +28,37 @@ CARDS = [
     if card.stem != "README"
 ]
 BLOCK = re.compile(
-    r"^```yaml\n(?P<text>.*?)^```\n"
-    r"(\nPlan it: `python train\.py --config-dir docs/snippets (?P<command>[^`]+)`\n)?",
+    r"^```yaml\n(?P<text>(# (?P<path>conf/\S+\.yaml)\n)?.*?)^```\n"
+    r"(\nPlan it: `python train\.py (?P<command>[^`]+)`\n)?",
     flags=re.DOTALL | re.MULTILINE,
 )
 MODULE = re.compile(r"^```python\n(# (\w+)\.py\n.*?)^```", flags=re.DOTALL | re.MULTILINE)
-
-
-def snippets() -> list:
-    return [
-        pytest.param(block["text"], block["command"], id=f"{card.stem}:{number}")
-        for card in CARDS
-        for number, block in enumerate(BLOCK.finditer(card.read_text()))
-    ]
-
-
-def file_of(text: str, command: str) -> Path:
-    """Where a snippet belongs: a policy is called as its key, a model as the command calls it."""
-    key = next(iter(yaml.safe_load(text)))
-    if key == "_target_":
-        (model,) = re.findall(r" model=(\w+) ", command)
-        return Path("model", f"{model}.yaml")
-    assert re.search(rf"policy=\[?(\w+,)*{key}\b", command)
-    return Path("policy", f"{key}.yaml")
+BLOCKS = [
+    pytest.param(card, block, id=f"{card.stem}:{number}")
+    for card in CARDS
+    for number, block in enumerate(BLOCK.finditer(card.read_text()))
+]
+PLANNED = [
+    pytest.param(block["path"], block["command"], id=case.id)
+    for case in BLOCKS
+    for _, block in [case.values]
+    if block["path"] and block["command"]
+]
 
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """The configs with the snippets beside them, as ``--config-dir docs/snippets`` has them."""
-    folder = tmp_path_factory.mktemp("configs") / "conf"
-    shutil.copytree(ROOT / "conf", folder)
-    for snippet in SNIPPETS.glob("*/*.yaml"):
-        copy = folder / snippet.relative_to(SNIPPETS)
-        # Where a name is in both, the project's would count.
-        assert not copy.exists()
-        shutil.copy(snippet, copy)
-    return Source(folder)
+    """The configs, with the blocks of the cards saved under the names that they give."""
+    folder = tmp_path_factory.mktemp("configs")
+    shutil.copytree(ROOT / "conf", folder / "conf")
+    for case in BLOCKS:
+        card, block = case.values
+        path = folder / block["path"]
+        assert not path.exists(), (
+            f"{card.name}: {block['path']} is there already; give the block another name"
+        )
+        path.write_text(block["text"])
+    return Source(folder / "conf")
 
 
 @pytest.fixture
@@ -88,19 +82,26 @@ def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("text", "command"), snippets())
-def test_a_snippet_is_a_file_with_a_command(text: str, command: str | None) -> None:
-    assert command
-    assert (SNIPPETS / file_of(text, command)).read_text() == text
-    assert "plan_only=true" in command
+@pytest.mark.parametrize(("card", "block"), BLOCKS)
+def test_a_block_names_its_file_and_the_command_that_plans_it(card: Path, block: re.Match[str]) -> None:
+    key = next(iter(yaml.safe_load(block["text"])))
+    expected = rf"conf/policy/{key}\.yaml" if key != "_target_" else r"conf/model/\w+\.yaml"
+    assert re.fullmatch(expected, block["path"] or ""), f"{card}: begin the block with `# {expected}`"
+    group, name = Path(block["path"]).parts[1], Path(block["path"]).stem
+    chooses = re.compile(rf"\b{group}=\[?(\w+,)*{name}\b")
+    if group == "model" and not block["command"]:
+        # Another block of the card is planned on this model.
+        assert chooses.search(card.read_text())
+        return
+    assert block["command"], f"{card}: put ``Plan it: `python train.py … plan_only=true` `` below the block"
+    assert chooses.search(block["command"])
+    assert "plan_only=true" in block["command"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_modules")
-@pytest.mark.parametrize(("text", "command"), snippets())
-def test_a_snippet_is_planned_on_its_model(
-    configs: Source, shakespeare: Path, text: str, command: str
-) -> None:
+@pytest.mark.parametrize(("path", "command"), PLANNED)
+def test_a_block_is_planned_on_its_model(configs: Source, shakespeare: Path, path: str, command: str) -> None:
     words = shlex.split(command)
     if "data=tiny_shakespeare" in words:
         words.append(f"data.data_dir={shakespeare}")
@@ -110,14 +111,5 @@ def test_a_snippet_is_planned_on_its_model(
         with read_write(job), open_dict(job):
             del job["hydra"]
         plan = make_run_plan(build_subject(resolved(job)), seed=0)
-    file = file_of(text, command)
-    assert file.parent.name == "model" or file.stem in str(plan)
+    assert "conf/model/" in path or Path(path).stem in str(plan)
     assert plan.warnings == ()
-
-
-def test_no_file_is_left_over() -> None:
-    files = {path.relative_to(SNIPPETS) for path in SNIPPETS.glob("*/*.yaml")}
-    shown = {file_of(*case.values) for case in snippets()}
-    # The model of two snippets of sampling.md, whose Python the card shows.
-    assert files - shown == {Path("model/experts.yaml")}
-    assert shown <= files
