@@ -60,7 +60,7 @@ def divided_factors(
 def _factor(policy: Policy) -> str | None:
     """The factor that a policy puts on whole gradients of parameters, and what to write instead."""
     if isinstance(policy, Freeze):
-        if not getattr(policy.source, "rescale", False):
+        if not getattr(policy.mask, "rescale", False):
             return None
         return "the factor of rescale=True out again; leave rescale out, or train with SGD"
     if not isinstance(policy, FlowPolicy) or not policy.params or policy.rule.name not in _RULES:

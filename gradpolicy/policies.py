@@ -454,22 +454,17 @@ class Freeze(Policy):
         when: WhenLike = None,
     ) -> None:
         super().__init__(when)
-        self.source = as_source(mask)
+        self.mask = as_source(mask)
         self.params = as_patterns(params)
         if not self.params:
             raise PolicyError("Freeze.params: names no parameter; '*' means all of them")
         self.frozen_state = check_choice("Freeze.frozen_state", frozen_state, FROZEN_STATES)
         self.bias_correction = check_choice("Freeze.bias_correction", bias_correction, BIAS_CORRECTIONS)
 
-    @property
-    def mask(self) -> MaskSource:
-        """The mask source."""
-        return self.source
-
     def describe(self) -> list[str]:
         """The arguments that tell this policy from others of its class, as a person writes them."""
         return [
-            repr(self.source),
+            repr(self.mask),
             f"params={list(self.params)}",
             f"frozen_state={self.frozen_state!r}",
             f"bias_correction={self.bias_correction!r}",

@@ -165,7 +165,7 @@ class _Loop(TrainingPolicies):
                     f"policy.{name}: holds in the phases {', '.join(policy.when.phases)} alone, and a "
                     "training loop is the phase fit; put it on the model with gradpolicy.install"
                 )
-            times = [policy.when, *([policy.source.timetable] if isinstance(policy, Freeze) else [])]
+            times = [policy.when, *([policy.mask.timetable] if isinstance(policy, Freeze) else [])]
             if any(each.unit == "epoch" for each in times) and self.steps_per_epoch is None:
                 raise PolicyError(
                     f"policy.{name}: counts epochs; say how many optimizer steps an epoch has: "

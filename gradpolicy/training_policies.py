@@ -331,12 +331,12 @@ class TrainingPolicies:
         if self.freezer is None:
             return {}
         metrics: dict[str, float | Tensor] = {}
-        for row in self.freezer.report():
-            names = self.freezer.parameters_of(row.name)
-            metrics[f"policy/{row.name}/active_share"] = row.active_share
+        for policy, share in self.freezer.active_shares().items():
+            names = self.freezer.parameters_of(policy)
+            metrics[f"policy/{policy}/active_share"] = share
             for when, norms in (("before", self.norms_before), ("after", self.norms_after)):
                 total = _total_norm(norms[name] for name in names if name in norms)
-                metrics[f"policy/{row.name}/gradient_norm_{when}"] = total
+                metrics[f"policy/{policy}/gradient_norm_{when}"] = total
         return metrics
 
     # ---- checkpoints

@@ -9,7 +9,6 @@ from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.display import as_html, as_text
-from gradpolicy.freezing import Freezer
 from gradpolicy.insight.pictures import Sample
 
 
@@ -21,12 +20,6 @@ def loss(copy: nn.Module) -> torch.Tensor:
     return copy(torch.ones(1, 4)).sum()
 
 
-def freezer() -> Freezer:
-    net = model()
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    return Freezer(net, optimizer, {"<half>": gp.Freeze(False, params="[0]*")})
-
-
 def shown() -> dict[str, object]:
     installed = gp.install(model(), {"<cut>": gp.Stop(modules="[2]")})
     sample = Sample(torch.rand(1, 8, 8), torch.randn(1, 8, 8), "<seven>", 0.9)
@@ -34,32 +27,23 @@ def shown() -> dict[str, object]:
         "plan": gp.plan(model(), {"<cut>": gp.Stop(modules="[2]")}, loss),
         "installed": installed,
         "report": installed.report(),
-        "freezer": freezer().report(),
         "attribution": sample,
     }
 
 
-@pytest.mark.parametrize("what", ["plan", "installed", "report", "freezer", "attribution"])
+@pytest.mark.parametrize("what", ["plan", "installed", "report", "attribution"])
 def test_each_result_is_text_in_a_console_and_html_in_a_notebook(what: str) -> None:
     result = shown()[what]
     console = Console(width=120, color_system=None)
     with console.capture() as captured:
         console.print(result)
-    name = {"freezer": "<half>", "attribution": "<seven>"}.get(what, "<cut>")
+    name = {"attribution": "<seven>"}.get(what, "<cut>")
     assert name in captured.get()
     html = result._repr_html_()  # type: ignore[attr-defined]
     assert name not in html
     assert name.replace("<", "&lt;").replace(">", "&gt;") in html
     if what != "attribution":
         assert name in str(result)
-
-
-def test_the_freezers_report_is_rows_by_index_and_in_a_loop() -> None:
-    report = freezer().report()
-    assert len(report) == 1
-    assert [row.name for row in report] == ["<half>"]
-    assert (report[0].entries, report[0].active) == (20, 0)
-    assert "0.0%" in str(report)
 
 
 def test_a_plan_takes_policies_of_both_families_in_a_list() -> None:

@@ -1,6 +1,5 @@
-"""The engine of freeze policies: asks mask sources, combines their masks, hands them to the optimizers."""
+"""Freeze policies in time: masks at each step, and what the backward pass may leave out."""
 
-from gradpolicy.freezing.freeze_report import FreezeReport, FreezeRow
 from gradpolicy.freezing.freezer import Freezer
 
-__all__ = ["FreezeReport", "FreezeRow", "Freezer"]
+__all__ = ["Freezer"]

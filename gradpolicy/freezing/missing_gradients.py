@@ -1,4 +1,4 @@
-"""Notices tensors that train and get no gradient, or one of zeros alone."""
+"""Finds tensors that train and get no gradient, or only zeros."""
 
 from collections.abc import Collection, Mapping
 
@@ -15,8 +15,8 @@ LEAST_UPDATES = 2
 class MissingGradients:
     """Finds tensors that should train and never get a gradient, or only zeros.
 
-    A tensor is named when it freezes or training ends, if it got none in the updates before; and after
-    :data:`MOST_UPDATES` updates without one. Only tensors without a gradient so far are looked at, so that a
+    A tensor is reported when it freezes or training ends, if it got none in the updates before; and after
+    :data:`MOST_UPDATES` updates without one. Only tensors without a gradient so far are inspected, so that a
     step costs next to nothing.
 
     Attributes:
@@ -42,7 +42,7 @@ class MissingGradients:
         self._updates = 0
 
     def follow(self, training: Collection[str]) -> list[str]:
-        """Takes the names of the tensors that train from now on.
+        """Take the names of the tensors that train from now on.
 
         Returns:
             The names of those that no longer do, and got no gradient while they did.
@@ -52,13 +52,13 @@ class MissingGradients:
         return self._found(before - self._training, LEAST_UPDATES)
 
     def note(self, name: str, gradient: Tensor) -> None:
-        """Takes a gradient that is masked before :meth:`update` sees it."""
+        """Take a gradient that is masked before :meth:`update` sees it."""
         if name in self._without and _trains_by(gradient):
             del self._without[name]
             self.zeros.discard(name)
 
     def update(self, parameters: Mapping[str, Tensor]) -> list[str]:
-        """Looks at the gradients of some parameters, before those of frozen entries are removed.
+        """Inspect the gradients of some parameters, before those of frozen entries are removed.
 
         Returns:
             The names of those that got none in :data:`MOST_UPDATES` updates.
@@ -80,7 +80,7 @@ class MissingGradients:
         return self._found(self._training, MOST_UPDATES)
 
     def finish(self) -> list[str]:
-        """The names of those that got no gradient up to the end of training."""
+        """Return the names of those that got no gradient up to the end of training."""
         found = self._found(self._training, LEAST_UPDATES)
         self._without, self._training = {}, set()
         return found
@@ -91,7 +91,7 @@ class MissingGradients:
                 self._without.setdefault(name, 0)
 
     def _found(self, names: Collection[str], least: int) -> list[str]:
-        """Each is named once."""
+        """Return the names of those without a gradient in so many updates, each once."""
         found = [name for name, count in self._without.items() if name in names and count >= least]
         for name in found:
             del self._without[name]

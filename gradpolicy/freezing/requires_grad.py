@@ -1,6 +1,6 @@
-"""Turns ``requires_grad`` off for a while, so that the backward pass skips what is frozen."""
+"""Turns ``requires_grad`` off for a while, so that the backward pass skips frozen tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 FOLLOWS_REQUIRES_GRAD = torch.__version__ >= (2, 12)  # type: ignore[operator]
-"""Whether compiled code is made anew where a parameter's ``requires_grad`` has changed.
+"""True if compiled code is made anew where a parameter's ``requires_grad`` has changed.
 
 Torch 2.11 goes on with what it made: a layer that was frozen then gets no gradient when it thaws
 (pytorch#139476).
@@ -20,25 +20,22 @@ _TURNED_OFF = "_gradient_turned_off"
 class RequiresGrad:
     """Turns the ``requires_grad`` of parameters off and on again.
 
-    Parameters whose ``requires_grad`` somebody else turned off are never touched. If nothing would be left
-    for a backward pass, everything stays on: masks alone keep the values then. That goes for each optimizer
-    by itself, which may have a loss of its own.
+    Parameters whose ``requires_grad`` was off already are never touched. If nothing of an optimizer's
+    parameters, which may have a loss of their own, would be left for a backward pass, all of them stay on:
+    masks alone keep the values then.
 
     Args:
         parameters: All parameters of the model by name, in model order.
-        groups: The parameters of each optimizer, by their ids; None: one has them all.
+        groups: The parameters of each optimizer.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], groups: Iterable[set[int]] | None = None) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], groups: Iterable[Collection[Tensor]] = ()) -> None:
         self.parameters = dict(parameters)
-        self._groups = [
-            {name for name, parameter in parameters.items() if group is None or id(parameter) in group}
-            for group in ([None] if groups is None else groups)
-        ]
+        self._groups = [{name for name, p in parameters.items() if p in group} for group in groups]
         self._turned_off: set[str] = set()
 
     def turn_off(self, idle: set[str]) -> None:
-        """Turns exactly these off; what was turned off before and is not among them comes on again."""
+        """Turn exactly these off; others that were turned off before come on again."""
         for group in self._groups:
             if not any(name not in idle and self._can_train(name) for name in group):
                 idle = idle - group
@@ -54,7 +51,7 @@ class RequiresGrad:
                 self._turned_off.add(name)
 
     def restore(self) -> None:
-        """Turns on again what was turned off here."""
+        """Turn on again what was turned off here."""
         for name in self._turned_off:
             _turn_on(self.parameters[name])
         self._turned_off = set()
@@ -64,7 +61,7 @@ class RequiresGrad:
 
 
 def is_turned_off(parameter: Tensor) -> bool:
-    """Whether a parameter's ``requires_grad`` was turned off here for a while."""
+    """Return True if a parameter's ``requires_grad`` was turned off here for a while."""
     return hasattr(parameter, _TURNED_OFF)
 
 
@@ -74,7 +71,7 @@ def _turn_on(parameter: Tensor) -> None:
 
 
 def compiled_parameters(model: nn.Module) -> set[int]:
-    """The ids of the parameters in modules that are compiled, or have a method that is.
+    """Return the ids of the parameters in modules that are compiled, or have a method that is.
 
     Not those in a function that somebody else compiles: a module does not know of it.
 
@@ -95,13 +92,13 @@ def compiled_parameters(model: nn.Module) -> set[int]:
 
 
 def _compiles_its_own(module: nn.Module) -> bool:
-    """Whether this very module is compiled: as a whole, in place, or by a method in its ``__dict__``."""
+    """Return True if this very module is compiled: as a whole, in place, or by a method of its own."""
     whole = "_orig_mod" in module._modules or module._compiled_call_impl is not None
     return whole or any(_is_compiled(call) for call in vars(module).values())
 
 
 def _is_compiled(call: Any) -> bool:
-    """Whether a function is compiled, also under what was wrapped round it."""
+    """Return True if a function, or one that it wraps, is compiled."""
     while call is not None:
         if isinstance(call, FunctionType) and hasattr(call, "_torchdynamo_orig_callable"):
             return True

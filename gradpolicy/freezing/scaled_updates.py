@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import MaskSource
+from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.sharding import local_shard
 
 # Torch's optimizers whose update is not proportional to the learning rate.
@@ -29,7 +30,7 @@ class ScaledUpdates:
         self._rates: dict[str, float] = {}
 
     def begin(self, names: Iterable[str], rates: Mapping[str, float]) -> None:
-        """Keeps the weights whose coming update is to be scaled.
+        """Keep the weights whose coming update is to be scaled.
 
         Args:
             names: The parameters that are about to be updated.
@@ -50,7 +51,7 @@ class ScaledUpdates:
             self._rates[name] = rate
 
     def finish(self, names: Iterable[str]) -> None:
-        """Scales the updates since :meth:`begin`; one that was skipped has changed nothing."""
+        """Scale the updates since :meth:`begin`; one that was skipped has changed nothing."""
         for name in names:
             rate = self._rates.pop(name, None)
             if rate is None:
@@ -60,13 +61,13 @@ class ScaledUpdates:
             own.copy_(torch.where(own == before, before, torch.lerp(before, own, rate)))
 
 
-def check_proportional(source: MaskSource, optimizers: Iterable[object]) -> None:
-    """Refuses to scale learning rates where updates are not proportional to them.
+def check_proportional(source: MaskSource, optimizers: Iterable[MaskedOptimizer]) -> None:
+    """Check that the updates of optimizers are proportional to their learning rates.
 
     Raises:
         PolicyError: If one of the optimizers is of such a kind.
     """
-    for name in sorted({type(getattr(each, "inner", each)).__name__ for each in optimizers}):
+    for name in sorted({type(each.inner).__name__ for each in optimizers}):
         if name in _NOT_PROPORTIONAL:
             raise PolicyError(
                 f"{type(source).__name__} gives layers learning rates of their own, and {name}'s updates are "

@@ -28,7 +28,7 @@ def check_weight_averaging(callbacks: Iterable[Callback], policies: Mapping[str,
     freezing = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
     if not averaging or not freezing:
         return
-    changing = [name for name, policy in freezing.items() if not masks_never_change(policy, policy.source)]
+    changing = [name for name, policy in freezing.items() if not masks_never_change(policy)]
     if changing:
         raise PolicyError(
             f"policy.{changing[0]}: {averaging[0]} averages over steps in which entries are frozen and moves "

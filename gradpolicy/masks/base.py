@@ -193,6 +193,11 @@ class MaskSource:
             if value is not None
         }
 
+    @property
+    def original(self) -> object:
+        """The object that the user gave: this one, unless it adapts another."""
+        return self
+
     def may_freeze(self) -> set[str]:
         """Return the parameters that are sure to be frozen as a whole at some time."""
         return set()
@@ -223,3 +228,7 @@ class StaticSource(MaskSource):
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """Return the masks, whatever the step."""
         return self._masks
+
+    def may_freeze(self) -> set[str]:
+        """Return the parameters that are frozen as a whole."""
+        return {name for name, mask in self._masks.items() if mask is False}

@@ -92,6 +92,11 @@ class Adapted(MaskSource):
             raise PolicyError(f"{kind}: must have both state_dict and load_state_dict, or neither")
 
     @property
+    def original(self) -> object:
+        """The object."""
+        return self.source
+
+    @property
     def needs_gradients(self) -> bool:  # type: ignore[override]
         """True if the object is to get gradients."""
         return bool(getattr(self.source, "needs_gradients", "observe" in vars(self)))

@@ -16,8 +16,8 @@ from gradpolicy.flow.install import deactivate, name_policies
 from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.flow.policy_checks import remarks as flow_remarks
 from gradpolicy.flow.policy_report import check_met
-from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.moving_buffers import buffer_warnings, changed_buffers, copy_buffers
+from gradpolicy.freezing.policy_masks import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.optim.other_optimizers import put_back_remarks
@@ -332,7 +332,7 @@ def _freeze_masks(
         for key in matched[name]:
             policies_of.setdefault(key, {})[name] = policy
         with under(f"policy.{name}"):
-            sources[name] = copy.deepcopy(policy.source)
+            sources[name] = copy.deepcopy(policy.mask)
             sources[name].setup(matched[name], seed=seed)
             masks[name] = _first_masks(sources[name], policy.when, gradients)
     for key, holders in policies_of.items():
@@ -388,7 +388,7 @@ def _freeze_row(
     return PlanRow(
         name=name,
         policy=type(policy).__name__,
-        what=f"Freeze · {type(policy.source).__name__}",
+        what=f"Freeze · {type(policy.mask).__name__}",
         where=f"params {', '.join(policy.params)}",
         parameters=tuple(parameters),
         entries=entries,
@@ -397,7 +397,7 @@ def _freeze_row(
         groups=tuple(group.name for group in source.layer_groups),
         phases=policy.when.phases,
         when=_moments(policy.when),
-        course=f"{_described(policy.source)} {_timetable(policy.source)}; {FATES[policy.frozen_state]}",
+        course=f"{_described(policy.mask)} {_timetable(policy.mask)}; {FATES[policy.frozen_state]}",
     )
 
 

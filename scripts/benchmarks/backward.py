@@ -38,13 +38,13 @@ def by_policy(model: nn.Sequential, batch: torch.Tensor, mask: Any) -> Callable[
     """The same with a freeze policy on the first layers."""
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
     policy = gp.Freeze(mask, params=[f"{place}.*" for place in FROZEN])
-    freezer = Freezer(model, optimizer, {"trunk": policy})
+    freezer = Freezer(model, [optimizer], {"trunk": policy})
     steps = iter(range(1 << 30))
 
     def step() -> None:
         freezer.begin_step(next(steps))
         model(batch).square().mean().backward()
-        freezer.observe()
+        freezer.observe(optimizer)
         optimizer.step()
         freezer.finish_step()
         optimizer.zero_grad()

@@ -270,7 +270,9 @@ def freezer_step() -> Iterator[Row]:
         parameters = weights()
         optimizer = MaskedOptimizer(adamw(parameters))
         policy = gp.Freeze(gp.masks.Random(0.1, level=level, every=1 << 30), params="weight")
-        freezer = Freezer({"weight": parameters[0]}, optimizer, {"trunk": policy})
+        model = torch.nn.Module()
+        model.register_parameter("weight", parameters[0])
+        freezer = Freezer(model, [optimizer], {"trunk": policy})
         steps = iter(range(1 << 30))
 
         def step(
@@ -279,7 +281,7 @@ def freezer_step() -> Iterator[Row]:
             steps: Iterator[int] = steps,
         ) -> None:
             freezer.begin_step(next(steps))
-            freezer.observe()
+            freezer.observe(optimizer)
             optimizer.step()
             freezer.finish_step()
 

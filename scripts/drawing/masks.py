@@ -57,7 +57,7 @@ def train(source: gp.masks.MaskSource, steps: int = 60, epoch_of: int = 10, para
     torch.manual_seed(0)
     model = Network()
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    freezer = Freezer(model, optimizer, {"masks": gp.Freeze(source, params=params)}, seed=1)
+    freezer = Freezer(model, [optimizer], {"masks": gp.Freeze(source, params=params)}, seed=1)
     named = dict(model.named_parameters())
     layers = find_layers(named)
     course = Course([layer.name for layer in layers])
@@ -73,7 +73,7 @@ def train(source: gp.masks.MaskSource, steps: int = 60, epoch_of: int = 10, para
         tokens = torch.randint(16, (64, 3))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(tokens), tokens.sum(1) % 16).backward()
-        freezer.observe()
+        freezer.observe(optimizer)
         optimizer.step()
         freezer.finish_step()
     return course

@@ -126,12 +126,12 @@ def remembering() -> str:
     model = nn.Linear(4, 4).to(here())
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     policies = {"top": gp.Freeze(gp.masks.TopK(0.5, window=3, every=3))}
-    freezer = Freezer(model, optimizer, policies)
+    freezer = Freezer(model, [optimizer], policies)
     ranks = Ranks(model, dict(model.named_parameters()), freezer, [optimizer], agreement_every=1)
     ranks.begin_step(0)
     freezer.begin_step(0)
     model(torch.full((1, 4), 1.0 + dist.get_rank(), device=here())).sum().backward()
-    freezer.observe()
+    freezer.observe(freezer.optimizers[0])
     try:
         ranks.begin_step(1)
     except gp.PolicyError as error:

@@ -36,7 +36,7 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
 
     def engine() -> Freezer:
         policy = gp.Freeze(SOURCES[kind](), frozen_state="zero")
-        return Freezer(model, optimizer, {"policy": policy}, seed=3)
+        return Freezer(model, [optimizer], {"policy": policy}, seed=3)
 
     freezer = engine()
     x = torch.randn(6, 5, dtype=torch.float64).to(here())
@@ -49,7 +49,7 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
         freezer.begin_step(step)
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
         freezer.finish_step()
     return {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}

@@ -41,7 +41,7 @@ def by_hand(steps: int, batches: Callable[[int], list[slice]], every: int) -> nn
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), frozen_state="zero")
     source = gp.masks.Random(0.5, every=every)
     frozen = {f"0.{name}": parameter for name, parameter in model[0].named_parameters()}
-    freezer = Freezer(model, optimizer, {"half": gp.Freeze(source, params="0.*", frozen_state="zero")})
+    freezer = Freezer(model, [optimizer], {"half": gp.Freeze(source, params="0.*", frozen_state="zero")})
     for step in range(steps):
         freezer.begin_step(step)
         before = {name: parameter.detach().clone() for name, parameter in frozen.items()}

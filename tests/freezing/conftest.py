@@ -7,7 +7,7 @@ import gradpolicy as gp
 
 
 class FakeOptimizer:
-    """Writes down what it is told."""
+    """Records the masks that it gets."""
 
     def __init__(self, parameters) -> None:
         self.param_groups = [{"params": list(parameters)}]

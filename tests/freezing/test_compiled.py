@@ -149,7 +149,7 @@ COMPILED = {
 def off_after_a_step(model, policy):
     """The names of the parameters whose gradient is turned off in the first step."""
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    freezer = Freezer(model, optimizer, {"layers": policy}, seed=0)
+    freezer = Freezer(model, [optimizer], {"layers": policy}, seed=0)
     freezer.begin_step(0)
     return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 

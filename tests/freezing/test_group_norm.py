@@ -23,7 +23,7 @@ def frozen_convolution(norm, memory_format, bias):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=bias), NORMS[norm](), nn.Conv2d(4, 2, 3))
     model.to(memory_format=memory_format)
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    freezer = Freezer(model, optimizer, {"first": gp.Freeze(gp.masks.Fixed(False), params="0.*")})
+    freezer = Freezer(model, [optimizer], {"first": gp.Freeze(gp.masks.Fixed(False), params="0.*")})
     freezer.begin_step(0)
     model(torch.ones(2, 3, 8, 8).to(memory_format=memory_format)).square().sum().backward()
     return model, freezer

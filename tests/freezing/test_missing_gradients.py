@@ -27,14 +27,14 @@ class Branches(nn.Module):
 def told(model, policies, steps, each_step=lambda model, step: None, ends=True):
     """What warnings a training gives."""
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    freezer = Freezer(model, optimizer, policies, seed=0)
+    freezer = Freezer(model, [optimizer], policies, seed=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(steps):
             each_step(model, step)
             freezer.begin_step(step)
             model(torch.ones(1, 2)).backward()
-            freezer.observe()
+            freezer.observe(freezer.optimizers[0])
             optimizer.step()
             freezer.finish_step()
             optimizer.zero_grad()
@@ -114,11 +114,11 @@ def test_a_gradient_of_zeros_alone_is_named_with_its_reason():
     model = Rounded()
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     policies = {"half": gp.Freeze(gp.masks.Random(0.5), params=["a.*", "c.*"])}
-    freezer = Freezer(model, optimizer, policies, seed=0)
+    freezer = Freezer(model, [optimizer], policies, seed=0)
     for step in range(3):
         freezer.begin_step(step)
         model(torch.ones(1, 2)).backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
         freezer.finish_step()
         optimizer.zero_grad()

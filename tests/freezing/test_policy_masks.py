@@ -30,7 +30,7 @@ class Repeating(Rewriting):
 
 def freezer_of(stack, source) -> tuple[gp.MaskedOptimizer, Freezer]:
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
-    return optimizer, Freezer(stack, optimizer, {"rows": gp.Freeze(source, params="blocks.0.weight")})
+    return optimizer, Freezer(stack, [optimizer], {"rows": gp.Freeze(source, params="blocks.0.weight")})
 
 
 @pytest.mark.parametrize("kind", [Rewriting, Repeating])
@@ -66,47 +66,3 @@ def test_a_tensor_given_again_as_it_was_changes_nothing(stack, inference: bool) 
         assert torch.equal(held[-1], mask)
     # Nobody counts what is written to a tensor of inference mode.
     assert inference or held[0] is held[1] is held[2]
-
-
-def test_to_look_at_what_will_train_decides_nothing(stack) -> None:
-    """Weights may still be loaded between a report and the first step."""
-    source = gp.masks.TopK(0.25, by="weight")
-    _, freezer = freezer_of(stack, source)
-    assert freezer.report()[0].active == 4
-    with torch.no_grad():
-        stack.blocks[0].weight.copy_(torch.arange(16.0).reshape(4, 4))
-    freezer.begin_step(0)
-    assert torch.equal(freezer.mask_of("blocks.0.weight"), torch.arange(16).reshape(4, 4) >= 12)
-
-
-class Counting:
-    """Trains one row after the other, by how often it was asked."""
-
-    asked = 0
-
-    def masks(self, step: int) -> dict[str, torch.Tensor]:
-        self.asked += 1
-        return {"blocks.0.weight": torch.arange(4)[:, None] == self.asked - 1}
-
-
-def test_nor_does_an_object_of_ones_own_notice(stack) -> None:
-    source = Counting()
-    _, freezer = freezer_of(stack, source)
-    assert freezer.report()[0].active == 4
-    freezer.begin_step(0)
-    assert source.asked == 1
-    assert freezer.mask_of("blocks.0.weight").flatten().tolist() == [True, False, False, False]
-
-
-def test_nor_does_it_use_up_what_a_resumed_run_has_gathered(stack) -> None:
-    gradient = torch.arange(16.0).reshape(4, 4)
-    _, first = freezer_of(stack, gp.masks.TopK(0.25, window=2))
-    for step in range(2):
-        first.begin_step(step)
-        stack.blocks[0].weight.grad = gradient.clone()
-        first.observe()
-    _, resumed = freezer_of(stack, gp.masks.TopK(0.25, window=2))
-    resumed.load_state_dict(first.state_dict())
-    assert resumed.report()[0].active == 4
-    resumed.begin_step(2)
-    assert torch.equal(resumed.mask_of("blocks.0.weight"), gradient >= 12)

@@ -20,7 +20,7 @@ def off(model: nn.Module) -> set[str]:
 
 @pytest.fixture
 def switch(stack) -> RequiresGrad:
-    return RequiresGrad(dict(stack.named_parameters()))
+    return RequiresGrad(dict(stack.named_parameters()), [set(stack.parameters())])
 
 
 def test_exactly_the_idle_ones_are_off(stack, switch) -> None:
@@ -51,8 +51,8 @@ def test_something_is_always_left_for_the_backward_pass(stack, switch) -> None:
 def test_something_is_left_for_the_backward_pass_of_each_optimizer(stack) -> None:
     """Each may have a loss of its own, as in adversarial training."""
     named = dict(stack.named_parameters())
-    head = {id(parameter) for parameter in stack.head.parameters()}
-    switch = RequiresGrad(named, [head, {id(p) for p in named.values()} - head])
+    head = set(stack.head.parameters())
+    switch = RequiresGrad(named, [head, set(named.values()) - head])
     switch.turn_off({"head.weight", "head.bias", "embed.weight"})
     assert off(stack) == {"embed.weight"}
     switch.turn_off({"head.weight"})

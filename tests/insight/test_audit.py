@@ -97,7 +97,7 @@ def test_places_are_drawn_anew_from_the_whole_tensor(two_layers, entries):
     weight = two_layers.trunk[2].weight
     optimizer = gp.MaskedOptimizer(torch.optim.SGD([weight], lr=0.1))
     policies = {"rows": gp.Freeze(gp.masks.Rows([1]), params="trunk.2.weight")}
-    freezer = Freezer(two_layers, optimizer, policies)
+    freezer = Freezer(two_layers, [optimizer], policies)
     frozen = FrozenEntries(freezer, entries=entries, every=1, seed=0, report=lambda _: None)
     freezer.begin_step(0)
     seen = set()

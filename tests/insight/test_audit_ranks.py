@@ -32,14 +32,14 @@ def watched(entries: int | None, masks: str, planted: bool) -> tuple[int, list]:
         "rows": lambda: gp.masks.Random(0.5, every=2, level="row"),
         "whole": lambda: gp.masks.Fixed(False),
     }
-    freezer = Freezer(model, optimizer, {"some": gp.Freeze(sources[masks](), params="0.*")}, seed=0)
+    freezer = Freezer(model, [optimizer], {"some": gp.Freeze(sources[masks](), params="0.*")}, seed=0)
     found: list = []
     frozen = FrozenEntries(freezer, entries=entries, every=2, seed=0, report=found.extend)
     for step in range(6):
         freezer.begin_step(step)
         frozen.renew()
         model(torch.ones(2, 4, device=here())).sum().backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
         freezer.finish_step()
         optimizer.zero_grad()

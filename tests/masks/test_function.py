@@ -59,7 +59,7 @@ def test_a_class_is_asked_when_it_says_that_it_is_due(stack) -> None:
             return super().masks(step)
 
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
-    freezer = Freezer(stack, optimizer, {"one": gp.Freeze(Watched())})
+    freezer = Freezer(stack, [optimizer], {"one": gp.Freeze(Watched())})
     for step in range(8):
         freezer.begin_step(step)
     assert asked == [0, 3, 6]
@@ -130,7 +130,7 @@ def test_what_is_no_mask_of_the_parameter_is_an_error(stack, mask, message: str)
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
     policy = gp.Freeze(lambda name, parameter, step: mask, params="blocks.0.weight")
     with pytest.raises(PolicyError, match=f"policy.mine: mask of 'blocks.0.weight': {message}"):
-        Freezer(stack, optimizer, {"mine": policy}).begin_step(0)
+        Freezer(stack, [optimizer], {"mine": policy}).begin_step(0)
 
 
 def test_an_object_is_the_source_of_one_policy_only(stack) -> None:
@@ -138,9 +138,9 @@ def test_an_object_is_the_source_of_one_policy_only(stack) -> None:
     source, optimizer = OneParameter(), gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
     policies = {name: gp.Freeze(source, params=f"{name}.*") for name in ("head", "embed")}
     with pytest.raises(PolicyError, match=r"policy\.embed: has the mask source of policy\.head"):
-        Freezer(stack, optimizer, policies)
+        Freezer(stack, [optimizer], policies)
     twice = {name: gp.Freeze(OneParameter, params=f"{name}.*") for name in ("head", "embed")}
-    assert Freezer(stack, optimizer, twice).policies == ["head", "embed"]
+    assert Freezer(stack, [optimizer], twice).policies == ["head", "embed"]
 
 
 class Watching:
@@ -190,11 +190,11 @@ class WatchingLater(Watching):
 @pytest.mark.parametrize("kind", [Watching, WatchingSource, WatchingModule, WatchingLater])
 def test_what_observes_is_shown_gradients(stack, tokens, kind: type[Watching]) -> None:
     source, optimizer = kind(), gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
-    freezer = Freezer(stack, optimizer, {"watching": gp.Freeze(source, params="head.*")})
+    freezer = Freezer(stack, [optimizer], {"watching": gp.Freeze(source, params="head.*")})
     for step in range(2):
         freezer.begin_step(step)
         stack(tokens).square().mean().backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
         optimizer.zero_grad()
     assert torch.equal(freezer.mask_of("head.weight"), source.seen[0]["head.weight"] > 0)

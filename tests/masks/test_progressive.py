@@ -78,7 +78,7 @@ def test_a_training_run_takes_the_published_steps(scheduled: bool) -> None:
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9))
     source = gp.masks.Progressive(total, first=0.5, curve="linear")
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 5, 1.0))
-    freezer = Freezer(model, optimizer, {"out": gp.Freeze(source)}, seed=0)
+    freezer = Freezer(model, [optimizer], {"out": gp.Freeze(source)}, seed=0)
     _, rate_at = published(3, total, 0.5, 1, scale=True, rate=rate)
     groups = [{"params": list(layer.parameters())} for layer in peer]
     by_hand = torch.optim.SGD(groups, lr=rate, momentum=0.9)
@@ -88,7 +88,7 @@ def test_a_training_run_takes_the_published_steps(scheduled: bool) -> None:
         freezer.begin_step(step)
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
         freezer.finish_step()
         if scheduled:

@@ -201,7 +201,7 @@ def test_entries_outside_the_mask_are_zero_and_grown_ones_start_there(stack, tok
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05, weight_decay=0.1))
     source = sources(every=2, window=2, stop=20)
     policy = gp.Freeze(source, params=["blocks.*", "head.*"], frozen_state="zero")
-    freezer = Freezer(stack, optimizer, {"rigl": policy}, seed=0)
+    freezer = Freezer(stack, [optimizer], {"rigl": policy}, seed=0)
     exchanged = 0
     for step in range(12):
         before = {name: freezer.mask_of(name) for name in source.parameters}
@@ -217,7 +217,7 @@ def test_entries_outside_the_mask_are_zero_and_grown_ones_start_there(stack, tok
                 assert not ages[grown].any()
         optimizer.zero_grad()
         stack(tokens).square().mean().backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
     assert exchanged > 10
 

@@ -90,6 +90,20 @@ def recorded(name: str) -> tuple[dict[str, Tensor], Callable[[str], dict[str, Te
     return everything, under
 
 
+def module_of(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A module with parameters of these names."""
+    model = nn.Module()
+    for name, parameter in parameters.items():
+        *path, own = name.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(own, parameter)
+    return model
+
+
 def steps_with(
     policy: gp.Freeze | dict[str, gp.Freeze],
     optimizer: Callable[..., torch.optim.Optimizer],
@@ -100,12 +114,14 @@ def steps_with(
     """Trains parameters with given gradients; yields after each step, with its masked gradients."""
     parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
     masked = gp.MaskedOptimizer(optimizer(parameters.values()))
-    freezer = Freezer(parameters, masked, policy if isinstance(policy, dict) else {"policy": policy})
+    freezer = Freezer(
+        module_of(parameters), [masked], policy if isinstance(policy, dict) else {"policy": policy}
+    )
     for number, given in enumerate(gradients):
         freezer.begin_step(first + number)
         for name, parameter in parameters.items():
             parameter.grad = given[name].clone() if parameter.requires_grad else None
-        freezer.observe()
+        freezer.observe(masked)
         masked.mask_gradients()
         masked.step()
         freezer.finish_step()
@@ -204,12 +220,12 @@ def test_fish_chooses_the_same_entries(ratio: str) -> None:
     density = sum(int(mask.sum()) for mask in body) / sum(mask.numel() for mask in body)
     source = gp.masks.TopK(density, by="fisher", window=10, before="freeze")
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    freezer = Freezer(model, optimizer, {"fish": gp.Freeze(source, params="body.*")})
+    freezer = Freezer(model, [optimizer], {"fish": gp.Freeze(source, params="body.*")})
     for step in range(10):
         freezer.begin_step(step)
         logits = model["fc"](torch.tanh(model["body"](everything["inputs"][step][None])))
         nn.functional.cross_entropy(logits, everything["targets"][step][None]).backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
         freezer.finish_step()
         optimizer.zero_grad()
@@ -266,7 +282,7 @@ def test_autofreeze_freezes_the_same_layers_until_nothing_changes(percentile: in
     """There the last comparison finds no change anywhere; theirs then thaws what it had frozen for good."""
     everything, _ = recorded("autofreeze")
     starts, made = everything[f"starts/{percentile}"].tolist(), everything[f"made/{percentile}"].tolist()
-    names = ["embeddings", *(f"layer.{i}.weight" for i in range(12)), "classifier"]
+    names = ["embeddings.weight", *(f"layer.{i}.weight" for i in range(12)), "classifier.weight"]
     gradients = [
         dict(zip(names, [torch.ones(2, 2), *row, torch.ones(2, 2)], strict=True))
         for row in everything["gradients"]

@@ -62,11 +62,11 @@ def test_an_index_with_commas_means_that_part_of_the_tensor(prepared) -> None:
 def test_only_these_rows_move(stack, tokens) -> None:
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.1))
     policies = {"tokens": gp.Freeze(gp.masks.Rows("4:"), params="embed.weight")}
-    freezer = Freezer(stack, optimizer, policies, seed=0)
+    freezer = Freezer(stack, [optimizer], policies, seed=0)
     before = stack.embed.weight.detach().clone()
     freezer.begin_step(0)
     stack(tokens).square().mean().backward()
-    freezer.observe()
+    freezer.observe(freezer.optimizers[0])
     optimizer.step()
     assert torch.equal(stack.embed.weight[:4], before[:4])
     assert (stack.embed.weight[4:] != before[4:]).all()

@@ -67,12 +67,12 @@ def test_a_lottery_ticket_is_trained_by_a_new_optimizer(stack, tokens, frozen_st
     again = copy.deepcopy(stack)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
     source = gp.masks.TopK(0.3, by="change", start=4, rewind=True)
-    freezer = Freezer(stack, optimizer, {"ticket": gp.Freeze(source, frozen_state=frozen_state)})
+    freezer = Freezer(stack, [optimizer], {"ticket": gp.Freeze(source, frozen_state=frozen_state)})
     for step in range(8):
         freezer.begin_step(step)
         optimizer.zero_grad()
         stack(tokens).square().mean().backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
     first = [parameter.detach().clone() for parameter in again.parameters()]
     chosen = [freezer.mask_of(name) for name, _ in again.named_parameters()]
@@ -93,14 +93,14 @@ def test_a_ticket_of_everything_goes_back_too(stack, tokens) -> None:
     first = copy.deepcopy(stack.state_dict())
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
     source = gp.masks.TopK(1.0, by="change", start=2, rewind=True, level="tensor")
-    freezer = Freezer(stack, optimizer, {"ticket": gp.Freeze(source)})
+    freezer = Freezer(stack, [optimizer], {"ticket": gp.Freeze(source)})
     for step in range(4):
         freezer.begin_step(step)
         if step == 2:
             assert all(torch.equal(stack.state_dict()[name], first[name]) for name in first)
         optimizer.zero_grad()
         stack(tokens).square().mean().backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
     assert optimizer.age(stack.head.weight).max() == 2
 
@@ -164,7 +164,7 @@ def test_a_window_of_epochs_ends_with_an_epoch(stack, tokens, timetable: dict, e
     """Two epochs of three steps each are gathered before the first choice."""
     source = gp.masks.TopK(0.25, unit="epoch", window=2, **timetable)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
-    freezer = Freezer(stack, optimizer, {"top": gp.Freeze(source)})
+    freezer = Freezer(stack, [optimizer], {"top": gp.Freeze(source)})
     changes, last = [], True
     for step in range(15):
         freezer.begin_step(step, epoch=step // 3)
@@ -172,7 +172,7 @@ def test_a_window_of_epochs_ends_with_an_epoch(stack, tokens, timetable: dict, e
         last = freezer.mask_of("head.weight")
         optimizer.zero_grad()
         stack(tokens).square().mean().backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
     assert changes == expected
 
@@ -188,7 +188,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_does_not_count(
         model = copy.deepcopy(stack)
         optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
         source = gp.masks.TopK(0.25, window=2)
-        freezer = Freezer(model, optimizer, {"top": gp.Freeze(source, params="head.*")})
+        freezer = Freezer(model, [optimizer], {"top": gp.Freeze(source, params="head.*")})
         for step, times in enumerate(attempts):
             for attempt in reversed(range(times)):
                 freezer.begin_step(step)
@@ -196,7 +196,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_does_not_count(
                 model(tokens).square().mean().backward()
                 if attempt:
                     model.get_parameter(place).grad[0, 0] = bad
-                freezer.observe()
+                freezer.observe(freezer.optimizers[0])
             optimizer.step()
             freezer.finish_step()
         choices.append(freezer.mask_of("head.weight"))
@@ -255,7 +255,7 @@ def test_a_window_longer_than_every_says_so_and_each_choice_waits_for_its_own(st
     source = gp.masks.TopK(0.5, window=3, every=2, unit=unit)
     optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
     with pytest.warns(UserWarning, match=f"window=3 is longer than every=2; each change waits for 3 {unit}s"):
-        freezer = Freezer(stack, optimizer, {"large": gp.Freeze(source)})
+        freezer = Freezer(stack, [optimizer], {"large": gp.Freeze(source)})
     chosen, before = [], None
     for step in range(12):
         freezer.begin_step(step, epoch=step)
@@ -263,7 +263,7 @@ def test_a_window_longer_than_every_says_so_and_each_choice_waits_for_its_own(st
             chosen.append(step)
         before = freezer.mask_of("head.weight")
         stack(tokens).square().mean().backward()
-        freezer.observe()
+        freezer.observe(freezer.optimizers[0])
         optimizer.step()
         optimizer.zero_grad()
     assert chosen == [0, 3, 6, 9]
