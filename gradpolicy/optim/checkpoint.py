@@ -32,7 +32,7 @@ from gradpolicy.tensors.hashing import content
 from gradpolicy.tensors.sharding import is_sharded
 
 Record = dict[str, Any]
-"""What is saved of one parameter: "ages" (a tensor) and settings that JSON can hold."""
+"""The saved mask of one parameter: "ages" (a tensor) and settings that JSON can hold."""
 KEY = "gradpolicy"
 VERSION = 2
 _SAMPLED = 64

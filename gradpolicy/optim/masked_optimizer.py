@@ -132,7 +132,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @property
     def frozen_state(self) -> str:
-        """What becomes of frozen entries' state, unless `set_mask` changed it for a parameter."""
+        """The fate of frozen entries' state, unless `set_mask` changed it for a parameter."""
         return self._options.frozen_state
 
     @property

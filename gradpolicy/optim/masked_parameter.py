@@ -84,7 +84,7 @@ class MaskedParameter:
         ages: Which of this process's entries are active, and their ages.
         updates: Number of updates that the tensor as a whole has had.
         mask_shape: Shape of the mask as it was set; None after a mask of None.
-        empty_mask: This process's part of the mask where it holds no entry; None elsewhere.
+        empty_mask: This process's part of the mask where it holds no entry; else None.
         frozen_everywhere: True if no entry of the whole tensor is active, on any process.
         copies: Of what was frozen before a step that may change it; memory that the next step uses again.
     """
@@ -287,7 +287,7 @@ class MaskedParameter:
         self.updates = updates
         self.state.set_count(updates)
 
-    # --- state and records from elsewhere
+    # --- loaded state and records
 
     def adopt_state(self, updates: int | None = None) -> None:
         """Takes the optimizer's state as it now stands, dense and of one age; the mask stays.

@@ -1,4 +1,4 @@
-"""Kernels in torch: in stretches that fit a cache on a CPU, compiled elsewhere.
+"""Kernels in torch: in stretches that fit the cache of a CPU, compiled on other devices.
 
 All tensors are contiguous and lie in memory order. A *block* is so many consecutive entries that share an
 age: one entry, a row, or the whole tensor. Ages are signed, see `ages.py`. Where only active blocks have
@@ -164,7 +164,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def _stretches(blocks: int, device: torch.device, block: int = 1) -> Iterator[slice]:
-    """Yield blocks in stretches that fit a CPU's cache; all at once elsewhere."""
+    """Yield blocks in stretches that fit a CPU's cache; on other devices all at once."""
     # A multiple of 8, so that a stretch begins with a byte of an index.
     count = max(STRETCH // block // 8 * 8, 8) if device.type == "cpu" else max(blocks, 1)
     for start in range(0, blocks, count):
@@ -236,7 +236,7 @@ def _pieces(update: EntryUpdate, device: torch.device) -> Iterator[_Piece]:
 
 
 def _batches(updates: Sequence[EntryUpdate], device: torch.device) -> Iterator[list[_Piece]]:
-    """Yield pieces that one call can update: on a CPU each alone, elsewhere small tensors together."""
+    """Yield pieces that one call can update: on a CPU each alone, on other devices small tensors together."""
     batches: dict[Any, list[_Piece]] = {}
     room: dict[Any, int] = {}
     for update in updates:

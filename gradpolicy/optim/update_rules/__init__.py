@@ -1,4 +1,4 @@
-"""Update rules: one file an optimizer, and which rule describes which optimizer."""
+"""The table of update rules: one file an optimizer."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _REGISTERED: dict[type[torch.optim.Optimizer], type[UpdateRule]] = {}
 def update_rule(
     optimizer_class: type[torch.optim.Optimizer],
 ) -> Callable[[type[UpdateRule]], type[UpdateRule]]:
-    """Makes MaskedOptimizer exact for your own optimizer: it decorates an `UpdateRule` that describes it.
+    """Makes MaskedOptimizer exact for your own optimizer: decorates an `UpdateRule` that describes it.
 
     Args:
-        optimizer_class: the optimizer.
+        optimizer_class: The class of the optimizer.
 
     Raises:
-        PolicyError: this is no optimizer class, or what is decorated is no UpdateRule.
+        PolicyError: If this is no optimizer class, or the decorated class is no UpdateRule.
 
     Example:
         >>> import gradpolicy as gp
@@ -76,7 +76,7 @@ def update_rule(
 
 
 def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """The rule that describes what an optimizer's own `step` does; None where there is none."""
+    """Return the rule that describes an optimizer's own `step`; None if there is none."""
     step = inspect.unwrap(type(optimizer).step)
     for kind in type(optimizer).__mro__:
         known = _REGISTERED.get(kind) or RULES.get(f"{_package(kind)}.{kind.__name__}")
@@ -87,6 +87,6 @@ def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
 
 
 def _package(kind: type) -> str:
-    """`torch.optim` for `torch.optim.adam`, `pytorch_optimizer` for `pytorch_optimizer.optimizer.lion`."""
+    """Return `torch.optim` for a class of `torch.optim.adam`; of other packages the first part alone."""
     parts = kind.__module__.split(".")
     return ".".join(parts[:2]) if parts[0] == "torch" else parts[0]

@@ -5,11 +5,9 @@ s = s + g^2          p = p - lr / (1 + (t - 1) decay) * g / (sqrt(s) + eps)
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of
+from gradpolicy.optim.update_rules.base import Group, Numbers, Settings, State, UpdateRule, sign_of
 
 
 class Adagrad(UpdateRule):
@@ -30,17 +28,12 @@ class Adagrad(UpdateRule):
         """The decay of the learning rate."""
         return (float(group["lr_decay"]),)
 
-    def numbers(self, ages: Tensor, *age_settings: float) -> tuple[Tensor, ...]:
+    def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
         """1 / (1 + (t - 1) decay)."""
         return (1 / (1 + (ages - 1) * age_settings[0]),)
 
     def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        settings: tuple[Any, ...],
-        numbers: tuple[Tensor, ...],
+        self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
         """See `UpdateRule.update`."""
         sign, decay, lr, eps = settings

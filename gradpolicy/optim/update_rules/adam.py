@@ -9,12 +9,18 @@ arXiv:1904.09237):
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of, weight_decay_terms
+from gradpolicy.optim.update_rules.base import (
+    Group,
+    Numbers,
+    Settings,
+    State,
+    UpdateRule,
+    sign_of,
+    weight_decay_terms,
+)
 
 
 class Adam(UpdateRule):
@@ -25,34 +31,29 @@ class Adam(UpdateRule):
 
     def state(self, group: Group) -> dict[str, float]:
         """First and second moment, and with AMSGrad the second moment's largest value."""
-        return dict.fromkeys(self.names if group["amsgrad"] else self.names[:2], 0.0)
+        return dict.fromkeys(self.names if group.get("amsgrad") else self.names[:2], 0.0)
 
     def settings(self, group: Group) -> tuple[float, ...]:
         """See `UpdateRule.settings`."""
         beta1, beta2 = map(float, group["betas"])
         terms = weight_decay_terms(group, bool(group.get("decoupled_weight_decay", False)))
-        rest = (1 - beta1, beta2, 1 - beta2, float(group["amsgrad"]), float(group["lr"]), float(group["eps"]))
-        return (sign_of(group), *terms, *rest)
+        rates = (1 - beta1, beta2, 1 - beta2, float(group["lr"]), float(group["eps"]))
+        return (sign_of(group), *terms, *rates, float(group.get("amsgrad", False)))
 
     def age_settings(self, group: Group) -> tuple[float, ...]:
         """The betas."""
         return tuple(map(float, group["betas"]))
 
-    def numbers(self, ages: Tensor, *age_settings: float) -> tuple[Tensor, ...]:
+    def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
         """1 / (1 - b1^t) and 1 / sqrt(1 - b2^t)."""
         beta1, beta2 = age_settings
         return 1 / (1 - beta1**ages), (1 - beta2**ages).rsqrt()
 
     def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        settings: tuple[Any, ...],
-        numbers: tuple[Tensor, ...],
+        self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
         """See `UpdateRule.update`."""
-        sign, decay, shrink, rest1, beta2, rest2, _, lr, eps = settings
+        sign, decay, shrink, rest1, beta2, rest2, lr, eps, _ = settings
         correction1, correction2 = numbers
         gradient = sign * gradient + decay * parameter
         first = state["exp_avg"] + (gradient - state["exp_avg"]) * rest1

@@ -1,4 +1,4 @@
-"""What an update rule is: how one entry of a parameter moves under an optimizer."""
+"""Update rules: how one entry of a parameter moves under an optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from torch import Tensor
 Group = dict[str, Any]
 """One of the param groups of an optimizer."""
 State = dict[str, Tensor]
-"""What an optimizer keeps for each entry, by its name in the optimizer's state."""
+"""The state of entries, by its name in the optimizer's state."""
+Settings = tuple[Any, ...]
+"""Numbers of an update that are the same for every entry."""
+Numbers = tuple[Tensor, ...]
+"""Numbers of an update that follow from the age of an entry."""
 
 
 class UpdateRule(ABC):
@@ -21,12 +25,12 @@ class UpdateRule(ABC):
     the optimizer's ``t``, counted from 1.
 
     Args:
-        optimizer: the optimizer that the rule describes.
+        optimizer: The optimizer that the rule describes.
 
     Attributes:
-        names: every name that `state` may have.
-        kernel: name of the C body of `update`, a file of this folder; empty where there is none. It calls
-            what `names` says a, b and c, in that order.
+        names: Every name that `state` may have.
+        kernel: Name of the C body of `update`, a file of this folder; empty where there is none. There the
+            state of these names is a, b and c, in that order.
     """
 
     names: tuple[str, ...] = ()
@@ -36,43 +40,39 @@ class UpdateRule(ABC):
         self.optimizer = optimizer
 
     def supports(self, group: Group) -> bool:
-        """Whether the rule describes what the optimizer does with these settings."""
+        """Return True if the rule describes the optimizer with these settings."""
         return True
 
     @abstractmethod
     def state(self, group: Group) -> dict[str, float]:
-        """What the optimizer keeps for each entry, and what it starts with.
-
-        Returns:
-            By its name in the optimizer's state the number that an entry of age 0 has.
-        """
+        """Return the number with which each state of an entry begins, by name."""
 
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
-        """What the optimizer keeps once for a tensor that has had so many updates."""
+        """Return the state that the optimizer keeps once for a tensor that has had so many updates."""
         return {"step": float(updates)}
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
-        """How many updates a tensor has had, as the optimizer's state of it tells."""
+        """Return how many updates a tensor has had, as the optimizer's state of it counts them."""
         step = state.get("step", 0)
         return int(step.item()) if isinstance(step, Tensor) else int(step)
 
     @abstractmethod
     def settings(self, group: Group) -> tuple[float, ...]:
-        """The numbers of `update` that are the same for every entry.
+        """Return the numbers of `update` that are the same for every entry.
 
-        At most 16. The first is what a gradient is multiplied by: 1, or -1 for `maximize`.
+        At most 16. The first is the factor of a gradient: 1, or -1 for `maximize`.
         """
 
     def age_settings(self, group: Group) -> tuple[float, ...]:
-        """What `numbers` depends on beside the age."""
+        """Return the settings that `numbers` depends on."""
         return ()
 
-    def numbers(self, ages: Tensor, *age_settings: float) -> tuple[Tensor, ...]:
-        """The numbers of `update` that follow from the age of an entry.
+    def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
+        """Return the numbers of `update` that follow from the age of an entry.
 
         Args:
             ages: 1, 2, 3, ..., without a gap, float64.
-            age_settings: as `age_settings` gives them.
+            age_settings: As `age_settings` gives them.
 
         Returns:
             Tensors of the shape of `ages`, float64.
@@ -81,38 +81,30 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        settings: tuple[Any, ...],
-        numbers: tuple[Tensor, ...],
+        self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
-        """One update of entries of any shape, without side effects.
+        """Return entries of any shape and their state after one update, without side effects.
 
         Args:
-            parameter: values.
-            gradient: gradients.
-            state: what `state` names.
-            settings: as `settings` gives them, as numbers or tensors of one number.
-            numbers: as `numbers` gives them for the age of each entry; they broadcast to `parameter`.
-
-        Returns:
-            The new parameter and the new state.
+            parameter: Values.
+            gradient: Gradients.
+            state: The state that `state` names.
+            settings: As `settings` gives them, as numbers or tensors of one number.
+            numbers: As `numbers` gives them for the age of each entry; they broadcast to `parameter`.
         """
 
 
 def weight_decay_terms(group: Group, decoupled: bool) -> tuple[float, float]:
-    """Weight decay as two factors of the parameter.
+    """Return weight decay as two factors of the parameter.
 
     Returns:
-        What is added to the gradient for each unit of the parameter (coupled decay), and what the parameter
-        is multiplied by (decoupled decay: Loshchilov & Hutter 2019, arXiv:1711.05101).
+        The first is added to the gradient (coupled decay), the parameter is multiplied by the second
+        (decoupled decay: Loshchilov & Hutter 2019, arXiv:1711.05101).
     """
     decay = float(group["weight_decay"])
     return (0.0, 1.0 - float(group["lr"]) * decay) if decoupled else (decay, 1.0)
 
 
 def sign_of(group: Group) -> float:
-    """What the gradient is multiplied by: -1 where the objective is maximized."""
+    """Return the factor of the gradient: -1 where the objective is maximized."""
     return -1.0 if group.get("maximize") else 1.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.optim.update_rules.base import Group, State, UpdateRule
+from gradpolicy.optim.update_rules.base import Group, Numbers, Settings, State, UpdateRule
 
 
 class Lion(UpdateRule):
@@ -45,12 +45,7 @@ class Lion(UpdateRule):
         return (sign, coupled, shrink, 1 - beta1, 1 - beta2, lr)
 
     def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        settings: tuple[Any, ...],
-        numbers: tuple[Tensor, ...],
+        self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
         """See `UpdateRule.update`."""
         sign, coupled, shrink, rest1, rest2, lr = settings

@@ -7,24 +7,20 @@ c_g = (1 - mu_t) / (1 - mu_1 ... mu_t)    c_m = mu_(t+1) / (1 - mu_1 ... mu_(t+1
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of, weight_decay_terms
+from gradpolicy.optim.update_rules.adam import Adam
+from gradpolicy.optim.update_rules.base import Group, Numbers, Settings, State
 
 
-class NAdam(UpdateRule):
+class NAdam(Adam):
     """`torch.optim.NAdam`."""
 
     names = ("exp_avg", "exp_avg_sq")
     kernel = "nadam"
-
-    def state(self, group: Group) -> dict[str, float]:
-        """First and second moment."""
-        return dict.fromkeys(self.names, 0.0)
 
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
         """The count, and mu_1 ... mu_t."""
@@ -36,17 +32,11 @@ class NAdam(UpdateRule):
         length = 1 << max(updates, 1).bit_length()
         return float(_products(length, *settings, torch.get_default_dtype())[updates - 1]) if updates else 1.0
 
-    def settings(self, group: Group) -> tuple[float, ...]:
-        """See `UpdateRule.settings`."""
-        beta1, beta2 = map(float, group["betas"])
-        terms = weight_decay_terms(group, bool(group["decoupled_weight_decay"]))
-        return (sign_of(group), *terms, 1 - beta1, beta2, 1 - beta2, float(group["lr"]), float(group["eps"]))
-
     def age_settings(self, group: Group) -> tuple[float, ...]:
         """The betas and psi."""
         return (*map(float, group["betas"]), float(group["momentum_decay"]))
 
-    def numbers(self, ages: Tensor, *age_settings: float) -> tuple[Tensor, ...]:
+    def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
         """c_g, c_m and 1 / sqrt(1 - b2^t)."""
         beta1, beta2, decay = age_settings
         now, following = _mu(ages, beta1, decay), _mu(ages + 1, beta1, decay)
@@ -55,15 +45,10 @@ class NAdam(UpdateRule):
         return (*coefficients, (1 - beta2**ages).rsqrt())
 
     def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        settings: tuple[Any, ...],
-        numbers: tuple[Tensor, ...],
+        self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
         """See `UpdateRule.update`."""
-        sign, decay, shrink, rest1, beta2, rest2, lr, eps = settings
+        sign, decay, shrink, rest1, beta2, rest2, lr, eps, _ = settings
         of_gradient, of_moment, correction2 = numbers
         first, second = state["exp_avg"], state["exp_avg_sq"]
         gradient = sign * gradient + decay * parameter

@@ -7,35 +7,20 @@ l_t = sqrt((1 - b2^t) (r_t - 4) (r_t - 2) r / ((r - 4) (r - 2) r_t))
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of, weight_decay_terms
+from gradpolicy.optim.update_rules.adam import Adam
+from gradpolicy.optim.update_rules.base import Numbers, Settings, State
 
 
-class RAdam(UpdateRule):
+class RAdam(Adam):
     """`torch.optim.RAdam`."""
 
     names = ("exp_avg", "exp_avg_sq")
     kernel = "radam"
 
-    def state(self, group: Group) -> dict[str, float]:
-        """First and second moment."""
-        return dict.fromkeys(self.names, 0.0)
-
-    def settings(self, group: Group) -> tuple[float, ...]:
-        """See `UpdateRule.settings`."""
-        beta1, beta2 = map(float, group["betas"])
-        terms = weight_decay_terms(group, bool(group["decoupled_weight_decay"]))
-        return (sign_of(group), *terms, 1 - beta1, beta2, 1 - beta2, float(group["lr"]), float(group["eps"]))
-
-    def age_settings(self, group: Group) -> tuple[float, ...]:
-        """The betas."""
-        return tuple(map(float, group["betas"]))
-
-    def numbers(self, ages: Tensor, *age_settings: float) -> tuple[Tensor, ...]:
+    def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
         """1 / (1 - b1^t), l_t (0 before updates adapt), and 1 before updates adapt, else 0."""
         beta1, beta2 = age_settings
         correction2 = 1 - beta2**ages
@@ -48,15 +33,10 @@ class RAdam(UpdateRule):
         return 1 / (1 - beta1**ages), adapted, (~adapts).double()
 
     def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        settings: tuple[Any, ...],
-        numbers: tuple[Tensor, ...],
+        self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
         """See `UpdateRule.update`."""
-        sign, decay, shrink, rest1, beta2, rest2, lr, eps = settings
+        sign, decay, shrink, rest1, beta2, rest2, lr, eps, _ = settings
         correction1, adapted, plain = numbers
         first, second = state["exp_avg"], state["exp_avg_sq"]
         gradient = sign * gradient + decay * parameter

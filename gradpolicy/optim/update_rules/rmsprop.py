@@ -6,11 +6,9 @@ a = alpha a + (1 - alpha) g            b = mu b + d,  p = p - lr b
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of
+from gradpolicy.optim.update_rules.base import Group, Numbers, Settings, State, UpdateRule, sign_of
 
 
 class RMSprop(UpdateRule):
@@ -33,12 +31,7 @@ class RMSprop(UpdateRule):
         return (sign_of(group), float(group["weight_decay"]), alpha, 1 - alpha, *rest)
 
     def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        settings: tuple[Any, ...],
-        numbers: tuple[Tensor, ...],
+        self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
         """See `UpdateRule.update`."""
         sign, decay, alpha, rest, momentum, _, lr, eps = settings

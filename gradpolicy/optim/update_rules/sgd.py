@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.update_rules.base import Group, State, UpdateRule, sign_of
+from gradpolicy.optim.update_rules.base import Group, Numbers, Settings, State, UpdateRule, sign_of
 
 
 class SGD(UpdateRule):
@@ -42,17 +42,12 @@ class SGD(UpdateRule):
         """The dampening."""
         return (float(group["dampening"]),)
 
-    def numbers(self, ages: Tensor, *age_settings: float) -> tuple[Tensor, ...]:
+    def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
         """The share of the gradient that goes into the momentum: 1 at first, then 1 - tau."""
         return (1 - age_settings[0] * (ages > 1).double(),)
 
     def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        settings: tuple[Any, ...],
-        numbers: tuple[Tensor, ...],
+        self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
         """See `UpdateRule.update`."""
         sign, decay, momentum, of_gradient, of_momentum, lr = settings
@@ -65,14 +60,14 @@ class SGD(UpdateRule):
 
 
 def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
-    """Gives parameters that join torch's fused SGD later than others the momentum they would begin with.
+    """Gives parameters that join torch's fused SGD later than others the momentum to begin with.
 
     The fused step needs the momentum buffers of a group to exist all or not at all. The buffer made here has
     ``mu b + (1 - tau) g = g``, as after a first update.
 
     Args:
-        optimizer: the optimizer, about to step.
-        scale: what the gradients are multiplied by.
+        optimizer: The optimizer, before its step.
+        scale: The factor that the gradients are multiplied by.
     """
     for group in optimizer.param_groups:
         moving = [parameter for parameter in group["params"] if parameter.grad is not None]
