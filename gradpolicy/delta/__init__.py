@@ -1,9 +1,8 @@
 """Files of what a training changed: small, shareable, exact both ways.
 
-A file holds, for each tensor that changed, the indices and the values of what changed: single entries, rows,
-or the tensor as a whole, whichever is smallest. Beside each new value stands the base's, so that
-:func:`revert` restores its bits. The fingerprint of every tensor of the base lies in the file, and another
-base is refused by name.
+A file holds the indices and values of what changed in each tensor: single entries, rows, or the tensor as a
+whole, whichever is smallest. Each new value is stored with the base's, so that :func:`revert` restores its
+bits. The fingerprint of every tensor of the base is stored too, and another base is refused by name.
 
 Example:
     >>> import tempfile, pathlib, torch

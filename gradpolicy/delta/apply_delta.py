@@ -1,4 +1,4 @@
-"""Takes a model from its base to what a file says, and back."""
+"""Applying a delta file to a model, and taking it back."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def revert(model: nn.Module | State, path: str | Path) -> None:
     Nothing is written unless the result is the base.
 
     Args:
-        model: What :func:`gradpolicy.delta.apply` gave, as a module or a state_dict.
+        model: The result of :func:`gradpolicy.delta.apply`, as a module or a state_dict.
         path: The same file.
 
     Raises:
@@ -71,7 +71,7 @@ def _move(model: nn.Module | State, path: str | Path, start: int, end: int) -> N
 
 
 def _not_at(start: int, delta: Delta, names: list[str], path: str | Path) -> PolicyError:
-    """The error where the tensors that a file changes do not have the values that they should start from."""
+    """Return the error for a model whose tensors do not have the values that a file should start from."""
     if start == NEW:
         return PolicyError(f"delta: {path} is not applied to the model: see {shortened(names)}")
     applied = " (is it applied already?)" if len(names) == len(delta.changes) else ""

@@ -1,9 +1,9 @@
-"""The file: safetensors, with the base's fingerprints and a checksum in its header.
+"""Delta files: safetensors, with the base's fingerprints and a checksum in the header.
 
 Tensors, for each tensor NAME that changed:
 
 - ``values:NAME``: the base's values and the new ones; see :class:`gradpolicy.delta.change.Change`;
-- ``gaps:NAME``: where they stand; see :mod:`gradpolicy.delta.gaps`. Absent where the whole tensor is stored.
+- ``gaps:NAME``: the lines that they belong to; see :mod:`gradpolicy.delta.gaps`.
 
 Metadata: ``format``; ``base``: JSON, the digest, dtype and shape of every tensor of the base; ``same``: JSON,
 names that share the tensor of another name; ``checksum``: over all of this.
@@ -25,12 +25,13 @@ from torch import Tensor
 
 from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.checks import check_free
-from gradpolicy.delta.change import Change
+from gradpolicy.delta.change import Change, widths_of
 from gradpolicy.delta.gaps import decode, encode
-from gradpolicy.delta.state import DTYPES, Print, Prints, content, fingerprint
+from gradpolicy.delta.state import DTYPES, Print, Prints, fingerprint
 from gradpolicy.errors import PolicyError, brief, shown
+from gradpolicy.tensors.hashing import content
 
-FORMAT = "gradpolicy.delta 1"
+FORMAT = "gradpolicy.delta 2"
 # The metadata that tells a delta, of any version, and the base that a run keeps beside it.
 DELTA_MARK, BASE_MARK = ("format", "gradpolicy.delta"), ("gradpolicy", "base of a delta")
 _VALUES, _GAPS = "values", "gaps"
@@ -39,7 +40,7 @@ _LARGEST = 2**63 - 1
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """What a file holds.
+    """The content of a file.
 
     Args:
         base: The fingerprint of each tensor of the base, in the order of their names.
@@ -51,12 +52,12 @@ class Delta:
 
     @property
     def fingerprint(self) -> str:
-        """That of the base as a whole."""
+        """The fingerprint of the base as a whole."""
         return fingerprint(self.base)
 
 
 class _DamagedError(Exception):
-    """What is wrong with a file: a clause that follows "is damaged: "."""
+    """Damage of a file: a clause that follows "is damaged: "."""
 
 
 def write(path: str | Path, delta: Delta) -> None:
@@ -74,8 +75,7 @@ def write(path: str | Path, delta: Delta) -> None:
             same[name] = owner
             continue
         tensors[f"{_VALUES}:{name}"] = change.values.contiguous()
-        if change.indices is not None:
-            tensors[f"{_GAPS}:{name}"] = encode(change.indices)
+        tensors[f"{_GAPS}:{name}"] = encode(change.lines)
     metadata = {"format": FORMAT, "base": _compact(delta.base), "same": _compact(same)}
     metadata["checksum"] = _checksum(tensors, metadata)
     write_safetensors(path, tensors, metadata, DELTA_MARK)
@@ -177,13 +177,13 @@ def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
     changes = {}
     for key in tensors:
         kind, _, name = key.partition(":")
-        if kind not in (_VALUES, _GAPS) or name not in base or f"{_VALUES}:{name}" not in tensors:
+        whole = {f"{_VALUES}:{name}", f"{_GAPS}:{name}"} <= tensors.keys()
+        if kind not in (_VALUES, _GAPS) or name not in base or not whole:
             raise _DamagedError(f"it holds {shown(key)}, which belongs to no tensor of the base")
-        if kind == _VALUES:
-            try:
-                changes[name] = _read_change(base[name], tensors[key], tensors.get(f"{_GAPS}:{name}"))
-            except PolicyError as error:
-                raise _DamagedError(f"{shown(name)}: {error}") from error
+        try:
+            changes[name] = _read_change(base[name], tensors[f"{_VALUES}:{name}"], tensors[f"{_GAPS}:{name}"])
+        except PolicyError as error:
+            raise _DamagedError(f"{shown(name)}: {error}") from error
     shared = {}
     for name, owner in _parsed(metadata, "same").items():
         if not isinstance(owner, str) or owner not in changes or name in changes:
@@ -221,19 +221,18 @@ def _read_base(found: dict[str, Any]) -> dict[str, Print]:
     return base
 
 
-def _read_change(of: Print, values: Tensor, gaps: Tensor | None) -> Change:
+def _read_change(of: Print, values: Tensor, gaps: Tensor) -> Change:
     if values.dtype != DTYPES[of.dtype]:
         raise PolicyError(f"its values are {values.dtype}, the base's are {of.dtype}")
     if not values.numel():
         raise PolicyError("there are no values")
-    shape, indices, expected = tuple(values.shape), None, (2, *of.shape)
-    if gaps is not None:
-        by_row = values.dim() > 2 and bool(of.shape)
-        indices = decode(gaps, of.shape[0] if by_row else math.prod(of.shape))
-        expected = (2, len(indices), *(of.shape[1:] if by_row else ()))
-    if shape != expected:
-        raise PolicyError(f"its values have the shape {shape}, not {expected}")
-    return Change(of.shape, indices, values)
+    shape = tuple(values.shape)
+    if len(shape) != 3 or shape[0] != 2 or shape[2] not in widths_of(of.shape):
+        raise PolicyError(f"its values have the shape {shape}, which no lines of {of.shape} have")
+    lines = decode(gaps, math.prod(of.shape) // shape[2])
+    if len(lines) != shape[1]:
+        raise PolicyError(f"its values have the shape {shape}, for {len(lines)} lines")
+    return Change(of.shape, lines, values)
 
 
 def _compact(value: Mapping[str, Any]) -> str:

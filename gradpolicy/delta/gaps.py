@@ -1,4 +1,4 @@
-"""Ascending indices as small numbers: the gap before each one."""
+"""Ascending indices as small numbers: the gap before each."""
 
 import torch
 from torch import Tensor

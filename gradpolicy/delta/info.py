@@ -1,4 +1,4 @@
-"""What a file holds, as a table."""
+"""The content of a delta file as a table."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file holds of one tensor.
+    """The change of one tensor in a file.
 
     Args:
         name: Its name in the state_dict.
@@ -34,15 +34,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Info(Displayed):
-    """What a file holds; a table where it is printed.
+    """The content of a file; a table where it is printed.
 
     Args:
         path: The file.
         bytes: Its size.
         base: The fingerprint of the base, 16 hexadecimal digits.
-        base_bytes: What the base's tensors take.
-        entries: How many entries the base has.
-        tensors: What changed, by name.
+        base_bytes: Bytes of the base's tensors.
+        entries: Number of entries of the base.
+        tensors: The tensors that changed, by name.
     """
 
     path: Path
@@ -54,11 +54,11 @@ class Info(Displayed):
 
     @property
     def stored(self) -> int:
-        """How many entries have a value in the file."""
+        """Number of entries that have a value in the file."""
         return sum(tensor.stored for tensor in self.tensors)
 
     def __rich__(self) -> "RenderableType":
-        """A row a tensor."""
+        """Return a table with a row for each tensor."""
         from rich.table import Table
 
         title = (
@@ -76,7 +76,7 @@ class Info(Displayed):
 
 
 def info(path: str | Path) -> Info:
-    """Tells what a file holds.
+    """Return what a file holds.
 
     Args:
         path: A file of :func:`gradpolicy.delta.save` or :func:`gradpolicy.delta.merge`.
@@ -88,7 +88,7 @@ def info(path: str | Path) -> Info:
 
 
 def describe(path: str | Path, delta: Delta) -> Info:
-    """What a file holds that has been read, or written, just now."""
+    """Return what a file holds that was just read or written."""
     tensors = tuple(
         TensorInfo(name, delta.base[name].dtype, change.shape, change.form, change.stored)
         for name, change in delta.changes.items()

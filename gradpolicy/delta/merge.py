@@ -1,4 +1,4 @@
-"""Puts several files of one base together."""
+"""Merging several delta files of one base."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from gradpolicy.finite import all_finite
 
 
 def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path) -> Info:
-    """Writes a file that does what several do, each with its weight.
+    """Writes a file with the changes of several, each with its weight.
 
     ``new = base + Σ_k weight_k · (new_k − base)``, in float64, then rounded to the tensor's dtype. An entry
     that one file alone changes, with weight 1, keeps its bits.
@@ -25,7 +25,7 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
         out: The file that is written; a delta that is there is replaced, and no other file.
 
     Returns:
-        What it holds.
+        The content of the new file.
 
     Raises:
         PolicyError: If a file cannot be read or is damaged, the bases differ (the names of the tensors), a
@@ -69,7 +69,7 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
 
 
 def _merged(name: str, parts: list[tuple[Change, float]]) -> Change:
-    """Puts the changes of one tensor together."""
+    """Return the sum of the changes of one tensor, each with its weight."""
     if len(parts) == 1 and parts[0][1] == 1.0:
         return parts[0][0]
     first = parts[0][0]

@@ -1,4 +1,4 @@
-"""Writes what a model and its base differ in."""
+"""Writing a delta file: the differences of a model from its base."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) ->
         base: Before the change; its names, dtypes and shapes are the model's.
 
     Returns:
-        What the file holds.
+        The content of the file.
 
     Raises:
         PolicyError: If names, dtypes or shapes differ, the base is the model itself, or the file cannot be
@@ -59,10 +59,9 @@ def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) ->
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Where a tensor lies: tied names have one place, on every process alike.
+    """Return the place of a tensor in memory: tied names have one, on every process alike.
 
-    What a process has nothing of lies nowhere: there the storage tells, so that no process takes for tied
-    what others gather.
+    Where a process holds no entries it is that of the storage, so that all processes gather the same tensors.
     """
     local = local_shard(tensor)
     where = local.data_ptr() if local.numel() else StorageWeakRef(local.untyped_storage()).cdata

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.delta.change import bits
 from gradpolicy.errors import PolicyError, nearest, shortened, shown
+from gradpolicy.tensors.hashing import content
 from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard, shard_like
 from gradpolicy.where import plain_name
 
@@ -37,10 +37,10 @@ Prints = Mapping[str, Print]
 
 
 def tensors_of(model: nn.Module | State) -> dict[str, Tensor]:
-    """The tensors of a model's state, parameters and buffers, in the order of their names.
+    """Return the tensors of a model's state, parameters and buffers, in the order of their names.
 
     Raises:
-        PolicyError: For what is no tensor, or one that no file can hold.
+        PolicyError: If a value is no tensor, or one that no file can hold.
     """
     state = model.state_dict() if isinstance(model, nn.Module) else model
     if not isinstance(state, Mapping):
@@ -59,12 +59,12 @@ def tensors_of(model: nn.Module | State) -> dict[str, Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU, as one piece in memory, gathered where it is sharded."""
+    """Return a tensor on the CPU, contiguous, gathered if it is sharded."""
     return full_tensor(tensor).detach().cpu().contiguous()
 
 
 def overwrite(tensor: Tensor, values: Tensor) -> None:
-    """Writes whole values into a tensor, wherever it lies and however it is sharded."""
+    """Writes whole values into a tensor on any device, sharded or not."""
     with torch.no_grad():
         if is_sharded(tensor):
             tensor, values = local_shard(tensor), local_shard(shard_like(values, tensor))
@@ -72,7 +72,7 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
 
 
 def print_of(tensor: Tensor) -> Print:
-    """The fingerprint of a tensor, whole and on the CPU."""
+    """Return the fingerprint of a tensor, whole and on the CPU."""
     kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     found = hashlib.blake2b(f"{kind} {shape} ".encode(), digest_size=8)
     found.update(content(tensor))
@@ -80,23 +80,18 @@ def print_of(tensor: Tensor) -> Print:
 
 
 def fingerprint(prints: Prints) -> str:
-    """One fingerprint of a whole state: 16 hexadecimal digits."""
+    """Return one fingerprint of a whole state: 16 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(sorted(prints.items())).encode(), digest_size=8).hexdigest()
-
-
-def content(tensor: Tensor) -> memoryview:
-    """A tensor's bytes."""
-    return bits(tensor).view(torch.uint8).numpy().data
 
 
 def check_same_tensors(names: Iterable[str], expected: Iterable[str], owner: str, other: str) -> None:
     """Makes sure that two states have the same names.
 
     Args:
-        names: Those of the one.
-        expected: Those of the other.
-        owner: What has the names.
-        other: What has the expected ones.
+        names: Names of the one.
+        expected: Names of the other.
+        owner: What messages call the one.
+        other: What messages call the other.
 
     Raises:
         PolicyError: If they differ: the names, and the nearest.

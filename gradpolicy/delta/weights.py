@@ -1,4 +1,4 @@
-"""Weights in files: read from safetensors files and checkpoints, written as safetensors."""
+"""Weights read from safetensors files and checkpoints, and written as safetensors."""
 
 from pathlib import Path
 

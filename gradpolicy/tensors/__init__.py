@@ -1,1 +1,1 @@
-"""What optimizers, mask sources and processes share of tensors: masks as values, seeded draws, sharding."""
+"""Masks as values, seeded draws, and sharded tensors."""

@@ -25,7 +25,7 @@ _DEVICE_CHUNK = 1 << 26
 
 
 def mix(value: int) -> int:
-    """Scrambles 64 bits (the finalizer of splitmix64; Steele, Lea, Flood 2014)."""
+    """Return 64 scrambled bits (the finalizer of splitmix64; Steele, Lea, Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _LONG
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _LONG
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _LONG
@@ -33,7 +33,7 @@ def mix(value: int) -> int:
 
 
 def derive(*parts: int | str) -> int:
-    """Makes one 64-bit key of whole numbers and names; the order of the parts counts.
+    """Return one 64-bit key of whole numbers and names; the order of the parts counts.
 
     Example:
         >>> derive(0, "fc.weight") == derive(0, "fc.weight"), derive(0, "a") == derive(1, "a")
@@ -52,7 +52,7 @@ def content(tensor: Tensor) -> memoryview:
 
 
 def shuffled(items: int, *parts: int | str) -> list[int]:
-    """A permutation of ``range(items)`` that depends on the parts alone."""
+    """Return a permutation of ``range(items)`` that depends on the parts alone."""
     return sorted(range(items), key=lambda item: (derive(*parts, item), item))
 
 
@@ -64,7 +64,7 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
         density: The chance of True, to 2⁻³² exact.
         start: First index.
         stop: The index after the last.
-        device: Where the result lies. The bits are the same on every device.
+        device: The device of the result. The bits are the same on every device.
 
     Returns:
         A bool tensor of ``stop - start`` entries.
@@ -87,7 +87,7 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
 
 
 def words_at(key: int, indices: Tensor) -> Tensor:
-    """The words that :func:`bernoulli` compares with its threshold, at some indices.
+    """Return the words that :func:`bernoulli` compares with its threshold, at some indices.
 
     Args:
         key: 64 bits, as :func:`derive` gives them.
@@ -118,7 +118,7 @@ def _segments(key: int, start: int, stop: int) -> list[tuple[int, int, tuple[int
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """hashing.c, compiled; None where that cannot be done."""
+    """Return hashing.c, compiled; None if that cannot be done."""
     library = compiled(Path(__file__).with_name("hashing.c"))
     if library is not None:
         word = ctypes.c_uint32
@@ -129,7 +129,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _draw(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> None:
-    """Writes whether the hashes of the indices from ``first`` on lie below the threshold."""
+    """Writes True for each index from ``first`` on whose hash is below the threshold."""
     size = _CPU_CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
     for begin in range(0, out.numel(), size):
         part = out[begin : begin + size]
@@ -155,6 +155,6 @@ def _fold(words: Tensor, shift: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The signed 32-bit number of the same bits."""
+    """Return the signed 32-bit number of the same bits."""
     word &= _WORD
     return word - (1 << 32) if word >> 31 else word

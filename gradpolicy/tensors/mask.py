@@ -1,4 +1,4 @@
-"""What a mask may be, and the few things one does with masks whatever their form.
+"""Masks of any form, and operations on them.
 
 A mask is ``True`` or ``False`` for the whole tensor, a bool tensor that broadcasts to the parameter
 (``(n, 1, …)`` for rows), or a :class:`RandomMask`. True = this entry trains.
@@ -20,12 +20,12 @@ Mask = bool | Tensor | RandomMask
 
 
 def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
-    """Takes a mask that fits a parameter.
+    """Makes sure that a mask fits a parameter.
 
     Args:
-        mask: What was given.
-        parameter: The parameter; it may lie on the meta device.
-        name: What messages call it.
+        mask: The given mask.
+        parameter: The parameter; it may be on the meta device.
+        name: Its name in messages.
 
     Returns:
         The mask as it was given.
@@ -59,7 +59,7 @@ def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
 
 
 def as_tensor(mask: Mask, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """The mask as a bool tensor that broadcasts to the shape."""
+    """Return the mask as a bool tensor that broadcasts to the shape."""
     if isinstance(mask, RandomMask):
         return mask.materialize(shape, device)
     if isinstance(mask, bool):
@@ -68,7 +68,7 @@ def as_tensor(mask: Mask, shape: Sequence[int], device: torch.device | str = "cp
 
 
 def intersect(first: Mask, second: Mask, shape: Sequence[int], device: torch.device | str = "cpu") -> Mask:
-    """Active where both masks are; in the cheapest form that says it."""
+    """Return the mask that is active where both are, in the cheapest form."""
     if isinstance(first, bool):
         return second if first else False
     if isinstance(second, bool):
@@ -79,7 +79,7 @@ def intersect(first: Mask, second: Mask, shape: Sequence[int], device: torch.dev
 
 
 def active_entries(mask: Mask, shape: Sequence[int]) -> int:
-    """How many of a parameter's entries the mask lets train."""
+    """Return how many of a parameter's entries the mask lets train."""
     entries = math.prod(shape)
     if isinstance(mask, bool):
         return entries if mask else 0
@@ -88,21 +88,21 @@ def active_entries(mask: Mask, shape: Sequence[int]) -> int:
 
 
 def same_mask(first: Mask | None, second: Mask | None) -> bool:
-    """Whether two masks are known to be equal without looking at their entries."""
+    """Return True if two masks are known to be equal without a comparison of entries."""
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return first is second
     return type(first) is type(second) and first == second
 
 
 def mask_to_state(mask: Mask) -> bool | Tensor | dict[str, Any]:
-    """A mask as a checkpoint holds it under ``weights_only=True``: a seeded one as its numbers."""
+    """Return a mask as a checkpoint holds it under ``weights_only=True``: a seeded one as its numbers."""
     if isinstance(mask, RandomMask):
         return mask.state()
     return full_tensor(mask) if isinstance(mask, Tensor) else mask
 
 
 def mask_from_state(state: bool | Tensor | Mapping[str, Any], device: torch.device | str = "cpu") -> Mask:
-    """The mask that :func:`mask_to_state` gave."""
+    """Return the mask of a state of :func:`mask_to_state`."""
     if isinstance(state, Mapping):
         return RandomMask.from_state(state)
     return state.to(device) if isinstance(state, Tensor) else state

@@ -56,11 +56,11 @@ class RandomMask:
         start: int = 0,
         stop: int | None = None,
     ) -> Tensor:
-        """Makes the mask.
+        """Return the mask.
 
         Args:
             shape: The whole parameter's shape.
-            device: Where the mask lies.
+            device: The device of the mask.
             start: First index of dimension 0 that is wanted.
             stop: The index after the last; None means all.
 
@@ -79,12 +79,12 @@ class RandomMask:
         return drawn.reshape(max(end - begin, 0), *inner)
 
     def state(self) -> dict[str, Any]:
-        """The numbers as a plain dict, which a checkpoint holds under ``weights_only=True``."""
+        """Return the numbers as a plain dict, which a checkpoint holds under ``weights_only=True``."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "RandomMask":
-        """Makes the mask of what :meth:`state` gave.
+        """Return the mask of a state of :meth:`state`.
 
         Raises:
             PolicyError: If an entry is missing or not known.

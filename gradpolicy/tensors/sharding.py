@@ -1,4 +1,4 @@
-"""The few things that differ where a tensor is sharded over processes (a DTensor).
+"""Operations that differ for tensors that are sharded over processes (DTensor).
 
 A decision about masks is made on whole tensors, the same on every process; what it needs is gathered then.
 """
@@ -13,22 +13,22 @@ from gradpolicy.finite import all_finite
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor; asked without importing ``torch.distributed.tensor``."""
+    """Return True for a DTensor, without importing ``torch.distributed.tensor``."""
     return hasattr(tensor, "to_local")
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from all processes where it is sharded."""
+    """Return the whole tensor, gathered from all processes if it is sharded."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """The part that this process holds; writing to it writes to the tensor."""
+    """Return the part that this process holds; writing to it writes to the tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor laid out as another one of the same shape: on its device, and cut as it is."""
+    """Return a whole tensor on the device and with the sharding of another of the same shape."""
     tensor = tensor.to(other.device)
     if not is_sharded(other):
         return tensor
@@ -40,7 +40,7 @@ def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
-    """Whether every entry of every tensor is finite, on all processes alike."""
+    """Return True if every entry of every tensor is finite, on all processes alike."""
     tensors = list(tensors)
     plain = [tensor for tensor in tensors if not is_sharded(tensor)]
     # A sum over all shards is known to all processes, so that they agree; in float64 it cannot overflow.
@@ -52,7 +52,7 @@ def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
     """Writes values at flat indices of the whole tensor, each process those of its part.
 
     Args:
-        tensor: What is written to.
+        tensor: The tensor to write to.
         indices: Flat indices into the whole tensor, ascending.
         values: One an index.
     """

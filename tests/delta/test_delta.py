@@ -349,7 +349,7 @@ def test_info_tells_what_a_file_holds(network: nn.Module, path: Path) -> None:
 def test_the_header_is_json_that_others_can_read(network: nn.Module, saved_base: dict, path: Path) -> None:
     raw = path.read_bytes()
     metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
-    assert metadata["format"] == "gradpolicy.delta 1"
+    assert metadata["format"] == "gradpolicy.delta 2"
     assert json.loads(metadata["base"]).keys() == saved_base.keys()
 
 

@@ -76,8 +76,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     assert "is damaged" in refused(path)
     save_file({"a": torch.zeros(3)}, path)
     assert "is no file of gradpolicy.delta" in refused(path)
-    save_file({"a": torch.zeros(3)}, path, {"format": "gradpolicy.delta 2"})
-    assert "it is 'gradpolicy.delta 2', and 'gradpolicy.delta 1' is read" in refused(path)
+    save_file({"a": torch.zeros(3)}, path, {"format": "gradpolicy.delta 1"})
+    assert "it is 'gradpolicy.delta 1', and 'gradpolicy.delta 2' is read" in refused(path)
 
 
 def altered(key: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Content, Metadata], None]:
@@ -108,11 +108,11 @@ MADE_UP: dict[str, tuple[Callable[[Content, Metadata], None], str]] = {
     "gap_without_end": (replaced("gaps:a", torch.tensor([3, 255], dtype=torch.uint8)), "has no end"),
     "gaps_of_floats": (replaced("gaps:a", torch.zeros(2)), "gaps must be"),
     "gaps_of_two_dimensions": (replaced("gaps:a", torch.zeros(2, 1, dtype=torch.uint8)), "gaps must be"),
-    "too_few_values": (replaced("values:a", torch.zeros(2, 1)), "shape"),
-    "no_values": (replaced("values:a", torch.zeros(2, 0)), "there are no values"),
-    "one_side": (replaced("values:b", torch.zeros(4)), "shape"),
+    "too_few_values": (replaced("values:a", torch.zeros(2, 1, 1)), "shape"),
+    "no_values": (replaced("values:a", torch.zeros(2, 0, 1)), "there are no values"),
+    "one_side": (replaced("values:b", torch.zeros(1, 1, 4)), "shape"),
     "other_rows": (replaced("values:c", torch.zeros(2, 2, 4)), "shape"),
-    "other_dtype": (replaced("values:b", torch.zeros(2, 4).half()), "its values are torch.float16"),
+    "other_dtype": (replaced("values:b", torch.zeros(2, 1, 4).half()), "its values are torch.float16"),
     "unknown_name": (replaced("values:e", torch.zeros(2, 4)), "'values:e', which belongs to no tensor"),
     "gaps_alone": (
         lambda content, _: content.__delitem__("values:a"),

@@ -26,7 +26,7 @@ from gradpolicy.optim.update_rules.base import (
 class Adam(UpdateRule):
     """`torch.optim.Adam` and `AdamW`."""
 
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     kernel = "adam"
 
     def state(self, group: Group) -> dict[str, float]:
