@@ -75,86 +75,6 @@ def test_each_entry_moves_as_alone(kernels, kind, frozen_state, option, schedule
     )
 
 
-@quick
-@given(schedule=schedules, frozen_state=st.sampled_from(["keep", "zero", "drop"]))
-def test_ages_count_updates_since_moments_were_empty(schedule, frozen_state):
-    parameter = torch.nn.Parameter(torch.randn(4, 3))
-    optimizer = MaskedOptimizer(torch.optim.Adam([parameter]), frozen_state=frozen_state)
-    expected, was_active = torch.zeros(4, 3, dtype=torch.int64), torch.ones(4, 3, dtype=torch.bool)
-    for mask in unroll(schedule):
-        active = mask.expand(4, 3)
-        optimizer.set_mask(parameter, mask)
-        if frozen_state != "keep":
-            expected[was_active & ~active] = 0
-        was_active = active
-        parameter.grad = torch.randn(4, 3)
-        optimizer.step()
-        expected += active
-        assert torch.equal(optimizer.age(parameter).expand(4, 3), expected)
-        assert torch.equal(optimizer.get_mask(parameter), mask.reshape((1,) * (2 - mask.dim()) + mask.shape))
-        assert optimizer.active_share(parameter) == pytest.approx(active.double().mean().item())
-
-
-group = st.fixed_dictionaries(
-    {
-        "option": options,
-        "frozen_state": st.sampled_from(["keep", "zero", "drop"]),
-        "schedule": schedules,
-        "missing": st.sets(st.integers(0, 11), max_size=4),
-        "dtype": st.sampled_from([torch.float64, torch.float64, torch.float32]),
-        "way": st.sampled_from([{}, {"foreach": True}, {"fused": True}]),
-    }
-)
-
-
-@settings(quick, max_examples=12)
-@given(
-    kind=st.sampled_from([torch.optim.Adam, torch.optim.AdamW]),
-    groups=st.lists(group, min_size=2, max_size=3),
-)
-def test_every_group_has_its_own_settings_masks_and_learning_rates(kernels, kind, groups):
-    """Groups differ in settings, dtype, frozen_state and masks; rates change; some steps lack a gradient."""
-    parameters, given_groups, courses = [], [], []
-    for place, each in enumerate(groups):
-        masks = [*unroll(each["schedule"])][:12]
-        masks += [masks[-1]] * (12 - len(masks))
-        generator = torch.Generator(torch.get_default_device()).manual_seed(place)
-        start = torch.randn(4, 3, dtype=torch.float64, generator=generator).to(each["dtype"])
-        gradients = [
-            None
-            if step in each["missing"]
-            else torch.randn(4, 3, dtype=torch.float64, generator=generator).to(each["dtype"])
-            for step in range(12)
-        ]
-        parameters.append(torch.nn.Parameter(start.clone()))
-        given_groups.append({"params": [parameters[-1]], **each["option"], **each["way"]})
-        courses.append((start, gradients, masks))
-    optimizer = MaskedOptimizer(kind(given_groups))
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, [each["option"]["lr"] for each in groups], total_steps=12, cycle_momentum=False
-    )
-    rates = []
-    for step in range(12):
-        rates.append([each["lr"] for each in optimizer.param_groups])
-        for parameter, each, (_, gradients, masks) in zip(parameters, groups, courses, strict=True):
-            optimizer.set_mask(parameter, masks[step], frozen_state=each["frozen_state"])
-            parameter.grad = None if gradients[step] is None else gradients[step].clone()
-        optimizer.step()
-        scheduler.step()
-    for place, (parameter, each, (start, gradients, masks)) in enumerate(
-        zip(parameters, groups, courses, strict=True)
-    ):
-        exact = [None if gradient is None else gradient.double() for gradient in gradients]
-        own = [those[place] for those in rates]
-        expected = run_alone(kind, each["option"], start.double(), exact, masks, each["frozen_state"], own)
-        torch.testing.assert_close(
-            parameter.detach().double(),
-            expected,
-            atol=4 * TOLERANCE[each["dtype"]],
-            rtol=TOLERANCE[each["dtype"]],
-        )
-
-
 def test_tensor_correction_is_torch_with_moments_zeroed_by_hand(kernels, parameter):
     mask = torch.rand(6, 5) < 0.5
     by_hand = torch.nn.Parameter(parameter.detach().clone())
@@ -200,27 +120,6 @@ def test_first_update_after_a_thaw_has_the_size_of_the_correction(bias_correctio
     assert moved == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_a_state_that_is_removed_begins_anew_as_under_torch(kernels, parameter, frozen_state, share):
-    plain = torch.nn.Parameter(parameter.detach().clone())
-    optimizer = MaskedOptimizer(torch.optim.Adam([parameter], lr=0.1), frozen_state=frozen_state)
-    mask = torch.rand(6, 5) < share
-    optimizer.set_mask(parameter, mask)
-    alone = torch.optim.Adam([plain], lr=0.1)
-    for step in range(20):
-        if step == 15:
-            optimizer.state.clear()
-            alone.state.clear()
-            assert not optimizer.age(parameter).any()
-        plain.grad = torch.randn(6, 5, dtype=torch.float64)
-        parameter.grad = plain.grad.clone()
-        optimizer.step()
-        alone.step()
-    assert torch.equal(optimizer.age(parameter).expand(6, 5), 5 * mask.long())
-    torch.testing.assert_close(parameter.detach()[mask], plain.detach()[mask], atol=1e-12, rtol=0)
-
-
 def test_the_tensors_count_begins_anew_where_its_state_is_removed_while_it_rests(parameter):
     optimizer = MaskedOptimizer(
         torch.optim.Adam([parameter], lr=0.1), frozen_state="drop", bias_correction="tensor"
@@ -234,24 +133,6 @@ def test_the_tensors_count_begins_anew_where_its_state_is_removed_while_it_rests
     optimizer.set_mask(parameter, None)
     optimizer.step()
     torch.testing.assert_close(before - parameter.detach(), torch.full_like(before, 0.1), rtol=1e-7, atol=0)
-
-
-def test_many_ages_need_wider_codes_and_stay_exact(kernels):
-    count = 300
-    parameter = torch.nn.Parameter(torch.randn(count, dtype=torch.float64))
-    start, steps = parameter.detach().clone(), count
-    optimizer = MaskedOptimizer(torch.optim.Adam([parameter], lr=0.1))
-    gradients = torch.randn(steps, count, dtype=torch.float64)
-    masks = [torch.arange(count) <= step for step in range(steps)]
-    run_masked(optimizer, parameter, gradients, masks)
-    ages = torch.arange(steps, 0, -1)
-    assert torch.equal(optimizer.age(parameter), ages)
-    for entry in (0, 1, 150, 299):
-        expected = run_alone(
-            torch.optim.Adam, {"lr": 0.1}, start[entry : entry + 1],
-            list(gradients[:, entry : entry + 1]), [mask[entry : entry + 1] for mask in masks], "keep",
-        )  # fmt: skip
-        torch.testing.assert_close(parameter.detach()[entry : entry + 1], expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
@@ -363,14 +244,3 @@ def test_any_memory_format(kernels, form):
     settings = {"lr": 0.1, "weight_decay": 0.1}
     expected = run_alone(torch.optim.Adam, settings, start.contiguous(), gradients, masks, "keep")
     torch.testing.assert_close(parameter.detach().contiguous(), expected, atol=1e-12, rtol=0)
-
-
-def test_data_swapped_under_a_parameter_is_seen(parameter):
-    optimizer = MaskedOptimizer(torch.optim.Adam([parameter], lr=0.1))
-    optimizer.set_mask(parameter, torch.rand(6, 5) < 0.5)
-    for _ in range(3):
-        parameter.data = parameter.data.clone()
-        before = parameter.detach().clone()
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        assert torch.equal(parameter.detach() != before, optimizer.get_mask(parameter))

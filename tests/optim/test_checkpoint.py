@@ -361,19 +361,6 @@ def test_ages_do_not_advance_when_the_state_is_looked_at_before_the_first_step()
     assert optimizer.state[weight]["step"] == 0
 
 
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-def test_plain_torch_reads_the_state(frozen_state):
-    model, optimizer = model_and_optimizer("adamw", frozen_state)
-    run(model, optimizer, range(7))
-    plain = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
-    plain.load_state_dict(through_a_file(optimizer.state_dict()))
-    for weight in model.parameters():
-        assert plain.state[weight]["exp_avg"].shape == weight.shape
-        weight.grad = torch.ones_like(weight)
-    plain.step()
-    assert all(weight.isfinite().all() for weight in model.parameters())
-
-
 def test_with_and_without_the_wrapper_all_active_is_bit_for_bit():
     ends = []
     for first, second in [(False, False), (False, True), (True, False), (True, True)]:
@@ -390,36 +377,6 @@ def test_with_and_without_the_wrapper_all_active_is_bit_for_bit():
         ends.append(model)
     for model in ends[1:]:
         assert_same(ends[0], model)
-
-
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_loading_over_other_masks_is_as_loading_into_a_new_optimizer(frozen_state, channels_last):
-    shape, ends = (4, 3, 2, 2), []
-    start = torch.randn(shape)
-    if channels_last:
-        start = start.to(memory_format=torch.channels_last)
-    weight = torch.nn.Parameter(start.clone())
-    optimizer = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1), frozen_state=frozen_state)
-    for _ in range(4):
-        optimizer.set_mask(weight, torch.rand(shape) < 0.5)
-        weight.grad = torch.randn(shape)
-        optimizer.step()
-    saved, gradient = copy.deepcopy(optimizer.state_dict()), torch.randn(shape)
-    for other_masks in (False, True):
-        twin = torch.nn.Parameter(weight.detach().clone())
-        other = MaskedOptimizer(torch.optim.AdamW([twin], lr=0.1), frozen_state=frozen_state)
-        if other_masks:
-            other.set_mask(twin, torch.rand(shape) < 0.5)
-            twin.grad = torch.randn(shape)
-            other.step()
-            twin.data.copy_(weight.detach())
-        other.load_state_dict(copy.deepcopy(saved))
-        other.set_mask(twin, None)
-        twin.grad = gradient.clone()
-        other.step()
-        ends.append(twin.detach())
-    assert torch.equal(*ends)
 
 
 def test_a_plain_state_gives_every_entry_the_tensors_age_under_the_mask_that_is_set():

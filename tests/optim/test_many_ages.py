@@ -125,16 +125,6 @@ def test_many_ages_by_the_count_of_the_tensor():
     follower.check_tensor()
 
 
-def test_what_is_dropped_may_begin_anew_any_number_of_times():
-    """Each step other entries begin with empty moments, beside one that always trains."""
-    follower = Follower("drop", "entry")
-    for _ in range(135):
-        mask = torch.rand(SHAPE) < 0.3
-        mask[0] = True
-        follower.step(mask)
-    follower.check_entries(4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
 @pytest.mark.parametrize("frozen_state", FROZEN_STATES)

@@ -438,38 +438,6 @@ def test_true_and_false_are_masks_of_the_whole_tensor(parameter):
     assert (parameter < before).all()
 
 
-def test_added_groups_start_active():
-    first, second = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
-    optimizer = MaskedOptimizer(torch.optim.AdamW([first]))
-    optimizer.add_param_group({"params": [second], "lr": 0.5})
-    assert optimizer.inner.param_groups[1]["lr"] == 0.5
-    assert optimizer.get_mask(second).all()
-    assert optimizer.age(second).tolist() == [0]
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("shape", [(6, 5), (6, 1), (1, 1), (0, 3)])
-def test_a_copy_goes_on_as_the_original(copied, kind, shape):
-    start = torch.randn(shape if 0 in shape else (6, 5))
-    weight = torch.nn.Parameter(start.clone())
-    optimizer = MaskedOptimizer(kind([weight], lr=0.1), frozen_state="drop")
-    mask = torch.zeros(shape, dtype=torch.bool)
-    mask[1:3] = True
-    optimizer.set_mask(weight, mask)
-    pairs = [(weight, optimizer), copied((weight, optimizer))]
-    for own, each in pairs:
-        for step in range(4):
-            if step == 2:
-                each.set_mask(own, ~each.get_mask(own))
-            own.grad = torch.ones_like(own)
-            each.step()
-    (own, one), (other, twin) = pairs
-    assert torch.equal(own, other)
-    assert torch.equal(one.age(own), twin.age(other))
-    assert one.state_bytes() == twin.state_bytes()
-
-
 def test_copies_and_pickles_stand_alone():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = MaskedOptimizer(torch.optim.AdamW([weight]))

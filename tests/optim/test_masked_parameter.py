@@ -1,13 +1,107 @@
+"""One parameter with its mask: new masks, and whatever becomes of its data and state meanwhile."""
+
+import functools
+import itertools
+import weakref
+
 import pytest
 import torch
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
+from tests.optim.alone import Alone
 
 KINDS = {
     "adamw": torch.optim.AdamW,
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
 }
+
+
+def made():
+    parameters = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(4)]
+    masks = {parameter: torch.rand(4, 3) < 0.5 for parameter in parameters}
+    return MaskedOptimizer(torch.optim.AdamW(parameters, lr=0.1)), masks
+
+
+def test_of_seeded_masks_one_is_in_memory_at_a_time():
+    alive = []
+
+    class Seeded:
+        def materialize(self, shape, device):
+            alive.append(sum(reference() is not None for reference in drawn))
+            mask = torch.rand(shape) < 0.5
+            drawn.append(weakref.ref(mask))
+            return mask
+
+    drawn = []
+    optimizer, masks = made()
+    optimizer.set_masks({parameter: Seeded() for parameter in masks})
+    # The one before is let go of while the next is drawn.
+    assert max(alive) <= 1
+    assert not any(reference() is not None for reference in drawn)
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+def test_a_mask_may_lie_in_memory_in_any_way(kernels, frozen_state):
+    pattern = torch.rand(64) < 0.5
+    for mask in (pattern.repeat_interleave(2)[::2], torch.tensor([True]).expand(64), pattern.flip(0)):
+        weight = torch.nn.Parameter(torch.zeros(64))
+        optimizer = MaskedOptimizer(torch.optim.AdamW([weight]), frozen_state=frozen_state)
+        optimizer.set_mask(weight, mask)
+        weight.grad = torch.ones(64)
+        optimizer.step()
+        assert torch.equal(weight.detach() != 0, mask)
+
+
+def test_options_hold_for_all_of_them():
+    optimizer, masks = made()
+    optimizer.set_masks(masks, frozen_state="drop", bias_correction="tensor")
+    for parameter in masks:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    counts = [int(mask.sum()) for mask in masks.values()]
+    assert [optimizer.state[parameter]["exp_avg"].numel() for parameter in masks] == counts
+
+
+def test_masks_before_a_wrong_one_are_set():
+    optimizer, masks = made()
+    first, second, *_ = masks
+    with pytest.raises(PolicyError, match="does not broadcast"):
+        optimizer.set_masks({first: masks[first], second: torch.ones(7, dtype=torch.bool)})
+    assert torch.equal(optimizer.get_mask(first), masks[first])
+    assert optimizer.get_mask(second).all()
+
+
+MASKS = {
+    "entries": torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0]]) > 0,
+    "others": torch.tensor([[0, 0, 1], [1, 1, 0], [1, 0, 1], [0, 1, 0]]) > 0,
+    "rows": torch.tensor([[1], [0], [0], [1]]) > 0,
+    "none frozen": None,
+    "all frozen": torch.tensor(False),
+}
+
+
+@pytest.mark.parametrize("orders", [*itertools.product(MASKS, MASKS)], ids="-".join)
+@pytest.mark.parametrize(
+    "frozen_states", [*itertools.product(["keep", "zero", "drop"], repeat=2)], ids="-".join
+)
+def test_every_frozen_state_may_follow_every_other(kernels, frozen_states, orders):
+    start, steps = torch.randn(4, 3, dtype=torch.float64), 2
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1))
+    reference = Alone(functools.partial(torch.optim.AdamW, lr=0.1), [start])
+    masks = [torch.tensor(True), *(MASKS[order] for order in orders), MASKS["entries"]]
+    for mask, frozen_state in zip(masks, ["keep", *frozen_states, frozen_states[0]], strict=True):
+        optimizer.set_mask(weight, mask, frozen_state=frozen_state)
+        flags = torch.tensor(True) if mask is None else mask
+        if frozen_state != "keep":
+            reference.forget(0, ~flags.expand(start.shape))
+        for _ in range(steps):
+            gradient = torch.randn_like(start)
+            weight.grad = gradient.clone()
+            optimizer.step()
+            reference.step([gradient], [flags.expand(start.shape)])
+        torch.testing.assert_close(weight.detach().view(-1), reference.value(0), atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,27 +128,6 @@ def test_a_parameter_that_was_given_another_shape_is_refused(kind, frozen_state)
             use()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-def test_a_parameter_may_move_to_other_memory_and_strides(kind, frozen_state):
-    ends = []
-    for moves in (False, True):
-        torch.manual_seed(0)
-        weight = torch.nn.Parameter(torch.randn(4, 3, 2, 2, dtype=torch.float64))
-        optimizer = MaskedOptimizer(KINDS[kind]([weight]), frozen_state=frozen_state)
-        for step in range(6):
-            if moves and step == 2:
-                weight.data = weight.data.to(memory_format=torch.channels_last)
-            if moves and step == 4:
-                weight.data = torch.stack([weight.data, weight.data], dim=-1)[..., 1]
-            if step % 2:
-                optimizer.set_mask(weight, torch.rand(4, 3, 2, 2) < 0.5)
-            weight.grad = torch.randn(4, 3, 2, 2, dtype=torch.float64)
-            optimizer.step()
-        ends.append(weight.detach())
-    torch.testing.assert_close(*ends, rtol=0, atol=1e-14)
-
-
 def test_a_parameter_is_found_in_its_group_wherever_that_has_moved():
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": [weight], "lr": lr} for weight, lr in zip(weights, (0.1, 0.2), strict=True)]
@@ -63,3 +136,36 @@ def test_a_parameter_is_found_in_its_group_wherever_that_has_moved():
     optimizer.param_groups.reverse()
     known = optimizer.masked_parameters()
     assert [known[weight].group["lr"] for weight in weights] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 1)])
+@pytest.mark.parametrize(
+    "strange", [torch.zeros(2), torch.zeros(400, 3), torch.zeros(4, 3, device="meta")], ids=str
+)
+def test_moments_that_do_not_belong_to_the_parameter_are_refused(frozen_state, shape, strange):
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight]), frozen_state=frozen_state)
+    mask = (torch.arange(12).view(4, 3) % 2 == 0)[:, : shape[1]]
+    optimizer.set_mask(weight, mask if shape[1] > 1 else torch.arange(4).view(4, 1) < 2)
+    weight.grad = torch.ones(4, 3)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg_sq"] = strange
+    with pytest.raises(PolicyError, match=r"'exp_avg_sq'.*has the shape"):
+        optimizer.step()
+    if frozen_state == "drop":
+        with pytest.raises(PolicyError, match=r"'exp_avg_sq'.*has the shape"):
+            optimizer.set_mask(weight, None)
+
+
+def test_what_a_user_keeps_beside_the_moments_is_left_alone():
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight]), frozen_state="drop")
+    weight.grad = torch.ones(4, 3)
+    optimizer.step()
+    optimizer.state[weight]["note"] = "mine"
+    for mask in (torch.rand(4, 3) < 0.5, torch.rand(4, 3) < 0.5, None):
+        optimizer.set_mask(weight, mask)
+        optimizer.step()
+    assert optimizer.state[weight]["note"] == "mine"
+    assert optimizer.state[weight]["exp_avg"].shape == (4, 3)
