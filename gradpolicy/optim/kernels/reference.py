@@ -74,17 +74,18 @@ class Kernels:
             constants = torch.tensor(settings, dtype=numbers.dtype, device="cpu").unbind()  # type: ignore[assignment]
             function = compiled_update(type(rule), updates[0].parameter.dtype)
         for batch in _batches(updates, numbers.device):
-            first, columns = batch[0], [piece.tensors() for piece in batch]
-            joined = [torch.cat(own) if len(own) > 1 else own[0] for own in zip(*columns, strict=True)]
+            first, columns = batch[0].update, [piece.tensors() for piece in batch]
+            joined = [torch.cat(own) for own in zip(*columns, strict=True)] if len(batch) > 1 else columns[0]
             parameter, gradient, ages, *values = (each.data for each in joined)
-            state = dict(zip(first.update.state, values, strict=True))
-            row = first.update.uncounted if first.update.age is None else first.update.age
-            table = numbers[row:] if first.update.age is None else numbers[row : row + 1]
-            function(rule, parameter, gradient, ages, state, constants, table.data)
+            state = dict(zip(first.state, values, strict=True))
+            rows = numbers[first.uncounted :] if first.age is None else numbers[first.age : first.age + 1]
+            function(rule, parameter, gradient, ages, state, constants, rows.data)
+            if len(batch) > 1:
+                sizes = [len(own[0]) for own in columns]
+                for place in (0, *range(3, len(joined))):
+                    torch._foreach_copy_([own[place] for own in columns], joined[place].split(sizes))
             for piece, own in zip(batch, columns, strict=True):
-                count = len(own[0])
-                piece.put([each[:count] for each in joined])
-                joined = [each[count:] for each in joined]
+                piece.put(own)
 
     def turn(self, ages: Tensor, uncounted: int, flags: Tensor, forget: bool) -> None:
         """Makes the blocks active whose flag is set, the others frozen, in place.
@@ -183,6 +184,10 @@ def _bits(index: Tensor | None, part: slice, device: torch.device) -> Tensor:
 # --- updates
 
 
+Places = slice | Tensor | None
+"""Blocks of a tensor; None: all of them."""
+
+
 @dataclass(slots=True)
 class _Piece:
     """Some blocks of one update.
@@ -194,36 +199,38 @@ class _Piece:
     """
 
     update: EntryUpdate
-    blocks: slice | Tensor
-    own: slice | Tensor
+    blocks: Places
+    own: Places
 
     def tensors(self) -> list[Tensor]:
-        """Return the piece's rows of parameter, gradient, ages and state: views for a slice, else copies."""
-        each = self.update
-        rows = [
-            each.parameter.view(-1, each.block)[self.blocks],
-            each.gradient.view(-1, each.block)[self.blocks],
+        """Return the rows of parameter, gradient, ages and state: copies where the places are a tensor."""
+        each, block = self.update, self.update.block
+        return [
+            _rows(each.parameter, block, self.blocks),
+            _rows(each.gradient, block, self.blocks),
+            _rows(each.ages, 1, self.own),
+            *[_rows(value, block, self.own) for value in each.state.values()],
         ]
-        state = [value.view(-1, each.block)[self.own] for value in each.state.values()]
-        return [*rows, each.ages.view(-1, 1)[self.own], *state]
 
-    def put(self, values: list[Tensor]) -> None:
-        """Writes the rows of parameter and state back."""
-        parameter, _, _, *state = values
-        targets = [(self.update.parameter, self.blocks, parameter)]
-        targets += [(old, self.own, new) for old, new in zip(self.update.state.values(), state, strict=True)]
-        for tensor, places, new in targets:
-            rows = tensor.view(-1, self.update.block)
-            if not isinstance(places, slice):
-                rows[places] = new
-            elif rows[places].data_ptr() != new.data_ptr():
-                rows[places].copy_(new)
+    def put(self, tensors: list[Tensor]) -> None:
+        """Writes rows of parameter and state back where they are copies."""
+        parameter, _, _, *state = tensors
+        if isinstance(self.blocks, Tensor):
+            self.update.parameter.view(-1, self.update.block)[self.blocks] = parameter
+        if isinstance(self.own, Tensor):
+            for value, new in zip(self.update.state.values(), state, strict=True):
+                value.view(-1, self.update.block)[self.own] = new
+
+
+def _rows(tensor: Tensor, block: int, places: Places) -> Tensor:
+    rows = tensor.view(-1, block)
+    return rows if places is None else rows[places]
 
 
 def _pieces(update: EntryUpdate, device: torch.device) -> Iterator[_Piece]:
     """Yield an update a stretch at a time; of rows and packed state the active blocks alone."""
-    done = 0
-    for part in _stretches(update.parameter.numel() // update.block, device, update.block):
+    done, count = 0, update.parameter.numel() // update.block
+    for part in _stretches(count, device, update.block):
         if update.index is not None:
             blocks = _bits(update.index, part, device).nonzero().view(-1) + part.start
             yield _Piece(update, blocks, slice(done, done + len(blocks)))
@@ -232,7 +239,8 @@ def _pieces(update: EntryUpdate, device: torch.device) -> Iterator[_Piece]:
             blocks = (update.ages[part] > 0).nonzero().view(-1) + part.start
             yield _Piece(update, blocks, blocks)
         else:
-            yield _Piece(update, part, part)
+            own = part if part.stop - part.start < count else None
+            yield _Piece(update, own, own)
 
 
 def _batches(updates: Sequence[EntryUpdate], device: torch.device) -> Iterator[list[_Piece]]:
