@@ -201,8 +201,8 @@ def _explained(error: Exception, source: Source, overrides: Sequence[str]) -> Po
     key = override.key_or_group
     names = _choices(key, source)
     if names and not override.is_delete():
-        given = override.value() if isinstance(override.value(), list) else [override.value()]
-        wrong = [name for name in given if name not in names] if override.value_type is not None else []
+        value: Any = override.value()
+        wrong = [name for name in (value if isinstance(value, list) else [value]) if name not in names]
         if wrong:
             name = "null" if wrong[0] is None else str(wrong[0])
             return PolicyError(f"{brief(f'{key}={name}')}: there is no such {key}; {nearest(name, names)}")
