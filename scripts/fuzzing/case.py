@@ -5,28 +5,25 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-# Every command line starts with these, unless it says otherwise itself.
+# Every command line starts with these, unless it sets the same keys itself.
 PLAN = ("plan_only=true", "trainer=cpu", "logger=csv")
 # In place of `plan_only=true`, where a case really trains: one batch of each kind.
 SHORT = (
-    "trainer=cpu",
-    "logger=csv",
-    "callbacks=[model_checkpoint,record]",
-    "extras.plan=false",
-    "trainer.max_epochs=1",
-    "trainer.limit_train_batches=1",
-    "trainer.limit_val_batches=1",
-    "trainer.limit_test_batches=1",
-    "trainer.enable_progress_bar=false",
+    *("trainer=cpu", "logger=csv", "callbacks=[model_checkpoint,record]", "extras.plan=false"),
+    *("trainer.max_epochs=1", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1"),
+    *("trainer.limit_test_batches=1", "trainer.enable_progress_bar=false"),
 )
 
 
 class Expectation(StrEnum):
-    """What the mutation knows of its own work."""
+    """What must come of a case."""
 
     REFUSE = "must be refused"
     ACCEPT = "must be accepted"
     EITHER = "may be refused or accepted"
+
+
+ACCEPT, REFUSE, EITHER = Expectation.ACCEPT, Expectation.REFUSE, Expectation.EITHER
 
 
 @dataclass(frozen=True)
@@ -34,39 +31,32 @@ class Case:
     """One run of the program.
 
     Attributes:
-        mutation: What was done, in words.
+        what: What is tried, in words.
         arguments: The command line of ``train.py``.
         expectation: What must come of it.
         names: A refusal must hold one of these words; none are asked for where it is empty.
-        files: Files that lie in the folder in which it runs, by their name there.
+        files: Files in the folder in which it runs, by their name there.
         holds: What the composed config must hold where the run is accepted, by key.
         metrics: What an accepted run must have measured; nothing is asked for where it is None.
-        encoding: The encoding of the output streams.
     """
 
-    mutation: str
+    what: str
     arguments: tuple[str, ...]
-    expectation: Expectation = Expectation.EITHER
+    expectation: Expectation = EITHER
     names: tuple[str, ...] = ()
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     holds: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] | None = None
-    encoding: str = "utf-8"
-
-    @property
-    def only_tells(self) -> bool:
-        """Whether the program prints the config and runs nothing."""
-        return "--cfg" in self.arguments
 
     @property
     def leaves_runs(self) -> bool:
-        """Whether an accepted run leaves its directory: it trains, or is a sweep."""
+        """True if an accepted run leaves its directory: it trains, or is a sweep."""
         sweeps = {"-m", "hydra.mode=MULTIRUN"} & {*self.arguments}
         return "plan_only=true" not in self.arguments or bool(sweeps)
 
 
 def command(*overrides: str, base: tuple[str, ...] = PLAN) -> tuple[str, ...]:
-    """A whole command line: what every one starts with, but for the keys that it sets itself.
+    """Return a whole command line: what every one starts with, but for the keys that it sets itself.
 
     Example:
         >>> command("logger=none", base=("plan_only=true", "logger=csv"))

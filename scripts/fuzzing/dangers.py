@@ -1,9 +1,8 @@
-"""What no config may run: names with arguments that leave a trace, and the files that they use."""
+"""What no config may run: any callable, loaders as arguments, and pickles that run code."""
 
 import io
 import os
 import pickle
-import random
 import sys
 import types
 import warnings
@@ -12,17 +11,18 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from hypothesis import strategies as st
+
 from gradpolicy.errors import PolicyError
 from gradpolicy.imports import KNOWN, lies_in, limited_to
 from gradpolicy.launch.kinds import LOADING_ARGUMENTS
 from gradpolicy.launch.target_arguments import argument_names
 from gradpolicy.launch.targets import locate_target
+from gradpolicy.policies import Policy
 
 # Whoever runs something writes this file, starts a program or removes what is guarded.
-CANARY = "canary"
-SHELL = f"touch {CANARY}"
-PYTHON = f"open('{CANARY}', 'w').close()"
-URL = "http://127.0.0.1:9/nothing"
+SHELL = "touch canary"
+PYTHON = "open('canary', 'w').close()"
 
 
 class RunsWhenRead:
@@ -33,171 +33,70 @@ class RunsWhenRead:
 
 
 class WritesWhenRead:
-    """Runs code when it is unpickled, by a name that torch itself has."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, (PYTHON,)
 
 
-def evil_pickle() -> bytes:
-    """A pickle that runs code when it is read."""
-    return pickle.dumps({"state_dict": {}, "more": [RunsWhenRead(), WritesWhenRead()]}, protocol=2)
+EVIL_PICKLE = pickle.dumps({"state_dict": {}, "more": [RunsWhenRead(), WritesWhenRead()]}, protocol=2)
 
 
-def _zipped(name: str, content: bytes) -> bytes:
+def archive(members: dict[str, bytes]) -> bytes:
+    """Return a ZIP archive."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(name, content)
+    with zipfile.ZipFile(buffer, "w") as file:
+        for name, content in members.items():
+            file.writestr(name, content)
     return buffer.getvalue()
 
 
 FILES = {
     "guarded/keep.txt": b"mine\n",
-    "evil.pkl": evil_pickle(),
-    "evil.zip": _zipped("evil/data.pkl", evil_pickle()),
+    "evil.pkl": EVIL_PICKLE,
+    "evil.zip": archive({"evil/data.pkl": EVIL_PICKLE}),
     # A module that leaves the trace when it is imported, and what torch.hub looks for.
     "stranger.py": f"{PYTHON}\n\n\ndef rule(grad, inputs, output):\n    return grad\n".encode(),
     "hubconf.py": f"{PYTHON}\n\n\ndef model():\n    return None\n".encode(),
 }
-
-_NODE = {"_target_": "os.system", "command": SHELL}
-_AGAIN = ["hydra.run.dir=again", "policy=none", "plan_only=true"]
-
-TARGETS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("os.system", {"command": SHELL}),
-    ("os.popen", {"cmd": SHELL}),
-    ("posix.system", {"_args_": [SHELL]}),
-    ("os.remove", {"path": "guarded/keep.txt"}),
-    ("os.makedirs", {"name": CANARY}),
-    ("subprocess.Popen", {"args": ["touch", CANARY]}),
-    ("subprocess.getoutput", {"cmd": SHELL}),
-    ("builtins.exec", {"_args_": [PYTHON]}),
-    ("builtins.eval", {"_args_": [PYTHON]}),
-    ("builtins.open", {"file": CANARY, "mode": "w"}),
-    ("builtins.__import__", {"name": "stranger"}),
-    ("importlib.import_module", {"name": "stranger"}),
-    ("shutil.rmtree", {"path": "guarded"}),
-    ("shutil.move", {"src": "guarded", "dst": CANARY}),
-    ("pathlib.Path.unlink", {"_args_": ["guarded/keep.txt"]}),
-    ("runpy.run_path", {"path_name": "stranger.py"}),
-    ("runpy.run_module", {"mod_name": "stranger"}),
-    ("stranger.rule", {}),
-    ("numpy.load", {"file": "evil.pkl", "allow_pickle": True}),
-    ("numpy.savetxt", {"fname": CANARY, "X": [1.0]}),
-    ("joblib.load", {"filename": "evil.pkl"}),
-    ("yaml.unsafe_load", {"stream": f"!!python/object/apply:os.system ['{SHELL}']"}),
-    ("hydra.utils.instantiate", {"config": _NODE}),
-    ("hydra.utils.call", {"_args_": [_NODE]}),
-    ("hydra.utils.get_method", {"path": "os.system"}),
-    ("hydra._internal.instantiate._instantiate2.instantiate", {"config": _NODE}),
-    ("omegaconf.OmegaConf.save", {"config": {}, "f": CANARY}),
-    ("torch.load", {"f": "evil.pkl", "weights_only": False}),
-    ("torch.serialization.load", {"f": "evil.pkl", "weights_only": False}),
-    ("torch.save", {"obj": {}, "f": CANARY}),
-    ("torch.hub.load", {"repo_or_dir": ".", "model": "model", "source": "local"}),
-    ("torch.hub.load_state_dict_from_url", {"url": URL}),
-    ("torch.hub.download_url_to_file", {"url": URL, "dst": CANARY}),
-    ("torch.utils.model_zoo.load_url", {"url": URL}),
-    ("torch.jit.load", {"f": "evil.zip"}),
-    ("torch.jit.unsupported_tensor_ops.execWrapper", {"code": PYTHON, "glob": {}, "loc": {}}),
-    ("torch.jit._check.os.system", {"command": SHELL}),
-    ("torch.package.PackageImporter", {"file_or_buffer": "evil.zip"}),
-    ("torch.ops.load_library", {"path": "evil.so"}),
-    ("torch.classes.load_library", {"path": "evil.so"}),
-    ("torch.functional.torch.ops.load_library", {"path": "evil.so"}),
-    ("torch.functional.torch.load", {"f": "evil.pkl", "weights_only": False}),
-    ("torch.nn.functional.torch.hub.load", {"repo_or_dir": ".", "model": "model", "source": "local"}),
-    ("torch.optim.optimizer.torch.save", {"obj": {}, "f": CANARY}),
-    ("torch.utils.cpp_extension.load_inline", {"name": "evil", "cpp_sources": [""]}),
-    ("torch.utils.data.datapipes.utils.decoder.basichandlers", {"extension": "pkl", "data": "x"}),
-    ("torch.utils.data.datapipes.utils.decoder.Decoder", {"handlers": []}),
-    ("torch.utils.data.datapipes.iter.FileOpener", {"datapipe": [CANARY], "mode": "w"}),
-    ("torch.utils.collect_env.run", {"command": SHELL}),
-    ("torch.utils.collect_env.get_pretty_env_info", {}),
-    ("torch.utils._cpp_extension_versioner.open", {"file": CANARY, "mode": "w"}),
-    ("torch.distributed.run.main", {"args": ["stranger.py"]}),
-    (
-        "torch.distributed.launcher.api.launch_agent",
-        {"config": None, "entrypoint": "touch", "args": [CANARY]},
-    ),
-    ("torch.distributed.elastic.multiprocessing.start_processes", {"name": "x", "entrypoint": "touch"}),
-    ("torch.distributed.checkpoint.format_utils.dcp_to_torch_save", {"_args_": ["guarded", CANARY]}),
-    ("torch.distributed.checkpoint.FileSystemReader.read_metadata", {"_args_": [None]}),
-    ("torch.multiprocessing.spawn", {"fn": None}),
-    ("torch.onnx.export", {"model": None, "f": CANARY}),
-    ("torch.monitor.TensorboardEventHandler", {"writer": None}),
-    ("torch.profiler.tensorboard_trace_handler", {"dir_name": CANARY}),
-    ("torch.cuda.memory._dump_snapshot", {"filename": CANARY}),
-    ("torch.utils.tensorboard.SummaryWriter", {"log_dir": CANARY}),
-    ("torch.compiler.load_cache_artifacts", {"serialized_artifacts": "x"}),
-    ("torch.fx.graph_module._forward_from_src", {"src": PYTHON, "globals": {}}),
-    ("torch.export.load", {"f": "evil.zip"}),
-    ("lightning.pytorch.cli.LightningCLI", {"args": []}),
-    ("lightning.fabric.utilities.cloud_io._load", {"path_or_url": "evil.pkl", "weights_only": False}),
-    ("lightning.pytorch.plugins.io.TorchCheckpointIO.remove_checkpoint", {"_args_": [None, "guarded"]}),
-    ("lightning.fabric.plugins.TorchCheckpointIO.save_checkpoint", {"_args_": [None, {}, CANARY]}),
-    ("lightning.pytorch.LightningModule.load_from_checkpoint", {"checkpoint_path": "evil.pkl"}),
-    ("lightning.pytorch.core.saving.save_hparams_to_yaml", {"config_yaml": CANARY, "hparams": {}}),
-    ("lightning.pytorch.loggers.csv_logs.os.remove", {"path": "guarded/keep.txt"}),
-    ("lightning.pytorch.utilities.deepspeed.os.system", {"command": SHELL}),
-    ("lightning.fabric.utilities.consolidate_checkpoint._process_cli_args", {"args": None}),
-    ("torchmetrics.functional.text.bert.os.system", {"command": SHELL}),
-    ("torchmetrics.utilities.plot.plot_single_or_multi_val", {"val": 1.0}),
-    ("transformers.AutoModel.from_pretrained", {"_args_": ["stranger"], "trust_remote_code": True}),
-    ("transformers.pipeline", {"model": "stranger", "trust_remote_code": True}),
-    ("transformers.TimmWrapperConfig", {"model_args": {"checkpoint_path": "evil.pkl"}}),
-    ("transformers.TimmBackbone", {"config": {}, "checkpoint_path": "evil.pkl"}),
-    ("timm.create_model", {"model_name": f"local-dir:{CANARY}"}),
-    ("gradpolicy.launch.app.main", {"config_dir": ".", "arguments": _AGAIN}),
-    ("gradpolicy.launch.app.shutil.rmtree", {"path": "guarded"}),
-    ("gradpolicy.launch.targets.build", {"node": _NODE, "key": "x"}),
-    ("gradpolicy.launch.app.hydra.utils.instantiate", {"config": _NODE}),
-    ("gradpolicy.launch.targets.locate_target", {"key": "x", "path": "os.system", "packages": ["os"]}),
-    ("gradpolicy.imports.importlib.import_module", {"name": "stranger"}),
-    ("gradpolicy.launch.run.save_config", {"container": {}, "directory": CANARY}),
-    ("gradpolicy.lightning.checkpoint_io.WholeCheckpointIO.remove_checkpoint", {"_args_": [None, "guarded"]}),
-    ("gradpolicy.distributed.sharded_checkpoint.remove_whole", {"_args_": ["guarded"]}),
-    ("gradpolicy.rules.registry.importlib.import_module", {"name": "stranger"}),
-    ("gradpolicy.where.importlib.import_module", {"name": "stranger"}),
-    ("hydra.experimental.callbacks.PickleJobInfoCallback", {}),
+# Arguments by which most of what is dangerous would leave a trace.
+ARGUMENTS: tuple[dict[str, Any], ...] = (
+    *({"_args_": [text]} for text in (SHELL, PYTHON, "evil.pkl", "stranger", "guarded", "guarded/keep.txt")),
+    *({name: SHELL} for name in ("command", "cmd", "args")),
+    *({name: "evil.pkl"} for name in ("f", "file", "path", "filename", "checkpoint_path", "path_or_url")),
+    {"config": {"_target_": "os.system", "command": SHELL}},
+    {"repo_or_dir": ".", "model": "model", "source": "local"},
+    {"_args_": ["stranger"], "trust_remote_code": True},
 )
-# Names of functions and modules for arguments that name something by itself: rules, surrogates, modules.
-NAMES = (
-    "stranger.rule",
-    "stranger.Nothing",
-    "os.system",
-    "builtins.exec",
-    "torch.load",
-    "torch.hub.load",
-    "antigravity",
-)
+# What other arguments than `_target_` may be looked up by: rules, surrogates, modules.
+NAMES = ("stranger.rule", "stranger.Nothing", "os.system", "builtins.exec", "torch.load", "antigravity")
 
 
-def target(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """A node that no config may build, with the name by which it goes."""
-    name, arguments = draw.choice(TARGETS)
-    return name, {"_target_": name, **arguments}
+@st.composite
+def dangerous_nodes(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw a node whose target is any callable but those that a policy may be."""
+    return {"_target_": draw(st.sampled_from(callables())), **draw(st.sampled_from(ARGUMENTS))}
 
 
-def loading_node(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """A node that a config may build, but for what one of its arguments holds at some depth, and its name."""
-    name, arguments = draw.choice(_allowed())
-    loader = draw.choice(tuple(LOADING_ARGUMENTS))
+@st.composite
+def loading_nodes(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw a node that may be built, with an argument that ends in a loader at some depth."""
+    name, arguments = draw(st.sampled_from(allowed()))
+    loader = draw(st.sampled_from(sorted(LOADING_ARGUMENTS)))
     value: Any = {
-        loader: draw.choice(("evil.pkl", "./stranger", {"AutoModel": "stranger--stranger.Nothing"}))
+        loader: draw(st.sampled_from(("evil.pkl", "./stranger", {"AutoModel": "stranger--x.Nothing"})))
     }
-    for _ in range(draw.randrange(3)):
-        value = draw.choice(([value], {"deep": value}))
-    return name, {"_target_": name, draw.choice(arguments): value}
+    for nested in draw(st.lists(st.booleans(), max_size=2)):
+        value = [value] if nested else {"deep": value}
+    return {"_target_": name, draw(st.sampled_from(arguments)): value}
 
 
 @cache
-def _allowed() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The callables that a config may build, as far as imported, each with its arguments."""
+def allowed() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the callables that a config may build, as far as imported, each with its arguments."""
     found = {}
-    with limited_to(()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in sorted(set(_walk(KNOWN, type(None)))):
+    with limited_to(()):
+        for name in callables(KNOWN):
             try:
                 names, takes_any = argument_names(locate_target("x", {"_target_": name}))
             except PolicyError:
@@ -207,20 +106,32 @@ def _allowed() -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 @cache
-def walked(kind: type) -> tuple[str, ...]:
-    """The public callables of the allowed packages that are no classes of a kind, as far as imported."""
+def callables(packages: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the public callables of some packages; without any those of all modules, but for policies.
+
+    A module that another has imported is one more way to what it holds: ``torch.functional.torch.load``.
+    """
     with warnings.catch_warnings():
-        # Some of torch's names warn when they are only looked at.
+        # Some names warn when they are only looked at.
         warnings.simplefilter("ignore")
-        return tuple(sorted(set(_walk(("gradpolicy", "torch", "lightning", "torchmetrics"), kind))))
+        return tuple(sorted(set(_walk(packages))))
 
 
-def _walk(packages: tuple[str, ...], kind: type) -> Iterator[str]:
+def _walk(packages: tuple[str, ...]) -> Iterator[str]:
     for name, module in sorted(sys.modules.items()):
         public = not any(part.startswith("_") for part in name.split("."))
-        if not (lies_in(name, packages) and public and isinstance(module, types.ModuleType)):
+        wanted = not packages or lies_in(name, packages)
+        if not (public and wanted and isinstance(module, types.ModuleType)):
             continue
-        for attribute, found in sorted(vars(module).items()):
-            other = not (isinstance(found, type) and issubclass(found, kind))
-            if not attribute.startswith("_") and callable(found) and other:
-                yield f"{name}.{attribute}"
+        yield from _names(name, module, with_policies=bool(packages))
+        if lies_in(name, KNOWN) and not packages:
+            for attribute, inner in sorted(vars(module).items()):
+                if isinstance(inner, types.ModuleType):
+                    yield from _names(f"{name}.{attribute}", inner, with_policies=False)
+
+
+def _names(path: str, module: types.ModuleType, *, with_policies: bool) -> Iterator[str]:
+    for attribute, found in vars(module).items():
+        wanted = with_policies or not (isinstance(found, type) and issubclass(found, Policy))
+        if callable(found) and not attribute.startswith("_") and attribute.isidentifier() and wanted:
+            yield f"{path}.{attribute}"

@@ -108,7 +108,7 @@ def _wrongly_accepted(case: Case, outcome: Outcome) -> Iterator[str]:
         yield "accepted, although it is wrong"
     if _lines(outcome.err):
         yield f"accepted, with more than warnings on the error stream: {_lines(outcome.err)[0][:200]}"
-    config = yaml.safe_load(outcome.out) if case.only_tells else outcome.config
+    config = yaml.safe_load(outcome.out) if "--cfg" in case.arguments else outcome.config
     if not isinstance(config, dict):
         yield "accepted, but nothing was run"
         return

@@ -68,78 +68,53 @@ class Outcome:
     seconds: float = 0.0
 
 
-class Running:
-    """A case that runs.
-
-    Args:
-        case: The case.
-        program: What is run.
-        place: An empty directory: the case's folder and what it says lie there.
-    """
-
-    def __init__(self, case: Case, program: Program, place: Path) -> None:
-        self.case = case
-        # A short and constant name: messages hold it.
-        self.folder = place / "folder"
-        self.said = {name: place / name for name in ("out", "err", "told")}
-        (place / "temporary").mkdir(parents=True)
-        write_files(case, self.folder)
-        self.before = snapshot(self.folder)
-        self.began = time.monotonic()
-        self.process = os.fork()
-        if not self.process:
-            _run(case, program, self.folder, place / "temporary", self.said)
-
-    def ended(self, limit: float) -> Outcome | None:
-        """What came of it; None while it still runs. It is killed after so many seconds."""
-        exited = os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        seconds = time.monotonic() - self.began
-        if not exited and seconds < limit:
-            return None
-        self.kill()
-        _, status = os.waitpid(self.process, 0)
-        told = [json.loads(line) for line in self._read("told").splitlines()]
+def run_case(case: Case, program: Program, limit: float = 300) -> Outcome:
+    """Run one case and wait for it; it is killed after so many seconds."""
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        folder = place / "folder"
+        said = {stream: place / stream for stream in ("out", "err", "told")}
+        (place / "temporary").mkdir()
+        for file, content in case.files.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_bytes(content)
+        folder.mkdir(exist_ok=True)
+        before, began = snapshot(folder), time.monotonic()
+        process = os.fork()
+        if not process:
+            _run(case, program, folder, place / "temporary", said)
+        exited = _wait(process, limit)
+        # What it has started; its number is its own until it was waited for.
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):
+                kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        text = {
+            stream: path.read_text(errors="replace") if path.exists() else "" for stream, path in said.items()
+        }
+        told = [json.loads(line) for line in text["told"].splitlines()]
         ran: dict[str, Any] = next((line["ran"] for line in told if "ran" in line), {})
-        results = list(self.folder.glob("outputs/**/result.json"))
+        results = list(folder.glob("outputs/**/result.json"))
         return Outcome(
             code=os.waitstatus_to_exitcode(status) if exited else None,
-            out=self._read("out"),
-            err=self._read("err"),
+            out=text["out"],
+            err=text["err"],
             forbidden=tuple(line["forbidden"] for line in told if "forbidden" in line),
-            changed=tuple(_differences(self.before, snapshot(self.folder))),
+            changed=tuple(_differences(before, snapshot(folder))),
             config=ran.get("config"),
             choices=ran.get("choices", {}),
             metrics=json.loads(results[0].read_text())["metrics"] if results else {},
-            seconds=seconds,
+            seconds=time.monotonic() - began,
         )
 
-    def kill(self) -> None:
-        """Kills it, and what it has started; its number is its own until it was waited for."""
-        # It makes a group of its own in the beginning.
-        for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError):
-                kill(self.process, signal.SIGKILL)
 
-    def _read(self, name: str) -> str:
-        path = self.said[name]
-        return path.read_text(self.case.encoding, errors="replace") if path.exists() else ""
-
-
-def run_case(case: Case, program: Program, limit: float = 120) -> Outcome:
-    """Runs one case and waits for it."""
-    with tempfile.TemporaryDirectory() as place:
-        running = Running(case, program, Path(place) / "case")
-        while (outcome := running.ended(limit)) is None:
-            time.sleep(0.005)
-    return outcome
-
-
-def write_files(case: Case, folder: Path) -> None:
-    """Makes the folder in which a case runs."""
-    folder.mkdir(parents=True)
-    for name, content in case.files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+def _wait(process: int, limit: float) -> bool:
+    deadline = time.monotonic() + limit
+    while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -179,7 +154,7 @@ def _run(case: Case, program: Program, folder: Path, temporary: Path, said: dict
         # Where a stranger's modules lie: importing one is possible, and is seen.
         sys.path.insert(0, str(folder))
         sys.argv = ["train.py", *case.arguments]
-        told = _redirect(said, case.encoding)
+        told = _redirect(said)
         _tell_config(told)
         sys.addaudithook(Guard((folder, temporary), told))
         code = program(case.arguments)
@@ -196,7 +171,7 @@ def _run(case: Case, program: Program, folder: Path, temporary: Path, said: dict
         os._exit(code)
 
 
-def _redirect(said: dict[str, Path], encoding: str) -> int:
+def _redirect(said: dict[str, Path]) -> int:
     """Sends the output streams to files; gives the descriptor of a third, for what the harness tells."""
     numbers = {
         name: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name, path in said.items()
@@ -206,8 +181,8 @@ def _redirect(said: dict[str, Path], encoding: str) -> int:
     os.dup2(numbers["err"], 2)
     # As Python itself opens them.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding=encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     return numbers["told"]
 
 

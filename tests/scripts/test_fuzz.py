@@ -1,8 +1,7 @@
-"""The fuzzer finds no fault in two hundred cases; and its harness takes every kind of fault for one."""
+"""The fuzzer finds no fault in two hundred cases, and takes every kind of fault for one."""
 
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -11,18 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import gradpolicy.launch.run as door
+from fuzz import fuzz
 from fuzzing import commands, policies
-from fuzzing.case import Case, Expectation, command
-from fuzzing.dangers import FILES, RunsWhenRead
+from fuzzing.case import ACCEPT, EITHER, REFUSE, Case, Expectation, command
+from fuzzing.dangers import FILES, RunsWhenRead, allowed
 from fuzzing.judging import ACCEPTED, FAULT, REFUSED, judge, same
 from fuzzing.running import Outcome, run_case
-from fuzzing.words import misspelt, written
+from fuzzing.values import written
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "fuzz.py"
-REFUSE, ACCEPT, EITHER = Expectation.REFUSE, Expectation.ACCEPT, Expectation.EITHER
 RIGHT = {"seed": 3, "plan_only": True}
 
 
@@ -244,19 +245,50 @@ def test_other_metrics_than_those_of_the_weights_are_a_fault() -> None:
     assert judge(case, Outcome(0, config={}, metrics={"test/loss": 2.5})).result == FAULT
 
 
-# ---- mutations
+# ---- what is drawn
 
 
-@pytest.mark.parametrize("mutate", [commands.mutate, policies.mutate])
-def test_a_case_follows_from_its_seed_alone(mutate: Callable) -> None:
-    drawn = [mutate(random.Random(f"0/{number}")) for number in range(50)]
-    assert drawn == [mutate(random.Random(f"0/{number}")) for number in range(50)]
-    assert len({(case.mutation, case.arguments) for case in drawn}) > 30
+def test_a_fault_is_shrunk_and_each_sort_is_told_once(
+    judged, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def program(arguments: Sequence[str]) -> int:
+        number = int(arguments[0])
+        print("error: seed" if number < 50 else f"error: at 0x{number:06x}", file=sys.stderr)
+        return 1 if number > 200 else 2
+
+    monkeypatch.setattr("fuzz.program", program)
+    monkeypatch.setattr("fuzz.KEPT", tmp_path)
+    drawn = st.integers(0, 1000).map(lambda number: Case("a number", (str(number),)))
+    counts = fuzz(drawn, number=0, cases=100, limit=60)
+    said = capsys.readouterr().out
+    assert counts[FAULT] > 0
+    assert counts[REFUSED] > 0
+    assert said.count("fault: ") == 2
+    # The smallest numbers of either sort.
+    assert "python train.py 50\n" in said
+    assert "python train.py 201\n" in said
+    assert any(tmp_path.rglob("*"))
 
 
-def test_a_misspelt_word_is_none_of_those_known() -> None:
-    draw = random.Random(0)
-    assert all(misspelt(draw, "on", {"no", "o", "n"}) not in {"on", "no", "o", "n"} for _ in range(200))
+@pytest.mark.parametrize("cases", [commands.cases, policies.cases])
+def test_cases_are_of_many_sorts(cases: Callable) -> None:
+    drawn: list[Case] = []
+
+    @seed(0)
+    @settings(max_examples=150, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(cases())
+    def keep(case: Case) -> None:
+        drawn.append(case)
+
+    keep()
+    assert len({case.what for case in drawn}) >= 8
+    assert {case.expectation for case in drawn} == {*Expectation}
+
+
+def test_every_allowed_callable_is_given_arguments_that_load() -> None:
+    names = {name for name, _ in allowed()}
+    assert {"gradpolicy.masks.Random", "gradpolicy.policies.Freeze", "torch.nn.Linear"} <= names
+    assert len(names) > 300
 
 
 def test_a_written_value_is_read_as_it_was(judged) -> None:
