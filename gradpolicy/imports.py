@@ -1,4 +1,4 @@
-"""Imports what a dotted path names: the one door for every place that takes such a path.
+"""Imports what a dotted path names, in one place for all that take such a path.
 
 In a person's own code any importable module may be named. A program that runs configs of others limits this
 with :func:`limited_to`: a path then leads only to what the packages hold that are known or allowed, whatever
@@ -39,7 +39,7 @@ _allowed: tuple[str, ...] | None = None
 
 @contextmanager
 def limited_to(packages: Iterable[str]) -> Iterator[None]:
-    """Limits paths to the known packages and these, for as long as the block lasts.
+    """Limit paths to the known packages and these, for as long as the block lasts.
 
     Args:
         packages: What the person who runs the program has allowed.
@@ -53,23 +53,23 @@ def limited_to(packages: Iterable[str]) -> Iterator[None]:
 
 
 def is_limited() -> bool:
-    """Whether paths come from configs that somebody else may have written."""
+    """Return True if paths come from configs that somebody else may have written."""
     return _allowed is not None
 
 
 def allowed_packages() -> tuple[str, ...]:
-    """The packages that the person has allowed."""
+    """Return the packages that the person has allowed."""
     return _allowed or ()
 
 
 def is_allowed(found: object) -> bool:
-    """Whether an object was defined in a package that the person has allowed, whatever path led to it."""
+    """Return True if an object was defined in an allowed package, whatever path led to it."""
     home = home_of(found)
     return home is not None and lies_in(home, allowed_packages())
 
 
 def import_by_name(path: str) -> Any:
-    """Finds the object at a dotted path.
+    """Find the object at a dotted path.
 
     Args:
         path: Such as ``"my_package.my_rules.five_times"``.
@@ -88,7 +88,7 @@ def import_by_name(path: str) -> Any:
 
 
 def to_install(error: ModuleNotFoundError) -> str:
-    """Says which package is missing, and how to install it.
+    """Say which package is missing, and how to install it.
 
     Example:
         >>> to_install(ModuleNotFoundError("No module named 'optuna'", name="optuna"))
@@ -104,7 +104,7 @@ def to_install(error: ModuleNotFoundError) -> str:
 
 
 def not_allowed(path: str) -> PolicyError:
-    """The error for a path into a package that nobody has allowed."""
+    """Return the error for a path into a package that nobody has allowed."""
     package = path.split(".")[0]
     return PolicyError(
         f"{shown(path)} is not allowed; if you trust the package, allow it on the command line: "
@@ -113,18 +113,18 @@ def not_allowed(path: str) -> PolicyError:
 
 
 def home_of(found: object) -> str | None:
-    """Where a class or function was defined; None where it does not say."""
+    """Return the dotted path at which a class or function was defined, if it is known."""
     module = getattr(found, "__module__", None)
     return f"{module}.{getattr(found, '__qualname__', '')}" if isinstance(module, str) else None
 
 
 def lies_in(path: str, packages: Iterable[str]) -> bool:
-    """Whether a dotted path is, or begins with, one of these packages."""
+    """Return True if a dotted path is, or begins with, one of these packages."""
     return any(path == package or path.startswith(f"{package}.") for package in packages)
 
 
 def follow(path: str, packages: tuple[str, ...] | None = None) -> Any:
-    """Follows a path from its first module on.
+    """Follow a path from its first module on.
 
     Args:
         path: The dotted path.
@@ -175,7 +175,7 @@ def _imported(path: str, module: str) -> ModuleType:
 
 
 def _import_if_there(path: str, module: str) -> None:
-    """Imports a submodule if there is one; one that fails while it is imported is an error."""
+    """Import a submodule if there is one; one that fails while it is imported is an error."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -30,7 +30,7 @@ WRONG_INPUT, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None) -> int:
-    """Runs a subcommand; trains where none is named.
+    """Run a subcommand, or train if none is named.
 
     Args:
         arguments: The command line; that of this process unless given.
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None)
 
 
 def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], int]:
-    """Loads what the first word asks for.
+    """Import what the first word asks for.
 
     Raises:
         PolicyError: If there is no such subcommand, or a package that it needs is not installed.

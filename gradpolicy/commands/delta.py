@@ -19,7 +19,7 @@ WEIGHTS = "a .safetensors file, or a checkpoint of torch.save or Lightning"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
+    """Run the command.
 
     Args:
         arguments: What follows ``gradpolicy delta``.

@@ -83,7 +83,7 @@ class TrialFailedError(Exception):
 
 @dataclass(frozen=True)
 class Search:
-    """What every trial of a search needs.
+    """A search: what all its trials have in common.
 
     Args:
         study: The study.
@@ -105,12 +105,12 @@ class Search:
 
     @property
     def metric(self) -> str:
-        """What is optimised."""
+        """The metric that is optimized."""
         return self.space.metric.name
 
 
 def main(arguments: Sequence[str], config_dir: Path) -> int:
-    """Runs the program.
+    """Run the program.
 
     Args:
         arguments: The command line.
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="gradpolicy sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -153,7 +153,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def split(overrides: list[str]) -> tuple[str, list[str]]:
-    """Takes the sweep's name out of the overrides."""
+    """Take the sweep's name out of the overrides."""
     names = [line.partition("=")[2] for line in overrides if line.startswith("sweep=")]
     if len(names) != 1:
         raise PolicyError("sweep: name one search space of conf/sweep, as sweep=learning_rate")
@@ -169,7 +169,7 @@ def draw(trial: Trial, space: SearchSpace) -> list[str]:
 
 
 def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
-    """Reads the space and opens the study, or makes it."""
+    """Read the search space, and open the study or create it."""
     name, overrides = split(options.overrides)
     space = read_space(name, [directory / "sweep" for directory in (config_dir, CONFIGS)])
     source = Source(config_dir)
@@ -186,7 +186,7 @@ def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
 
 
 def open_study(url: str, name: str, metric: Metric, seed: int) -> optuna.Study:
-    """Opens a study, or makes it; trials whose process is gone are given up.
+    """Open a study, or create it; trials whose process is gone count as failed.
 
     Dashboards call what is optimised by the name of the metric.
     """
@@ -210,7 +210,7 @@ def open_study(url: str, name: str, metric: Metric, seed: int) -> optuna.Study:
 
 
 def run_trials(search: Search, wanted: int) -> int:
-    """Runs trials until there are enough in the study; gives the exit code, which says what stopped it."""
+    """Run trials until there are enough in the study, and return the exit code."""
     good = (TrialState.COMPLETE, TrialState.PRUNED)
     missing = wanted - len(search.study.get_trials(states=good))
     try:
@@ -226,7 +226,7 @@ def run_trials(search: Search, wanted: int) -> int:
 
 
 def run_or_put_back(trial: Trial, search: Search) -> float:
-    """Runs a trial. If the program is told to stop, the trial waits for the next call.
+    """Run a trial. If the program is told to stop, the trial waits for the next call.
 
     Raises:
         SystemExit: If it is. Optuna lets this one pass; it would take an interrupt for a failed trial.
@@ -241,7 +241,7 @@ def run_or_put_back(trial: Trial, search: Search) -> float:
 
 
 def run_trial(trial: Trial, search: Search) -> float:
-    """Trains once with drawn values; the value that is optimised."""
+    """Train once with drawn values, and return the value that is optimized."""
     directory = search.directory / str(trial.number)
     trial.set_user_attr(DIRECTORY, str(directory))
     report = {
@@ -283,7 +283,7 @@ def run_trial(trial: Trial, search: Search) -> float:
 
 
 def saved_of(directory: Path) -> list[str]:
-    """Has a trial that was put back go on from its newest checkpoint; from its beginning if it has none."""
+    """Return the override by which a trial that was put back resumes; none if it has no checkpoint."""
     try:
         return [f"ckpt_path={quoted(str(find_checkpoint(str(directory), [])))}"]
     except PolicyError:
@@ -291,13 +291,13 @@ def saved_of(directory: Path) -> list[str]:
 
 
 def as_override(node: Mapping[str, Any]) -> str:
-    """Writes a config node so that Hydra reads it from the command line."""
+    """Write a config node so that Hydra reads it from the command line."""
     inner = (f"{key}: {quoted(value) if isinstance(value, str) else value}" for key, value in node.items())
     return f"{{{', '.join(inner)}}}"
 
 
 def show(search: Search) -> None:
-    """Prints and saves the table of all trials, pictures of the study, and a report of the runs."""
+    """Print and save the table of all trials, pictures of the study, and a report of the runs."""
     results = [as_result(trial) for trial in search.study.trials]
     mode = "min" if search.space.metric.goal == "minimize" else "max"
     summary, console = SweepSummary(results, search.metric, mode), wide_console()
@@ -308,7 +308,7 @@ def show(search: Search) -> None:
 
 
 def importances(study: optuna.Study) -> list[Any]:
-    """Optuna's picture of which parameter mattered most; none if its trials do not tell."""
+    """Return Optuna's picture of which parameter mattered most, if its trials tell."""
     try:
         return [optuna.visualization.plot_param_importances(study)]
     except (RuntimeError, ValueError):
@@ -317,7 +317,7 @@ def importances(study: optuna.Study) -> list[Any]:
 
 
 def as_result(trial: FrozenTrial) -> Result:
-    """A trial as the table shows it."""
+    """Return a trial as the table shows it."""
     complete = trial.state is TrialState.COMPLETE
     return Result(
         overrides=[f"{key}={value}" for key, value in trial.params.items()],

@@ -21,7 +21,7 @@ VARIABLE = "GRADPOLICY_ALLOWED_TARGETS"
 
 
 def trusted_packages(overrides: Sequence[str], beside: Path) -> tuple[str, ...]:
-    """Lists the packages that this person allows configs to name.
+    """List the packages that this person allows configs to name.
 
     Args:
         overrides: The command line's.
@@ -46,14 +46,14 @@ def trusted_packages(overrides: Sequence[str], beside: Path) -> tuple[str, ...]:
 
 
 def _on_command_line(overrides: Sequence[str]) -> list[Any]:
-    """The packages that the command line allows."""
+    """Return the packages that the command line allows."""
     values = [override.value() for override in parsed(overrides) if override.key_or_group == KEY]
     named: Any = values[-1] if values else []
     return list(named) if isinstance(named, list) else [named]
 
 
 def check_not_from_config(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Makes sure that no config file allows packages.
+    """Make sure that no config file allows packages.
 
     Args:
         config: A composed job.
@@ -72,7 +72,7 @@ def check_not_from_config(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
-    """Parses the overrides of a command line."""
+    """Parse the overrides of a command line."""
     return OverridesParser.create().parse_overrides(list(overrides))
 
 

@@ -1,4 +1,4 @@
-"""Runs the program: reads the command line, checks the config of every job, lets Hydra run the jobs."""
+"""The program: reads the command line, checks every job, and lets Hydra run them."""
 
 import argparse
 import shutil
@@ -54,7 +54,7 @@ CONFIG_NAME = "train"
 
 
 def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
-    """Runs the program.
+    """Run the program.
 
     Args:
         config_dir: The directory of configs.
@@ -116,7 +116,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
 
 
 def read_command_line(arguments: Sequence[str]) -> Namespace:
-    """Reads Hydra's own flags; all other words are overrides.
+    """Read Hydra's own flags; all other words are overrides.
 
     Raises:
         PolicyError: As :func:`parse_command_line`.
@@ -125,7 +125,7 @@ def read_command_line(arguments: Sequence[str]) -> Namespace:
 
 
 def parse_command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Namespace:
-    """Parses a command line, and raises one clear error in place of the parser's exit.
+    """Parse a command line, and raise one clear error where the parser would exit.
 
     Raises:
         PolicyError: For a flag that does not exist, or a value that one does not take.
@@ -144,7 +144,7 @@ def parse_command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]
 
 
 def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfig) -> int:
-    """Checks every job that the command line asks for, then runs the job, or the sweep.
+    """Check every job that the command line asks for, then run the job, or the sweep.
 
     Args:
         prepared: Hydra, set up.
@@ -172,7 +172,7 @@ def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfi
 
 
 def run_job(prepared: Hydra, config: DictConfig) -> None:
-    """Lets Hydra run one job: Hydra makes the directory, sets up logging, and calls the job."""
+    """Let Hydra run one job: Hydra makes the directory, sets up logging, and calls the job."""
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.mode = RunMode.RUN
         if not is_first_rank():
@@ -215,7 +215,7 @@ def _cannot_set_up(error: BaseException) -> PolicyError:
 
 
 def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
-    """Lets Hydra's sweeper and launcher run the jobs; prints the summary even if some failed."""
+    """Let Hydra's sweeper and launcher run the jobs; print the summary even if some failed."""
     with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
         is_new = is_unused(directory)
         try:
@@ -244,7 +244,7 @@ class Job:
         self.error: Exception | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
-        """Runs a job; in a sweep, saves its result for the summary."""
+        """Run a job; in a sweep, save its result for the summary."""
         from gradpolicy.launch.run import run
 
         hydra_config = HydraConfig.get()
@@ -281,13 +281,13 @@ def _how_to_resume(options: Namespace, which: str) -> str:
 
 
 def _asks_for_information(options: Namespace) -> bool:
-    """Whether the command line asks Hydra for information, not for a run."""
+    """Return True if the command line asks Hydra for information, not for a run."""
     asked = ("help", "hydra_help", "version", "info", "cfg", "shell_completion")
     return any(getattr(options, name, None) for name in asked)
 
 
 def _print_help(prepared: Hydra, source: Source, options: Namespace) -> None:
-    """Prints the help with the groups of the whole search path.
+    """Print the help with the groups of the whole search path.
 
     Hydra itself leaves out those of ``hydra.searchpath``, in the config at the top and on the command line.
     """
@@ -299,7 +299,7 @@ def _print_help(prepared: Hydra, source: Source, options: Namespace) -> None:
 
 
 def _ask_hydra(config_dir: Path, arguments: list[str]) -> None:
-    """Lets Hydra print what the command line asks for."""
+    """Let Hydra print what the command line asks for."""
     former = sys.argv
     sys.argv = [former[0], *arguments]
     try:
@@ -311,11 +311,11 @@ def _ask_hydra(config_dir: Path, arguments: list[str]) -> None:
 
 
 def _nothing(config: DictConfig) -> None:
-    """Takes the place of the job if the command line asks for none."""
+    """Take the place of the job if the command line asks for none."""
 
 
 def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:
-    """Prints the summary; a sweep in which no job began leaves nothing."""
+    """Print the summary; a sweep in which no job began leaves nothing."""
     results = collect(directory)
     if any(result.status != "failed" or Path(result.directory).is_dir() for result in results):
         metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"

@@ -36,7 +36,7 @@ class Subject:
 
 
 def build_subject(container: Mapping[str, Any]) -> Subject:
-    """Builds the data module, the model and the policies of a resolved config.
+    """Build the data module, the model and the policies of a resolved config.
 
     Raises:
         PolicyError: If one cannot be built, or is of another kind.
@@ -55,11 +55,11 @@ class RunBegins(Callback):
         self.directory = directory
 
     def on_train_batch_end(self, *arguments: Any) -> None:
-        """A step was taken."""
+        """Keep the directory once a step was taken."""
         self.directory.begin()
 
     def on_test_end(self, *arguments: Any) -> None:
-        """A model was tested."""
+        """Keep the directory once a model was tested."""
         self.directory.begin()
 
 
@@ -70,7 +70,7 @@ def build_trainer(
     *others: Callback,
     shown_warnings: Iterable[str] = (),
 ) -> Trainer:
-    """Builds the trainer, with the callbacks and plugins that every run has.
+    """Build the trainer, with the callbacks and plugins that every run has.
 
     Args:
         settings: The config.
@@ -113,7 +113,7 @@ def build_trainer(
 
 
 def build_plugins(nodes: Any) -> list[Any]:
-    """Builds the trainer's plugins, with WholeCheckpointIO unless the config names another CheckpointIO."""
+    """Build the trainer's plugins, with WholeCheckpointIO unless the config names another CheckpointIO."""
     nodes = [] if nodes is None else nodes if isinstance(nodes, list) else [nodes]
     plugins = [
         build(node, f"trainer.plugins[{index}]") if isinstance(node, Mapping) else node

@@ -1,4 +1,4 @@
-"""Composes the config of each job, with clear messages for what Hydra cannot compose."""
+"""Composes the config of each job by Hydra, with clear messages."""
 
 import warnings
 from bisect import bisect_left
@@ -55,7 +55,7 @@ class Source:
 
 @contextmanager
 def hydra_at(source: Source) -> Iterator[Hydra]:
-    """Sets Hydra up for compositions and runs, and takes it down.
+    """Set Hydra up for compositions and runs, and take it down.
 
     Raises:
         PolicyError: If a directory does not exist.
@@ -82,7 +82,7 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
 
 
 def check_job(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Checks a composed job, including what Hydra itself would build for it. Builds nothing.
+    """Check a composed job, including what Hydra itself would build for it; build nothing.
 
     Args:
         config: The job, with Hydra's part.
@@ -124,7 +124,7 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
 
 
 def default_config() -> DictConfig | None:
-    """The config of the job that runs as it would be without overrides; None where Hydra is not set up.
+    """Return the running job's config without overrides; None where Hydra is not set up.
 
     A launcher that runs jobs in processes of its own does not set Hydra up there.
     """
@@ -134,7 +134,7 @@ def default_config() -> DictConfig | None:
 
 
 def fixed_overrides(overrides: list[str]) -> list[str]:
-    """The overrides that do not sweep, which all jobs have in common."""
+    """Return the overrides that do not sweep, which all jobs have in common."""
     return [
         line
         for line, override in zip(overrides, parsed(overrides), strict=True)
@@ -143,7 +143,7 @@ def fixed_overrides(overrides: list[str]) -> list[str]:
 
 
 def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]]:
-    """Lists the overrides of each job of a sweep, as Hydra's own sweeper makes them.
+    """List the overrides of each job of a sweep, as Hydra's own sweeper makes them.
 
     Returns:
         Nothing if they are not known beforehand: another sweeper draws values, from intervals for instance.
@@ -159,7 +159,7 @@ def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]]:
 
 
 def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> None:
-    """Refuses a chosen file that is no mapping: Hydra takes nothing from it, and says nothing.
+    """Refuse a chosen file that is no mapping: Hydra takes nothing from it, and says nothing.
 
     Raises:
         PolicyError: For the first.

@@ -1,4 +1,4 @@
-"""The composed config of a job: its keys, what each may hold, and the one check of all of it."""
+"""The composed config of a job: its keys, their types, and its check."""
 
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -89,7 +89,7 @@ class Settings(Strict):
 
 
 def check_config(config: DictConfig) -> Settings:
-    """Checks a job's config: references, keys, types, targets and their arguments. Builds policies alone.
+    """Check a job's config: references, keys, types, targets and their arguments; build only policies.
 
     Args:
         config: The config, without Hydra's own part.
@@ -124,7 +124,7 @@ def check_config(config: DictConfig) -> Settings:
 
 
 def load_extensions(names: list[str]) -> None:
-    """Imports the modules that register rules, masks or update rules of a person's own.
+    """Import the modules that register rules, masks or update rules of a person's own.
 
     Raises:
         PolicyError: If one lies in a package that the person has not allowed, or cannot be imported.
@@ -139,7 +139,7 @@ def load_extensions(names: list[str]) -> None:
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """Gives a config as plain containers, with every reference in it resolved.
+    """Return a config as plain containers, with every reference in it resolved.
 
     `sweep`, the search space of `gradpolicy sweep`, is left out. A policy's `when` needs no `_target_`.
     """

@@ -48,7 +48,7 @@ REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
 def check_search_path(directories: Sequence[Path], name: str) -> None:
-    """Checks the search path in the primary config file, before Hydra imports any of it.
+    """Check the search path in the primary config file, before Hydra imports any of it.
 
     Args:
         directories: The directories that may hold the file.
@@ -69,7 +69,7 @@ def check_search_path(directories: Sequence[Path], name: str) -> None:
 
 
 def check_given_search_path(overrides: Sequence[str]) -> None:
-    """Checks the search path on the command line, which may name directories and allowed packages.
+    """Check the search path on the command line, which may name directories and allowed packages.
 
     Args:
         overrides: The command line's.
@@ -89,7 +89,7 @@ def check_given_search_path(overrides: Sequence[str]) -> None:
 
 
 def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Checks Hydra's part of a composed job.
+    """Check Hydra's part of a composed job.
 
     Args:
         config: The job, with the key ``hydra``.
@@ -118,7 +118,7 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def check_launcher(config: DictConfig) -> None:
-    """Checks, before any job starts, that the launcher is installed and has what it needs.
+    """Check, before any job starts, that the launcher is installed and has what it needs.
 
     Args:
         config: A composed job, with Hydra's own part.
@@ -143,7 +143,7 @@ def check_launcher(config: DictConfig) -> None:
 
 
 def _check_built(key: str, node: Any, listed: Sequence[str]) -> None:
-    """Checks that a node names one of a list, and that nothing below it is built."""
+    """Check that a node names one of a list, and that nothing below it is built."""
     target = _mapping(key, node).get("_target_")
     if not (isinstance(target, str) and lies_in(target, allowed_packages())):
         _check_listed(f"{key}._target_", target, listed, "others are not built")
@@ -159,7 +159,7 @@ def _check_built(key: str, node: Any, listed: Sequence[str]) -> None:
 
 
 def _check_shell(config: DictConfig, given: set[str]) -> None:
-    """Checks that nothing in a file reaches the shell script by which a launcher starts jobs."""
+    """Check that nothing in a file reaches the shell script by which a launcher starts jobs."""
     launcher: Any = OmegaConf.to_container(config.hydra.launcher, resolve=True)
     for name in SHELL:
         key = f"hydra.launcher.{name}"
@@ -174,7 +174,7 @@ def _check_shell(config: DictConfig, given: set[str]) -> None:
 
 
 def _check_sweep(sweeper: Mapping[str, Any]) -> None:
-    """Checks that a config's own sweep sets nothing that only the command line may set."""
+    """Check that a config's own sweep sets nothing that only the command line may set."""
     for name in _mapping("hydra.sweeper.params", sweeper.get("params")):
         key = str(name).lstrip("+~")
         if key.startswith(("hydra.", "hydra/")) or key == "allowed_targets":
@@ -182,7 +182,7 @@ def _check_sweep(sweeper: Mapping[str, Any]) -> None:
 
 
 def _check_logging(key: str, node: Any) -> None:
-    """Checks that logging goes to the terminal or into the run's directory, through Python's own handlers."""
+    """Check that logging goes to the terminal or into the run's directory, through Python's own handlers."""
     for path, value in _leaves(_mapping(key, node)):
         full_key = ".".join((key, *path))
         match path:
@@ -199,7 +199,7 @@ def _check_logging(key: str, node: Any) -> None:
 
 
 def _check_plain(key: str, path: tuple[str, ...], value: Any) -> None:
-    """Checks a setting of Python's logging that is neither imported nor made."""
+    """Check a setting of Python's logging that is neither imported nor made."""
     if {"()", ".", "class"} & set(path):
         raise PolicyError(f"{key}: only handlers may be named, got {shown(value)}")
     if isinstance(value, str) and ("${" in value or "://" in value):
@@ -227,7 +227,7 @@ def _mapping(key: str, node: Any) -> Mapping[str, Any]:
 
 
 def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value below a node that is not a mapping or list, with its keys."""
+    """Yield every value below a node that is no mapping or list, with its keys."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             yield from _leaves(value, (*path, str(name)))
@@ -255,7 +255,7 @@ def _launcher_class(target: str) -> Any:
 
 
 def _is_installed(plugin: str) -> bool:
-    """Whether a plugin is installed with all that it needs: it imports that only when it launches."""
+    """Return True if a plugin is installed with all that it needs: it imports that only when it launches."""
     try:
         distribution(plugin)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a config may build: one kind of class under some keys, several as arguments, and a few functions.
+"""The classes and functions that a config may build.
 
 This is the whole list. A `_target_` is compared with it by identity, in :mod:`gradpolicy.launch.targets`; all
 names here are those of the objects themselves, and none is loaded before a config names something of its

@@ -1,4 +1,4 @@
-"""Turns the errors of Hydra, OmegaConf, YAML and Lightning for wrong input into one clear message."""
+"""One clear message for the errors that wrong input causes in libraries."""
 
 import errno
 import sys
@@ -39,7 +39,7 @@ WANTED = {
 
 
 def wrong_input_errors() -> tuple[type[Exception], ...]:
-    """The errors that wrong input causes before training starts."""
+    """Return the errors that wrong input causes before training starts."""
     # Lightning takes seconds to import. If it has not been imported, it has raised nothing.
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
     of_lightning = (lightning.MisconfigurationException,) if lightning else ()
@@ -47,12 +47,12 @@ def wrong_input_errors() -> tuple[type[Exception], ...]:
 
 
 def explain(error: BaseException) -> str:
-    """Says in one line what was wrong with the input, as plainly as the error allows."""
+    """Say in one line what was wrong with the input, as plainly as the error allows."""
     return brief(_explanation(error), most=LONGEST)
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """The error of a full disk, or of a quota that is used up, from which another came; None without one."""
+    """Return the error of a full disk or quota from which another came; None if there is none."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error
@@ -78,7 +78,7 @@ def _explanation(error: BaseException) -> str:
 
 
 def type_error(key: str, problems: Sequence[Mapping[str, Any]], *, nullable: bool = False) -> PolicyError:
-    """Says which types a value may have.
+    """Say which types a value may have.
 
     Args:
         key: Its key in the config.
@@ -97,14 +97,14 @@ def type_error(key: str, problems: Sequence[Mapping[str, Any]], *, nullable: boo
 
 
 def report_error(error: BaseException, show_traceback: bool) -> None:
-    """Prints a message for wrong input, with a traceback if asked for, to the standard error stream."""
+    """Print a message for wrong input, with a traceback if asked for, to the standard error stream."""
     if show_traceback:
         traceback.print_exception(error)
     print(f"error: {explain(error)}", file=sys.stderr)
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Follows the chain of causes to the first, or to one that is written for a person to read."""
+    """Follow the chain of causes to the first, or to one that is written for a person to read."""
     while error.__cause__ is not None and not isinstance(error, PolicyError):
         error = error.__cause__
     return error

@@ -31,7 +31,7 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
-    """Checks every number, `_target_` and argument in a part of the resolved config.
+    """Check every number, `_target_` and argument in a part of the resolved config.
 
     Args:
         config: The part.
@@ -64,7 +64,7 @@ def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
 
 
 def _check_number(value: Any, key: str) -> None:
-    """Refuses numbers that no class handles: most checks let NaN through, and torch overflows at 64 bits."""
+    """Refuse numbers that no class handles: most checks let NaN through, and torch overflows at 64 bits."""
     if isinstance(value, int) and abs(value) >= 2**63:
         raise PolicyError(f"{brief(key)}: takes more than 64 bits, got {shown(value)}")
     if isinstance(value, float) and math.isnan(value):
@@ -72,7 +72,7 @@ def _check_number(value: Any, key: str) -> None:
 
 
 def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Gives the arguments that a target takes by name, and whether it takes others, too.
+    """Return the arguments that a target takes by name, and whether it takes others, too.
 
     A policy or a mask source passes arguments on to its base classes, so theirs are included.
     """
@@ -109,7 +109,7 @@ def _by_name(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.P
 
 
 def _with_type(parameter: inspect.Parameter, function: Callable[..., Any]) -> inspect.Parameter:
-    """Evaluates an annotation that is a string; one that cannot be evaluated counts as none."""
+    """Evaluate an annotation that is a string; one that cannot be evaluated counts as none."""
     if not isinstance(parameter.annotation, str):
         return parameter
     code = inspect.unwrap(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
@@ -155,7 +155,7 @@ def _check_type(key: str, parameter: inspect.Parameter, value: Any) -> None:
 
 
 def check_value(key: str, annotation: Any, value: Any) -> None:
-    """Checks a value from a config against an annotation.
+    """Check a value from a config against an annotation.
 
     Raises:
         PolicyError: If it does not fit, saying what would.
@@ -166,7 +166,7 @@ def check_value(key: str, annotation: Any, value: Any) -> None:
 
 
 def misfits(value: Any, annotation: Any) -> list[Any]:
-    """What pydantic says is wrong with a value for an annotation; nothing if it fits.
+    """Return what pydantic finds wrong with a value for an annotation; nothing if it fits.
 
     Text is never converted to a number.
 

@@ -38,7 +38,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 def check_targets(config: Any, key: str = "") -> None:
-    """Checks every `_target_` of a resolved config.
+    """Check every `_target_` of a resolved config.
 
     Args:
         config: The config, without Hydra's own part, or a part of it.
@@ -52,7 +52,7 @@ def check_targets(config: Any, key: str = "") -> None:
 
 
 def check_has_target(node: Mapping[str, Any], key: str) -> None:
-    """Makes sure that a node names a target if its key takes one kind of class.
+    """Make sure that a node names a target if its key takes one kind of class.
 
     Raises:
         PolicyError: If it does not, with an example.
@@ -63,7 +63,7 @@ def check_has_target(node: Mapping[str, Any], key: str) -> None:
 
 
 def targets_of(config: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Lists every node with a `_target_`, with its key."""
+    """List every node with a `_target_`, with its key."""
     if isinstance(config, Mapping):
         if TARGET in config:
             yield key, config
@@ -75,7 +75,7 @@ def targets_of(config: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, A
 
 
 def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
-    """Finds what the `_target_` of a node names, and makes sure that it may be built there.
+    """Find what the `_target_` of a node names, and make sure that it may be built there.
 
     Args:
         key: Its key in the config.
@@ -128,7 +128,7 @@ def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: A
 
 
 def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str, kind: type) -> dict[str, Any]:
-    """Builds each node of a group; one that was taken away is null."""
+    """Build each node of a group; one that was taken away is null."""
     return {
         name: build(node, f"{key}.{name}", kind) for name, node in (nodes or {}).items() if node is not None
     }
@@ -181,7 +181,7 @@ def _under_key(error: Exception, key: str) -> PolicyError:
 
 
 def _message_at(key: str, message: str) -> str:
-    """Puts a message under a key: ``Stop.mode: …`` at ``policy.cut`` becomes ``policy.cut.mode: …``.
+    """Put a message under a key: ``Stop.mode: …`` at ``policy.cut`` becomes ``policy.cut.mode: …``.
 
     So does ``when.phases: …`` at ``policy.cut.when``.
     """
@@ -206,7 +206,7 @@ def _hint(path: str) -> str:
 
 
 def _kind_at(key: str) -> tuple[str, str] | None:
-    """The one kind that a key takes, with an example; None if it takes several."""
+    """Return the one kind that a key takes, with an example; None if it takes several."""
     for pattern, kind in kinds.KIND_AT.items():
         # A star is one name, not several.
         if fnmatchcase(key, pattern) and key.count(".") == pattern.count("."):
@@ -229,7 +229,7 @@ def _check_kind(key: str, path: str, found: Callable[..., Any]) -> None:
 
 
 def _check_arguments(key: str, path: str, found: Callable[..., Any], node: Mapping[str, Any]) -> None:
-    """Refuses the arguments by which what is allowed would load what is not."""
+    """Refuse the arguments by which what is allowed would load what is not."""
     unnamed = node.get("_args_")
     unnamed = unnamed if isinstance(unnamed, list | tuple) else ()
     if len(unnamed) > 1 and lies_in(str(home_of(found)), kinds.HANDING_ON):
@@ -242,7 +242,7 @@ def _check_arguments(key: str, path: str, found: Callable[..., Any], node: Mappi
 
 
 def _refuse_loading(key: str, name: str, value: Any, path: str) -> None:
-    """Refuses an argument that loads something, and those in the mappings and lists of its value."""
+    """Refuse an argument that loads something, and those in the mappings and lists of its value."""
     # Hugging Face's configs keep some under such names, and take these as well.
     plain = name.strip("_").removesuffix("_internal")
     if plain in kinds.LOADING_ARGUMENTS and value not in kinds.LOADING_ARGUMENTS[plain]:
@@ -264,7 +264,7 @@ def _argument_order(found: Callable[..., Any]) -> list[str]:
 
 
 def _is_hugging_face_method(found: object) -> bool:
-    """Whether this is one of the methods by which Hugging Face's classes make a model or a config."""
+    """Return True if this is one of the methods by which Hugging Face's classes make a model or a config."""
     owner, name = getattr(found, "__self__", None), getattr(found, "__name__", "")
     return (
         name in kinds.HUGGING_FACE_METHODS
@@ -283,7 +283,7 @@ def _classes(names: tuple[str, ...]) -> tuple[type, ...]:
 
 
 def _loaded(name: str) -> Any:
-    """The object of one of the names in :mod:`gradpolicy.launch.kinds`.
+    """Return the object of one of the names in :mod:`gradpolicy.launch.kinds`.
 
     None, where its package has not been loaded: then nothing that a config names can be of its kind.
     """

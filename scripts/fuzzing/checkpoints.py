@@ -30,7 +30,20 @@ START = command(
 )
 # Most cases only look at the file; the others cost a run.
 USES = st.sampled_from((*(LOOK,) * 5, TEST, RESUME, START))
-GARBAGE: tuple[Any, ...] = (None, -1, 10**18, "abc", "999.0.0", 1.5, float("nan"), [], [1], {}, {"a": 1}, torch.zeros(3))
+GARBAGE: tuple[Any, ...] = (
+    None,
+    -1,
+    10**18,
+    "abc",
+    "999.0.0",
+    1.5,
+    float("nan"),
+    [],
+    [1],
+    {},
+    {"a": 1},
+    torch.zeros(3),
+)
 KINDS = (torch.float64, torch.float16, torch.int8, torch.bool, torch.complex64)
 
 

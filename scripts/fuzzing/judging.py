@@ -41,7 +41,7 @@ class Verdict:
 
 
 def judge(case: Case, outcome: Outcome) -> Verdict:
-    """Judges what came of a case."""
+    """Judge what came of a case."""
     complaint = next(_complaints(case, outcome), None)
     if complaint is not None:
         return Verdict(FAULT, complaint)
@@ -49,7 +49,7 @@ def judge(case: Case, outcome: Outcome) -> Verdict:
 
 
 def _complaints(case: Case, outcome: Outcome) -> Iterator[str]:
-    """Everything that is wrong, the worst first."""
+    """Yield everything that is wrong, the worst first."""
     for what in outcome.forbidden:
         yield f"it did what no input may do: {what}"
     if outcome.code is None:
@@ -96,7 +96,7 @@ def _wrongly_refused(case: Case, outcome: Outcome) -> Iterator[str]:
 
 
 def _lines(err: str) -> list[str]:
-    """What stands on the error stream beside warnings."""
+    """Return the lines of the error stream, without warnings."""
     return [line for line in err.splitlines() if line.strip() and not line.startswith("warning:")]
 
 
@@ -125,7 +125,7 @@ def _wrongly_accepted(case: Case, outcome: Outcome) -> Iterator[str]:
 
 
 def ignored(arguments: Sequence[str], config: dict[str, Any], choices: dict[str, Any]) -> Iterator[str]:
-    """What a command line sets, as Hydra's own parser reads it, and the config does not hold."""
+    """Yield what a command line sets, by Hydra's parser, and the config does not hold."""
     overrides = []
     for line in arguments:
         try:
@@ -152,13 +152,13 @@ def ignored(arguments: Sequence[str], config: dict[str, Any], choices: dict[str,
 
 
 def _is_without_choice(group: str, config: dict[str, Any]) -> bool:
-    """Whether a group holds nothing but what other groups write there."""
+    """Return True if a group holds nothing but what other groups write there."""
     content = config.get(group)
     return isinstance(content, dict) and content.keys() <= FROM_OTHER_GROUPS.get(group, set())
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Whether two values of configs are equal, with their types.
+    """Return True if two values of configs are equal, with their types.
 
     Example:
         >>> same([1, {"a": 2.0}], [1, {"a": 2.0}]), same(1, True), same(float("nan"), float("nan"))
@@ -188,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 
 def _select(config: dict[str, Any], key: str) -> Any:
-    """The value under a dotted key, resolved where it refers to another."""
+    """Return the value under a dotted key, resolved where it refers to another."""
     found: Any = config
     for part in key.split("."):
         if not isinstance(found, dict) or part not in found:

@@ -43,7 +43,7 @@ WRITES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case.
+    """What a case did.
 
     Attributes:
         code: The exit code; negative for the signal that ended it; None where the time was up.
@@ -118,7 +118,7 @@ def _wait(process: int, limit: float) -> bool:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Everything in a folder: the hash of each file, nothing for a directory."""
+    """Return the hash of each file in a folder; an empty one for a directory."""
     return {
         str(path.relative_to(folder)): (
             hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
@@ -141,7 +141,7 @@ def _differences(before: dict[str, str], after: dict[str, str]) -> Iterator[str]
 
 
 def _run(case: Case, program: Program, folder: Path, temporary: Path, said: dict[str, Path]) -> None:
-    """Does what the case says, and ends the process."""
+    """Run the program in the fork, and end the process."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -172,7 +172,7 @@ def _run(case: Case, program: Program, folder: Path, temporary: Path, said: dict
 
 
 def _redirect(said: dict[str, Path]) -> int:
-    """Sends the output streams to files; gives the descriptor of a third, for what the harness tells."""
+    """Send the output streams to files; return the descriptor of a third, for the harness's notes."""
     numbers = {
         name: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name, path in said.items()
     }
@@ -187,7 +187,7 @@ def _redirect(said: dict[str, Path]) -> int:
 
 
 def _tell_config(told: int) -> None:
-    """Notes the config that is run, at the door through which every job goes."""
+    """Note the config of the job that is run."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
@@ -219,7 +219,7 @@ class Guard:
         self.forks = 0
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Python calls it for each event."""
+        """Note and prevent a forbidden event."""
         if event == "os.fork":
             self.forks += 1
         if (
@@ -235,7 +235,7 @@ class Guard:
             raise PermissionError(f"prevented by the fuzzer: {what}")
 
     def _is_own(self, path: Any) -> bool:
-        """Whether it lies where the case may write; a descriptor was judged when it was opened."""
+        """Return True if it lies where the case may write; a descriptor was judged when it was opened."""
         if isinstance(path, int) or path is None:
             return True
         absolute = os.path.realpath(os.fsdecode(path))
