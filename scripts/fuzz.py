@@ -106,7 +106,7 @@ def description(case: Case, complaint: str, said: str) -> str:
     for name, content in case.files.items():
         if name.endswith(".yaml"):
             lines.append(f"  {name}:\n{content.decode(errors='backslashreplace')[:1500]}")
-    lines += ["  it said:", *(f"    {line}" for line in said.strip().splitlines()[-12:])]
+    lines += ["  it said:", *(f"    {line[:300]}" for line in said.strip().splitlines()[-12:])]
     return "\n".join(lines).encode("utf-8", "backslashreplace").decode()
 
 

@@ -168,7 +168,9 @@ def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> 
     values = {override.key_or_group: override.value() for override in parsed(overrides)}
     several = {group: value for group, value in values.items() if isinstance(value, list)}
     for group, chosen in {**config.hydra.runtime.choices, **several}.items():
-        for name in [chosen] if isinstance(chosen, str) else chosen or ():
+        names = [chosen] if isinstance(chosen, str) else chosen or ()
+        known = _choices(group, source)
+        for name in (name for name in names if name in known):
             for file in (directory / group / f"{name}.yaml" for directory in source.directories):
                 content = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else None
                 if content is not None and not isinstance(content, dict):
