@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TESTS = ("kernels/test_kernels.py", "test_mask_transition.py", "test_row_masks.py", "test_any_order.py")
+TESTS = ("kernels/test_kernels.py", "test_masked_parameter.py", "test_any_order.py")
 
 
 def sanitizer(name):
