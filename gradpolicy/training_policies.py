@@ -21,7 +21,7 @@ from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
 from gradpolicy.flow.install import Installed
 from gradpolicy.flow.policy_checks import check_cuts, remarks
-from gradpolicy.flow.policy_report import check_met
+from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.moving_buffers import buffer_warnings, changed_buffers, copy_buffers
 from gradpolicy.freezing.requires_grad import is_turned_off
@@ -281,7 +281,7 @@ class TrainingPolicies:
         for row in self.installed.report().rows:
             policy = self.flow_policies[row.name]
             if row.active and policy.when.active(phase=phase):
-                message = check_met(row.name, row.met, may_get_gradient=thaws)
+                message = check_operations(row, may_get_gradient=thaws)
                 # In a test gradients are recorded only where a callback enables them.
                 if message and tells and f"{row.name}: {message}" not in self.shown_warnings:
                     self._warn(f"policy {row.name!r}: {message}")

@@ -1,4 +1,4 @@
-"""A rule for any forward: NumPy code, a library's function, a physical simulation."""
+"""A rule for any forward, such as NumPy code or a simulation."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError, shown, warn_user
-from gradpolicy.flow.autograd_functions import in_transform, replace_gradient
-from gradpolicy.flow.bound_rule import BoundRule, RuleState, runs_while_tracing
-from gradpolicy.flow.call_arguments import arguments_of
+from gradpolicy.flow.arguments import arguments_of
+from gradpolicy.flow.autograd_functions import replace_gradient
+from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_rule import as_floating_point
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
+from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.tracing import in_transform, runs_while_tracing
 from gradpolicy.rules.call import Call
 from gradpolicy.rules.registry import Rule, RuleFunction
 
@@ -31,7 +33,7 @@ def apply(
     numpy: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Runs any forward once, with a rule as its backward.
+    """Run any forward once, with a rule as its backward.
 
     The forward gets its tensors detached and runs without a graph, so it may call ``.numpy()`` on them.
     Arrays and numbers that it returns become tensors. A single integer or boolean result is converted to the
@@ -47,7 +49,6 @@ def apply(
         forward: The function.
         *args: Its arguments, tensors or not.
         numpy: Whether the forward is written for NumPy and gets arrays; those of bfloat16 become float32.
-            NumPy's own functions always do.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -69,7 +70,7 @@ def apply(
         forward_name(forward), replacing_rule("apply", rule), has_own_gradient=False, is_reported=False
     )
     bound_rule = BoundRule(state, f"forward {state.name!r}")
-    state.count(state.name)
+    state.note("matched", state.name)
     inputs = tensors_in((args, kwargs))
     watches = torch.is_grad_enabled() and not in_transform()
     with torch.no_grad():
@@ -91,31 +92,28 @@ class WatchForward(TorchFunctionMode):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        # Tensors that need a gradient and were made by the forward itself.
-        self._made: list[Tensor] = []
         self._has_warned = False
 
     def __torch_function__(
         self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Makes the call, and looks at what it was given."""
+        """Make the call, and look at its arguments, unless the forward switched gradients on itself."""
         result = func(*args, **(kwargs or {}))
-        self._made += [tensor for tensor in tensors_in(result) if tensor.requires_grad]
-        if not self._has_warned and isinstance(result, Tensor) and not _drops_gradient(func):
-            for tensor in tensors_in((args, kwargs or {})):
-                if tensor.requires_grad and not any(tensor is made for made in self._made):
-                    self._has_warned = True
-                    warn_user(
-                        f"apply: forward {self.name!r} uses a tensor of shape {tuple(tensor.shape)} that "
-                        "needs a gradient and is not among its arguments: it gets none; pass it as an "
-                        "argument, or detach it if none is meant"
-                    )
-                    break
+        if self._has_warned or torch.is_grad_enabled() or not isinstance(result, Tensor):
+            return result
+        outside = [tensor for tensor in tensors_in((args, kwargs or {})) if tensor.requires_grad]
+        if outside and not _drops_gradient(func):
+            self._has_warned = True
+            warn_user(
+                f"apply: forward {self.name!r} uses a tensor of shape {tuple(outside[0].shape)} that "
+                "needs a gradient and is not among its arguments: it gets none; pass it as an "
+                "argument, or detach it if none is meant"
+            )
         return result
 
 
 def _drops_gradient(function: Callable) -> bool:
-    """Whether a call of a torch function uses a tensor on purpose in a way that no gradient follows."""
+    """Return True if a torch function uses a tensor in a way that no gradient is to follow."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return not any(function == attribute for attribute in _VIEWS)
@@ -125,7 +123,7 @@ def _drops_gradient(function: Callable) -> bool:
 
 
 def replacing_rule(caller: str, rule: str | Rule | RuleFunction) -> Rule:
-    """The rule that is meant, for a forward that has no gradient of its own.
+    """Return the rule that is meant, for a forward that has no gradient of its own.
 
     Raises:
         PolicyError: If there is no such rule, or it changes an operation's own gradients.
@@ -140,7 +138,7 @@ def replacing_rule(caller: str, rule: str | Rule | RuleFunction) -> Rule:
 
 
 def check_forward(caller: str, forward: object) -> None:
-    """Refuses a forward that cannot be called.
+    """Refuse a forward that cannot be called.
 
     Raises:
         PolicyError: Names who was given it.
@@ -150,7 +148,7 @@ def check_forward(caller: str, forward: object) -> None:
 
 
 def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], numpy: bool) -> Any:
-    """Runs a forward once, with tensors or with arrays; see :func:`apply`.
+    """Run a forward once, with tensors or with arrays; see :func:`apply`.
 
     Raises:
         PolicyError: If it returns what cannot be a tensor, or is to get arrays under ``torch.func`` or
@@ -160,7 +158,7 @@ def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, A
     if torch.compiler.is_compiling() and not numpy:
         return _as_tensors(forward(*args, **kwargs), name, None)
     device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
-    if numpy or _is_numpy(forward):
+    if numpy:
         if in_transform():
             raise PolicyError(
                 f"forward {shown(name)} is NumPy code, which has no arrays to work on under torch.func "
@@ -178,7 +176,7 @@ def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, A
 
 
 def call_of(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Call:
-    """The call of a forward, for rules that ask for it."""
+    """Return the call of a forward, for rules that ask for it."""
     name = _operation_or_own_name(forward)
     return Call(name, arguments_of(forward, name, args, kwargs))
 
@@ -189,18 +187,13 @@ def _operation_or_own_name(forward: Callable[..., Any]) -> str:
 
 
 def forward_name(forward: Callable[..., Any]) -> str:
-    """What messages call a forward."""
+    """Return what messages call a forward."""
     return getattr(forward, "__name__", type(forward).__name__)
 
 
 def _as_array(tensor: Tensor) -> np.ndarray:
-    """The values as an array; NumPy has no bfloat16, so these become float32."""
+    """Return the values as an array; NumPy has no bfloat16, so these become float32."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)
-
-
-def _is_numpy(forward: Callable[..., Any]) -> bool:
-    module = getattr(forward, "__module__", None) or ""
-    return isinstance(forward, np.ufunc) or module.partition(".")[0] == "numpy"
 
 
 def _as_tensors(values: Any, name: str, device: torch.device | None) -> Any:

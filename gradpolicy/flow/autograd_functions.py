@@ -6,7 +6,7 @@ not be linear in that gradient, and then no derivative along a direction belongs
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,9 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.bound_rule import BoundRule, skip_alone
+from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import rebuilt_sequence
-
-# By these names, since a look-up of torch._C._… takes time at every layer.
-_is_compiling = torch.compiler.is_compiling
-_in_functorch = torch._C._are_functorch_transforms_active
+from gradpolicy.flow.tracing import in_functorch, in_transform, is_compiling, skip_alone
 
 
 class ReplaceGradient(Function):
@@ -29,7 +26,7 @@ class ReplaceGradient(Function):
 
     @staticmethod
     def forward(bound_rule: BoundRule, module: str | None, count: int, *tensors: Tensor) -> Any:
-        """Takes the rule, the running module, the number of values, the values, then the inputs.
+        """Take the rule, the running module, the number of values, the values, then the inputs.
 
         Returns:
             The values.
@@ -41,7 +38,7 @@ class ReplaceGradient(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        """Keeps what the rule reads. Shapes come from the gradient if that is enough."""
+        """Keep what the rule reads. Shapes come from the gradient if that is enough."""
         bound_rule, module, count, *tensors = inputs
         outputs = output if isinstance(output, tuple) else (output,)
         given = tensors[count:]
@@ -59,7 +56,7 @@ class ReplaceGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        """Asks the rule."""
+        """Ask the rule."""
         saved = list(ctx.saved_tensors)
         inputs = []
         for keep, dtype in zip(ctx.kept, ctx.dtypes, strict=True):
@@ -83,7 +80,7 @@ class ChangeOwnGradients(Function):
     def forward(
         bound_rule: BoundRule, module: str | None, outputs: list, places: tuple, *tensors: Tensor
     ) -> Any:
-        """Takes the rule, the running module, where the outputs arrive, which inputs change, the inputs.
+        """Take the rule, the running module, where the outputs arrive, which inputs change, the inputs.
 
         Returns:
             Those inputs that need a gradient; one by itself.
@@ -93,7 +90,7 @@ class ChangeOwnGradients(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        """Keeps the inputs if the rule reads them, otherwise their shapes."""
+        """Keep the inputs if the rule reads them, otherwise their shapes."""
         ctx.bound_rule, ctx.module, ctx.outputs, ctx.places, *tensors = inputs
         ctx.reads_inputs = "inputs" in ctx.bound_rule.reads
         ctx.set_materialize_grads(False)
@@ -103,7 +100,7 @@ class ChangeOwnGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        """Asks the rule."""
+        """Ask the rule."""
         own: list[Tensor | None] = [None] * len(ctx.like)
         for place, grad in zip(ctx.places, grads, strict=True):
             own[place] = grad
@@ -124,46 +121,21 @@ class HandOverOutput(Function):
 
     @staticmethod
     def forward(outputs: list, *tensors: Tensor) -> Any:
-        """Returns the tensors."""
+        """Return the tensors."""
         return tensors[0].detach() if len(tensors) == 1 else tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        """Keeps the output."""
+        """Keep the output."""
         ctx.outputs = inputs[0]
         ctx.save_for_backward(*(output if isinstance(output, tuple) else (output,)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        """Passes the gradients on; this backward pass reaches the operation's inputs later."""
+        """Pass the gradients on; this backward pass reaches the operation's inputs later."""
         saved = ctx.saved_tensors
         ctx.outputs[:] = [saved[0] if len(saved) == 1 else saved]
         return (None, *grads)
-
-
-def _refuse_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
-    """Refuses to pass a forward-mode derivative on."""
-    raise PolicyError(
-        f"rule {ctx.bound_rule.rule.name!r} at {ctx.bound_rule.location} has no forward-mode derivative: "
-        "it says what becomes of a gradient that flows back. Use reverse mode: torch.func.jacrev for "
-        "jacfwd, torch.autograd.grad for jvp. For hessian use gradpolicy.curvature, which differentiates "
-        "the gradient under the policy; jacrev(jacrev(f)) would apply the rule in both passes. Or switch "
-        "the policy off"
-    )
-
-
-class ReplaceGradientInForwardMode(ReplaceGradient):
-    """The same while forward-mode derivatives are taken. The compiler takes no Function with ``jvp``."""
-
-    generate_vmap_rule = True
-    jvp = staticmethod(_refuse_forward_mode)
-
-
-class ChangeOwnGradientsInForwardMode(ChangeOwnGradients):
-    """The same while forward-mode derivatives are taken."""
-
-    generate_vmap_rule = True
-    jvp = staticmethod(_refuse_forward_mode)
 
 
 class AdoptHistory(Function):
@@ -175,46 +147,35 @@ class AdoptHistory(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, alias: Tensor) -> Tensor:
-        """Returns the tensor, whose values are the alias's already."""
+        """Return the tensor, whose values are the alias's already."""
         ctx.mark_dirty(tensor)
         return tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """Passes the gradient to the alias."""
+        """Pass the gradient to the alias."""
         return None, grad
 
 
-@skip_alone
-def in_transform() -> bool:
-    """Whether autograd's nodes are out of reach: under torch.compile, torch.func or forward mode."""
-    return _is_compiling() or _in_functorch() or forward_ad._current_level >= 0
-
-
-def in_forward_mode() -> bool:
-    """Whether tensors may carry a forward-mode derivative now."""
-    return forward_ad._current_level >= 0
-
-
 def is_differentiable(value: Any) -> bool:
-    """Whether a value is a tensor that can have a gradient."""
+    """Return True if a value is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 @skip_alone
 def may_have_gradient(tensor: Tensor) -> bool:
-    """Whether a gradient may reach a tensor; under torch.func and in forward mode no tensor says so."""
+    """Return True if a gradient may reach a tensor; under transforms no tensor says so."""
     if not is_differentiable(tensor):
         return False
-    return tensor.requires_grad or _in_functorch() or (not _is_compiling() and in_forward_mode())
+    return tensor.requires_grad or in_functorch() or (not is_compiling() and forward_ad._current_level >= 0)
 
 
 def run_function(function: type[Function], *args: Any) -> Any:
-    """Runs an autograd Function, given all of its arguments.
+    """Run an autograd Function, given all of its arguments.
 
     ``Function.apply`` looks up the signature of ``forward`` for defaults, which takes most of its time.
     """
-    if _is_compiling():
+    if is_compiling():
         # The compiler takes each tensor once. There a copy costs nothing.
         given: list[Any] = []
         for arg in args:
@@ -228,7 +189,7 @@ def run_function(function: type[Function], *args: Any) -> Any:
 def replace_gradient(
     bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor], module: str | None = None
 ) -> Any:
-    """Gives one value, or the floating-point values of a tuple, the gradient of a rule.
+    """Return one value, or the floating-point values of a tuple, the gradient of a rule.
 
     Args:
         bound_rule: The rule.
@@ -239,25 +200,22 @@ def replace_gradient(
     Raises:
         PolicyError: If the values are neither, or ``torch.compile`` traces a transform of ``torch.func``.
     """
+    _check_transforms(bound_rule, inputs)
     bound_rule = bound_rule.with_current_numbers()
-    function: type[Function] = ReplaceGradient
-    if torch.compiler.is_compiling():
-        _refuse_compiled_transforms(bound_rule)
+    if is_compiling():
         if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
             # There is nothing to do, and the compiler would call a Function of several tensors wrongly.
             return values
         inputs = _distinct(inputs)
-    elif in_forward_mode():
-        function = ReplaceGradientInForwardMode
     if isinstance(values, Tensor):
-        return run_function(function, bound_rule, module, 1, values, *inputs)
+        return run_function(ReplaceGradient, bound_rule, module, 1, values, *inputs)
     if not isinstance(values, tuple | list):
         raise PolicyError(f"cannot put a rule on a result of type {type(values).__name__}")
     indices = [index for index, value in enumerate(values) if is_differentiable(value)]
     if not indices:
         return values
     floating = [values[index] for index in indices]
-    found = run_function(function, bound_rule, module, len(indices), *floating, *inputs)
+    found = run_function(ReplaceGradient, bound_rule, module, len(indices), *floating, *inputs)
     results = list(values)
     for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
         results[index] = result
@@ -267,7 +225,7 @@ def replace_gradient(
 def change_own_gradients(
     bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list, module: str | None = None
 ) -> list[Tensor]:
-    """Lets a rule change the gradients that an operation gives its inputs.
+    """Let a rule change the gradients that an operation gives its inputs.
 
     Args:
         bound_rule: The rule.
@@ -289,8 +247,8 @@ def change_own_gradients(
             "or compile without fullgraph"
         )
     found = list(inputs)
-    # Under torch.func and in forward mode a tensor does not say whether it needs a gradient.
-    unknown = in_transform() and not _is_compiling()
+    # Under torch.func a tensor does not say whether it needs a gradient.
+    unknown = in_transform() and not is_compiling()
     places = [
         place
         for place, tensor in enumerate(inputs)
@@ -298,22 +256,19 @@ def change_own_gradients(
     ]
     if not places:
         return found
+    _check_transforms(bound_rule, inputs)
     bound_rule = bound_rule.with_current_numbers()
-    function: type[Function] = ChangeOwnGradients
-    if torch.compiler.is_compiling():
-        _refuse_compiled_transforms(bound_rule)
+    if is_compiling():
         # Of a view of an input the compiler would return one without a gradient.
         inputs = [tensor.clone() if place in places else tensor for place, tensor in enumerate(inputs)]
-    elif in_forward_mode():
-        function = ChangeOwnGradientsInForwardMode
-    changed = run_function(function, bound_rule, module, outputs, tuple(places), *inputs)
+    changed = run_function(ChangeOwnGradients, bound_rule, module, outputs, tuple(places), *inputs)
     for place, tensor in zip(places, changed if len(places) > 1 else (changed,), strict=True):
         found[place] = tensor
     return found
 
 
 def hand_over(outputs: list, values: Any) -> Any:
-    """Has the backward pass put the differentiable tensors of what an operation gave into a list."""
+    """Have the backward pass put the differentiable tensors of what an operation gave into a list."""
     tensors = [
         value for value in ([values] if isinstance(values, Tensor) else values) if is_differentiable(value)
     ]
@@ -325,7 +280,7 @@ def hand_over(outputs: list, values: Any) -> Any:
 
 
 def insert_rule(bound_rule: BoundRule, values: Any, module: str | None = None) -> Any:
-    """Puts a rule between a tensor, or each floating-point tensor of a tuple, and its node."""
+    """Put a rule between a tensor, or each floating-point tensor of a tuple, and its node."""
     if isinstance(values, Tensor):
         if not is_differentiable(values):
             return values
@@ -342,11 +297,32 @@ def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _refuse_compiled_transforms(bound_rule: BoundRule) -> None:
-    if torch._C._are_functorch_transforms_active():
-        # The compiler would drop the rule, or fail without a word about it.
+@skip_alone
+def _check_transforms(bound_rule: BoundRule, inputs: Sequence[Tensor]) -> None:
+    """Refuse forward-mode derivatives, and transforms of ``torch.func`` in compiled code.
+
+    Raises:
+        PolicyError: Names the rule and where it acts.
+    """
+    where = f"rule {bound_rule.rule.name!r} at {bound_rule.location}"
+    if is_compiling():
+        if in_functorch():
+            # The compiler would drop the rule, or fail without a word about it.
+            raise PolicyError(
+                f"{where} cannot be compiled under a transform of torch.func: the compiler does not take "
+                "autograd Functions through them. Leave this part to eager mode (torch.compiler.disable), or "
+                "compile without fullgraph"
+            )
+    elif forward_ad._current_level >= 0 and any(
+        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in inputs
+        if is_differentiable(tensor)
+    ):
         raise PolicyError(
-            f"rule {bound_rule.rule.name!r} at {bound_rule.location} cannot be compiled under a "
-            "transform of torch.func: the compiler does not take autograd Functions through them. Leave this "
-            "part to eager mode (torch.compiler.disable), or compile without fullgraph"
+            f"{where} has no forward-mode derivative: "
+            "it says what becomes of a gradient that flows back. Use reverse mode: torch.func.jacrev for "
+            "jacfwd, torch.autograd.grad for jvp. For hessian use gradpolicy.curvature, which differentiates "
+            "the gradient under the policy; jacrev(jacrev(f)) would apply the rule in both passes. Or switch "
+            "the policy off"
         )

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from gradpolicy.flow.arguments import Argument
 from gradpolicy.flow.autograd_functions import AdoptHistory, insert_rule, may_have_gradient
-from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors
-from gradpolicy.flow.forward_argument import Argument
+from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.rules.call import Call
 
 # What a module got, by the names of its forward's parameters; None where no rule asks.
@@ -41,7 +42,7 @@ class Boundary:
     def enter(
         self, args: tuple, kwargs: dict, crossed: list, arguments: Arguments = None, number: int = 0
     ) -> tuple[tuple, dict]:
-        """Puts the rules between the arguments of a call and their nodes.
+        """Put the rules between the arguments of a call and their nodes.
 
         Args:
             args: The positional arguments: tensors in tuples, lists, dicts and dataclasses.
@@ -66,7 +67,7 @@ class Boundary:
         return args, kwargs
 
     def leave(self, result: Any, arguments: Arguments = None, number: int = 0) -> Any:
-        """Puts the rules between what a module returns and its nodes; see :meth:`enter`."""
+        """Put the rules between what a module returns and its nodes; see :meth:`enter`."""
         due = self._due(arguments, number)
         passed: set[str] = set()
         result = self._cross(result, [rule for rule, _ in due], [], passed)
@@ -74,7 +75,7 @@ class Boundary:
         return result
 
     def _due(self, arguments: Arguments, number: int) -> DueRules:
-        """The rules that act in this call, each with its argument."""
+        """Return the rules that act in this call, each with its argument."""
         due = [
             (rule, argument)
             for rule, argument in zip(self.bound_rules, self.arguments, strict=True)
@@ -88,10 +89,10 @@ class Boundary:
     def _note_untouched(self, due: DueRules, passed: Collection[str]) -> None:
         for rule, _ in due:
             if rule.state.name not in passed:
-                rule.state.note_without_gradient(self.location)
+                rule.state.note("without_gradient", self.location)
 
     def _cross(self, values: Any, rules: Sequence[BoundRule], crossed: list, passed: set[str]) -> Any:
-        """Puts rules on the tensors in some values, and collects the names of their policies."""
+        """Put rules on the tensors in some values, and collects the names of their policies."""
         if not rules:
             return values
         put_on = functools.partial(self._put_on, rules, crossed, passed)
@@ -105,7 +106,7 @@ class Boundary:
         result = tensor
         for bound_rule in rules:
             state = bound_rule.state
-            state.count(self.location)
+            state.note("matched", self.location)
             passed.add(state.name)
             # Under torch.compile a copy costs nothing, and an alias that is written to cannot be traced.
             value = result.clone() if torch.compiler.is_compiling() else result
@@ -126,12 +127,12 @@ class Boundary:
 
 
 def _rules_at(slot: int | str, due: DueRules) -> list[BoundRule]:
-    """The rules for one argument of a call."""
+    """Return the rules for one argument of a call."""
     return [rule for rule, argument in due if argument is None or argument.is_at(slot)]
 
 
 def adopt_writes(crossed: list[tuple[Tensor, Tensor]], versions: list[int]) -> None:
-    """Gives tensors that a module wrote to through their aliases the history of the aliases.
+    """Return tensors that a module wrote to through their aliases the history of the aliases.
 
     Args:
         crossed: The pairs of tensors and aliases.

@@ -1,10 +1,12 @@
-"""How the gradient path of a discrete tensor follows what is computed from the tensor.
+"""Carries the gradient path of a discrete tensor to what is computed from it.
 
-Each table below names the operations of one kind. An operation in none of them cannot carry the gradient. If
-its result is floating-point, a warning says so; if not, the warning comes when that becomes floating-point.
+Casts, views, indexing, ``not``, ``1 - x``, ``x + 1``, products, ``where`` and ``one_hot`` carry it. Anything
+else loses it: if the result is floating-point, a warning says so; if not, the warning comes when that becomes
+floating-point.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -22,41 +24,20 @@ Call = Callable[[Function, tuple, Mapping[str, Any]], Any]
 # Makes a call and lets the paths of its arguments follow; NotImplemented if it cannot carry them.
 Carrier = Callable[[Call, Function, tuple, Mapping[str, Any]], Any]
 
-# Entries change their place.
+# Views and indexing: entries change their place.
 MOVES = (
     *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze"),
     *("permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint"),
-    *("expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave", "flip", "roll"),
-    *("getitem", "select", "narrow", "index_select", "gather", "take_along_dim", "masked_select"),
-    *("chunk", "split", "unbind", "tensor_split", "clone", "contiguous", "positive"),
+    *("expand", "expand_as", "broadcast_to", "flip", "getitem", "select", "narrow", "index_select"),
+    *("gather", "take_along_dim", "masked_select", "clone", "contiguous"),
 )
 TRANSPOSITIONS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
-# Linear functions of the entries.
-SUMS = ("sum", "mean", "cumsum", "neg", "tril", "triu", "diagonal", "pad")
 # Another dtype, or another device.
 CASTS = (
     *("float", "double", "half", "bfloat16", "to", "type", "type_as", "as_tensor", "asarray", "cpu", "cuda"),
     *("bool", "byte", "char", "short", "int", "long"),
 )
 NEGATIONS = ("logical_not", "bitwise_not", "invert")
-_ADDITION: tuple[Callable, ...] = (lambda a, b: 1, lambda a, b: 1)
-# With the derivatives in the first and in the second operand, which hold where the result is discrete.
-OPERATORS: dict[tuple[str, ...], tuple[Callable, ...]] = {
-    ("mul", "logical_and", "bitwise_and", "and"): (lambda a, b: b, lambda a, b: a),
-    ("logical_or", "bitwise_or", "or"): (lambda a, b: 1 - b, lambda a, b: 1 - a),
-    ("logical_xor", "bitwise_xor", "xor"): (lambda a, b: 1 - 2 * b, lambda a, b: 1 - 2 * a),
-    ("add",): _ADDITION,
-    ("sub",): (lambda a, b: 1, lambda a, b: -1),
-    # After sub, of which a reflected call is a spelling too.
-    ("rsub",): (lambda a, b: -1, lambda a, b: 1),
-    # Its result is never discrete.
-    ("div",): (),
-}
-JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
-CHOICES = ("where", "masked_fill")
-# Write one operand's values into floats in place; with the operand's position.
-COPIES: dict[Function, int] = {Tensor.copy_: 1, Tensor.__setitem__: 2}
-
 # These take an index as what it is: which entries of another tensor are meant.
 SELECTIONS = (
     *("getitem", "gather", "take", "take_along_dim", "index_select", "index_add", "index_copy", "index_fill"),
@@ -67,7 +48,7 @@ WITHOUT_VALUES = ("detach", "zeros_like", "ones_like", "empty_like", "full_like"
 
 
 def paths_in(args: Sequence, kwargs: Mapping[str, Any]) -> list[GradientPath]:
-    """The gradient paths of a call's arguments, and of the tensors in its lists."""
+    """Return the gradient paths of a call's arguments, and of the tensors in its lists."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -80,7 +61,7 @@ def paths_in(args: Sequence, kwargs: Mapping[str, Any]) -> list[GradientPath]:
 def carry(
     call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any], paths: list[GradientPath]
 ) -> Any:
-    """Makes a call with a discrete argument that has a path, and lets the path follow.
+    """Make a call with a discrete argument that has a path, and let the path follow.
 
     Args:
         call: Makes a call by the rules that are on it.
@@ -93,10 +74,7 @@ def carry(
         return call(function, args, kwargs)
     carrier = _CARRIERS.get(function)
     if carrier is not None and all(path.tensor is not None for path in paths):
-        if kwargs:
-            args, kwargs = _by_position(function, args, kwargs)
-        writes_to_path = function in _WRITES and path_of(args[0]) is not None
-        result = NotImplemented if writes_to_path else carrier(call, function, args, kwargs)
+        result = carrier(call, function, args, kwargs)
         if result is not NotImplemented:
             return result
     result = call(function, args, kwargs)
@@ -107,23 +85,15 @@ def carry(
     return result
 
 
-def _by_position(
-    function: Function, args: tuple, kwargs: Mapping[str, Any]
-) -> tuple[tuple, Mapping[str, Any]]:
-    """A call with those of its operands by position that were given by name."""
-    named = [name for name in _OPERANDS.get(function, ("input",)) if name in kwargs]
-    others = {key: value for key, value in kwargs.items() if key not in named}
-    return (*args, *[kwargs[name] for name in named]), others
-
-
 def _lose(paths: list[GradientPath], function: Function, result: Any, changed: tuple = ()) -> None:
-    """Says that what has become floating-point has no gradient from here, and marks what is discrete."""
+    """Warn that what has become floating-point has no gradient from here, and mark what is discrete."""
     # The compiler does not know the names of functions.
     name = "a function" if torch.compiler.is_compiling() else repr(name_of(function))
     # What an index points at has its own gradient. A value that is written is one of numbers.
     selects = function in _SELECTIONS and all(path.is_index for path in paths)
     for tensor in tensors_in((result, changed)):
-        if is_discrete(tensor):
+        # The compiler cannot keep a path with one of several results.
+        if is_discrete(tensor) and (isinstance(result, Tensor) or not torch.compiler.is_compiling()):
             set_path(tensor, paths[0].lost(name))
         elif not selects:
             for path in paths:
@@ -131,15 +101,13 @@ def _lose(paths: list[GradientPath], function: Function, result: Any, changed: t
 
 
 def _follow(result: Any, tensor: Any, paths: Iterable[GradientPath], slope: Tensor | None = None) -> Any:
-    """Gives a result, or each of several, its path; joins them where the result is floating-point."""
-    if isinstance(result, tuple | list):
-        return type(result)(_follow(one, path, paths) for one, path in zip(result, tensor, strict=True))
-    origins = tuple(dict.fromkeys(origin for path in paths for origin in path.origins))
-    is_index = any(path.is_index for path in paths)
+    """Give a result its path, or the gradient of that where the result is floating-point."""
     if is_discrete(result):
-        if slope is not None:
-            tensor = tensor * slope
-        return set_path(result, GradientPath(tensor, origins, is_index=is_index))
+        origins = tuple(dict.fromkeys(origin for path in paths for origin in path.origins))
+        is_index = any(path.is_index for path in paths)
+        return set_path(
+            result, GradientPath(tensor if slope is None else tensor * slope, origins, is_index=is_index)
+        )
     for path in paths:
         path.note_carried()
     return run_function(JoinPath, result, tensor, slope)
@@ -152,29 +120,15 @@ def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
         return NotImplemented
     with torch._C.DisableTorchFunction():
         result = function(*args, **kwargs)
-        if torch.compiler.is_compiling() and not isinstance(result, Tensor):
-            # The compiler cannot keep a path with one of several results.
-            path.note_lost("a function with several results")
-            return result
         if path.is_index:
             # An index's path has one more dimension, so that it is gathered entry by entry.
             places = torch.arange(moved.numel(), device=moved.device).view(moved.shape)
-            rows = path.tensor.reshape(moved.numel(), -1)
             places = function(places, *others, **kwargs)
-            tensor = rows[places] if isinstance(places, Tensor) else [rows[place] for place in places]
+            rows = path.tensor.reshape(moved.numel(), -1).index_select(0, places.reshape(-1))
+            tensor = rows.reshape(*places.shape, rows.shape[-1])
         else:
             tensor = function(path.tensor, *others, **kwargs)
         return _follow(result, tensor, [path])
-
-
-def _sum(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    path = path_of(args[0]) if args else None
-    if path is None or path.is_index or paths_in(args[1:], kwargs):
-        return NotImplemented
-    with torch._C.DisableTorchFunction():
-        result = function(*args, **kwargs)
-        kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
-        return _follow(result, function(path.tensor, *args[1:], **kwargs), [path])
 
 
 def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -197,73 +151,66 @@ def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
 
 def _negate(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     path = path_of(args[0]) if args else None
-    if path is None or args[0].dtype != torch.bool:
+    if path is None or args[0].dtype != torch.bool or function in _WRITES:
         return NotImplemented
     with torch._C.DisableTorchFunction():
         return _follow(function(*args, **kwargs), -path.tensor, [path])
 
 
-def _operate(slopes: tuple[Callable, ...]) -> Carrier:
-    """Carries the operators of two operands, given their derivatives."""
+def _shift(signs: tuple[int, int]) -> Carrier:
+    """Return the carrier of ``x + 1``, ``x - 1`` or ``1 - x``, given the signs of the two operands."""
 
-    def operate(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        paths = [path_of(operand) for operand in args]
-        if len(args) != 2 or any(path is not None and path.is_index for path in paths):
+    def shift(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        are_numbers = [isinstance(operand, Number) for operand in args]
+        if sorted(are_numbers) != [False, True] or kwargs or function in _WRITES:
             return NotImplemented
-        if kwargs and not (slopes and kwargs.keys() == {"alpha"}):
+        place = are_numbers.index(False)
+        path = path_of(args[place])
+        if path is None or path.is_index or args[place].dtype == torch.bool:
             return NotImplemented
         with torch._C.DisableTorchFunction():
-            dtype = _dtype_of_operation(function, *args)
-            if dtype.is_floating_point:
-                operands = tuple(_in_floating_point(operand, dtype) for operand in args)
-            elif function in _WRITES or dtype.is_complex or kwargs:
-                return NotImplemented
-            else:
-                return _follow_operands(function(*args), slopes, args, paths)
-        return call(function, operands, kwargs)
+            return _follow(function(*args), path.tensor * signs[place], [path])
 
-    return operate
+    return shift
 
 
-def _follow_operands(result: Tensor, slopes: tuple[Callable, ...], operands: tuple, paths: list) -> Any:
-    """Gives a discrete result of two operands its path, by the product rule."""
-    if result.dtype == torch.bool:
-        # A sum of bits is their or, and whether an integer is not 0 is a step.
-        are_bits = all(getattr(operand, "dtype", torch.bool) == torch.bool for operand in operands)
-        if slopes is _ADDITION or not are_bits:
-            return NotImplemented
-    given = [path for path in paths if path is not None]
-    dtype = given[0].tensor.dtype
-    values = [operand.to(dtype) if isinstance(operand, Tensor) else operand for operand in operands]
-    tensor = sum(
-        path.tensor * slope(*values) for path, slope in zip(paths, slopes, strict=True) if path is not None
-    )
-    return _follow(result, tensor.expand(result.shape), given)
-
-
-def _copy(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Carries what is written into floats in place: ``x.copy_(mask)``, ``x[…] = mask``."""
-    place = COPIES[function]
-    others = [*args[:place], *args[place + 1 :]]
-    if len(args) <= place or not args[0].is_floating_point() or paths_in(others, kwargs):
+def _multiply(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Carry a product: of floats by the native one, of integers and bits by the product rule."""
+    paths = [path_of(operand) for operand in args]
+    if len(args) != 2 or kwargs or any(path is not None and path.is_index for path in paths):
+        return NotImplemented
+    first, second = args
+    writes = function in _WRITES
+    if writes and is_discrete(first):
         return NotImplemented
     with torch._C.DisableTorchFunction():
-        value = _in_floating_point(args[place], args[0].dtype)
-    return call(function, (*args[:place], value, *args[place + 1 :]), kwargs)
+        dtype = first.dtype if writes else _dtype_of(function, first, second)
+        if dtype.is_complex:
+            return NotImplemented
+        if dtype.is_floating_point:
+            operands = tuple(_in_floating_point(operand, dtype) for operand in args)
+        else:
+            given = [path for path in paths if path is not None]
+            values = [one.to(given[0].tensor) if isinstance(one, Tensor) else one for one in args]
+            tensor = sum(
+                path.tensor * value
+                for path, value in zip(paths, reversed(values), strict=True)
+                if path is not None
+            )
+            result = function(*args)
+            return _follow(result, tensor.expand(result.shape), given)
+    return call(function, operands, kwargs)
 
 
-def _dtype_of_operation(function: Function, first: Any, second: Any) -> torch.dtype:
-    if function in _WRITES:
-        return first.dtype
+def _dtype_of(function: Function, first: Any, second: Any) -> torch.dtype:
     if torch.compiler.is_compiling():
         # It cannot trace result_type; and what is not used, it leaves out.
         return function(first, second).dtype
-    dtype = torch.result_type(first, second)
-    return torch.get_default_dtype() if function in _DIVISIONS and not dtype.is_floating_point else dtype
+    return torch.result_type(first, second)
 
 
 def _in_floating_point(operand: Any, dtype: torch.dtype) -> Any:
-    """An operand's values with the gradient of its path, if it has one."""
+    """Return an operand's values with the gradient of its path, if it has one."""
     path = path_of(operand)
     if path is None:
         return operand
@@ -271,43 +218,15 @@ def _in_floating_point(operand: Any, dtype: torch.dtype) -> Any:
     return run_function(JoinPath, operand.detach().to(dtype), path.tensor, None)
 
 
-def _join(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    if not args or not isinstance(args[0], list | tuple):
-        return NotImplemented
-    paths = paths_in(args[0], {})
-    if any(path.is_index for path in paths):
-        return NotImplemented
-    dtype = paths[0].tensor.dtype
-    with torch._C.DisableTorchFunction():
-        parts = [_path_or_zeros(tensor, dtype) for tensor in args[0]]
-        return _follow(function(*args, **kwargs), function(parts, *args[1:], **kwargs), paths)
-
-
-def _path_or_zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    path = path_of(tensor)
-    return torch.zeros_like(tensor, dtype=dtype) if path is None else path.tensor
-
-
 def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Carries ``where`` and ``masked_fill``: ``y = condition · chosen + (1 − condition) · otherwise``."""
-    if len(args) != 3 or kwargs or function in _WRITES:
+    """Carry ``where``: ``y = condition · chosen + (1 − condition) · otherwise``."""
+    if len(args) != 3 or kwargs:
         return NotImplemented
-    order = (1, 2, 0) if function in _FILLS else (1, 0, 2) if function is Tensor.where else (0, 1, 2)
+    order = (1, 0, 2) if function is Tensor.where else (0, 1, 2)
     condition, chosen, otherwise = (args[place] for place in order)
     path = path_of(condition)
-    if paths_in((chosen, otherwise), {}):
-        with torch._C.DisableTorchFunction():
-            # The compiler cannot trace result_type; and what is not used, it leaves out.
-            compiled = torch.compiler.is_compiling()
-            dtype = function(*args).dtype if compiled else torch.result_type(chosen, otherwise)
-            if not dtype.is_floating_point:
-                return NotImplemented
-            args = tuple(
-                value if place == order[0] else _in_floating_point(value, dtype)
-                for place, value in enumerate(args)
-            )
-    if path is None:
-        return call(function, args, {})
+    if path is None or paths_in((chosen, otherwise), {}):
+        return NotImplemented
     # Detached, so that an outer block does not carry the gradient once more.
     without_path = tuple(value.detach() if place == order[0] else value for place, value in enumerate(args))
     result = call(function, without_path, {})
@@ -350,29 +269,16 @@ def _functions(names: Iterable[str]) -> list[Function]:
 # Looked up by function, since the compiler cannot ask a function for its name.
 _WITHOUT_VALUES = frozenset(_functions(WITHOUT_VALUES))
 _SELECTIONS = frozenset(_functions(SELECTIONS))
-_DIVISIONS = frozenset(_functions(["div"]))
-_FILLS = frozenset(_functions(["masked_fill"]))
 _CARRIERS: dict[Function, Carrier] = {
     **dict.fromkeys((*_functions(MOVES), *TRANSPOSITIONS), _move),
-    **dict.fromkeys(_functions(SUMS), _sum),
     **dict.fromkeys(_functions(CASTS), _cast),
     **dict.fromkeys(_functions(NEGATIONS), _negate),
-    **{
-        function: carrier
-        for names, slopes in OPERATORS.items()
-        for carrier in [_operate(slopes)]
-        for function in _functions(names)
-    },
-    **dict.fromkeys(_functions(JOINS), _join),
-    **dict.fromkeys(_functions(CHOICES), _choose),
-    **dict.fromkeys(COPIES, _copy),
+    **dict.fromkeys(_functions(["add"]), _shift((1, 1))),
+    **dict.fromkeys(_functions(["sub"]), _shift((1, -1))),
+    # After sub, of which a reflected call is a spelling too.
+    **dict.fromkeys(_functions(["rsub"]), _shift((-1, 1))),
+    **dict.fromkeys(_functions(["mul"]), _multiply),
+    **dict.fromkeys(_functions(["where"]), _choose),
     F.one_hot: _one_hot,
-}
-# The operands of a call that may be given by name, in order; of any other only the first, "input".
-_OPERANDS: dict[Function, tuple[str, ...]] = {
-    **{function: ("input", "other") for names in OPERATORS for function in _functions(names)},
-    **dict.fromkeys(_functions(["where"]), ("condition", "input", "other")),
-    **dict.fromkeys(_FILLS, ("input", "mask", "value")),
-    **dict.fromkeys(_functions(JOINS), ("tensors",)),
 }
 _WRITES = frozenset(function for function in _CARRIERS if spelling_of(function).writes)

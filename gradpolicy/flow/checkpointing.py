@@ -19,7 +19,7 @@ _CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
 
 
 def checkpoints_above(entered_by: CodeType | None = None) -> int:
-    """Counts the checkpointed functions that the caller runs in.
+    """Count the checkpointed functions that the caller runs in.
 
     Args:
         entered_by: If given, the count ends at the nearest frame of this code.
@@ -33,7 +33,7 @@ def checkpoints_above(entered_by: CodeType | None = None) -> int:
 
 
 def may_be_recomputed() -> bool:
-    """Whether a checkpoint may be running: it switches gradients off, or has hooks on saved tensors."""
+    """Return True if a checkpoint may be running: gradients are off, or saved tensors have hooks."""
     if torch.compiler.is_compiling():
         return False
     if not torch.is_grad_enabled():
@@ -42,12 +42,12 @@ def may_be_recomputed() -> bool:
 
 
 def has_graph() -> bool:
-    """Whether a backward pass may follow: gradients are on, or off only because a checkpoint runs."""
+    """Return True if a backward pass may follow: gradients are on, or off only because a checkpoint runs."""
     return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and checkpoints_above() > 0)
 
 
 def refusal(operation: str) -> PolicyError:
-    """The error for an operation that would be recomputed outside its policy."""
+    """Return the error for an operation that would be recomputed outside its policy."""
     return PolicyError(
         f"operation {operation!r} runs in a checkpointed function, and its policy was entered outside of "
         "that: in the backward pass the operation would run again without the policy. Checkpoint a module "

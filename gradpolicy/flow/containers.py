@@ -13,7 +13,7 @@ from torch import Tensor
 def map_tensors(
     function: Callable[[Tensor], Tensor], values: Any, where: Callable[[Tensor], bool] = torch.is_tensor
 ) -> Any:
-    """Applies a function to the tensors in nested tuples, lists, dicts and dataclasses.
+    """Apply a function to the tensors in nested tuples, lists, dicts and dataclasses.
 
     Args:
         function: Gives a tensor's replacement.
@@ -30,14 +30,14 @@ def map_tensors(
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Lists the tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    """Return the tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(values, Tensor):
         return [values]
     return [tensor for child in _children(values) for tensor in tensors_in(child)]
 
 
 def classes_that_hide_tensors(values: Any) -> set[str]:
-    """Names the classes of other objects inside that have tensors with a gradient, and iterators.
+    """Return the classes of other objects inside that have tensors with a gradient, and iterators.
 
     What an iterator gives cannot be known before somebody asks for it.
     """
@@ -57,7 +57,7 @@ def classes_that_hide_tensors(values: Any) -> set[str]:
 
 
 def replace_at(values: Any, place: int | str, function: Callable[[Any], Any]) -> Any:
-    """Gives a copy of a container or object with the value at one place replaced.
+    """Return a copy of a container or object with the value at one place replaced.
 
     Args:
         values: A tuple, list, dict, dataclass or any other object with attributes.
@@ -86,7 +86,7 @@ def replace_at(values: Any, place: int | str, function: Callable[[Any], Any]) ->
 
 
 def rebuilt_sequence(like: Any, items: list) -> Any:
-    """A tuple or list of the same class as another one, which may be a named tuple or one of torch's."""
+    """Return a tuple or list of the class of another one, which may be a named tuple or torch's."""
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
@@ -105,7 +105,7 @@ def _children(values: Any) -> list:
 
 
 def _places(values: Any) -> list:
-    """The keys, attributes or indices of what :func:`_children` lists."""
+    """Return the keys, attributes or indices of what :func:`_children` lists."""
     if _is_dataclass(values):
         return _fields(values)
     if isinstance(values, Mapping):

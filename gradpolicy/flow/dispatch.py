@@ -1,24 +1,21 @@
-"""The dispatch table of the rules on operations, and the mode that looks up each torch function in it."""
+"""The table of rules by torch function, and the mode that looks calls up."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradpolicy.flow.bound_rule import skip_alone
+from gradpolicy.errors import PolicyError
 from gradpolicy.flow.carrying import carry, paths_in
 from gradpolicy.flow.checkpointing import may_be_recomputed
-from gradpolicy.flow.compiled_calls import as_in_tables, show_to_compiler
 from gradpolicy.flow.gradient_path import has_paths
-from gradpolicy.flow.operation_rule import OpaqueCall
+from gradpolicy.flow.operation_rule import OpaqueCall, OperationRule, TableRule
 from gradpolicy.flow.operation_tables import Function
-from gradpolicy.flow.table_rule import TableRule
+from gradpolicy.flow.tracing import as_in_tables, mode_at, mode_count, show_to_compiler, skip_alone
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
-mode_count = torch._C._len_torch_function_stack
-mode_at = torch._C._get_function_stack_at
 
 
 class DispatchTable:
@@ -62,12 +59,12 @@ class DispatchMode(TorchFunctionMode):
         self.counts: dict[str, int] = {}
 
     def check_recomputation(self, rule: TableRule) -> None:
-        """Refuses an operation that a checkpoint would run again outside of this mode."""
+        """Refuse an operation that a checkpoint would run again outside of this mode."""
 
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Makes the call by the first rule that covers it; paths of discrete arguments follow."""
+        """Make the call by the first rule that covers it; paths of discrete arguments follow."""
         kwargs = kwargs or {}
         if _is_traced():
             func = as_in_tables(func)
@@ -92,7 +89,7 @@ class DispatchMode(TorchFunctionMode):
     def _due(
         self, rules: Sequence[TableRule], func: Function, args: tuple, kwargs: Mapping[str, Any]
     ) -> Sequence[TableRule]:
-        """Counts a call, and gives the rules without those for other calls of the operation."""
+        """Count a call, and gives the rules without those for other calls of the operation."""
         due = []
         for rule in rules:
             if rule.calls:
@@ -110,13 +107,55 @@ class DispatchMode(TorchFunctionMode):
 skip_alone(DispatchMode.__torch_function__)
 
 
+class CountedCalls:
+    """Counts the calls of operations within one module's forward, for policies that name some of them.
+
+    Where such modules lie within each other, a call counts for the innermost one.
+
+    Args:
+        module: The module's name.
+        rules: The rules for some calls only.
+    """
+
+    def __init__(self, module: str, rules: Sequence[OperationRule]) -> None:
+        self.module = module
+        self.rules = tuple(rules)
+
+    def run(
+        self, mode: DispatchMode, forward: Callable[[tuple, dict], Any], args: tuple, kwargs: dict
+    ) -> Any:
+        """Run the forward, and count anew.
+
+        Raises:
+            PolicyError: If an operation ran less often than a policy says.
+        """
+        outer = mode.counts
+        mode.counts = {**outer, **{rule.key: 0 for rule in self.rules}}
+        try:
+            result = forward(args, kwargs)
+            for rule in self.rules:
+                self._check(rule, mode.counts[rule.key])
+            return result
+        finally:
+            mode.counts = outer
+
+    def _check(self, rule: OperationRule, count: int) -> None:
+        if rule.state.active and count <= max(rule.calls):
+            times = "once" if count == 1 else f"{count} times"
+            where = f"module {self.module!r}" if self.module else "the model"
+            raise PolicyError(
+                f"policy {rule.state.name!r}: operation {rule.name!r} ran {times} in the forward of {where}, "
+                f"so there is no call {max(rule.calls)} (calls= counts from 0)"
+            )
+
+
 def active_modes() -> list[DispatchMode]:
-    """The modes of this package on this thread, the innermost first."""
+    """Return the modes of this package on this thread, the innermost first."""
     modes = [mode_at(index) for index in range(mode_count() - 1, -1, -1)]
     return [mode for mode in modes if isinstance(mode, DispatchMode)]
 
 
 def note_taken(operations: Iterable[str]) -> None:
-    """Tells the modes around the caller which operations were taken here, and so did not reach them."""
+    """Tell the modes around the caller which operations were taken here, and so did not reach them."""
     for mode in active_modes():
         mode.taken.update(operations)

@@ -1,16 +1,112 @@
-"""How far a rule is from the true gradient, for whatever ``apply`` takes."""
+"""The departure of a rule from the true gradient.
 
+The true gradient comes from central differences of its own: torch has no public numerical Jacobian
+(``torch.autograd.gradcheck`` answers yes or no, and ``get_numerical_jacobian`` is deprecated), and it has to
+find kinks.
+"""
+
+import itertools
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradpolicy.errors import PolicyError
 from gradpolicy.flow.apply import call_of, check_forward, replacing_rule, run_forward
 from gradpolicy.flow.containers import map_tensors, tensors_in
-from gradpolicy.rules.gradcheck import Outcomes, RuleCheck, Subject, check_rule
+from gradpolicy.rules.call import Call
+from gradpolicy.rules.gradcheck import Outcomes
 from gradpolicy.rules.registry import Rule, RuleFunction
+from gradpolicy.rules.routing import first_index
+
+# The largest deviation that counts as exact, by the precision in which the forward computes.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
+COARSE = 1e-1
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The difference of two gradients: the rule's and the true one.
+
+    Args:
+        deviation: Largest difference of an entry.
+        relative_deviation: Length of the difference over the length of the true gradient.
+        cosine: Cosine of the angle between the two; NaN where one of them is 0.
+        sign_agreement: Share of the entries with a true gradient in which the signs agree; NaN without any.
+        length_ratio: Length of the rule's gradient over that of the true one; infinite where that is 0.
+        passes_where_zero: Share of all entries with a gradient by the rule and none in truth.
+        stops_where_not: Share of all entries with a gradient in truth and none by the rule.
+        where: Where the largest deviation is: number of the input, then the index within it.
+        rule_value: The rule's gradient there.
+        true_value: The true gradient there.
+    """
+
+    deviation: float
+    relative_deviation: float
+    cosine: float
+    sign_agreement: float
+    length_ratio: float
+    passes_where_zero: float
+    stops_where_not: float
+    where: tuple[int, ...]
+    rule_value: float
+    true_value: float
+
+    def describe(self) -> str:
+        """Return the departure in words, the direction first."""
+        words = [] if math.isinf(self.length_ratio) else [_length_in_words(self.length_ratio)]
+        if not math.isnan(self.cosine):
+            words.append(f"cosine {self.cosine:.2f}")
+        if self.length_ratio > 0 and self.sign_agreement < 1:
+            words.append(f"signs agree in {self.sign_agreement:.0%} of the entries")
+        if self.passes_where_zero:
+            words.append(
+                f"passes gradient where the true one is 0 ({self.passes_where_zero:.0%} of the entries)"
+            )
+        if self.stops_where_not:
+            words.append(f"stops gradient where the true one is not 0 ({self.stops_where_not:.0%})")
+        number, *index = self.where
+        words.append(
+            f"largest at input {number} {index}: {self.rule_value:.4g} instead of {self.true_value:.4g}"
+        )
+        return "; ".join(words)
+
+
+@dataclass(frozen=True)
+class RuleCheck(Departure):
+    """The result of :func:`gradcheck_rule`, over all inputs together and for each.
+
+    Args:
+        rule: The rule's name.
+        tolerance: The largest deviation that counts as exact, relative to the largest true gradient (at
+            least 1).
+        dtype: The precision in which the forward computes: the lowest of its inputs and results.
+        exact: Whether the rule is the true gradient within the tolerance.
+        left_out: Entries of the inputs at which the forward has a kink or a jump, so that there is no
+            true gradient to compare with.
+        by_input: The departure for each floating-point input.
+    """
+
+    rule: str
+    tolerance: float
+    dtype: torch.dtype
+    exact: bool
+    left_out: int
+    by_input: tuple[Departure, ...]
+
+    def __str__(self) -> str:
+        left_out = f"; left out at a kink or jump: {self.left_out}" if self.left_out else ""
+        left_out += f"; tolerance {self.tolerance:g} ({str(self.dtype).removeprefix('torch.')})"
+        if self.exact:
+            return f"rule {self.rule!r} is exact: largest deviation {self.deviation:.1e}{left_out}"
+        lines = [f"rule {self.rule!r} departs from the true gradient: {self.describe()}{left_out}"]
+        if len(self.by_input) > 1:
+            lines += [f"  input {part.where[0]}: {part.describe()}" for part in self.by_input]
+        return "\n".join(lines)
 
 
 def gradcheck_rule(
@@ -25,7 +121,7 @@ def gradcheck_rule(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> RuleCheck:
-    """Compares a rule with central finite differences, in double precision where the forward takes it.
+    """Compare a rule with central finite differences, in double precision where the forward takes it.
 
     Both gradients are taken for random incoming gradients, ``vᵀ ∂forward/∂input``. A rule that departs on
     purpose does not fail: the result says how far, and in which direction.
@@ -44,7 +140,7 @@ def gradcheck_rule(
             an input entry.
         inputs: Its one argument, or a tuple of them. Floating-point tensors are taken to float64, unless the
             forward fails with these; a single array is taken for a tensor.
-        numpy: Whether the forward gets arrays, as for :func:`gradpolicy.apply`.
+        numpy: True if the forward gets arrays, as for :func:`gradpolicy.apply`.
         outcomes: ``outcomes(*inputs)`` gives every possible output with its probability, differentiable
             in the mathematical sense: pairs ``(probability, output)``. ``enumerate_bits`` and
             ``enumerate_categories`` of :mod:`gradpolicy.rules.gradcheck` are ready ones.
@@ -77,24 +173,222 @@ def gradcheck_rule(
     args = map_tensors(Tensor.detach, args)
 
     def evaluate(*tensors: Tensor) -> Any:
-        with torch.no_grad():
-            return run_forward(forward, _with_tensors(args, tensors), {}, numpy)
+        return run_forward(forward, _with_tensors(args, tensors), {}, numpy)
 
-    given = tuple(tensors_in(args))
-    exact = _in_double(given, evaluate if outcomes is None else None)
-    call = call_of(forward, _with_tensors(args, exact), {})
-    return check_rule(
-        Subject(replacing_rule("gradcheck_rule", rule), evaluate, exact, call),
-        outcomes=outcomes,
-        loss=loss,
-        cotangents=cotangents,
-        tolerance=tolerance,
-        seed=seed,
+    with torch.no_grad():
+        exact = _in_double(tuple(tensors_in(args)), evaluate if outcomes is None else None)
+        call = call_of(forward, _with_tensors(args, exact), {})
+        asked = _Comparison(replacing_rule("gradcheck_rule", rule), exact, call)
+        generator = torch.Generator().manual_seed(seed)
+        if outcomes is None:
+            dtype = asked.compare(evaluate, cotangents, generator)
+        else:
+            dtype = torch.float64
+            shape = next(iter(outcomes(*exact)))[1].shape
+            weights = torch.randn(cotangents, *shape, dtype=dtype, generator=generator)
+            losses = [loss] if loss else [_weighted_sum(weight) for weight in weights]
+            asked.compare_expected(outcomes, losses)
+    return asked.summary(TOLERANCES.get(dtype, COARSE) if tolerance is None else tolerance, dtype)
+
+
+class _Comparison:
+    """A rule and the true gradient at some inputs; all floating-point ones are one vector, end to end."""
+
+    def __init__(self, rule: Rule, inputs: tuple[Tensor, ...], call: Call) -> None:
+        self.rule, self.inputs, self.call = rule, inputs, call
+        self.numbers = [n for n, one in enumerate(inputs) if one.is_floating_point() and one.numel()]
+        if not self.numbers:
+            raise PolicyError(f"rule {rule.name!r}: there is no floating-point input to check")
+        self.by_rule: list[Tensor] = []
+        self.true: list[Tensor] = []
+        self.kinks = torch.zeros(sum(inputs[number].numel() for number in self.numbers), dtype=torch.bool)
+
+    def compare(
+        self, forward: Callable[..., Any], cotangents: int, generator: torch.Generator
+    ) -> torch.dtype:
+        """Compare for random incoming gradients; return the precision in which the forward computes."""
+        outputs, again = (_outputs(forward(*self.inputs)) for _ in range(2))
+        same = [
+            torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in zip(outputs, again, strict=True)
+        ]
+        if not all(same):
+            raise PolicyError(
+                f"rule {self.rule.name!r}: the forward is random; give outcomes= with all its outputs"
+            )
+        floating = [tensor.dtype for tensor in (*self.inputs, *outputs) if tensor.is_floating_point()]
+        dtype = max(floating, key=lambda each: torch.finfo(each).eps)
+        jacobian, self.kinks = self._differences(
+            lambda *moved: torch.cat([each.double().flatten() for each in _outputs(forward(*moved))]),
+            torch.finfo(dtype).eps,
+        )
+        working = self.inputs[self.numbers[0]].dtype
+        output = tuple(tensor.to(working) for tensor in outputs)
+        for _ in range(cotangents):
+            drawn = [torch.randn(one.shape, dtype=torch.float64, generator=generator) for one in outputs]
+            grads = tuple(one.to(working) for one in drawn)
+            one = len(outputs) == 1
+            self.by_rule.append(self._by_rule(grads[0] if one else grads, output[0] if one else output))
+            self.true.append(jacobian @ torch.cat([grad.double().flatten() for grad in grads]))
+        return dtype
+
+    def compare_expected(self, outcomes: Outcomes, losses: list[Callable[[Tensor], Tensor]]) -> None:
+        """Compare the rule's expected gradient with the gradient of the expected loss."""
+        for loss in losses:
+            by_rule = [
+                chance * self._by_rule(_gradient(loss, output), output)
+                for chance, output in outcomes(*self.inputs)
+            ]
+            true, kinks = self._differences(
+                lambda *moved, of=loss: torch.stack([p * of(y) for p, y in outcomes(*moved)]).sum(),
+                torch.finfo(torch.float64).eps,
+            )
+            self.by_rule.append(torch.stack(by_rule).sum(0))
+            self.true.append(true.flatten())
+            self.kinks |= kinks
+
+    def summary(self, tolerance: float, dtype: torch.dtype) -> RuleCheck:
+        """Return the figures, over all inputs together and for each."""
+        smooth, name = ~self.kinks, self.rule.name
+        if not smooth.any():
+            raise PolicyError(
+                f"rule {name!r}: every entry lies at a kink or jump of the forward; move the inputs"
+            )
+        by_rule, true = torch.stack(self.by_rule), torch.stack(self.true)
+        index = [
+            (number, *position)
+            for number in self.numbers
+            for position in itertools.product(*map(range, self.inputs[number].shape))
+        ]
+        bound = tolerance * max(1.0, float(true[:, smooth].abs().max()))
+        chosen = [smooth & torch.tensor([entry[0] == number for entry in index]) for number in self.numbers]
+        overall = _departure(by_rule, true, smooth, index, bound)
+        return RuleCheck(
+            **vars(overall),
+            rule=name,
+            tolerance=tolerance,
+            dtype=dtype,
+            exact=overall.deviation <= bound,
+            left_out=int(self.kinks.sum()),
+            by_input=tuple(_departure(by_rule, true, own, index, bound) for own in chosen if own.any()),
+        )
+
+    def _by_rule(self, grad: Any, output: Any) -> Tensor:
+        """Return the rule's gradients for the floating-point inputs, end to end; None counts as zeros."""
+        name, inputs = self.rule.name, self.inputs
+        gradients = self.rule(grad, inputs, output, self.call)
+        if not isinstance(gradients, tuple | list):
+            gradients = [gradients if n == first_index(inputs) else None for n in range(len(inputs))]
+        if len(gradients) != len(inputs):
+            raise PolicyError(f"rule {name!r} returned {len(gradients)} gradients for {len(inputs)} inputs")
+        flat = []
+        for number in self.numbers:
+            gradient, tensor = gradients[number], inputs[number]
+            if gradient is None:
+                gradient = torch.zeros_like(tensor)
+            if not isinstance(gradient, Tensor):
+                raise PolicyError(f"rule {name!r} returned {gradient!r} for input {number}, not a tensor")
+            if gradient.shape != tensor.shape:
+                raise PolicyError(
+                    f"rule {name!r} returned a gradient of shape {tuple(gradient.shape)} "
+                    f"for input {number} of shape {tuple(tensor.shape)}"
+                )
+            flat.append(gradient.double().flatten())
+        return torch.cat(flat)
+
+    def _differences(self, forward: Callable[..., Tensor], eps: float) -> tuple[Tensor, Tensor]:
+        """Return the transposed Jacobian by central differences, and which entries lie at a kink or jump.
+
+        The step is the cube root of eps, the relative size of rounding, which balances that against
+        truncation. Where the forward is smooth, what the differences to either side disagree by shrinks with
+        the step.
+        """
+        centre, unit = forward(*self.inputs).flatten(), eps ** (1 / 3)
+        rows, kinks = [], []
+        for number in self.numbers:
+            for entry, value in enumerate(self.inputs[number].flatten().tolist()):
+                step = unit * max(1.0, abs(value))
+                gaps = []
+                for length in (step / 4, step):
+                    above, below = (
+                        forward(*self._moved(number, entry, by)).flatten() for by in (length, -length)
+                    )
+                    central = (above - below) / (2 * length)
+                    gaps.append((above - 2 * centre + below).abs() / length)
+                rows.append(central)
+                large = gaps[1] > 16 * unit * central.abs().clamp(min=1.0)
+                shrinks = (4 * gaps[0] - gaps[1]).abs() < gaps[1] / 2
+                kinks.append(bool((large & ~shrinks).any()))
+        return torch.stack(rows), torch.tensor(kinks)
+
+    def _moved(self, number: int, entry: int, length: float) -> tuple[Tensor, ...]:
+        moved = self.inputs[number].clone(memory_format=torch.contiguous_format)
+        moved.view(-1)[entry] += length
+        return (*self.inputs[:number], moved, *self.inputs[number + 1 :])
+
+
+def _outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the results that a rule sees: a single one, or the floating-point ones of several."""
+    if isinstance(result, Tensor):
+        return (result,)
+    return tuple(tensor for tensor in result if tensor.is_floating_point())
+
+
+def _weighted_sum(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda output: (weight * output).sum()
+
+
+def _gradient(loss: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
+    with torch.enable_grad():
+        point = output.detach().requires_grad_()
+        return torch.autograd.grad(loss(point), point)[0]
+
+
+def _departure(
+    by_rule: Tensor, true: Tensor, chosen: Tensor, index: list[tuple[int, ...]], bound: float
+) -> Departure:
+    """Return the figures for the chosen entries. What lies below the bound counts as 0."""
+    difference = torch.where(chosen, (by_rule - true).abs(), -1.0)
+    trial, entry = divmod(int(difference.argmax()), by_rule.shape[1])
+    rule_part, true_part = (
+        torch.where(gradient.abs() <= bound, 0.0, gradient)[:, chosen] for gradient in (by_rule, true)
+    )
+    rule_length, true_length = float(rule_part.norm()), float(true_part.norm())
+    passes, should_pass = rule_part != 0, true_part != 0
+    same_sign = torch.sign(rule_part[should_pass]) == torch.sign(true_part[should_pass])
+    product = rule_length * true_length
+    return Departure(
+        deviation=float(difference[trial, entry]),
+        relative_deviation=_ratio(float((rule_part - true_part).norm()), true_length, neither=0.0),
+        cosine=float((rule_part * true_part).sum()) / product if product else math.nan,
+        sign_agreement=float(same_sign.double().mean()),
+        length_ratio=_ratio(rule_length, true_length, neither=1.0),
+        passes_where_zero=float((passes & ~should_pass).double().mean()),
+        stops_where_not=float((should_pass & ~passes).double().mean()),
+        where=index[entry],
+        rule_value=float(by_rule[trial, entry]),
+        true_value=float(true[trial, entry]),
     )
 
 
+def _ratio(part: float, whole: float, neither: float) -> float:
+    """Return a ratio of lengths; infinite over nothing, ``neither`` for nothing over nothing."""
+    if whole:
+        return part / whole
+    return math.inf if part else neither
+
+
+def _length_in_words(ratio: float) -> str:
+    if math.isnan(ratio):
+        return "not a number"
+    if ratio == 0:
+        return "no gradient at all"
+    if abs(ratio - 1) < 0.005:
+        return "of the same length"
+    return f"{ratio:.2g} x longer" if ratio > 1 else f"{ratio:.2g} x as long"
+
+
 def _in_double(tensors: tuple[Tensor, ...], evaluate: Callable[..., Any] | None) -> tuple[Tensor, ...]:
-    """The tensors in float64; as they are where a forward fails with these."""
+    """Return the tensors in float64; as they are where a forward fails with these."""
     exact = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
     if evaluate is not None and any(one is not two for one, two in zip(exact, tensors, strict=True)):
         try:
@@ -106,6 +400,6 @@ def _in_double(tensors: tuple[Tensor, ...], evaluate: Callable[..., Any] | None)
 
 
 def _with_tensors(args: tuple, tensors: tuple[Tensor, ...]) -> tuple:
-    """The arguments with their tensors replaced, in order."""
+    """Return the arguments with their tensors replaced, in order."""
     left = iter(tensors)
     return map_tensors(lambda _: next(left), args)

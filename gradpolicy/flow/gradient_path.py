@@ -1,4 +1,4 @@
-"""Where a discrete result came from, and the way of a gradient back to it.
+"""The path of a gradient back from a discrete tensor to its operation.
 
 A bool or integer tensor can have no gradient. If a rule is on the operation that made it, a *gradient path*
 is kept with the tensor: a floating-point tensor of the same shape that has the rule as its gradient, and
@@ -8,14 +8,17 @@ path alike, and joins the two where the values become floating-point.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gradpolicy.flow.autograd_functions import in_transform, replace_gradient
-from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.autograd_functions import replace_gradient
+from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.tracing import in_transform
 
 # The quicker of two questions, asked at every call.
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -25,28 +28,19 @@ _NAME = "_gradpolicy_path"
 _any_path = [False]
 
 
+@dataclass(eq=False)
 class Origin:
     """One call of an operation whose discrete result has a path.
 
     Args:
         state: The rule on the operation.
         operation: Its name.
+        is_counted: Whether the call is counted: once its result has become floating-point.
     """
 
-    def __init__(self, state: RuleState, operation: str) -> None:
-        self.state = state
-        self.operation = operation
-        self._was_carried = False
-
-    def note_carried(self) -> None:
-        """Counts the call, once, when its result has become floating-point."""
-        if not self._was_carried:
-            self._was_carried = True
-            self.state.count(self.operation)
-
-    def note_lost(self, function: str, is_index: bool) -> None:
-        """Says once that a function has used the result and cannot carry the gradient."""
-        self.state.note_lost(self.operation, function, is_index)
+    state: RuleState
+    operation: str
+    is_counted: bool = False
 
 
 class GradientPath:
@@ -57,12 +51,17 @@ class GradientPath:
             For an index into categories: one more dimension, as the index's one-hot code has. None if a
             function on the way could not carry the gradient.
         origins: The calls that it comes from.
-        is_index: Whether the discrete tensor is an index into categories.
+        is_index: Whether the discrete tensor is an index into categories or entries.
         lost_in: The function that could not carry the gradient.
     """
 
     def __init__(
-        self, tensor: Tensor | None, origins: tuple[Origin, ...], *, is_index: bool = False, lost_in: str = ""
+        self,
+        tensor: Tensor | None,
+        origins: tuple[Origin, ...],
+        *,
+        is_index: bool = False,
+        lost_in: str = "",
     ) -> None:
         # Typed loosely: what carries a path asks once for the whole call whether it is lost.
         self.tensor: Any = tensor
@@ -76,18 +75,20 @@ class GradientPath:
         return (OrderedDict, ())
 
     def lost(self, function: str) -> "GradientPath":
-        """The path after a function that cannot carry the gradient."""
+        """Return the path after a function that cannot carry the gradient."""
         return GradientPath(None, self.origins, is_index=self.is_index, lost_in=self.lost_in or function)
 
     def note_lost(self, function: str) -> None:
-        """Says once that the gradient is lost, and in which function."""
+        """Warn once that the gradient is lost, and in which function."""
         for origin in self.origins:
-            origin.note_lost(self.lost_in or function, self.is_index)
+            origin.state.note_lost(origin.operation, self.lost_in or function, self.is_index)
 
     def note_carried(self) -> None:
-        """Notes that the result has become floating-point."""
+        """Count the operations whose result has become floating-point."""
         for origin in self.origins:
-            origin.note_carried()
+            if not origin.is_counted:
+                origin.is_counted = True
+                origin.state.note("matched", origin.operation)
 
 
 class JoinPath(Function):
@@ -100,12 +101,12 @@ class JoinPath(Function):
 
     @staticmethod
     def forward(values: Tensor, path: Tensor, slope: Tensor | None) -> Tensor:
-        """Returns the values."""
+        """Return the values."""
         return values.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        """Keeps the slope."""
+        """Keep the slope."""
         _, path, slope = inputs
         ctx.dtype, ctx.has_slope = path.dtype, slope is not None
         if slope is not None:
@@ -113,7 +114,7 @@ class JoinPath(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Gives the path its gradient."""
+        """Give the path its gradient."""
         gradient = grad
         if ctx.has_slope:
             (slope,) = ctx.saved_tensors
@@ -122,12 +123,12 @@ class JoinPath(Function):
 
 
 def is_discrete(value: Any) -> bool:
-    """Whether a value is a bool or integer tensor."""
+    """Return True for a bool or integer tensor."""
     return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
 def has_paths() -> bool:
-    """Whether a call may have an argument with a path; always in compiled code, where that costs nothing."""
+    """Return True if a call may have an argument with a path; always in compiled code, where that is free."""
     return _is_traced() or _any_path[0]
 
 
@@ -140,7 +141,7 @@ def start_path(
     *,
     classes: int | None = None,
 ) -> Tensor:
-    """Gives the discrete result of an operation a path whose gradient is the rule's.
+    """Give the discrete result of an operation a path whose gradient is the rule's.
 
     Args:
         bound_rule: The rule.
@@ -162,13 +163,13 @@ def start_path(
     else:
         values = torch.nn.functional.one_hot(result, classes).to(dtype)
     path = replace_gradient(bound_rule, values, inputs, module)
-    bound_rule.state.note_discrete(operation)
+    bound_rule.state.note("discrete", operation)
     origin = Origin(bound_rule.state, operation)
     return set_path(result, GradientPath(path, (origin,), is_index=classes is not None))
 
 
 def set_path(tensor: Tensor, path: GradientPath) -> Tensor:
-    """Keeps a path with a discrete tensor, and returns the tensor."""
+    """Keep a path with a discrete tensor, and return the tensor."""
     if not _is_traced():
         _any_path[0] = True
         path.version = tensor._version
@@ -177,7 +178,7 @@ def set_path(tensor: Tensor, path: GradientPath) -> Tensor:
 
 
 def path_of(value: Any) -> GradientPath | None:
-    """The path of a discrete tensor; lost if the tensor was changed in place. None for anything else."""
+    """Return the path of a discrete tensor, lost if that was changed in place; None for anything else."""
     if not isinstance(value, Tensor):
         return None
     if _is_traced():

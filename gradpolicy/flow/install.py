@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.flow.bound_rule import FlowObserver, RuleState
+from gradpolicy.flow.arguments import Argument, Signature, find_argument
 from gradpolicy.flow.boundary import Boundary
-from gradpolicy.flow.counted_calls import CountedCalls
-from gradpolicy.flow.dispatch import DispatchTable
-from gradpolicy.flow.forward_argument import Argument, Signature, find_argument
-from gradpolicy.flow.locations import FlowPolicy, Locations, describe_location, find_locations, place_at
+from gradpolicy.flow.dispatch import CountedCalls, DispatchTable
+from gradpolicy.flow.locations import Locations, RulePlacement, describe_location, find_locations, place_at
 from gradpolicy.flow.operation_rule import OperationRule, rules_for
 from gradpolicy.flow.operation_tables import MODULE_CALLS
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
-from gradpolicy.flow.policy_report import Met, Report, ReportRow, tell, tell_unmet
+from gradpolicy.flow.policy_report import Report, ReportRow, report_unmet, warn_or_raise
+from gradpolicy.flow.rule_state import FlowObserver, RuleState
 from gradpolicy.flow.session import InstallSession
 from gradpolicy.flow.through import Through, ThroughRule
 from gradpolicy.flow.wrapped_forward import WrappedForward, WrappedReLU
@@ -36,14 +35,14 @@ EntryPoints = Mapping[str, Sequence[str]]
 
 def install(
     model: nn.Module,
-    policies: Iterable[FlowPolicy] | Mapping[str, FlowPolicy],
+    policies: Iterable[RulePlacement] | Mapping[str, RulePlacement],
     *,
     strict: bool = False,
     entry_points: EntryPoints | None = None,
 ) -> "Installed":
-    """Puts flow policies on a model.
+    """Put flow policies on a model.
 
-    Each policy is active from now on, whatever its ``when``, until :meth:`Installed.update` tells the time.
+    Each policy is active from now on, whatever its ``when``, until :meth:`Installed.update` gives the time.
 
     The removal of the policies gives a warning for each that did not do what it says: an operation that it
     names never ran, or only where no gradient is recorded (the warning names similar operations that did
@@ -87,7 +86,7 @@ class Installed(Displayed):
     def __init__(
         self,
         model: nn.Module,
-        policies: Mapping[str, FlowPolicy],
+        policies: Mapping[str, RulePlacement],
         entry_points: EntryPoints,
         *,
         strict: bool = False,
@@ -149,21 +148,23 @@ class Installed(Displayed):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        tells = kind is None and self._session.is_installed
+        warns = kind is None and self._session.is_installed
         self.remove(quiet=True)
-        if tells:
-            self._tell_unmet()
+        if warns:
+            self._report_unmet()
         if isinstance(error, RuntimeError) and is_cut(error):
-            check_cuts({name: self.policies[name] for name, state in self._states.items() if state.matched})
+            check_cuts(
+                {name: self.policies[name] for name, state in self._states.items() if state.seen.matched}
+            )
 
     def remove(self, *, quiet: bool = False) -> None:
-        """Removes the policies; the model is then as it was found. A second call does nothing.
+        """Remove the policies; the model is then as it was found. A second call does nothing.
 
         Args:
-            quiet: Say nothing of operations that were not met.
+            quiet: Say nothing of what did not happen.
 
         Raises:
-            PolicyError: For an operation that was not met, if the installation is strict.
+            PolicyError: For an operation that never ran, if the installation is strict.
         """
         was_installed, self._session.is_installed = self._session.is_installed, False
         while self._parameter_rules:
@@ -171,10 +172,10 @@ class Installed(Displayed):
         while self._wraps:
             self._wraps.pop().take_off()
         if was_installed and not quiet:
-            self._tell_unmet()
+            self._report_unmet()
 
     def update(self, phase: str = "fit", step: int = 0, epoch: int = 0) -> None:
-        """Tells the time: switches each policy on or off, and sets scheduled numbers.
+        """Tell the time: switches each policy on or off, and sets scheduled numbers.
 
         Args:
             phase: The phase that runs: ``fit``, ``validate``, ``test`` or ``predict``.
@@ -185,7 +186,7 @@ class Installed(Displayed):
             state.update(phase, step, epoch)
 
     def is_active(self, name: str) -> bool:
-        """Whether a policy is active now.
+        """Return True if a policy is active now.
 
         Raises:
             PolicyError: If there is no such policy.
@@ -193,7 +194,7 @@ class Installed(Displayed):
         return self._state(name).active
 
     def set_active(self, name: str, active: bool) -> None:
-        """Switches a policy on or off, whatever its time.
+        """Switch a policy on or off, whatever its time.
 
         Raises:
             PolicyError: If there is no such policy.
@@ -201,12 +202,12 @@ class Installed(Displayed):
         self._state(name).active = active
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
-        """Tells the factor on the loss (fp16), so that absolute clip thresholds follow it."""
+        """Tell the factor on the loss (fp16), so that absolute clip thresholds follow it."""
         for state in self._states.values():
             state.set_loss_scale(scale)
 
     def measure_norms(self, on: bool, *, zeros: bool = False) -> None:
-        """Measures the gradient's norm before and after each policy from now on. It is off at first.
+        """Measure the gradient's norm before and after each policy from now on. It is off at first.
 
         Switching it on forgets what was measured. Nothing is measured in compiled code.
 
@@ -226,19 +227,20 @@ class Installed(Displayed):
         return {name: norms for name, norms in measured.items() if norms is not None}
 
     def observe(self, name: str, observer: FlowObserver | None) -> None:
-        """Has an observer told what a policy does from now on, but in compiled code; None ends that.
+        """Call an observer for what a policy does from now on, but in compiled code; None ends that.
 
         Raises:
             PolicyError: If there is no such policy.
         """
         self._state(name).observer = observer
 
-    def met(self) -> dict[str, dict[str, int]]:
+    def matched(self) -> dict[str, dict[str, int]]:
         """For each policy how often its rule was put on each operation, or passed at each location, so far.
 
-        Policies that were met in compiled code are left out, since nobody counts there.
+        Policies that acted in compiled code are left out, since nobody counts there.
         """
-        return {name: dict(state.matched) for name, state in self._states.items() if not state.compiled}
+        seen = {name: state.seen for name, state in self._states.items()}
+        return {name: dict(each.matched) for name, each in seen.items() if not each.compiled}
 
     @property
     def zeros_passed(self) -> dict[str, tuple[Tensor, int]]:
@@ -249,14 +251,14 @@ class Installed(Displayed):
     @property
     def operation_counts(self) -> dict[str, int]:
         """How often each policy's rule was put on a call so far."""
-        return {name: state.matched.total() for name, state in self._states.items()}
+        return {name: state.seen.matched.total() for name, state in self._states.items()}
 
     def __rich__(self) -> "RenderableType":
-        """Renders the report."""
+        """Render the report."""
         return self.report().__rich__()
 
     def report(self) -> Report:
-        """What each policy matched and met so far."""
+        """Return what each policy matched and did so far."""
         return Report(tuple(self._row(name) for name in self.policies))
 
     def _state(self, name: str) -> RuleState:
@@ -266,9 +268,9 @@ class Installed(Displayed):
 
     def _row(self, name: str) -> ReportRow:
         policy, locations, state = self.policies[name], self._locations[name], self._states[name]
-        operations = tuple(operation.name for operation in locations.operations)
-        seen = set().union(*(table.seen for names, table in self._tables.items() if name in names))
-        ran = {name_of(function) for function in seen}
+        ran = set().union(*(table.seen for names, table in self._tables.items() if name in names))
+        state.seen.ran |= {name_of(function) for function in ran}
+        state.seen.taken |= self._session.taken
         places, idle = self._places[name], self._idle(name)
         return ReportRow(
             name=name,
@@ -276,67 +278,53 @@ class Installed(Displayed):
             where=describe_location(policy),
             active=state.active,
             modules=tuple(locations.modules),
-            operations=operations,
-            met=Met(
-                operations=operations,
-                matched=frozenset(state.matched),
-                ran=frozenset({*ran, *state.matched, *state.without_gradient, *state.discrete}),
-                without_gradient=frozenset(state.without_gradient),
-                discrete=frozenset(state.discrete),
-                taken=frozenset(self._session.taken),
-                opaque=tuple(state.opaque),
-                excused=frozenset({*state.off, *(ran if state.ran_inactive else ())}),
-                any_of=policy.ops == STEP_OPERATIONS,
-                places=tuple(place for place, at in places.items() if at.module not in idle),
-                named=frozenset(place for place, at in places.items() if at.is_named),
-                idle=idle,
-                aliases=locations.aliases,
-                lost=frozenset(state.lost_in),
-            ),
-            matched=dict(state.matched),
+            operations=tuple(operation.name for operation in locations.operations),
             parameters=tuple(locations.parameters),
-            opaque_calls=dict(state.opaque),
-            compiled=state.compiled,
+            seen=state.seen,
+            any_of=policy.ops == STEP_OPERATIONS,
+            places=tuple(place for place, at in places.items() if at.module not in idle),
+            named=frozenset(place for place, at in places.items() if at.is_named),
+            idle=idle,
+            aliases=locations.aliases,
         )
 
     def _idle(self, name: str) -> tuple[str, ...]:
-        """The modules of a policy of which the forward never ran, though it should have."""
-        state = self._states[name]
-        passed = {*state.matched, *state.without_gradient, *state.off}
+        """Return the modules of a policy of which the forward never ran, though it should have."""
+        seen = self._states[name].seen
+        passed = {*seen.matched, *seen.without_gradient, *seen.off}
         never = [
             at for place, at in self._places[name].items() if at.module is not None and place not in passed
         ]
         if len(never) < len(self._places[name]):
             # A list of modules has no forward; where a glob matches one, those in it are meant too.
             never = [at for at in never if at.is_named or at.has_forward]
-        named = self._named_modules[name] if not state.traced else ()
+        named = self._named_modules[name] if "compiled" not in seen.forward else ()
         return (
             *(at.module for at in never if at.module is not None),
             *(module for module in named if module not in self._session.entered),
         )
 
-    def _tell_unmet(self) -> None:
-        strict = self.strict
-        has_run = self._session.has_run or any(
-            state.ran_active or state.ran_inactive or state.matched for state in self._states.values()
+    def _report_unmet(self) -> None:
+        strict, session = self.strict, self._session
+        has_run = session.has_run or any(
+            state.seen.forward or state.seen.matched for state in self._states.values()
         )
-        if not has_run and (strict or self._session.autograd_worked()):
+        if not has_run and (strict or session.autograd_worked()):
             names = [repr(name) for name, state in self._states.items() if state.active]
             message = (
                 "the model never ran while the policies were on it, so that they changed nothing; they act "
                 "on what its forward and those of its modules do within the block"
             )
-            tell(f"policy {', '.join(names)}", message if names else "", strict=strict)
+            warn_or_raise(f"policy {', '.join(names)}", message if names else "", strict=strict)
         for name, state in self._states.items():
-            policy = self.policies[name]
-            ran = state.ran_active or (strict and not state.ran_inactive) or state.without_gradient
+            policy, forward = self.policies[name], state.seen.forward
+            ran = "on" in forward or (strict and "off" not in forward) or state.seen.without_gradient
             # Gradients come to parameters in a backward pass only.
-            if has_run and ran and (self._session.ran_backward() or not policy.params):
-                met = self._row(name).met
-                if len(policy.when.phases) > 1:
-                    # In another phase, such as for attributions in testing, gradients may be recorded.
-                    met = replace(met, excused={*met.excused, *met.without_gradient})
-                tell_unmet(f"policy {name!r}", met, strict=strict)
+            if has_run and ran and (session.ran_backward() or not policy.params):
+                # In another phase, such as for attributions in testing, gradients may be recorded.
+                may_come = len(policy.when.phases) > 1
+                row = self._row(name)
+                report_unmet(f"policy {name!r}", row, strict=strict, ignore_without_gradient=may_come)
 
     def _put_on(self, entry_points: EntryPoints) -> None:
         done: set[int] = set()
@@ -397,7 +385,7 @@ class Installed(Displayed):
     def _note_places(
         self, name: str, module: nn.Module, policies: Iterable[str], table: DispatchTable | None
     ) -> None:
-        """Keeps where policies act at a module, or in it where they name it."""
+        """Keep where policies act at a module, or in it where they name it."""
         has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
         for policy, locations in self._locations.items():
             if id(module) not in locations.boundaries and not (table and id(module) in locations.inside):
@@ -410,7 +398,7 @@ class Installed(Displayed):
                 self._named_modules[policy].append(name)
 
     def _table(self, module: nn.Module) -> DispatchTable | None:
-        """The rules on operations inside a module; None if it is known to call no operation with a rule."""
+        """Return the rules on operations inside a module; None if none can run in it."""
         if not self._has_operations:
             return None
         names = tuple(name for name, found in self._locations.items() if id(module) in found.inside)
@@ -427,7 +415,7 @@ class Installed(Displayed):
         return None
 
     def _counted(self, name: str, module: nn.Module, table: DispatchTable | None) -> CountedCalls | None:
-        """Counts calls in a module's forward, if a policy names the module and some of the calls in it."""
+        """Count calls in a module's forward, if a policy names the module and some of the calls in it."""
         if table is None or not table.counts_calls:
             return None
         rules = [
@@ -440,7 +428,7 @@ class Installed(Displayed):
         return CountedCalls(name, rules) if rules else None
 
     def _rules_on_parameters(self, module: nn.Module) -> list[ParameterRules]:
-        """The rules on the parameters that a module holds; those on a shared one with its first module."""
+        """Return the rules on a module's own parameters; a shared one has them in its first module."""
         found = []
         for attribute, parameter in module._parameters.items():
             names = self._parameter_policies.pop(id(parameter), ())
@@ -452,7 +440,7 @@ class Installed(Displayed):
         return found
 
     def _policies_at(self, module: nn.Module) -> list[str]:
-        """The policies that act at a module as a whole: at its boundary, or through it."""
+        """Return the policies that act at a module as a whole: at its boundary, or through it."""
         return [name for name, found in self._locations.items() if id(module) in found.boundaries]
 
     def _argument(self, policy: str, name: str, module: nn.Module, method: str) -> Argument | None:
@@ -479,8 +467,8 @@ class Installed(Displayed):
         return Through(rules) if rules else None
 
 
-def deactivate(model: nn.Module, policies: Collection[FlowPolicy]) -> None:
-    """Switches off those of the policies that are installed on a model already, by what was written.
+def deactivate(model: nn.Module, policies: Collection[RulePlacement]) -> None:
+    """Switch off those of the policies that are installed on a model already, by what was written.
 
     A plan does so on a copy of a model before it installs the policies anew. Other policies stay active.
 
@@ -499,7 +487,7 @@ def deactivate(model: nn.Module, policies: Collection[FlowPolicy]) -> None:
 
 
 def _refuse_replicas(model: nn.Module) -> None:
-    """Refuses DataParallel on several devices: its replicas of a module would run the original's forward."""
+    """Refuse DataParallel on several devices: its replicas of a module would run the original's forward."""
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise PolicyError(
@@ -524,7 +512,7 @@ class Place:
 
 
 def _note_script_modules(model: nn.Module, locations: Locations, state: RuleState) -> None:
-    """Notes the outermost ScriptModules in which a rule would act: what is in them runs outside Python."""
+    """Note the outermost ScriptModules in which a rule would act: what is in them runs outside Python."""
     noted: list[str] = []
     for raw_name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, torch.jit.ScriptModule):
@@ -539,7 +527,7 @@ def _note_script_modules(model: nn.Module, locations: Locations, state: RuleStat
 
 
 def _relu_rule(module: nn.Module, table: DispatchTable | None) -> OperationRule | None:
-    """The only rule for what a ReLU calls, if it is a filter."""
+    """Return the only rule for what a ReLU calls, if it is a filter."""
     if table is None or type(module) is not nn.ReLU or "forward" in module.__dict__:
         return None
     rules = table.by_function.get(F.relu, ())
@@ -548,7 +536,7 @@ def _relu_rule(module: nn.Module, table: DispatchTable | None) -> OperationRule 
 
 
 def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """Names policies that come in a list after their classes; numbered where a class occurs twice.
+    """Return policies that come in a list after their classes; numbered where a class occurs twice.
 
     Example:
         >>> import gradpolicy as gp
@@ -565,12 +553,12 @@ def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _named(policies: Iterable[FlowPolicy] | Mapping[str, FlowPolicy]) -> dict[str, FlowPolicy]:
-    if isinstance(policies, FlowPolicy):
+def _named(policies: Iterable[RulePlacement] | Mapping[str, RulePlacement]) -> dict[str, RulePlacement]:
+    if isinstance(policies, RulePlacement):
         raise PolicyError("install takes a list or dict of policies, not one policy")
     named = name_policies(policies)
     for name, policy in named.items():
-        if not isinstance(policy, FlowPolicy):
+        if not isinstance(policy, RulePlacement):
             raise PolicyError(
                 f"policy {shown(name)}: must be a flow policy, got {shown(policy)}. Freeze acts on the "
                 "optimizer, not on the model: use gradpolicy.training, or the callback "

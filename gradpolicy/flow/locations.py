@@ -1,4 +1,4 @@
-"""Where a policy acts in a model: which modules, operations and parameters it means."""
+"""Where a policy acts in a model: modules, operations and parameters."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from gradpolicy.where import match_modules, match_names, match_parameters, named
 
 
 @runtime_checkable
-class FlowPolicy(Protocol):
-    """What flow needs of a policy. The policies themselves are in :mod:`gradpolicy.policies`."""
+class RulePlacement(Protocol):
+    """A rule and where it acts, as the policies of :mod:`gradpolicy.policies` say it."""
 
     @property
     def rule(self) -> Rule:
-        """What takes the place of the gradient."""
+        """The rule that takes the place of the gradient."""
 
     @property
     def detaches(self) -> bool:
-        """Whether the graph is cut instead of asking the rule."""
+        """True if the graph is cut instead of asking the rule."""
 
     @property
     def modules(self) -> tuple:
@@ -85,8 +85,8 @@ class Locations:
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def find_locations(model: nn.Module, name: str, policy: FlowPolicy) -> Locations:
-    """Finds where a policy acts in a model.
+def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locations:
+    """Find where a policy acts in a model.
 
     Args:
         model: The model.
@@ -124,12 +124,12 @@ def find_locations(model: nn.Module, name: str, policy: FlowPolicy) -> Locations
 
 
 def place_at(side: str, module: str) -> str:
-    """What messages and counts call a side of a module, or the way through it."""
+    """Return what messages and counts call a side of a module, or the way through it."""
     return f"module {module!r}, from output to input" if side == "through" else f"{side} of module {module!r}"
 
 
-def describe_location(policy: FlowPolicy) -> str:
-    """Where a policy acts, as a person writes it: ``ops round in modules encoder.*``."""
+def describe_location(policy: RulePlacement) -> str:
+    """Return where a policy acts, as a person writes it: ``ops round in modules encoder.*``."""
 
     def written(items: Iterable[Any]) -> str:
         return ", ".join(getattr(item, "__name__", str(item)) for item in items)
@@ -147,12 +147,12 @@ def describe_location(policy: FlowPolicy) -> str:
     return f"{_input_of(policy) if policy.at == 'input' else 'output'} of {modules}{calls}"
 
 
-def _input_of(policy: FlowPolicy) -> str:
+def _input_of(policy: RulePlacement) -> str:
     return "input" if policy.argument is None else f"argument {policy.argument!r}"
 
 
 def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int, str]:
-    """The matched modules and those below, without the excluded ones and those below: names by id."""
+    """Return the matched modules and those below, without the excluded ones and those below: names by id."""
     found: dict[int, str] = {}
     for raw_name, module in model.named_modules(remove_duplicate=False):
         name = plain_name(raw_name)
@@ -162,13 +162,13 @@ def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int
 
 
 def _is_below(name: str, names: Collection[str]) -> bool:
-    """Whether a module, or one that it lies in, has one of these names."""
+    """Return True if a module, or one that it lies in, has one of these names."""
     parts = name.split(".") if name else []
     return any(".".join(parts[:end]) in names for end in range(len(parts) + 1))
 
 
 def _aliases(kind: str, named: Mapping[str, Any], chosen: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Names of modules or parameters that were not chosen while another name of the same one was.
+    """Return of modules or parameters that were not chosen while another name of the same one was.
 
     Args:
         kind: ``"module"`` or ``"parameter"``, for the message.

@@ -1,4 +1,4 @@
-"""One call of an operation with a rule on it: the native forward, then the rule's gradient.
+"""One call of an operation with a rule: native forward, then the rule's gradient.
 
 A rule that *changes* the operation's own gradients lies between its inputs and their nodes. One that filters
 the incoming gradient is called by a hook on the native node; that costs a tenth of an autograd Function in
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
 from gradpolicy.flow.autograd_functions import (
     change_own_gradients,
     hand_over,
-    in_transform,
     insert_rule,
     replace_gradient,
 )
-from gradpolicy.flow.bound_rule import BoundRule, GradientNorms, RuleState
-from gradpolicy.flow.call_arguments import arguments_of, in_order_of_parameters
+from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.gradient_path import GradientPath, Origin, is_discrete, set_path, start_path
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
-from gradpolicy.flow.sampling import OF_LOGITS, draws_of_bits, scores_of_argmax, scores_of_draw
-from gradpolicy.flow.table_rule import TableRule
+from gradpolicy.flow.rule_state import GradientNorms, RuleState
+from gradpolicy.flow.sampling import OF_LOGITS, replace_samplers, scores_of_argmax, scores_of_draw
+from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.call import Call
 from gradpolicy.rules.rectifiers import positive_part
 
@@ -38,7 +38,7 @@ _SCORES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class OperationRule(TableRule):
+class OperationRule:
     """A rule for the calls of one operation.
 
     Args:
@@ -70,18 +70,18 @@ class OperationRule(TableRule):
         return (OperationRule, (self.operation, self.state))
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the rule is active, and the call is its operation."""
+        """Return True if the rule is active, and the call is its operation."""
         if not self.state.active:
             return False
         return self.decides is None or self.decides(function, args, kwargs)
 
     def allows_plain_recomputation(self) -> bool:
-        """Whether a checkpoint may rerun the operation without the rule: it is on the first run's nodes."""
+        """Return True if a checkpoint may rerun the operation without the rule."""
         keeps_nothing = self.filters or (self.changes_own and not self.bound_rule.reads)
         return keeps_nothing and torch.is_grad_enabled()
 
     def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
-        """Makes the call. Its gradient is the rule's.
+        """Make the call. Its gradient is the rule's.
 
         Args:
             function: The torch function.
@@ -95,7 +95,7 @@ class OperationRule(TableRule):
         if self.state.argument is not None:
             inputs = self._named_inputs(function, args, kwargs, inputs)
         if not _need_gradient(inputs):
-            self.state.note_without_gradient(self.name)
+            self.state.note("without_gradient", self.name)
             return function(*args, **kwargs)
         # An outer override of the same operation must not act on it too.
         with torch._C.DisableTorchFunction():
@@ -109,7 +109,7 @@ class OperationRule(TableRule):
                 return self.filtered(function(*args, **kwargs), inputs)
             args, kwargs = map_tensors(Tensor.detach, (args, dict(kwargs)))
             if self.state.detaches:
-                self.state.count(self.name)
+                self.state.note("matched", self.name)
                 result = function(*args, **kwargs)
                 self.state.note_cut(self.name, inputs, result)
                 return result
@@ -118,11 +118,11 @@ class OperationRule(TableRule):
             return self.replaced(values, inputs, module, self._bound_to(function, args, kwargs))
 
     def filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
-        """The result of the native operation, with the rule's filter before its node."""
+        """Return the result of the native operation, with the rule's filter before its node."""
         if not _has_gradient(result):
-            self.state.note_without_gradient(self.name)
+            self.state.note("without_gradient", self.name)
             return result
-        self.state.count(self.name)
+        self.state.note("matched", self.name)
         if (
             not isinstance(result, Tensor)
             or in_transform()
@@ -136,14 +136,14 @@ class OperationRule(TableRule):
         return result
 
     def hook_on(self, node: Any) -> None:
-        """Registers the rule's filter, with its numbers as they are now, as a hook on a node."""
+        """Register the rule's filter, with its numbers as they are now, as a hook on a node."""
         hook = _filter_before(self.bound_rule.with_current_numbers()) if self.state.changing else self.hook
         (node.register_hook if self.hooks_behind else node.register_prehook)(hook)
 
     def _named_inputs(
         self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The inputs within the one argument that the policy names.
+        """Return the inputs within the one argument that the policy names.
 
         Raises:
             PolicyError: If the operation has no such argument, or is given its tensor twice.
@@ -164,7 +164,7 @@ class OperationRule(TableRule):
     def _changed(
         self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list, module: str | None
     ) -> Any:
-        """Makes the native call with inputs that get its gradients as the rule changes them."""
+        """Make the native call with inputs that get its gradients as the rule changes them."""
         target = None
         if self.operation.spellings[function].is_in_place(kwargs):
             target, args, kwargs = _target_first(args, kwargs)
@@ -200,12 +200,12 @@ class OperationRule(TableRule):
         if result is None:
             raise PolicyError(f"operation {self.name!r} gives no result, and a rule cannot be put on it")
         if self.state.detaches:
-            self.state.count(self.name)
+            self.state.note("matched", self.name)
             self.state.note_cut(self.name, inputs, result)
         elif not _has_gradient(result):
-            self.state.note_without_gradient(self.name)
+            self.state.note("without_gradient", self.name)
         else:
-            self.state.count(self.name)
+            self.state.note("matched", self.name)
             if "output" in bound_rule.reads:
                 result = hand_over(outputs, result)
         return result if target is None else target.copy_(result)
@@ -220,13 +220,13 @@ class OperationRule(TableRule):
         # tensor's own, and autograd takes care of views and leaves.
         before = target.clone()
         if self.filters:
-            self.state.count(self.name)
+            self.state.note("matched", self.name)
             return target.copy_(insert_rule(self.bound_rule, function(before, *args, **kwargs)))
         args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
         with torch.no_grad():
             values = function(target.clone(), *args, **kwargs)
         if self.state.detaches:
-            self.state.count(self.name)
+            self.state.note("matched", self.name)
             self.state.note_cut(self.name, inputs)
             return target.copy_(values)
         bound_rule = self._bound_to(function, (before.detach(), *args), kwargs)
@@ -242,10 +242,10 @@ class OperationRule(TableRule):
         bound_rule = bound_rule or self.bound_rule
         if is_discrete(values):
             return start_path(bound_rule, self.name, values, inputs, module)
-        self.state.count(self.name)
+        self.state.note("matched", self.name)
         result = replace_gradient(bound_rule, values, inputs, module)
         if isinstance(result, tuple):
-            # The indices of topk and sort: whoever takes them for floating-point values must hear of it.
+            # The indices of topk and sort: a warning says so where they become numbers.
             lost = GradientPath(None, (Origin(self.state, self.name),), is_index=True)
             # Of an alias the compiler keeps what is set, not of the members of a call's result.
             items = [set_path(item.detach(), lost) if is_discrete(item) else item for item in result]
@@ -253,29 +253,23 @@ class OperationRule(TableRule):
         return result
 
     def _bound_to(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> BoundRule:
-        """The rule with the call that it is for, if it asks for that; the arguments are detached."""
+        """Return the rule with the call that it is for, if it asks for that; the arguments are detached."""
         if not self.bound_rule.takes_call:
             return self.bound_rule
         return self.bound_rule.for_call(Call(self.name, arguments_of(function, self.name, args, kwargs)))
 
     def _index(self, index: Tensor, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Tensor:
-        """An index into categories; its rule compares one-hot codes with the scores chosen by."""
+        """Return an index into categories; its rule compares one-hot codes with the scores chosen by."""
         if self.state.detaches:
-            self.state.count(self.name)
+            self.state.note("matched", self.name)
             return index
-        if self.name == "categorical" and torch.compiler.is_compiling():
-            # Nothing sees the x.T that torch.distributions draws with.
-            raise PolicyError(
-                "operation 'categorical' runs in compiled code, where a rule cannot follow its samples: "
-                "leave the draw to eager mode (torch.compiler.disable), or compile without fullgraph"
-            )
         scores = _SCORES[self.name](index, *args, **kwargs)
         if self.name == "categorical" and self.state.rule.name in OF_LOGITS:
             scores = scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
         return start_path(self.bound_rule, self.name, index, [scores], module, classes=scores.shape[-1])
 
 
-class OpaqueCall(TableRule):
+class OpaqueCall:
     """Notes calls that run operations of a rule inside torch, where it cannot act on them.
 
     Args:
@@ -284,33 +278,40 @@ class OpaqueCall(TableRule):
         state: The rule.
     """
 
+    # It is for all calls.
+    calls: tuple[int, ...] = ()
+    key = ""
+
     def __init__(self, function: Function, hidden: frozenset[str], state: RuleState) -> None:
         self.name = function.__name__
-        self.functions = (function,)
+        self.functions: tuple[Function, ...] = (function,)
         self.reason = f"it runs {', '.join(sorted(hidden))} within torch, with the plain gradient"
         self.state = state
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the rule is active."""
+        """Return True if the rule is active."""
         return self.state.active
 
     def allows_plain_recomputation(self) -> bool:
-        """Whether a checkpoint may rerun the call without the rule: always, since nothing is changed."""
+        """Return True: a checkpoint may rerun the call, since nothing is changed."""
         return True
 
     def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
-        """Makes the call, and notes it if a gradient is recorded."""
+        """Make the call, and notes it if a gradient is recorded."""
         if torch.is_grad_enabled():
             self.state.note_opaque(self.name, self.reason)
         return function(*args, **kwargs)
 
+
+# What stands in a dispatch table: makes some calls of some torch functions in their place.
+TableRule = OperationRule | OpaqueCall
 
 # A draw or an argmax, and its one-hot code.
 _OF_SEVERAL_CALLS = frozenset({"argmax_one_hot", "categorical"})
 
 
 def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRule]:
-    """The entries of a rule in a dispatch table: its operations, and the calls that may hide some.
+    """Return the entries of a rule in a dispatch table: its operations, and the calls that may hide some.
 
     Raises:
         PolicyError: If the rule is for some calls of an operation that is made of several.
@@ -323,10 +324,11 @@ def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRu
             f"policy {state.name!r}: calls= cannot count operation {several[0]!r}, which may be made of "
             "several calls"
         )
+    if names & {"bernoulli", "categorical"}:
+        replace_samplers()
     own = {function for operation in operations for function in operation.functions}
     rules = [OperationRule(operation, state) for operation in operations]
     return [
-        *(draw for rule in rules if rule.name == "bernoulli" for draw in draws_of_bits(state, rule.replaced)),
         *rules,
         *(
             OpaqueCall(function, hidden & names, state)
@@ -337,7 +339,7 @@ def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRu
 
 
 def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
-    """A single integer or boolean result in the dtype of the first floating-point input.
+    """Return a single integer or boolean result in the dtype of the first floating-point input.
 
     Otherwise it could have no gradient. Everything else is returned as it is.
     """
@@ -348,14 +350,14 @@ def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def _target_first(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
-    """The tensor that a call in place writes to, and the other arguments."""
+    """Return the tensor that a call in place writes to, and the other arguments."""
     if args:
         return args[0], args[1:], dict(kwargs)
     return kwargs["input"], (), {key: kwargs[key] for key in kwargs if key != "input"}
 
 
 def _filter_before(bound_rule: BoundRule) -> Callable:
-    """A rule's gradient filter as a hook before an autograd node."""
+    """Return a rule's gradient filter as a hook before an autograd node."""
 
     def hook(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(

@@ -1,4 +1,4 @@
-"""Which torch functions are one operation: resolves names, aliases and every spelling."""
+"""Operations by name or function: aliases and every spelling."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import get_ignored_functions
 
 from gradpolicy.errors import PolicyError, nearest, shown, unknown
-from gradpolicy.flow.call_arguments import setting_names
+from gradpolicy.flow.arguments import setting_names
 from gradpolicy.flow.operation_tables import (
     ALSO_CALLED,
     IN_PLACE_OPERATORS,
@@ -49,11 +49,11 @@ class Spelling:
     draws_bits: bool
 
     def is_in_place(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call writes its result into its first argument."""
+        """Return True if a call writes its result into its first argument."""
         return self.writes or bool(kwargs.get("inplace"))
 
     def inputs(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call, including those in lists, in the operation's own order.
+        """Return the tensors of a call, including those in lists, in the operation's own order.
 
         Args:
             args: The positional arguments.
@@ -89,7 +89,7 @@ class Operation:
     spellings: Mapping[Function, Spelling] = field(compare=False, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the out-of-place function."""
+        """Call the out-of-place function."""
         return self.functional(*args, **kwargs)
 
     @property
@@ -99,7 +99,7 @@ class Operation:
 
     @property
     def decides(self) -> Decision | None:
-        """Whether a call of one of the functions is this operation; None if every call is."""
+        """True if a call of one of the functions is this operation; None if every call is."""
         return _DECIDED_BY_ARGUMENTS.get(self.name)
 
     def __reduce__(self) -> tuple:
@@ -108,19 +108,19 @@ class Operation:
 
 
 def operation_names() -> list[str]:
-    """Lists the operations with several spellings or a place in the documentation."""
+    """Return the operations with several spellings or a place in the documentation."""
     return sorted({*SYNONYMS, *LISTED})
 
 
 def is_operation(specification: object) -> bool:
-    """Whether a name or object means a torch operation."""
+    """Return True if a name or object means a torch operation."""
     if isinstance(specification, str):
         return bool(_spellings(_canonical(specification)))
     return callable(specification) and _operation_name(specification) is not None
 
 
 def resolve_operation(specification: str | Function) -> Operation:
-    """Finds the operation that a name or a torch function means.
+    """Find the operation that a name or a torch function means.
 
     Args:
         specification: A name such as ``"relu"``, ``"floor_divide"`` or ``"argmax-to-one-hot"``, or any
@@ -157,12 +157,12 @@ def resolve_operation(specification: str | Function) -> Operation:
 
 
 def name_of(function: Function) -> str:
-    """The name of the operation that a torch function is a spelling of, for messages."""
+    """Return the name of the operation that a torch function is a spelling of, for messages."""
     return _operation_name(function) or str(getattr(function, "__name__", function))
 
 
 def as_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
-    """The rule that a name, a rule, a function, or another operation means, with all its numbers.
+    """Return the rule that a name, a rule, a function, or another operation means, with all its numbers.
 
     Raises:
         PolicyError: If it is none of them, or a number is missing.
@@ -178,7 +178,7 @@ def as_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
 
 
 def find_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
-    """The rule that a name, a rule, a function, or another operation (whose derivative is used) means.
+    """Return the rule that a name, a rule, a function, or another operation (whose derivative is used) means.
 
     A bare name that is both a rule and an operation means the rule; ``"torch.tanh"`` means the operation.
 
@@ -198,7 +198,7 @@ def find_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
 
 
 def _differentiable(path: str) -> Operation:
-    """The operation that a path such as ``"torch.nn.functional.relu"`` means.
+    """Return the operation that a path such as ``"torch.nn.functional.relu"`` means.
 
     Raises:
         PolicyError: If it is no function of tensors: a config is not to call ``torch.load``.
@@ -216,7 +216,7 @@ def _differentiable(path: str) -> Operation:
 
 @cache
 def derivative_of(operation: Operation) -> Rule:
-    """The rule that is an operation's own gradient at the same inputs."""
+    """Return the rule that is an operation's own gradient at the same inputs."""
     function = OperationDerivative(
         operation, f"operation {operation.name!r}", setting_names(operation.name, operation.functional)
     )
@@ -224,7 +224,7 @@ def derivative_of(operation: Operation) -> Rule:
 
 
 def spelling_of(function: Function) -> Spelling:
-    """Describes a function by its name and signature."""
+    """Describe a function by its name and signature."""
     name = getattr(function, "__name__", "").partition(".")[0]
     is_operator = name.startswith("__")
     in_place_operator = name.startswith("__i") and name.removeprefix("__i") in IN_PLACE_OPERATORS
@@ -237,7 +237,7 @@ def spelling_of(function: Function) -> Spelling:
 
 
 def _arrives_at_modes(specification: Any) -> bool:
-    """Whether modes see the calls of something that is not torch's own function."""
+    """Return True if modes see the calls of something that is not torch's own function."""
     if isinstance(specification, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return True
     code = getattr(inspect.unwrap(specification) if callable(specification) else None, "__code__", None)
@@ -283,7 +283,7 @@ def _spellings(name: str) -> frozenset[Function]:
 
 
 def _function(namespace: Any, name: str) -> Function | None:
-    """A function or method of a namespace; no class, no property, and no method that every object has."""
+    """Return a function of a namespace; no class, property, or method that every object has."""
     if name.startswith("__") and name in _OBJECT_METHODS:
         return None
     found = getattr(namespace, name, None)
@@ -291,14 +291,14 @@ def _function(namespace: Any, name: str) -> Function | None:
 
 
 def _aten_functions(name: str) -> list[Function]:
-    """The forms of ``torch.ops.aten.name``, which exported graphs call."""
+    """Return the forms of ``torch.ops.aten.name``, which exported graphs call."""
     packet = getattr(torch.ops.aten, name, None)
     # Methods that every object has are no operations.
     return _with_overloads(packet) if hasattr(packet, "overloads") else []
 
 
 def _with_overloads(packet: Any) -> list[Function]:
-    """An operation of ``torch.ops`` in all its forms, except those that write to an ``out``."""
+    """Return an operation of ``torch.ops`` in all its forms, except those that write to an ``out``."""
     return [packet, *(getattr(packet, form) for form in packet.overloads() if "out" not in form)]
 
 
@@ -306,7 +306,7 @@ _OBJECT_METHODS = frozenset(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le_
 
 
 def _operation_name(function: Function) -> str | None:
-    """The name of the operation that a function is a spelling of; None if it is none of torch's."""
+    """Return the name of the operation that a function is a spelling of; None if it is none of torch's."""
     try:
         return _find_operation_name(function)
     except TypeError:
@@ -362,7 +362,7 @@ def _draws_independently(function: Function, args: tuple, kwargs: Mapping[str, A
 
 
 def _casts_to(*dtypes: torch.dtype) -> Decision:
-    """A call of a tensor's own method, or of ``to`` or ``type`` with such a dtype or tensor."""
+    """Return a call of a tensor's own method, or of ``to`` or ``type`` with such a dtype or tensor."""
 
     def decide(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         if function in _CASTS:

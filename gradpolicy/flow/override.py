@@ -10,15 +10,14 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.bound_rule import RuleState, warn_of_uncarried
 from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, refusal
-from gradpolicy.flow.compiled_override import MADE, constants_of, from_constants, make_once
 from gradpolicy.flow.dispatch import DispatchMode, DispatchTable, note_taken
-from gradpolicy.flow.operation_rule import rules_for
+from gradpolicy.flow.operation_rule import TableRule, rules_for
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
-from gradpolicy.flow.policy_report import NEVER_FLOATING, Met, tell_unmet
-from gradpolicy.flow.table_rule import TableRule
+from gradpolicy.flow.policy_report import NEVER_FLOATING, ReportRow, report_unmet
+from gradpolicy.flow.rule_state import RuleState, Seen, warn_of_uncarried
+from gradpolicy.flow.tracing import MADE, constants_of, from_constants, make_once
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -27,7 +26,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 def gradient_override(
     overrides: Mapping[str | Function, str | Rule | RuleFunction | Function], *, strict: bool = False
 ) -> "Block":
-    """Gives operations another gradient while a block or function runs. Forward values stay as they are.
+    """Return operations another gradient while a block or function runs. Forward values stay as they are.
 
     It acts on operations *created* in the block, whatever their spelling, and wherever backward runs. Blocks
     nest: the inner one wins, and the outer acts on what the inner does not name. Under ``torch.compile`` a
@@ -35,7 +34,7 @@ def gradient_override(
 
     If an operation never ran in the block, or only where no gradient is recorded, the end of the block gives
     a warning that names similar operations that did run. There is no warning if gradients were off
-    around the block, or for what compiled code may have met.
+    around the block, or for operations that ran in compiled code.
 
     Args:
         overrides: For each operation (a name or a torch function, see
@@ -43,14 +42,14 @@ def gradient_override(
             rule's name, a :class:`~gradpolicy.rules.Rule`, a function ``(grad, inputs, output)``, or another
             operation, whose derivative at the same inputs is used. A name that is both a rule and an
             operation (``"tanh"``) means the rule; ``torch.tanh`` means the operation.
-        strict: Raise at the end of the block if an operation was not met, or ran where the rule cannot act.
+        strict: Raise at the end of the block if an operation never ran, or ran where the rule cannot act.
 
     Returns:
         A context manager that is a decorator too.
 
     Raises:
         PolicyError: For an unknown operation or rule, or one operation named twice; at the end, if
-            ``strict``, for an operation that was not met.
+            ``strict``, for an operation that never ran.
 
     Example:
         >>> x = torch.tensor([0.2, 1.7], requires_grad=True)
@@ -75,17 +74,17 @@ class Block(DispatchMode):
     """What :func:`gradient_override` returns: a context manager, and a decorator.
 
     Each entry puts a copy of the block on the stack of modes, so that one block may be entered again within
-    itself and on several threads. The copies share what they have seen and met. The compiler puts the block
+    itself and on several threads. The copies share their record. The compiler puts the block
     itself there: it knows how to trace modes, and nothing else.
 
     Args:
         rules: The rules.
-        strict: Whether an operation that is never met is an error; otherwise it gives a warning.
+        strict: Whether an operation that never runs is an error; otherwise it gives a warning.
     """
 
-    # What messages call the block, and whether its exit says which operations were not met.
+    # What messages call the block, and whether its exit says which operations never ran.
     subject = "gradient_override"
-    tells_at_exit = True
+    warns_at_exit = True
     # Of an entered copy: how many checkpoints run around it, and whether a backward pass can come.
     checkpoints: int | None = None
     has_graph = True
@@ -94,7 +93,7 @@ class Block(DispatchMode):
         super().__init__(DispatchTable(list(rules)))
         self.states = {rule.state.name: rule.state for rule in self.table.rules}
         self.strict = strict
-        self._has_told = False
+        self._has_warned = False
 
     def __enter__(self) -> "Block":
         entered = copy.copy(self)
@@ -107,40 +106,30 @@ class Block(DispatchMode):
         if not isinstance(entered, Block) or entered.checkpoints is None:
             # The compiler put it there.
             return
-        note_taken(name for name, state in self.states.items() if state.matched)
-        # A reentrant checkpoint runs the block again, with gradients, and that run tells.
-        if error is None and entered.has_graph and torch.is_grad_enabled() and self.tells_at_exit:
-            self.tell_unmet()
+        note_taken(name for name, state in self.states.items() if state.seen.matched)
+        # A reentrant checkpoint runs the block again, with gradients, and that run warns.
+        if error is None and entered.has_graph and torch.is_grad_enabled() and self.warns_at_exit:
+            self.report_unmet()
 
-    def tell_unmet(self) -> None:
-        """Says once which operations were never met, if anything ran at all.
+    def report_unmet(self) -> None:
+        """Warn once of operations that never ran, and of what could not be followed.
 
         Raises:
             PolicyError: If the block is strict.
         """
-        states = self.states.values()
-        opaque = list(dict.fromkeys(call for state in states for call in state.opaque))
-        lost = [each for state in states for each in state.lost_in]
-        if self._has_told or (all(state.matched for state in states) and not opaque and not lost):
+        own = [state.seen for state in self.states.values()]
+        if self._has_warned or all(seen.matched and not seen.opaque and not seen.lost for seen in own):
             return
-        met = Met(
-            operations=tuple(self.states),
-            matched={state.name for state in states if state.matched or state.may_have_met()},
-            ran={name_of(function) for function in self.table.seen},
-            without_gradient=set().union(*(state.without_gradient for state in states)),
-            discrete={
-                *(operation for state in states for operation in state.discrete),
-                *(state.name for state in states if state.may_have_met_discrete()),
-            },
-            taken=self.taken,
-            opaque=opaque,
-            lost=lost,
-        )
-        self._has_told = bool(met.unmet) and not self.strict
-        tell_unmet(self.subject, met, strict=self.strict)
+        compiled = [state.seen_in_compiled_code for state in self.states.values()]
+        seen = functools.reduce(Seen.joined, (*own, *compiled))
+        seen.ran |= {name_of(function) for function in self.table.seen}
+        seen.taken |= self.taken
+        row = ReportRow(self.subject, operations=tuple(self.states), seen=seen)
+        self._has_warned = bool(row.unmet) and not self.strict
+        report_unmet(self.subject, row, strict=self.strict)
 
     def __call__(self, function: AnyFunction) -> AnyFunction:
-        """Decorates a function, which then always runs in the block; a generator is in it while it runs.
+        """Decorate a function, which then always runs in the block; a generator is in it while it runs.
 
         Raises:
             PolicyError: For a coroutine function. While it waits, others would run in the block.
@@ -167,7 +156,7 @@ class Block(DispatchMode):
         return cast(AnyFunction, overridden_generator if is_generator else overridden)
 
     def check_recomputation(self, rule: TableRule) -> None:
-        """Refuses an operation that a checkpoint would run again outside of this block."""
+        """Refuse an operation that a checkpoint would run again outside of this block."""
         if self.has_graph and checkpoints_above() > (self.checkpoints or 0):
             raise refusal(rule.name)
 
@@ -188,7 +177,7 @@ class TracedBlock:
         warn_of_uncarried(Block.subject, NEVER_FLOATING, self.keys)
 
     def __call__(self, function: AnyFunction) -> AnyFunction:
-        """Decorates a function that is defined in compiled code."""
+        """Decorate a function that is defined in compiled code."""
 
         def overridden(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -198,9 +187,9 @@ class TracedBlock:
 
 
 def _run_in_steps(block: Block, generator: Generator) -> Generator:
-    """Runs each step of a generator in a block. Code that uses what it yields runs outside."""
+    """Run each step of a generator in a block. Code that uses what it yields runs outside."""
     step = copy.copy(block)
-    step.tells_at_exit = False
+    step.warns_at_exit = False
     resume = functools.partial(generator.send, None)
     while True:
         try:
@@ -218,7 +207,7 @@ def _run_in_steps(block: Block, generator: Generator) -> Generator:
         except BaseException as error:
             resume = functools.partial(generator.throw, error)
     if has_graph():
-        block.tell_unmet()
+        block.report_unmet()
     return result
 
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.autograd_functions import in_transform, insert_rule
-from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.autograd_functions import insert_rule
+from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.tracing import in_transform
 
 
 class ParameterRules:
@@ -39,7 +41,7 @@ class ParameterRules:
         self._has_run = False
 
     def take_off(self) -> None:
-        """Removes the hooks. The parameters' tables of hooks are then as before."""
+        """Remove the hooks. The parameters' tables of hooks are then as before."""
         for tensor, table, before, handle in reversed(self._handles):
             handle.remove()
             if before is None and not getattr(tensor, table):
@@ -48,7 +50,7 @@ class ParameterRules:
         self._current = None
 
     def put_on(self) -> bool:
-        """Puts the hook on the parameter that the module holds now.
+        """Put the hook on the parameter that the module holds now.
 
         Returns:
             Whether the rules need an alias, because the module holds a tensor that takes no hooks.
@@ -75,7 +77,7 @@ class ParameterRules:
         return False
 
     def check_traced(self) -> None:
-        """Checks, while ``torch.compile`` traces, that the hook is on the tensor that the module holds.
+        """Check, while ``torch.compile`` traces, that the hook is on the tensor that the module holds.
 
         Raises:
             PolicyError: Without fullgraph the compiler then leaves the module to eager mode.
@@ -88,7 +90,7 @@ class ParameterRules:
             )
 
     def put_alias(self) -> Callable[[], None]:
-        """Gives the module an alias of the tensor that it holds, with the rules between the two.
+        """Return the module an alias of the tensor that it holds, with the rules between the two.
 
         Returns:
             A function that undoes it.
@@ -97,7 +99,7 @@ class ParameterRules:
         # The rule put on last is the first that the gradient meets.
         for bound_rule in reversed(self.bound_rules):
             if bound_rule.state.active:
-                bound_rule.state.count(bound_rule.location)
+                bound_rule.state.note("matched", bound_rule.location)
                 alias = insert_rule(bound_rule, alias)
         before = self._current
         parameters: Any = self.module._parameters
@@ -136,9 +138,9 @@ class ParameterRules:
         self._has_run = True
         for bound_rule in self.bound_rules:
             if not bound_rule.state.active:
-                bound_rule.state.note_off(bound_rule.location)
+                bound_rule.state.note("off", bound_rule.location)
             else:
-                bound_rule.state.count(bound_rule.location)
+                bound_rule.state.note("matched", bound_rule.location)
                 found = bound_rule.gradients(grad, (parameter,), parameter, (True,))[0]
                 grad = torch.zeros_like(grad) if found is None else found
         return grad
@@ -165,7 +167,7 @@ def _is_ours(hook: Any) -> bool:
 def run_with_rules(
     all_rules: Sequence[ParameterRules], forward: Callable[[tuple, dict], Any], args: tuple, kwargs: dict
 ) -> Any:
-    """Runs a forward with the rules on the tensors that its modules hold now."""
+    """Run a forward with the rules on the tensors that its modules hold now."""
     if torch.compiler.is_compiling():
         for rules in all_rules:
             rules.check_traced()

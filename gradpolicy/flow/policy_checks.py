@@ -1,4 +1,4 @@
-"""Refuses policies that contradict each other, make no sense where they act, or cut every gradient."""
+"""Checks of policies: contradictions, rules that make no sense where they act, cut gradients."""
 
 import itertools
 from collections.abc import Collection, Mapping
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.locations import FlowPolicy, Locations, describe_location
+from gradpolicy.flow.locations import Locations, RulePlacement, describe_location
 from gradpolicy.flow.operations import resolve_operation
 from gradpolicy.when import When
 from gradpolicy.where import STEP_OPERATIONS
@@ -17,8 +17,8 @@ _OF_AN_OPERATION = ("bernoulli", "gumbel", "lsq", "reinmax", "rotation")
 _NEUTRAL_FACTORS = {"scale": 1.0, "reverse": -1.0}
 
 
-def check_policies(policies: Mapping[str, FlowPolicy], locations: Mapping[str, Locations]) -> None:
-    """Checks policies that are to be installed together.
+def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str, Locations]) -> None:
+    """Check policies that are to be installed together.
 
     Raises:
         PolicyError: For two rules for one operation in one module; at one side of a module or on one
@@ -32,8 +32,8 @@ def check_policies(policies: Mapping[str, FlowPolicy], locations: Mapping[str, L
             _check_pair(policies, locations, first, second)
 
 
-def remarks(policies: Mapping[str, FlowPolicy]) -> list[str]:
-    """A line for each policy whose rule changes nothing where it acts, or may be meant for elsewhere."""
+def remarks(policies: Mapping[str, RulePlacement]) -> list[str]:
+    """Return a line for each policy whose rule changes nothing, or may be meant for another place."""
     lines = []
     for name, policy in policies.items():
         if policy.ops and policy.rule.own and policy.rule.each:
@@ -59,12 +59,12 @@ def remarks(policies: Mapping[str, FlowPolicy]) -> list[str]:
 
 
 def is_cut(error: BaseException) -> bool:
-    """Whether torch says that a loss has no graph to run backward through."""
+    """Return True if torch says that a loss has no graph to run backward through."""
     return "does not require grad and does not have a grad_fn" in str(error)
 
 
-def check_cuts(policies: Mapping[str, FlowPolicy]) -> None:
-    """Says which policies cut the only path, if no gradient reached anything that trains.
+def check_cuts(policies: Mapping[str, RulePlacement]) -> None:
+    """Say which policies cut the only path, if no gradient reached anything that trains.
 
     Raises:
         PolicyError: If one of the policies detaches, or leaves what lies within a module without gradient.
@@ -81,8 +81,8 @@ def check_cuts(policies: Mapping[str, FlowPolicy]) -> None:
         )
 
 
-def _check_rule(name: str, policy: FlowPolicy) -> None:
-    """Refuses a rule of an operation at a boundary or on parameters, where one tensor passes."""
+def _check_rule(name: str, policy: RulePlacement) -> None:
+    """Refuse a rule of an operation at a boundary or on parameters, where one tensor passes."""
     rule = policy.rule.name
     if policy.ops or policy.at == "through" or rule not in ("identity", *_OF_AN_OPERATION):
         return
@@ -107,7 +107,7 @@ APART = "leave one of them out, or give them different modules, ops, calls or ti
 
 
 def _check_pair(
-    policies: Mapping[str, FlowPolicy], locations: Mapping[str, Locations], first: str, second: str
+    policies: Mapping[str, RulePlacement], locations: Mapping[str, Locations], first: str, second: str
 ) -> None:
     one, other = locations[first], locations[second]
     operations = [op.name for op in one.operations if op in other.operations]
@@ -159,5 +159,5 @@ def _are_ever_active_together(one: When, other: When) -> bool:
 
 
 def _overlap(one: Collection, other: Collection) -> bool:
-    """Whether two choices have one in common; an empty choice means all."""
+    """Return True if two choices have one in common; an empty choice means all."""
     return not one or not other or bool(set(one) & set(other))

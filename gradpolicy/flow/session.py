@@ -1,4 +1,4 @@
-"""What the wrapped modules and parameters of one installation share."""
+"""The state that wrapped modules and parameters of one installation share."""
 
 import functools
 import itertools
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.autograd_functions import in_transform
-from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.checkpointing import checkpoints_above
 from gradpolicy.flow.containers import tensors_in
+from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.tracing import in_transform
 
 # Whether each rule is active, and the versions of its changing numbers.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
@@ -48,19 +48,19 @@ class InstallSession:
         self._calls: Counter[str] = Counter()
 
     def matched_operations(self) -> set[str]:
-        """The names of all operations that a rule of the installation was put on."""
-        return {name for state in self.states for name in state.matched}
+        """Return the names of all operations that a rule of the installation was put on."""
+        return {name for state in self.states for name in state.seen.matched}
 
     def autograd_worked(self) -> bool:
-        """Whether autograd has made nodes on this thread, or run a backward pass, since the installation."""
+        """Return True if autograd has done anything on this thread since the installation."""
         return autograd_activity() != self._activity
 
     def ran_backward(self) -> bool:
-        """Whether a backward pass has run since the installation."""
+        """Return True if a backward pass has run since the installation."""
         return autograd_activity()[1] != self._activity[1]
 
     def begin_forward(self) -> None:
-        """Notes that the outermost module starts to run with gradients.
+        """Note that the outermost module starts to run with gradients.
 
         Raises:
             PolicyError: If it runs for a backward pass whose forward pass ran before the installation.
@@ -73,12 +73,12 @@ class InstallSession:
             state.note_forward()
 
     def number_of_call(self, module: str) -> int:
-        """Counts one more call of a module, and gives its number: 0 for the outermost forward's first."""
+        """Count one more call of a module, and gives its number: 0 for the outermost forward's first."""
         self._calls[module] += 1
         return self._calls[module] - 1
 
     def check_calls(self) -> None:
-        """Checks at the end of the outermost forward that the calls which policies name took place.
+        """Check at the end of the outermost forward that the calls which policies name took place.
 
         Raises:
             PolicyError: For a module that ran less often.
@@ -94,7 +94,7 @@ class InstallSession:
                     )
 
     def note_run_without_gradients(self) -> None:
-        """Notes in a module that runs without gradients whether a reentrant checkpoint will run it again."""
+        """Note in a module that runs without gradients whether a reentrant checkpoint will run it again."""
         if not self.in_forward:
             # A reentrant checkpoint may stand around the outermost module.
             self.has_run = True
@@ -102,7 +102,7 @@ class InstallSession:
             self._runs_again = checkpoints_above() > 0
 
     def note_saved_tensor_hooks(self) -> None:
-        """Notes in a module that runs with gradients whether a non-reentrant checkpoint will run it again.
+        """Note in a module that runs with gradients whether a non-reentrant checkpoint will run it again.
 
         That second run only restores saved tensors. Rules that read nothing save none, so a second run
         without them gives the same, or torch finds another number of tensors and says so.
@@ -112,7 +112,7 @@ class InstallSession:
             self._runs_again = reads and checkpoints_above() > 0
 
     def end_forward(self, result: Any) -> None:
-        """Notes that the outermost module has run; the backward pass of its result checks the rules."""
+        """Note that the outermost module has run; the backward pass of its result checks the rules."""
         runs_again, self._runs_again, self.in_forward = self._runs_again, False, False
         if not (runs_again or self.acts_on_parameters):
             return
@@ -145,9 +145,9 @@ _looks = itertools.count(1)
 
 
 def autograd_activity() -> tuple[int, int]:
-    """How many nodes autograd has made on this thread, and how many backward passes it has begun.
+    """Return how many nodes autograd has made on this thread, and how many backward passes it has begun.
 
-    Torch tells the latter within a backward pass only, so this runs a small one.
+    Torch gives the latter within a backward pass only, so this runs a small one.
     """
     if in_transform():
         return 0, 0

@@ -1,4 +1,4 @@
-"""Rules across a module: its forward runs as it is, and a rule makes the gradient from output to input."""
+"""Rules across a module: a rule makes the gradient from its output to its input."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,17 +8,18 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.flow.arguments import Argument, Signature
 from gradpolicy.flow.autograd_functions import (
-    in_transform,
     is_differentiable,
     may_have_gradient,
     replace_gradient,
 )
-from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.boundary import Arguments, adopt_writes
 from gradpolicy.flow.containers import map_tensors, replace_at, tensors_in
-from gradpolicy.flow.forward_argument import Argument, Signature
-from gradpolicy.flow.locations import FlowPolicy, place_at
+from gradpolicy.flow.locations import RulePlacement, place_at
+from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.call import Call
 
 Forward = Callable[[tuple, dict], Any]
@@ -39,7 +40,7 @@ class ThroughRule:
         self,
         state: RuleState,
         module: str,
-        policy: FlowPolicy,
+        policy: RulePlacement,
         argument: Argument | None,
         forward: Callable[..., Any],
     ) -> None:
@@ -55,7 +56,7 @@ class ThroughRule:
     def put_on(
         self, result: Any, args: tuple, kwargs: dict, arguments: Arguments = None
     ) -> tuple[Any, list[Tensor]]:
-        """Gives the chosen outputs the rule's gradient to the inputs.
+        """Return the chosen outputs the rule's gradient to the inputs.
 
         Args:
             result: What the forward gave.
@@ -98,16 +99,16 @@ class ThroughRule:
         return result, replaced
 
     def _note(self, inputs: Iterable[Tensor]) -> None:
-        """Counts the call. Where no input needs a gradient the rule is never asked, but the path is cut."""
+        """Count the call. Where no input needs a gradient the rule is never asked, but the path is cut."""
         if self.state.detaches or any(may_have_gradient(tensor) for tensor in inputs):
-            self.state.count(self.location)
+            self.state.note("matched", self.location)
             return
-        self.state.note_without_gradient(self.location)
+        self.state.note("without_gradient", self.location)
         if not self.keeps_own:
-            self.state.count(f"{self.location}, cut off")
+            self.state.note("matched", f"{self.location}, cut off")
 
     def _parts(self, result: Any) -> list:
-        """The outputs that the policy names.
+        """Return the outputs that the policy names.
 
         Raises:
             PolicyError: If the module does not give one of them.
@@ -140,7 +141,7 @@ class ThroughRule:
         return ruled
 
     def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
-        """Refuses to pass a gradient on where several inputs need one, or to an input of another shape."""
+        """Refuse to pass a gradient on where several inputs need one, or to an input of another shape."""
         count = sum(one.requires_grad for one in inputs)
         if count > 1:
             taken = ", ".join(self.signature.names)
@@ -176,7 +177,7 @@ class Through:
     def run(
         self, forward: Forward, args: tuple, kwargs: dict, arguments: Arguments = None, number: int = 0
     ) -> Any:
-        """Runs the module's forward, with the rules' gradients from its output to its input.
+        """Run the module's forward, with the rules' gradients from its output to its input.
 
         Args:
             forward: The forward.
@@ -211,7 +212,7 @@ class Through:
     def _with_own_gradients(
         self, result: Any, ruled: list[Tensor], fed: list[tuple[Tensor, Tensor]], versions: list[int]
     ) -> Any:
-        """Gives the outputs without a rule their own gradients to inputs that were cut off.
+        """Return the outputs without a rule their own gradients to inputs that were cut off.
 
         Raises:
             PolicyError: In compiled code, or if the module wrote to its inputs.
@@ -241,13 +242,13 @@ class FeedInput(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cuts: bool) -> Tensor:
-        """Returns the alias."""
+        """Return the alias."""
         ctx.cuts = cuts
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        """Passes the gradient on, unless it is to stop."""
+        """Pass the gradient on, unless it is to stop."""
         return None if ctx.cuts else grad, None
 
 
@@ -258,16 +259,16 @@ class BothGradients(Function):
 
     @staticmethod
     def forward(own: Tensor, ruled: Tensor) -> Tensor:
-        """Returns the value, which both have."""
+        """Return the value, which both have."""
         return own.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        """Keeps nothing."""
+        """Keep nothing."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Passes the gradient to both."""
+        """Pass the gradient to both."""
         return grad, grad
 
 
@@ -280,13 +281,13 @@ class OwnGradient(Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, fed: list[Tensor], *inputs: Tensor) -> Tensor:
-        """Returns the output."""
+        """Return the output."""
         ctx.output, ctx.fed = output, fed
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Passes the gradient to the module's parameters, and the output's share to its inputs."""
+        """Pass the gradient to the module's parameters, and the output's share to its inputs."""
         if torch.is_grad_enabled():
             raise PolicyError(
                 "with inside='own' an output that keeps its own gradient has no second derivatives "
@@ -297,7 +298,7 @@ class OwnGradient(Function):
 
 
 def _fed(tensor: Tensor, cuts: bool) -> Tensor:
-    """What the forward gets in place of an input, so that it may write to it, and its gradient may stop."""
+    """Return an alias of an input for the forward, which may write to it; its gradient may stop."""
     if not in_transform():
         return FeedInput.apply(tensor, cuts)
     if cuts:

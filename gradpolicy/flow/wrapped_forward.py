@@ -8,26 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, warn_user
-from gradpolicy.flow.autograd_functions import in_transform
-from gradpolicy.flow.bound_rule import RuleState, skip_alone
+from gradpolicy.flow.arguments import Signature
 from gradpolicy.flow.boundary import Boundary, adopt_writes
 from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, may_be_recomputed, refusal
 from gradpolicy.flow.containers import map_tensors
-from gradpolicy.flow.counted_calls import CountedCalls
-from gradpolicy.flow.dispatch import (
-    DispatchMode,
-    DispatchTable,
-    active_modes,
-    mode_at,
-    mode_count,
-    note_taken,
-)
-from gradpolicy.flow.forward_argument import Signature
-from gradpolicy.flow.operation_rule import OperationRule
+from gradpolicy.flow.dispatch import CountedCalls, DispatchMode, DispatchTable, active_modes, note_taken
+from gradpolicy.flow.operation_rule import OperationRule, TableRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.session import InstallSession
-from gradpolicy.flow.table_rule import TableRule
 from gradpolicy.flow.through import Through
+from gradpolicy.flow.tracing import in_transform, mode_at, mode_count, skip_alone
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -46,7 +36,7 @@ class InstallMode(DispatchMode):
         self.has_graph = has_graph()
 
     def check_recomputation(self, rule: TableRule) -> None:
-        """Refuses an operation that a checkpoint would run again outside of the wrapped forward.
+        """Refuse an operation that a checkpoint would run again outside of the wrapped forward.
 
         A rule for some calls depends on the whole forward in which they are counted.
         """
@@ -125,7 +115,7 @@ class WrappedForward:
         return self.__wrapped__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward."""
+        """Run the forward."""
         # The compiler follows each call, and gives up where calls are nested too deeply. So this makes none.
         # An exported program has no place for rules: it gets the plain forward, with the plain gradient.
         if not self.is_script and (_is_exporting() or (_is_traced() and self._adds_nothing())):
@@ -137,7 +127,7 @@ class WrappedForward:
         return self._run_in_session(args, kwargs)
 
     def _adds_nothing(self) -> bool:
-        """Whether the forward would run in the same way as what is around it."""
+        """Return True if the forward would run in the same way as what is around it."""
         has_rules = self.parameter_rules or self.entering or self.leaving or self.through or self.counted
         if has_rules or not torch.is_grad_enabled():
             return False
@@ -145,16 +135,16 @@ class WrappedForward:
         return mode is not None and mode.table is self.table
 
     def _mode(self) -> InstallMode | None:
-        """The mode of this installation on this thread."""
+        """Return the mode of this installation on this thread."""
         own = (mode for mode in active_modes() if isinstance(mode, InstallMode))
         return next((mode for mode in own if mode.session is self.session), None)
 
     def put_on(self) -> None:
-        """Takes the place of the forward."""
+        """Take the place of the forward."""
         self.module.__dict__[self.method] = self
 
     def take_off(self) -> None:
-        """Gives the forward its place back, also from inside wrappers that were put on later."""
+        """Return the forward its place back, also from inside wrappers that were put on later."""
         outer = self.module.__dict__.get(self.method)
         if outer is self:
             if self.inner is None:
@@ -218,7 +208,7 @@ class WrappedForward:
 
     @skip_alone
     def _number_of_call(self) -> int:
-        """The number of this call of the module within the outermost forward.
+        """Return the number of this call of the module within the outermost forward.
 
         Raises:
             PolicyError: Where calls cannot be counted. Without fullgraph the compiler then leaves the module
@@ -263,7 +253,7 @@ class WrappedForward:
         return result
 
     def _note_generator(self, result: Any, table: DispatchTable) -> None:
-        """Notes for the rules of a table that a forward's body runs where they are not."""
+        """Note for the rules of a table that a forward's body runs where they are not."""
         if not _is_traced() and isinstance(result, GeneratorType | CoroutineType | AsyncGeneratorType):
             whose = f"module {self.name!r}" if self.name else "the model"
             for rule in table.rules:
@@ -316,7 +306,7 @@ class WrappedReLU(WrappedForward):
         self.rule = rule
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Runs the ReLU."""
+        """Run the ReLU."""
         rule = self.rule
         count = mode_count()
         if (
@@ -335,9 +325,8 @@ class WrappedReLU(WrappedForward):
             result = _relu(input)
             node: Any = result.grad_fn
         if node is None:
-            rule.state.note_without_gradient("relu")
+            rule.state.note("without_gradient", "relu")
         else:
-            rule.state.matched["relu"] += 1
-            RuleState.uses += 1
+            rule.state.note("matched", "relu")
             rule.hook_on(node)
         return result

@@ -42,7 +42,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.flow.bound_rule import rule_uses
+from gradpolicy.flow.rule_state import rule_uses
 from gradpolicy.tensors.sharding import full_tensor, is_sharded, shard_like
 
 Loss = Callable[[], Tensor]

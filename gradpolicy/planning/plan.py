@@ -15,7 +15,7 @@ from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate, name_policies
 from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.flow.policy_checks import remarks as flow_remarks
-from gradpolicy.flow.policy_report import check_met
+from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing.moving_buffers import buffer_warnings, changed_buffers, copy_buffers
 from gradpolicy.freezing.policy_masks import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
@@ -256,7 +256,7 @@ def _observe(
     lines = []
     for name in [name for name in policies if name in active]:
         lines += [f"{name}: cannot see into {call}: {why}" for call, why in report[name].opaque_calls.items()]
-        message = check_met(name, report[name].met, may_get_gradient=thaws)
+        message = check_operations(report[name], may_get_gradient=thaws)
         lines += [f"{name}: {message}"] if message else []
     rows = {name: _flow_row(name, policies[name], report[name]) for name in policies}
     return found, rows, lines, {name for name in active if report[name].matched}

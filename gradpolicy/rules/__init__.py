@@ -1,4 +1,4 @@
-"""WHAT happens to a gradient: the backward rules, one small file a family.
+"""The backward rules, one small file a family.
 
 Every file of this package registers its rules when it is imported, and every file is imported here:
 a new family is one new file, nothing else touched.

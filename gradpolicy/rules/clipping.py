@@ -1,4 +1,4 @@
-"""Rules that bound the gradient, entry by entry or by its length, or give it a length."""
+"""Rules that bound or set the size of the gradient."""
 
 from typing import Any
 
@@ -147,7 +147,7 @@ def _shortening(rows: Tensor, bound: Number) -> Tensor:
 
 
 def _measured(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest entry of each row, its length in units of that, and whether it is finite.
+    """Return the largest entry of each row, its length in units of that, and whether it is finite.
 
     Rows are divided by their largest entry first, so that no square overflows, in fp16 either.
     """

@@ -31,7 +31,7 @@ class Derivative:
     def __call__(
         self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, **parameters: Any
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs; the parameters are f's keyword arguments.
+        """Return the gradients of the inputs; the parameters are f's keyword arguments.
 
         Raises:
             PolicyError: If f takes none of the inputs, or its value has another shape than ``grad``.
@@ -57,7 +57,7 @@ class Derivative:
         return tuple(found.get(place) for place in range(len(inputs)))
 
     def _accepted(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> int:
-        """How many of the inputs the function takes."""
+        """Return how many of the inputs the function takes."""
         if len(inputs) == 1:
             return 1
         meta = [torch.empty_like(tensor, device="meta") for tensor in inputs]
@@ -88,7 +88,7 @@ class OperationDerivative(Derivative):
     def __call__(  # type: ignore[override]
         self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, call: Call
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs."""
+        """Return the gradients of the inputs."""
         shared = {
             name: value
             for name, value in call.arguments.items()
@@ -107,7 +107,7 @@ def _without_tensors(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def gradient_of(function: Callable[..., Tensor] | str, **parameters: Any) -> Rule:
-    """A rule that is the exact derivative of another function at the same inputs.
+    """Return a rule that is the exact derivative of another function at the same inputs.
 
     ====================== =====================================================
     forward                backward
@@ -150,7 +150,7 @@ def _imported(path: str) -> Any:
 
 
 def _computes_on_tensors(found: Any) -> bool:
-    """Whether something is one of torch's functions of tensors: those that subclasses may override."""
+    """Return True if something is one of torch's functions of tensors: those that subclasses may override."""
     return any(found is function for function in get_testing_overrides())
 
 

@@ -1,4 +1,4 @@
-"""Rules that pass the gradient on as it is, not at all, or times a number."""
+"""Rules that pass the gradient on, stop it, or multiply it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rules for quantisers that learn: clip, step and offset of a uniform grid, and vectors of a codebook."""
+"""Rules for quantisers that learn a grid or a codebook."""
 
 import math
 from typing import Any
@@ -220,7 +220,7 @@ def _check_inputs(name: str, inputs: tuple[Tensor, ...], *expected: str) -> None
 
 
 def _grid(name: str, bits: int, signed: bool) -> tuple[int, int]:
-    """The indices of a grid's first and last point."""
+    """Return the indices of a grid's first and last point."""
     lowest, highest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     if highest < 1:
         raise PolicyError(
@@ -230,13 +230,13 @@ def _grid(name: str, bits: int, signed: bool) -> tuple[int, int]:
 
 
 def _on_grid(scaled: Tensor, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
-    """Which values lie inside the grid, and the derivative of all with respect to the step."""
+    """Return which values lie inside the grid, and the derivative of all with respect to the step."""
     inside = (scaled > lowest) & (scaled < highest)
     return inside, torch.where(inside, scaled.round() - scaled, scaled.clamp(lowest, highest))
 
 
 def _scale(values: Tensor, shared: Tensor, count: int | None, highest: int) -> float:
-    """What the gradient of a shared number is divided by: ``√(count · Qₚ)``."""
+    """Return what the gradient of a shared number is divided by: ``√(count · Qₚ)``."""
     if count is None:
         count = max(1, values.numel() // max(1, shared.numel()))
     return math.sqrt(count * highest)

@@ -1,4 +1,4 @@
-"""Rules for rectifiers: what of the gradient passes a ReLU, and what that means for its smooth relatives.
+"""Rules for ReLU and its smooth relatives.
 
 A ReLU's own gradient is gated by its *input*: ``relu'(x) · grad``. These rules gate by the *gradient* too
 (guided), instead (deconv), or neither where a whole sample would get nothing (redirected).

@@ -1,4 +1,4 @@
-"""Backward rules by name: the registry, and the object that the rest of the package passes on."""
+"""Backward rules by name."""
 
 import dis
 import inspect
@@ -35,7 +35,7 @@ class Rule:
             nothing saved.
         reads: Which of ``"inputs"`` and ``"output"`` the function reads the values of. What it does not
             read is not kept for the backward pass: it gets other tensors of the same shape. If None, the
-            function's code tells.
+            function's code decides.
         own: Whether the rule *changes* the operation's own gradients instead of replacing them. The function
             is then called as ``function(own, inputs, output, **parameters)``; ``own`` is a tuple with the
             gradient that the operation itself gives each input, None for an input that gets none.
@@ -70,12 +70,12 @@ class Rule:
     def __call__(
         self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, call: Call | None = None
     ) -> Any:
-        """Applies the rule; the call is for rules that ask for it."""
+        """Apply the rule; the call is for rules that ask for it."""
         asked = {"call": call} if call is not None and self.takes_call else {}
         return self.function(grad, inputs, output, **self.parameters, **asked)
 
     def with_parameters(self, **parameters: Any) -> "Rule":
-        """Gives this rule with keyword arguments set.
+        """Return this rule with keyword arguments set.
 
         Raises:
             PolicyError: If the rule has no such argument.
@@ -88,7 +88,7 @@ class Rule:
         return replace(self, parameters={**self.parameters, **parameters})
 
     def missing_parameters(self) -> list[str]:
-        """Names the keyword arguments that have neither a default nor a value."""
+        """Return the keyword arguments that have neither a default nor a value."""
         signature = inspect.signature(self.function).parameters.values()
         return [
             argument.name
@@ -110,7 +110,7 @@ def rule(
     own: bool = False,
     each: bool = False,
 ) -> Callable[[AnyRuleFunction], AnyRuleFunction]:
-    """Registers a backward rule under a name.
+    """Register a backward rule under a name.
 
     Args:
         name: The name that configs and :func:`gradient_override` use.
@@ -150,7 +150,7 @@ def rule(
 
 
 def get_rule(specification: "str | Rule | RuleFunction", **parameters: Any) -> Rule:
-    """Finds the rule that a name, a dotted path, a rule or a plain function means.
+    """Find the rule that a name, a dotted path, a rule or a plain function means.
 
     Args:
         specification: A registered name, a path such as ``"my_package.my_rules.five_times"``, a
@@ -165,12 +165,12 @@ def get_rule(specification: "str | Rule | RuleFunction", **parameters: Any) -> R
 
 
 def rule_names() -> list[str]:
-    """Lists the registered names."""
+    """Return the registered names."""
     return sorted(_RULES)
 
 
 def unknown_rule(name: str, others: Iterable[str] = ()) -> PolicyError:
-    """Builds the error for a rule that does not exist: names the nearest, and those that came from outside.
+    """Build the error for a rule that does not exist: names the nearest, and those that came from outside.
 
     Args:
         name: What the user wrote.
@@ -190,7 +190,7 @@ def unknown_rule(name: str, others: Iterable[str] = ()) -> PolicyError:
 
 
 def keyword_names(function: RuleFunction) -> list[str] | None:
-    """Names the keyword arguments of a rule's function that are its parameters; None where it takes any."""
+    """Return the keyword arguments of a rule's function that are its parameters; None where it takes any."""
     arguments = list(inspect.signature(function).parameters.values())
     if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments):
         return None
@@ -239,12 +239,12 @@ def _check_signature(name: str, function: RuleFunction) -> None:
 
 
 def _rule_of(name: str | None, values: dict[str, Any]) -> Rule:
-    """A rule as it was saved: a registered one with other values, or one of its own."""
+    """Return a rule as it was saved: a registered one with other values, or one of its own."""
     return Rule(**values) if name is None else replace(get_rule(name), **values)
 
 
 def _names_read(function: RuleFunction) -> tuple[str, ...]:
-    """Which of its second and third arguments a function mentions; both where that cannot be seen."""
+    """Return which of its second and third arguments a function mentions; both where that cannot be seen."""
     code = getattr(function, "__code__", None)
     both = ("inputs", "output")
     if code is None or code.co_argcount < 3 or {"locals", "eval", "exec"} & set(code.co_names):

@@ -165,7 +165,7 @@ def soft_sort(
 
 
 def _from_step(inputs: tuple[Tensor, ...], call: Call | None) -> tuple[Tensor, Any]:
-    """The distance to the nearest step, where the steps lie 1 apart, and the mean slope of the staircase."""
+    """Return the distance to the nearest step in units of their width, and the mean slope."""
     if call is None or call.operation not in ROUNDING:
         call = Call("round")
     distance = times(steps_per_unit(call), from_nearest_step(inputs, call))

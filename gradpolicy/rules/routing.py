@@ -1,4 +1,4 @@
-"""Helpers of rules for element-wise operations: which input gets the gradient, and numbers on its device."""
+"""Helpers of rules: the input that gets the gradient, and numbers on its device."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ Number = float | Tensor
 
 
 def first_index(inputs: tuple[Tensor, ...]) -> int:
-    """The index of the first floating-point or complex input; 0 if there is none."""
+    """Return the index of the first floating-point or complex input; 0 if there is none."""
     for index, tensor in enumerate(inputs):
         if tensor.is_floating_point() or tensor.is_complex():
             return index
@@ -20,12 +20,12 @@ def first_index(inputs: tuple[Tensor, ...]) -> int:
 
 
 def first_input(inputs: tuple[Tensor, ...]) -> Tensor:
-    """The first input that can have a gradient."""
+    """Return the first input that can have a gradient."""
     return inputs[first_index(inputs)]
 
 
 def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-    """The gradient for the first input that can have one, as a rule returns it that says nothing of others.
+    """Return the gradient for the first input that can have one, summed where that was broadcast.
 
     If the operation broadcast that input, the gradient is summed over the dimensions that were repeated.
 
@@ -40,7 +40,7 @@ def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def on_device_of(number: Any, tensor: Tensor) -> Any:
-    """A rule's number for arithmetic with a tensor: a tensor on its device, a plain number as it is."""
+    """Return a rule's number for arithmetic with a tensor: on its device, if it is a tensor."""
     if not isinstance(number, Tensor):
         return number
     # A copy from the CPU to an accelerator need not be waited for.
@@ -48,7 +48,7 @@ def on_device_of(number: Any, tensor: Tensor) -> Any:
 
 
 def check_above_zero(rule_name: str, key: str, number: Any) -> None:
-    """Refuses a rule's number that is not above 0; what a schedule gives is not looked at.
+    """Refuse a rule's number that is not above 0; what a schedule gives is not looked at.
 
     Raises:
         PolicyError: Names the rule and the number.
@@ -67,12 +67,12 @@ def times(factor: Any, values: Tensor) -> Tensor:
 
 
 def zeros_for(tensor: Tensor) -> Tensor | None:
-    """A gradient of exact zeros for a tensor; None for one that cannot have a gradient."""
+    """Return a gradient of exact zeros for a tensor; None for one that cannot have a gradient."""
     return torch.zeros_like(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
 
 
 def broadcasts(small: torch.Size, large: torch.Size) -> bool:
-    """Whether a tensor of the small shape expands to the large one."""
+    """Return True if a tensor of the small shape expands to the large one."""
     return len(small) <= len(large) and all(
         size in (1, wanted) for size, wanted in zip(reversed(small), reversed(large), strict=False)
     )

@@ -1,4 +1,4 @@
-"""Surrogates for the spike of a neuron: a step of the membrane potential above its threshold.
+"""Surrogates for the spike of a neuron.
 
 The operation's input is the potential minus the threshold: ``torch.heaviside(potential - threshold, zero)``.
 """

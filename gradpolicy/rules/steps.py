@@ -16,7 +16,7 @@ ROUNDING = ("round", "floor", "ceil", "trunc", "floor_divide", *_CASTS)
 
 
 def from_nearest_step(inputs: tuple[Tensor, ...], call: Call | None) -> Tensor:
-    """The first input, counted from the nearest step of the operation.
+    """Return the first input, counted from the nearest step of the operation.
 
     ``round`` steps half-way between integers, ``floor`` and ``ceil`` at integers, ``trunc`` and casts to
     integers at all of them but 0, ``x // n`` at multiples of n. The step of any other operation (``sign``,
@@ -44,7 +44,7 @@ def from_nearest_step(inputs: tuple[Tensor, ...], call: Call | None) -> Tensor:
 
 
 def steps_per_unit(call: Call | None) -> Any:
-    """How many steps a rounding operation has from one integer to the next; negative for ``x // -n``."""
+    """Return how many steps a rounding operation has from integer to integer; negative for ``x // -n``."""
     if call is None:
         return 1
     if call.operation == "floor_divide":

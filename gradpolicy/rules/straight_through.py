@@ -1,4 +1,4 @@
-"""Surrogates for step-like operations (round, floor, sign, heaviside …): the gradient of a smooth stand-in.
+"""Surrogates for step-like operations: the gradient of a smooth stand-in.
 
 All are zero or small far from 0, where the step is flat. For ``identity``, which is 1 everywhere, see
 :mod:`gradpolicy.rules.passing`.

@@ -1,14 +1,16 @@
-"""The arguments of a call by the names of their parameters, whatever the spelling of the call."""
+"""The arguments of calls of operations and of modules' forwards, by name."""
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradpolicy.flow.bound_rule import runs_while_tracing
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.flow.tracing import runs_while_tracing
 
 # Where an argument comes from: its position, its keyword, or the default of its parameter.
 Source = tuple[str, int | str | None, Any]
@@ -29,7 +31,7 @@ _FITTING: dict[str, tuple[type, ...]] = {
 
 
 def arguments_of(function: Callable[..., Any], name: str, args: tuple, kwargs: Mapping) -> dict[str, Any]:
-    """Gives the arguments of a call by name, with the defaults of those that it does not give.
+    """Return the arguments of a call by name, with the defaults of those that it does not give.
 
     Args:
         function: The function called.
@@ -50,7 +52,7 @@ def arguments_of(function: Callable[..., Any], name: str, args: tuple, kwargs: M
 def in_order_of_parameters(
     function: Callable[..., Any], name: str, args: tuple, kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Gives the keyword arguments of a call with the tensors among them in the function's own order."""
+    """Return the keyword arguments of a call with the tensors among them in the function's own order."""
     if len(kwargs) < 2 or sum([isinstance(value, Tensor) for value in kwargs.values()]) < 2:
         return kwargs
     sources = _sources_in_call(function, name, args, kwargs)
@@ -77,7 +79,7 @@ def _described(value: Any) -> Any:
 
 @runs_while_tracing
 def _sources(*call: Any) -> tuple[Source, ...]:
-    """Where the argument for each parameter comes from; the same for all calls of one form."""
+    """Return where the argument for each parameter comes from; the same for all calls of one form."""
     try:
         return _sources_of_form(*call)
     except TypeError:
@@ -122,7 +124,7 @@ def setting_names(name: str, function: Callable[..., Any]) -> set[str]:
 
 
 def _parameters_in_python(function: Callable[..., Any]) -> dict[str, Any] | None:
-    """The parameters of a function written in Python, with their defaults; None for any other function."""
+    """Return the parameters of a function written in Python, and their defaults; None for others."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -139,7 +141,7 @@ def _parameters_in_python(function: Callable[..., Any]) -> dict[str, Any] | None
 
 
 def _parameters_in_schemas(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
-    """The parameters of the first overload that takes these arguments, with their defaults."""
+    """Return the parameters of the first overload that takes these arguments, with their defaults."""
     for names, kinds, defaults, positional in _schemas(name):
         given = {**dict(zip(names[:positional], args, strict=False)), **kwargs}
         fits = (
@@ -155,7 +157,7 @@ def _parameters_in_schemas(name: str, args: tuple, kwargs: dict) -> dict[str, An
 
 @cache
 def _schemas(name: str) -> list[tuple[list[str], dict[str, Any], dict[str, Any], int]]:
-    """For each overload for tensors without an ``out``: names, types, defaults, how many are positional."""
+    """Return names, types, defaults and the number of positional ones of each overload for tensors."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return []
@@ -191,3 +193,123 @@ def _fits(value: Any, kind: Any) -> bool:
     if name == "TensorType":
         return False
     return name not in _FITTING or isinstance(value, _FITTING[name])
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """Where one argument of a forward may stand in a call.
+
+    Args:
+        name: Its name; None for one of ``*args``.
+        position: Its position; None for one that is given by name only.
+    """
+
+    name: str | None
+    position: int | None
+
+    def is_at(self, slot: int | str) -> bool:
+        """Return True if it is the argument with this position or name."""
+        return slot == (self.name if isinstance(slot, str) else self.position)
+
+    def value(self, args: tuple, kwargs: dict) -> Any:
+        """Return its value in a call; None if it is not given."""
+        if self.position is not None and self.position < len(args):
+            return args[self.position]
+        return kwargs.get(self.name)
+
+
+def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a bound forward; those of a ScriptModule stand in its schema."""
+    # `inspect.signature` knows nothing of these, or, where another library has wrapped them, only `*args`.
+    schema: Any = getattr(forward, "schema", None) if isinstance(forward, torch.ScriptMethod) else None
+    if schema is None:
+        return list(inspect.signature(forward).parameters.values())
+    return [
+        inspect.Parameter(
+            argument.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
+        )
+        for argument in schema.arguments[1:]
+    ]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a forward, as plain values that compiled code can follow.
+
+    Args:
+        names: Their names, but those of ``*args`` and ``**kwargs``.
+        positional: How many of them may be given by position.
+        several: The name of ``*args``; None if there is none.
+        defaults: The defaults by name.
+    """
+
+    names: tuple[str, ...]
+    positional: int
+    several: str | None
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, forward: Callable[..., Any]) -> "Signature":
+        """Return the signature of a bound forward."""
+        parameters = parameters_of(forward)
+        several = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
+        return cls(
+            tuple(p.name for p in parameters if p.kind not in _SEVERAL),
+            sum(p.kind in _POSITIONAL for p in parameters),
+            several[0] if several else None,
+            {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty},
+        )
+
+    def in_order(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return keyword arguments in the order of the parameters."""
+        return {key: kwargs[key] for key in (*self.names, *kwargs) if key in kwargs}
+
+    def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, defaults included; ``*args`` as a tuple."""
+        named: dict[str, Any] = dict(zip(self.names[: self.positional], args, strict=False))
+        if self.several is not None:
+            named[self.several] = args[self.positional :]
+        return {**self.defaults, **named, **kwargs}
+
+
+def find_argument(forward: Callable[..., Any], wanted: int | str, owner: str) -> Argument:
+    """Find the argument of a forward that a name or position means.
+
+    Args:
+        forward: The function, bound to its module.
+        wanted: The name, or the position (0 is the first).
+        owner: Whose forward it is, for messages: ``"policy 'cut' at module 'criterion'"``.
+
+    Raises:
+        PolicyError: If the forward takes no such argument.
+    """
+    parameters = parameters_of(forward)
+    kinds = {parameter.kind for parameter in parameters}
+    positional = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+    by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    if isinstance(wanted, int):
+        if wanted < len(positional):
+            return Argument(positional[wanted], wanted)
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            return Argument(None, wanted)
+        raise PolicyError(
+            f"{owner}: argument {wanted} does not exist; its forward takes {len(positional)}: "
+            f"{', '.join(positional)}"
+        )
+    if wanted in positional:
+        return Argument(wanted, positional.index(wanted))
+    several = next((p for p in parameters if p.name == wanted and p.kind in _SEVERAL), None)
+    if several is not None:
+        key = "position" if several.kind is inspect.Parameter.VAR_POSITIONAL else "name"
+        raise PolicyError(
+            f"{owner}: argument {wanted!r} is {several}, which are several; give the {key} of one of them"
+        )
+    if wanted in by_name or inspect.Parameter.VAR_KEYWORD in kinds:
+        return Argument(wanted, None)
+    raise unknown("argument", wanted, [*positional, *by_name], key=owner)

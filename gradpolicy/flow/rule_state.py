@@ -1,0 +1,338 @@
+"""The rule of one policy and its clock, and a record of what it did."""
+
+import functools
+import itertools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import warn_user
+from gradpolicy.flow.tracing import is_compiling, runs_while_tracing
+from gradpolicy.rules.registry import Rule, keyword_names
+from gradpolicy.when import When
+
+
+class GradientNorms:
+    """Adds up squared norms while it is on. The tensors stay on their device until somebody reads them.
+
+    Attributes:
+        on: Whether it measures.
+        counts_zeros: Whether it counts zeros too.
+        zeros: How many entries of the gradients let through were 0; None if none were counted.
+        entries: How many entries these had.
+    """
+
+    def __init__(self) -> None:
+        self.on = self.counts_zeros = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self._before: Tensor | None = None
+        self._after: Tensor | None = None
+        self.zeros: Tensor | None = None
+        self.entries = 0
+
+    def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
+        """Add a gradient, or a tuple of them, before and after the rule; nothing in compiled code."""
+        if not self.on or is_compiling():
+            return
+        with torch.no_grad():
+            passed = [tensor for tensor in after if tensor is not None]
+            self._before = _add_squares(self._before, before if isinstance(before, tuple) else (before,))
+            self._after = _add_squares(self._after, passed)
+            for tensor in passed if self.counts_zeros else ():
+                zeros = tensor.numel() - tensor.count_nonzero()
+                self.zeros = zeros if self.zeros is None else self.zeros + zeros
+                self.entries += tensor.numel()
+
+    def read(self) -> tuple[Tensor, Tensor] | None:
+        """Return the norms over everything measured since the last clearing; None if that is nothing."""
+        if self._before is None or self._after is None:
+            return None
+        return self._before.sqrt(), self._after.sqrt()
+
+
+class FlowObserver(Protocol):
+    """Learns what a policy did; see :meth:`gradpolicy.flow.install.Installed.observe`."""
+
+    def cut(self, policy: str, location: str, tensors: Iterable[Tensor], results: Any) -> None:
+        """Return the policy cut results off from the graph of these tensors."""
+
+    def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
+        """Return the policy let these gradients through."""
+
+
+@dataclass(eq=False)
+class Seen:
+    """The record of what happened where a rule acts: the report, the warnings and the plan read it.
+
+    Args:
+        matched: How often the rule was put on each operation, or passed at each place.
+        ran: The operations that ran there without the rule.
+        without_gradient: Operations that ran where no gradient is recorded, and places that none crossed.
+        off: Places that were passed while the rule was off.
+        discrete: Operations with bool or integer results, which must become floating-point to count.
+        lost: Operations whose results went into functions that cannot carry the gradient, with these.
+        opaque: Calls into which the rule cannot see, each with the reason.
+        taken: Operations that an inner override or policy took.
+        forward: ``"on"`` and ``"off"``, if a forward pass ran while the rule was that; ``"compiled"``.
+        compiled: Whether some counts are of compiled code: one each time it is traced.
+    """
+
+    matched: Counter[str] = field(default_factory=Counter)
+    ran: set[str] = field(default_factory=set)
+    without_gradient: set[str] = field(default_factory=set)
+    off: set[str] = field(default_factory=set)
+    discrete: set[str] = field(default_factory=set)
+    lost: set[tuple[str, str]] = field(default_factory=set)
+    opaque: dict[str, str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    forward: set[str] = field(default_factory=set)
+    compiled: bool = False
+
+    def add(self, kind: str, what: str) -> None:
+        """Add to one of the counts or sets."""
+        if kind == "matched":
+            self.matched[what] += 1
+        else:
+            getattr(self, kind).add(what)
+
+    def joined(self, other: "Seen") -> "Seen":
+        """Return what happened under two rules."""
+        sets = ("ran", "without_gradient", "off", "discrete", "lost", "taken", "forward")
+        return Seen(
+            matched=self.matched + other.matched,
+            opaque={**self.opaque, **other.opaque},
+            compiled=self.compiled or other.compiled,
+            **{name: getattr(self, name) | getattr(other, name) for name in sets},
+        )
+
+
+# While torch.compile traces, a record is found by its key. The key is a string, since the compiler would turn
+# a number that changes into a symbol.
+_RECORDS: "weakref.WeakValueDictionary[str, Seen]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+class RuleState:
+    """The rule of one policy, or of one operation of a ``gradient_override``, and its clock.
+
+    Args:
+        name: The policy's name.
+        rule: The rule. A callable among its parameters is a schedule.
+        detaches: Whether the graph is cut instead of asking the rule.
+        when: When it is active.
+        calls: The numbers of the calls that it is for, of each operation within a module's forward; none
+            means all.
+        argument: The one argument of each operation that it is for, by name or position; None means all.
+        has_own_gradient: Whether what it acts on has a gradient of its own, which a rule's filter or its
+            ``own`` can change; otherwise the rule's function makes it.
+        is_reported: Whether it counts calls in compiled code. For a ``gradient_override`` it does not, so
+            that the compiler sees no difference between blocks and need not compile anew for each.
+        written: The policy as a person writes it.
+    """
+
+    # How often any rule has been used so far, but in compiled code.
+    uses = 0
+
+    def __init__(
+        self,
+        name: str,
+        rule: Rule,
+        *,
+        detaches: bool = False,
+        when: When | None = None,
+        calls: Sequence[int] = (),
+        argument: int | str | None = None,
+        has_own_gradient: bool = True,
+        is_reported: bool = True,
+        written: str = "",
+    ) -> None:
+        self.name = name
+        self.written = written
+        self.is_reported = is_reported
+        self.when = when or When()
+        self.calls = tuple(calls)
+        self.argument = argument
+        self.detaches = detaches
+        # Whether the rule's filter changes the gradient that comes in.
+        self.filters = has_own_gradient and rule.gradient_filter is not None
+        self.active = True
+        self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
+        # A scheduled number lives in a tensor, so that compiled code reads it anew at each step.
+        numbers = {key: _number(schedule(0)) for key, schedule in self.schedules.items()}
+        self.rule = replace(rule, parameters={**rule.parameters, **numbers})
+        # The numbers that may be others when the backward pass runs: scheduled and learnt ones.
+        self.changing = tuple(
+            key
+            for key, value in self.rule.parameters.items()
+            if isinstance(value, Tensor) and (value.requires_grad or value.dim() == 0)
+        )
+        self.norms = GradientNorms()
+        self.observer: FlowObserver | None = None
+        self.seen = Seen()
+        self._take_key()
+
+    def note(self, kind: str, what: str) -> None:
+        """Add to one of the counts or sets of :class:`Seen`."""
+        if is_compiling():
+            _note_while_tracing(self.key, kind, what)
+            return
+        self.seen.add(kind, what)
+        if kind == "matched":
+            RuleState.uses += 1
+
+    def note_forward(self) -> None:
+        """Note that a forward pass with gradients runs."""
+        if is_compiling():
+            _note_while_tracing(self.key, "forward", "compiled")
+        self.note("forward", "on" if self.active else "off")
+
+    def note_lost(self, operation: str, function: str, is_index: bool) -> None:
+        """Warn once that the result of an operation went into a function that cannot carry a gradient."""
+        if is_compiling() or (operation, function) not in self.seen.lost:
+            _warn_of_lost(f"policy {self.name!r}: " * self.is_reported, operation, function, is_index)
+        if not is_compiling():
+            self.seen.lost.add((operation, function))
+
+    def note_opaque(self, call: str, reason: str) -> None:
+        """Note, and warn once, that the rule cannot act on operations inside a call."""
+        if is_compiling():
+            _note_opaque_while_tracing(self.key, self.name, call, reason)
+        else:
+            _note_opaque(self.seen, self.name, call, reason)
+
+    def note_cut(self, location: str, tensors: Iterable[Tensor], results: Any = ()) -> None:
+        """Tell the observer that results were cut off from the graph of some tensors."""
+        if not is_compiling() and self.observer is not None:
+            self.observer.cut(self.name, location, tensors, results)
+
+    def is_due(self, place: str, number: int) -> bool:
+        """Return True if the rule is to act at a place of a module now, in the call with this number.
+
+        If it is not, that is noted, unless another call is meant.
+        """
+        if not self.active:
+            self.note("off", place)
+        elif not torch.is_grad_enabled():
+            self.note("without_gradient", place)
+        else:
+            return not self.calls or number in self.calls
+        return False
+
+    @property
+    def seen_in_compiled_code(self) -> Seen:
+        """The record of compiled code under this key, also of former blocks; nobody sees it run again."""
+        frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+        # torch._dynamo.reset() leaves none of that code.
+        is_left = frames and getattr(getattr(frames, "input_codes", None), "seen_ids", True)
+        return _RECORDS[self.key] if is_left else Seen()
+
+    def update(self, phase: str, step: int, epoch: int) -> None:
+        """Switch the rule on or off for a time, and set its scheduled numbers."""
+        self.active = self.when.active(phase=phase, step=step, epoch=epoch)
+        count = self.when.count(step, epoch)
+        for key, schedule in self.schedules.items():
+            self.rule.parameters[key].fill_(float(schedule(count)))
+
+    def set_loss_scale(self, scale: float | Tensor) -> None:
+        """Give a rule with absolute thresholds the factor on the loss."""
+        if "loss_scale" not in (keyword_names(self.rule.function) or ()):
+            return
+        current = self.rule.parameters.get("loss_scale")
+        if isinstance(current, Tensor):
+            current.copy_(torch.as_tensor(scale))
+        elif isinstance(scale, Tensor) or scale != 1.0:
+            self.rule.parameters["loss_scale"] = _number(float(scale))  # type: ignore[index]
+
+    def _take_key(self) -> None:
+        if self.is_reported:
+            self.key, record = f"policy {next(_NUMBERS)}", self.seen
+        else:
+            self.key = f"{self.name}: {self.rule.name}"
+            record = _shared_record(self.key)
+        _RECORDS[self.key] = record
+
+    def __getstate__(self) -> dict:
+        # A copied model is nobody's to observe.
+        return {**self.__dict__, "observer": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._take_key()
+
+
+@functools.cache
+def _shared_record(key: str) -> Seen:
+    """Return the record of compiled code in all blocks of one operation and rule."""
+    return Seen()
+
+
+@runs_while_tracing
+def _note_while_tracing(key: str, kind: str, what: str) -> None:
+    record = _RECORDS.get(key)
+    if record is not None:
+        record.add(kind, what)
+        record.compiled |= kind == "matched"
+
+
+@runs_while_tracing
+def _note_opaque_while_tracing(key: str, name: str, call: str, reason: str) -> None:
+    _note_opaque(_RECORDS.get(key) or Seen(), name, call, reason)
+
+
+def _note_opaque(seen: Seen, name: str, call: str, reason: str) -> None:
+    if call not in seen.opaque:
+        seen.opaque[call] = reason
+        warn_user(f"policy {name!r} cannot see into {call}: {reason}")
+
+
+@runs_while_tracing
+def warn_of_uncarried(subject: str, message: str, keys: tuple[str, ...]) -> None:
+    """Warn at the end of a block in compiled code of results that never became floating-point there."""
+    for key in keys:
+        seen = _RECORDS[key]
+        if seen.discrete and not seen.matched:
+            warn_user(f"{subject}: the result of {key.partition(': ')[0]!r} {message}")
+
+
+@runs_while_tracing
+def _warn_of_lost(policy: str, operation: str, function: str, is_index: bool) -> None:
+    if is_index:
+        text = (
+            f"an index from operation {operation!r} became numbers in {function}, and an index has no "
+            "gradient: use the values that the operation gives, F.one_hot(x.argmax(-1), n) with a rule for "
+            "'argmax', or detach the index (.detach()) if no gradient is meant"
+        )
+    else:
+        text = (
+            f"the result of operation {operation!r} went through {function}, which cannot carry the rule's "
+            "gradient; cast it to floating point before (.float()), put the rule on all of it "
+            "(gradpolicy.apply), or detach it if no gradient is meant"
+        )
+    warn_user(f"{policy}{text}")
+
+
+def rule_uses() -> int:
+    """Return how often any rule has been used: two readings show if one was used between them."""
+    return RuleState.uses
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def _add_squares(total: Tensor | None, tensors: Iterable[Tensor | None]) -> Tensor | None:
+    for tensor in tensors:
+        if tensor is not None:
+            precise = torch.promote_types(tensor.dtype, torch.float32)
+            square = torch.linalg.vector_norm(tensor, dtype=precise) ** 2
+            total = square if total is None else total + square
+    return total

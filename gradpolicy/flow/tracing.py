@@ -1,0 +1,188 @@
+"""Rules in code that ``torch.compile`` traces or ``torch.func`` transforms."""
+
+import functools
+import importlib
+import itertools
+import sys
+import types
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import get_overridable_functions
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.flow.operation_tables import Function
+from gradpolicy.rules.registry import Rule
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+# By these names, since a look-up of torch._C._… takes time at every layer.
+is_compiling = torch.compiler.is_compiling
+in_functorch = torch._C._are_functorch_transforms_active
+mode_count = torch._C._len_torch_function_stack
+mode_at = torch._C._get_function_stack_at
+
+# What a compiled gradient_override made while it was traced. The compiler guards all that it reaches from a
+# module's globals, so it finds these by name only.
+MADE = types.SimpleNamespace()
+_NUMBERS = itertools.count()
+_PLAIN = (bool, int, float, str, type(None))
+_CONSTANTS = (
+    str,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    functools.partial,
+)
+
+# The operators of tensors that are written in Python, such as that of 1 - x, by their identity.
+_OPERATORS = {
+    str(id(function)): function
+    for name, function in vars(Tensor).items()
+    if name.startswith("__") and isinstance(function, types.FunctionType)
+}
+
+
+def runs_while_tracing(function: AnyFunction) -> AnyFunction:
+    """Mark a function that ``torch.compile`` runs while it traces, with constants as arguments.
+
+    This does what ``torch.compiler.assume_constant_result`` does, without importing the whole compiler.
+    """
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+def skip_alone(function: AnyFunction) -> AnyFunction:
+    """Mark a function that the compiler is to trace only where it traces the caller too.
+
+    Where the compiler leaves a caller to eager mode it compiles what that calls alone, and a function that
+    asks there would get the answer that all of it is compiled.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+@skip_alone
+def in_transform() -> bool:
+    """Return True if autograd's nodes are out of reach: under torch.compile, torch.func or forward mode."""
+    return is_compiling() or in_functorch() or forward_ad._current_level >= 0
+
+
+def active_tables() -> list[Any]:
+    """Return the tables of the modes that run on this thread, the innermost first."""
+    modes = [mode_at(index) for index in range(mode_count() - 1, -1, -1)]
+    return [mode.table for mode in modes if hasattr(mode, "table")]
+
+
+def show_to_compiler(functions: Collection[Function]) -> None:
+    """Have the compiler hand calls of these functions over to modes, as eager mode does.
+
+    The compiler goes by a list of its own. Functions in place (``torch.relu_``), ``F.sigmoid``, ``F.tanh``
+    and functions that a user wrote are not on it, and the built-in ``abs`` it never hands over. Without this
+    the rules on them would be ignored in compiled code.
+    """
+    known = get_overridable_functions()["gradpolicy"]
+    known.extend(set(functions).difference(known))
+    in_python = [function for function in functions if isinstance(function, types.FunctionType)]
+    if torch.abs in functions or not all(one.__module__.startswith("torch.") for one in in_python):
+        importlib.import_module("torch._dynamo")
+    if "torch._dynamo" not in sys.modules:
+        # It will read the list when it is imported.
+        return
+    from torch._dynamo.trace_rules import lookup
+    from torch._dynamo.variables import UserFunctionVariable
+    from torch._dynamo.variables.torch import get_overridable_functions as known_to_compiler
+
+    known_to_compiler().update(functions)
+    _show_builtin_abs()
+    for function in in_python:
+        if lookup(function) is UserFunctionVariable:
+            # The compiler would look into it, and hand over what it calls.
+            torch.compiler.allow_in_graph(function)
+
+
+def as_in_tables(function: Function) -> Function:
+    """Return a function that the compiler handed over as one that it finds in dicts.
+
+    It does not find the operators that are written in Python.
+    """
+    return _OPERATORS.get(_identity(function), function)
+
+
+@runs_while_tracing
+def _identity(function: Function) -> str:
+    return str(id(function))
+
+
+def _show_builtin_abs() -> None:
+    from torch._dynamo.variables.builder import SourcelessBuilder
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.torch_function import can_dispatch_torch_function, dispatch_torch_function
+
+    original = getattr(TensorVariable, "nb_absolute_impl", None)
+    if original is None or original.__module__ == __name__:
+        return
+
+    def nb_absolute_impl(self: Any, tx: Any) -> Any:
+        if can_dispatch_torch_function(tx, (self,), {}):
+            return dispatch_torch_function(tx, SourcelessBuilder.create(tx, Tensor.abs), (self,), {})
+        return original(self, tx)
+
+    TensorVariable.nb_absolute_impl = nb_absolute_impl  # type: ignore[method-assign]
+
+
+@runs_while_tracing
+def make_once(maker: Callable[[Any], Any], constants: Any) -> str:
+    """Make an object from constants while the compiler traces.
+
+    Returns:
+        The name of the object in :data:`MADE`, or the text of the ``PolicyError`` that was raised instead.
+    """
+    try:
+        made = maker(constants)
+    except PolicyError as error:
+        return str(error)
+    name = f"made_{next(_NUMBERS)}"
+    setattr(MADE, name, made)
+    return name
+
+
+def constants_of(value: Any) -> tuple:
+    """Return a rule, a name or a function as constants, which the compiler can pass to :func:`make_once`.
+
+    Raises:
+        PolicyError: For a tensor among a rule's parameters, or a callable object.
+    """
+    if isinstance(value, Rule):
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        parameters = []
+        for key, number in value.parameters.items():
+            if not isinstance(number, _PLAIN):
+                raise PolicyError(
+                    f"rule {value.name!r}: parameter {key!r} is no plain number, and a gradient_override "
+                    "that is made within compiled code takes no other; make it outside of the compiled code"
+                )
+            # A number that changes from call to call is symbolic: compiled anew for each value.
+            parameters.append((key, guard_scalar(number) if isinstance(number, int | float) else number))
+        rest = (value.gradient_filter, value.reads, value.own, value.each)
+        return ("rule", value.name, value.function, tuple(parameters), rest)
+    if isinstance(value, _CONSTANTS):
+        return ("constant", value)
+    raise PolicyError(
+        "a gradient_override that is made within compiled code takes names, rules and functions; make it "
+        "outside of the compiled code"
+    )
+
+
+def from_constants(constants: tuple) -> Any:
+    """Undo :func:`constants_of`."""
+    if constants[0] == "constant":
+        return constants[1]
+    _, name, function, parameters, rest = constants
+    return Rule(name, function, dict(parameters), *rest)
