@@ -251,7 +251,7 @@ class Installed(Displayed):
     @property
     def operation_counts(self) -> dict[str, int]:
         """How often each policy's rule was put on a call so far."""
-        return {name: state.seen.matched.total() for name, state in self._states.items()}
+        return {name: sum(state.seen.matched.values()) for name, state in self._states.items()}
 
     def __rich__(self) -> "RenderableType":
         """Render the report."""

@@ -3,7 +3,7 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -82,9 +82,8 @@ class Block(DispatchMode):
         strict: Whether an operation that never runs is an error; otherwise it gives a warning.
     """
 
-    # What messages call the block, and whether its exit says which operations never ran.
+    # What messages call the block.
     subject = "gradient_override"
-    warns_at_exit = True
     # Of an entered copy: how many checkpoints run around it, and whether a backward pass can come.
     checkpoints: int | None = None
     has_graph = True
@@ -108,7 +107,7 @@ class Block(DispatchMode):
             return
         note_taken(name for name, state in self.states.items() if state.seen.matched)
         # A reentrant checkpoint runs the block again, with gradients, and that run warns.
-        if error is None and entered.has_graph and torch.is_grad_enabled() and self.warns_at_exit:
+        if error is None and entered.has_graph and torch.is_grad_enabled():
             self.report_unmet()
 
     def report_unmet(self) -> None:
@@ -129,16 +128,18 @@ class Block(DispatchMode):
         report_unmet(self.subject, row, strict=self.strict)
 
     def __call__(self, function: AnyFunction) -> AnyFunction:
-        """Decorate a function, which then always runs in the block; a generator is in it while it runs.
+        """Decorate a function, which then always runs in the block.
 
         Raises:
-            PolicyError: For a coroutine function. While it waits, others would run in the block.
+            PolicyError: For a coroutine or generator function. While it waits, others would run in the block.
         """
         name = getattr(function, "__name__", repr(function))
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        unwrapped = inspect.unwrap(function)
+        kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+        if any(is_kind(unwrapped) for is_kind in kinds):
             raise PolicyError(
-                f"gradient_override cannot decorate {name!r}, a coroutine function: what runs while it waits "
-                "would be in the block too; enter the block within it, where it does not wait"
+                f"gradient_override cannot decorate {name!r}, a coroutine or generator function: what runs "
+                "while it waits would be in the block too; enter the block within it, where it does not wait"
             )
         block = copy.copy(self)
         block.subject = f"gradient_override of {name!r}"
@@ -148,12 +149,7 @@ class Block(DispatchMode):
             with TracedBlock(block) if torch.compiler.is_compiling() else block:
                 return function(*args, **kwargs)
 
-        @functools.wraps(function)
-        def overridden_generator(*args: Any, **kwargs: Any) -> Any:
-            return (yield from _run_in_steps(block, function(*args, **kwargs)))
-
-        is_generator = inspect.isgeneratorfunction(function)
-        return cast(AnyFunction, overridden_generator if is_generator else overridden)
+        return cast(AnyFunction, overridden)
 
     def check_recomputation(self, rule: TableRule) -> None:
         """Refuse an operation that a checkpoint would run again outside of this block."""
@@ -184,31 +180,6 @@ class TracedBlock:
                 return function(*args, **kwargs)
 
         return cast(AnyFunction, overridden)
-
-
-def _run_in_steps(block: Block, generator: Generator) -> Generator:
-    """Run each step of a generator in a block. Code that uses what it yields runs outside."""
-    step = copy.copy(block)
-    step.warns_at_exit = False
-    resume = functools.partial(generator.send, None)
-    while True:
-        try:
-            with step:
-                item = resume()
-        except StopIteration as end:
-            result = end.value
-            break
-        try:
-            resume = functools.partial(generator.send, (yield item))
-        except GeneratorExit:
-            with step:
-                generator.close()
-            raise
-        except BaseException as error:
-            resume = functools.partial(generator.throw, error)
-    if has_graph():
-        block.report_unmet()
-    return result
 
 
 def _block_from_constants(constants: tuple) -> Block:

@@ -79,7 +79,7 @@ class ReportRow:
     @property
     def operations_matched(self) -> int:
         """How often the rule was put on a call, in all."""
-        return self.seen.matched.total()
+        return sum(self.seen.matched.values())
 
     @property
     def unmet(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ import functools
 import itertools
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -86,7 +85,7 @@ class Seen:
         compiled: Whether some counts are of compiled code: one each time it is traced.
     """
 
-    matched: Counter[str] = field(default_factory=Counter)
+    matched: dict[str, int] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
     without_gradient: set[str] = field(default_factory=set)
     off: set[str] = field(default_factory=set)
@@ -100,15 +99,18 @@ class Seen:
     def add(self, kind: str, what: str) -> None:
         """Add to one of the counts or sets."""
         if kind == "matched":
-            self.matched[what] += 1
+            self.matched[what] = self.matched.get(what, 0) + 1
         else:
             getattr(self, kind).add(what)
 
     def joined(self, other: "Seen") -> "Seen":
         """Return what happened under two rules."""
+        matched = dict(self.matched)
+        for what, count in other.matched.items():
+            matched[what] = matched.get(what, 0) + count
         sets = ("ran", "without_gradient", "off", "discrete", "lost", "taken", "forward")
         return Seen(
-            matched=self.matched + other.matched,
+            matched=matched,
             opaque={**self.opaque, **other.opaque},
             compiled=self.compiled or other.compiled,
             **{name: getattr(self, name) | getattr(other, name) for name in sets},
@@ -233,7 +235,7 @@ class RuleState:
         frames: Any = sys.modules.get("torch._dynamo.convert_frame")
         # torch._dynamo.reset() leaves none of that code.
         is_left = frames and getattr(getattr(frames, "input_codes", None), "seen_ids", True)
-        return _RECORDS[self.key] if is_left else Seen()
+        return (_record(self.key) if is_left else None) or Seen()
 
     def update(self, phase: str, step: int, epoch: int) -> None:
         """Switch the rule on or off for a time, and set its scheduled numbers."""
@@ -253,12 +255,10 @@ class RuleState:
             self.rule.parameters["loss_scale"] = _number(float(scale))  # type: ignore[index]
 
     def _take_key(self) -> None:
+        self.key = f"{self.name}: {self.rule.name}"
         if self.is_reported:
-            self.key, record = f"policy {next(_NUMBERS)}", self.seen
-        else:
-            self.key = f"{self.name}: {self.rule.name}"
-            record = _shared_record(self.key)
-        _RECORDS[self.key] = record
+            self.key = f"policy {next(_NUMBERS)}"
+            _RECORDS[self.key] = self.seen
 
     def __getstate__(self) -> dict:
         # A copied model is nobody's to observe.
@@ -269,15 +269,19 @@ class RuleState:
         self._take_key()
 
 
+def _record(key: str) -> Seen | None:
+    """Return the record of a policy, if that still exists, or the one of an operation in all blocks."""
+    return _RECORDS.get(key) if key.startswith("policy ") else _shared_record(key)
+
+
 @functools.cache
 def _shared_record(key: str) -> Seen:
-    """Return the record of compiled code in all blocks of one operation and rule."""
     return Seen()
 
 
 @runs_while_tracing
 def _note_while_tracing(key: str, kind: str, what: str) -> None:
-    record = _RECORDS.get(key)
+    record = _record(key)
     if record is not None:
         record.add(kind, what)
         record.compiled |= kind == "matched"
@@ -285,7 +289,7 @@ def _note_while_tracing(key: str, kind: str, what: str) -> None:
 
 @runs_while_tracing
 def _note_opaque_while_tracing(key: str, name: str, call: str, reason: str) -> None:
-    _note_opaque(_RECORDS.get(key) or Seen(), name, call, reason)
+    _note_opaque(_record(key) or Seen(), name, call, reason)
 
 
 def _note_opaque(seen: Seen, name: str, call: str, reason: str) -> None:
@@ -298,7 +302,7 @@ def _note_opaque(seen: Seen, name: str, call: str, reason: str) -> None:
 def warn_of_uncarried(subject: str, message: str, keys: tuple[str, ...]) -> None:
     """Warn at the end of a block in compiled code of results that never became floating-point there."""
     for key in keys:
-        seen = _RECORDS[key]
+        seen = _record(key) or Seen()
         if seen.discrete and not seen.matched:
             warn_user(f"{subject}: the result of {key.partition(': ')[0]!r} {message}")
 

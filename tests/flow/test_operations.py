@@ -133,13 +133,6 @@ SPELLINGS = {
         lambda x: torch.empty(4).bernoulli_(torch.sigmoid(x)),
         lambda x: torch.empty(4).bernoulli_(p=torch.sigmoid(x)),
         lambda x: torch.empty(4, dtype=torch.bool).bernoulli_(torch.sigmoid(x)).float(),
-        lambda x: (torch.rand_like(x) < torch.sigmoid(x)).float(),
-        lambda x: (torch.sigmoid(x) >= torch.rand(4)).float(),
-        lambda x: (torch.empty(4).uniform_() <= torch.sigmoid(x)).float(),
-        lambda x: (torch.empty(4).uniform_(0, to=1.0) < torch.sigmoid(x)).float(),
-        lambda x: torch.lt(torch.rand_like(x), other=torch.sigmoid(x)).float(),
-        lambda x: torch.gt(other=torch.rand_like(x), input=torch.sigmoid(x)).float(),
-        lambda x: (torch.rand(1, 4).double().squeeze(0).to(x) < torch.sigmoid(x)).float(),
         lambda x: torch.distributions.Bernoulli(logits=x).sample(),
     ],
     "gt": [

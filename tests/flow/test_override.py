@@ -49,62 +49,16 @@ def test_it_decorates_a_function(gradient):
         assert torch.equal(found, torch.full((3,), 7.0))
 
 
-def test_a_decorated_generator_is_in_the_block_while_it_runs_and_its_user_is_not(gradient):
-    @gp.gradient_override({"round": seven_times})
-    def rounded(x):
-        sent = yield torch.round(x)
-        assert sent == "more"
-        try:
-            yield torch.round(x)
-        except KeyError:
-            yield 2 * torch.round(x)
-        return "done"
-
-    x = torch.randn(3)
-    steps = []
-
-    def first_and_outside(x):
-        generator = rounded(x)
-        steps.append(generator)
-        return next(generator) + torch.round(x)
-
-    found, _ = gradient(first_and_outside, x)
-    assert torch.equal(found, torch.full((3,), 7.0))
-    generator = steps.pop()
-    assert generator.send("more").grad_fn is not None
-    assert generator.throw(KeyError).grad_fn is not None
-    with pytest.raises(StopIteration, match="done"):
-        next(generator)
-    assert not torch.overrides._get_current_function_mode_stack()
-
-
-def test_a_decorated_generator_that_is_closed_cleans_up_in_the_block(gradient):
-    cleaned = []
-
-    @gp.gradient_override({"round": seven_times})
-    def rounded(x):
-        try:
-            yield torch.round(x)
-        finally:
-            cleaned.append(torch.round(x))
-
-    def closed_outside(x):
-        generator = rounded(x)
-        next(generator)
-        generator.close()
-        return cleaned.pop() + torch.round(x)
-
-    found, _ = gradient(closed_outside, torch.randn(3))
-    assert torch.equal(found, torch.full((3,), 7.0))
-    assert not torch.overrides._get_current_function_mode_stack()
-
-
-def test_a_coroutine_function_cannot_be_decorated():
+def test_a_function_that_waits_cannot_be_decorated():
     async def waits():
         return None
 
-    with pytest.raises(gp.PolicyError, match="'waits', a coroutine"):
-        gp.gradient_override({"round": "identity"})(waits)
+    def yields():
+        yield None
+
+    for function in (waits, yields):
+        with pytest.raises(gp.PolicyError, match=rf"'{function.__name__}', a coroutine or generator"):
+            gp.gradient_override({"round": "identity"})(function)
 
 
 def test_one_block_may_be_entered_within_itself_and_on_several_threads(gradient):
