@@ -335,11 +335,11 @@ class MetOperations:
 
     def begin_batch(self) -> None:
         """Read the counts before a batch."""
-        self._before, self._after = self._installed.met(), {}
+        self._before, self._after = self._installed.matched(), {}
 
     def end_backward(self) -> None:
         """Read the counts after a backward pass of the batch."""
-        self._after = self._installed.met()
+        self._after = self._installed.matched()
 
     def end_batch(self, step: int, active: Iterable[str]) -> list[AuditDifference]:
         """Compare a batch with the first one.
