@@ -246,23 +246,26 @@ class Signature:
         names: Their names, but those of ``*args`` and ``**kwargs``.
         positional: How many of them may be given by position.
         several: The name of ``*args``; None if there is none.
+        others: The name of ``**kwargs``; None if there is none.
         defaults: The defaults by name.
     """
 
     names: tuple[str, ...]
     positional: int
     several: str | None
+    others: str | None
     defaults: Mapping[str, Any]
 
     @classmethod
     def of(cls, forward: Callable[..., Any]) -> "Signature":
         """Return the signature of a bound forward."""
         parameters = parameters_of(forward)
-        several = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
+        by_kind = {parameter.kind: parameter.name for parameter in parameters}
         return cls(
             tuple(p.name for p in parameters if p.kind not in _SEVERAL),
             sum(p.kind in _POSITIONAL for p in parameters),
-            several[0] if several else None,
+            by_kind.get(inspect.Parameter.VAR_POSITIONAL),
+            by_kind.get(inspect.Parameter.VAR_KEYWORD),
             {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty},
         )
 
@@ -277,39 +280,30 @@ class Signature:
             named[self.several] = args[self.positional :]
         return {**self.defaults, **named, **kwargs}
 
+    def argument(self, wanted: int | str, owner: str) -> Argument:
+        """Return the argument that a name or position means.
 
-def find_argument(forward: Callable[..., Any], wanted: int | str, owner: str) -> Argument:
-    """Find the argument of a forward that a name or position means.
+        Args:
+            wanted: The name, or the position (0 is the first).
+            owner: Whose forward it is, for messages: ``"policy 'cut' at module 'criterion'"``.
 
-    Args:
-        forward: The function, bound to its module.
-        wanted: The name, or the position (0 is the first).
-        owner: Whose forward it is, for messages: ``"policy 'cut' at module 'criterion'"``.
-
-    Raises:
-        PolicyError: If the forward takes no such argument.
-    """
-    parameters = parameters_of(forward)
-    kinds = {parameter.kind for parameter in parameters}
-    positional = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
-    by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    if isinstance(wanted, int):
-        if wanted < len(positional):
-            return Argument(positional[wanted], wanted)
-        if inspect.Parameter.VAR_POSITIONAL in kinds:
-            return Argument(None, wanted)
-        raise PolicyError(
-            f"{owner}: argument {wanted} does not exist; its forward takes {len(positional)}: "
-            f"{', '.join(positional)}"
-        )
-    if wanted in positional:
-        return Argument(wanted, positional.index(wanted))
-    several = next((p for p in parameters if p.name == wanted and p.kind in _SEVERAL), None)
-    if several is not None:
-        key = "position" if several.kind is inspect.Parameter.VAR_POSITIONAL else "name"
-        raise PolicyError(
-            f"{owner}: argument {wanted!r} is {several}, which are several; give the {key} of one of them"
-        )
-    if wanted in by_name or inspect.Parameter.VAR_KEYWORD in kinds:
-        return Argument(wanted, None)
-    raise unknown("argument", wanted, [*positional, *by_name], key=owner)
+        Raises:
+            PolicyError: If the forward takes no such argument.
+        """
+        positional = self.names[: self.positional]
+        if isinstance(wanted, int):
+            if wanted >= len(positional) and self.several is None:
+                raise PolicyError(
+                    f"{owner}: argument {wanted} does not exist; its forward takes {len(positional)}: "
+                    f"{', '.join(positional)}"
+                )
+            return Argument(positional[wanted] if wanted < len(positional) else None, wanted)
+        if wanted in (self.several, self.others):
+            stars, key = ("*", "position") if wanted == self.several else ("**", "name")
+            raise PolicyError(
+                f"{owner}: argument {wanted!r} is {stars}{wanted}, which are several; give the {key} of one "
+                "of them"
+            )
+        if wanted in self.names or self.others is not None:
+            return Argument(wanted, positional.index(wanted) if wanted in positional else None)
+        raise unknown("argument", wanted, self.names, key=owner)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.flow.arguments import Argument, Signature, find_argument
+from gradpolicy.flow.arguments import Argument, Signature
 from gradpolicy.flow.boundary import Boundary
 from gradpolicy.flow.dispatch import CountedCalls, DispatchTable
 from gradpolicy.flow.locations import Locations, RulePlacement, describe_location, find_locations, place_at
@@ -447,7 +447,8 @@ class Installed(Displayed):
         wanted = self.policies[policy].argument
         if wanted is None:
             return None
-        return find_argument(getattr(module, method), wanted, f"policy {policy!r} at module {name!r}")
+        signature = Signature.of(getattr(module, method))
+        return signature.argument(wanted, f"policy {policy!r} at module {name!r}")
 
     def _boundary(self, name: str, side: str, arguments: Mapping[str, Argument | None]) -> Boundary | None:
         policies = [policy for policy in arguments if self._locations[policy].side == side]
