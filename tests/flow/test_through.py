@@ -181,15 +181,6 @@ def test_the_rotation_trick_across_a_quantiser_is_the_rule_s_own_formula(gradien
     torch.testing.assert_close(found, gp.get_rule("rotation")(weights, (x,), codes))
 
 
-@pytest.mark.parametrize(
-    "policy", [gp.Scale(0.5, modules="*", at="through"), gp.Reverse(modules="*", at="through")]
-)
-def test_a_rule_that_filters_takes_the_place_of_the_modules_own_gradient(policy, gradient):
-    with gp.install(layer := nn.Linear(3, 3), [policy]):
-        found, _ = gradient(layer, torch.randn(4, 3))
-    assert torch.equal(found, torch.full((4, 3), 0.5 if isinstance(policy, gp.Scale) else -1.0))
-
-
 @pytest.mark.parametrize(("inside", "trains"), [("none", False), ("own", True)])
 def test_a_stop_through_a_module_cuts_the_input_off(inside, trains):
     layer, x = nn.Linear(3, 3), torch.randn(4, 3, requires_grad=True)
