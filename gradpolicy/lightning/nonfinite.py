@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from gradpolicy.errors import FailedRunError
 from gradpolicy.finite import all_finite
+from gradpolicy.flow.containers import tensors_in
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.where import plain_name
@@ -148,7 +149,7 @@ def first_nonfinite_gradient(
             if not _finite(gradient):
                 found.append(name)
 
-        for tensor in _tensors(inputs):
+        for tensor in tensors_in(inputs):
             if tensor.requires_grad:
                 tensor.register_hook(record)
 
@@ -232,18 +233,8 @@ def _matches(patterns: tuple, name: str, model: nn.Module | None = None) -> bool
     return (any(map(one, wanted)) or not wanted) and not any(map(one, away))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
 def _finite(value: Any) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value))
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors_in(value))
 
 
 def _local(tensor: Tensor) -> Tensor:
