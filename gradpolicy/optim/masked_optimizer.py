@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
@@ -376,42 +377,32 @@ class MaskedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """Makes one update: the wrapped optimizer's own for what it can do, then the rule's for the rest."""
-        by_mode, by_rule, own_gradients = self._sorted(closure is not None)
+        work = self._sorted(closure is not None)
         if closure is None and self.is_probed:
             state_probe.probe(self._wrapped, self._masked.values())
             self._only_probed = True
             return None
-        by_optimizer = by_mode[Mode.PLAIN] + by_mode[Mode.PUT_BACK]
         result = None
-        if closure is not None or own_gradients or self._steps_without_gradients():
-            hidden = [masked for mode in _NOT_STEPPED for masked in by_mode[mode]]
-            stepped = self._masked.values() if self._closure_needed else by_optimizer
-            with _hidden_gradients(hidden), self._scaling():
+        if closure is not None or work.own_gradients or self._steps_without_gradients():
+            stepped = self._masked.values() if self._closure_needed else work.by_optimizer
+            with _hidden_gradients(work.hidden), self._scaling():
                 result = self._step_inner([masked for masked in stepped if not masked.is_full], closure)
-        for masked in by_optimizer:
+        for masked in work.by_optimizer:
             masked.count_update()
-        for masked in by_mode[Mode.ON_OTHERS]:
+        for masked in work.on_others:
             masked.count_update_on_others()
         if self._update_entries is not None:
-            self._update_entries(by_rule, self._scale)
+            self._update_entries(work.by_rule, self._scale)
         self._effective_steps += 1
         return result
 
-    def _sorted(
-        self, closure: bool
-    ) -> tuple[dict[Mode, list[MaskedParameter]], list[tuple[Group, list[Member]]], bool]:
+    def _sorted(self, closure: bool) -> _Work:
         """Sort masked parameters by how this step treats them.
 
         Args:
             closure: True if the wrapped optimizer makes the gradients itself.
-
-        Returns:
-            The parameters by mode; those that the rule moves, with their gradients, by param group; and True
-            if the wrapped optimizer has any gradient to step by.
         """
-        by_mode: dict[Mode, list[MaskedParameter]] = {mode: [] for mode in Mode}
-        by_rule: list[tuple[Group, list[Member]]] = []
-        own_gradients = False
+        work = _Work()
         for group in self.param_groups:
             members: list[Member] = []
             for parameter in group["params"]:
@@ -419,15 +410,19 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 if gradient is not None and gradient.layout is not torch.strided:
                     self._refuse_sparse(parameter)
                 mode = Mode.PLAIN if masked is None else masked.mode
-                by_optimizer = mode is Mode.PLAIN or mode is Mode.PUT_BACK
-                own_gradients |= by_optimizer and gradient is not None
-                if masked is not None and (gradient is not None or (closure and by_optimizer)):
-                    by_mode[mode].append(masked)
+                if mode is Mode.PLAIN or mode is Mode.PUT_BACK:
+                    work.own_gradients |= gradient is not None
+                    if masked is not None and (gradient is not None or closure):
+                        work.by_optimizer.append(masked)
+                elif masked is not None and gradient is not None:
+                    work.hidden.append(parameter)
                     if mode is Mode.BY_RULE:
                         members.append((masked, gradient))
+                    elif mode is Mode.ON_OTHERS:
+                        work.on_others.append(masked)
             if members:
-                by_rule.append((group, members))
-        return by_mode, by_rule, own_gradients
+                work.by_rule.append((group, members))
+        return work
 
     @property
     def _scale(self) -> float:
@@ -543,14 +538,29 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return found
 
 
-_NOT_STEPPED = (Mode.BY_RULE, Mode.FROZEN, Mode.ON_OTHERS)
-"""How parameters are treated whose gradients the wrapped optimizer must not apply."""
+@dataclass(slots=True)
+class _Work:
+    """The work of one step.
+
+    Attributes:
+        by_rule: Parameters that the update rule moves, with their gradients, by param group.
+        by_optimizer: Masked parameters that the wrapped optimizer updates.
+        on_others: Masked parameters that only other processes update.
+        hidden: Parameters whose gradients the wrapped optimizer must not apply.
+        own_gradients: True if the wrapped optimizer has any gradient to step by.
+    """
+
+    by_rule: list[tuple[Group, list[Member]]] = field(default_factory=list)
+    by_optimizer: list[MaskedParameter] = field(default_factory=list)
+    on_others: list[MaskedParameter] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    own_gradients: bool = False
 
 
 @contextmanager
-def _hidden_gradients(parameters: Iterable[MaskedParameter]) -> Iterator[None]:
+def _hidden_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Hides the gradients of parameters within."""
-    gradients = [(masked.parameter, masked.parameter.grad) for masked in parameters]
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
     try:
         for parameter, _ in gradients:
             parameter.grad = None
