@@ -19,7 +19,7 @@ import torch
 from matplotlib.figure import Figure
 
 from drawing.common import save
-from gradpolicy.lightning.checkpoint_reading import read_weights
+from gradpolicy.lightning.checkpoints import read_weights
 from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
 from gradpolicy.tasks.visual_attention import VisualAttention
 

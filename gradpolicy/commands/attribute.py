@@ -32,9 +32,8 @@ from gradpolicy.launch.app import parse_command_line
 from gradpolicy.launch.build import Subject, build_subject
 from gradpolicy.launch.messages import WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.targets import check_targets
-from gradpolicy.lightning.checkpoint_checks import check_fits
-from gradpolicy.lightning.checkpoint_reading import read_weights
-from gradpolicy.lightning.find_checkpoint import find_checkpoint
+from gradpolicy.lightning.checkpoints import check_fits, read_weights
+from gradpolicy.lightning.runs import find_checkpoint
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
 from gradpolicy.tasks.images import ImageShape, find_images, images_of, read_image, warn_of_shrunk
 
@@ -229,7 +228,7 @@ def load_run(options: argparse.Namespace) -> Explained:
     Raises:
         PolicyError: If there is no such run, or its data are no images.
     """
-    checkpoint = find_checkpoint(options.ckpt_path, [Path("outputs")])
+    checkpoint = find_checkpoint(options.ckpt_path, Path("outputs"))
     assert checkpoint is not None
     run = checkpoint.absolute().parent.parent
     subject = _subject(run / "config.yaml")

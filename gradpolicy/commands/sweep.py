@@ -33,7 +33,7 @@ from gradpolicy.launch.app import main as train
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.processes import quoted, termination_exits
-from gradpolicy.lightning.find_checkpoint import find_checkpoint
+from gradpolicy.lightning.runs import find_checkpoint
 
 DIRECTORY = "directory"
 PUT_BACK = "put_back"
@@ -285,7 +285,7 @@ def run_trial(trial: Trial, search: Search) -> float:
 def saved_of(directory: Path) -> list[str]:
     """Return the override by which a trial that was put back resumes; none if it has no checkpoint."""
     try:
-        return [f"ckpt_path={quoted(str(find_checkpoint(str(directory), [])))}"]
+        return [f"ckpt_path={quoted(str(find_checkpoint(str(directory), directory)))}"]
     except PolicyError:
         return []
 

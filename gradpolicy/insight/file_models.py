@@ -1,7 +1,7 @@
 """What the files of a run hold, as models: whatever reads one reads it by its model.
 
 Those of ``result.json`` and ``run.json`` are :class:`gradpolicy.insight.results.ResultFile` and
-:class:`gradpolicy.lightning.run_record.RunRecord`. What files of older versions lack has a default.
+:class:`gradpolicy.lightning.runs.RunRecord`. What files of older versions lack has a default.
 """
 
 from typing import Annotated, Self

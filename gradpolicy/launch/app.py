@@ -35,6 +35,7 @@ from gradpolicy.launch.compose import (
     hydra_at,
     jobs_of,
 )
+from gradpolicy.launch.config import Settings
 from gradpolicy.launch.hydra_settings import check_given_search_path, check_hydra, check_launcher
 from gradpolicy.launch.messages import (
     FAILED,
@@ -47,8 +48,8 @@ from gradpolicy.launch.messages import (
     report_error,
     wrong_input_errors,
 )
-from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits
-from gradpolicy.launch.run_directory import RunDirectory, claimed_directory, is_unused
+from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits, under_srun
+from gradpolicy.launch.run_directory import RunDirectory, claimed_directory, is_fixed, is_unused
 
 CONFIG_NAME = "train"
 
@@ -159,8 +160,7 @@ def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfi
     if not options.multirun and config.hydra.mode != RunMode.MULTIRUN:
         if fixed_overrides(overrides) != overrides:
             raise PolicyError("several values for one key make a sweep: add -m, or quote the value")
-        check_job(config, overrides)
-        run_job(prepared, config)
+        run_job(prepared, config, check_job(config, overrides))
         return 0
     check_hydra(config, overrides)
     check_not_from_config(config, overrides)
@@ -171,7 +171,7 @@ def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfi
     return 0
 
 
-def run_job(prepared: Hydra, config: DictConfig) -> None:
+def run_job(prepared: Hydra, config: DictConfig, settings: Settings) -> None:
     """Let Hydra run one job: Hydra makes the directory, sets up logging, and calls the job."""
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.mode = RunMode.RUN
@@ -182,6 +182,8 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
     job = Job(in_sweep=False)
     if not config.hydra.run.dir:
         raise PolicyError("hydra.run.dir: names no directory")
+    if settings.train and not settings.plan_only:
+        choose_directory(config, settings)
     with claimed_directory(config.hydra.run, "hydra.run.dir") as directory:
         with read_write(config.hydra):
             config.hydra.run.dir = str(directory)
@@ -206,6 +208,30 @@ def run_job(prepared: Hydra, config: DictConfig) -> None:
     callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=returned)
     if job.error is not None:
         raise job.error
+
+
+def choose_directory(config: DictConfig, settings: Settings) -> None:
+    """Have a resumed job run in the directory of the run that it goes on with.
+
+    Raises:
+        PolicyError: If there is no such checkpoint, or it contradicts the config.
+    """
+    is_chosen = under_srun() or is_fixed(config.hydra.run)
+    own = Path(config.hydra.run.dir).absolute() if is_chosen else None
+    if settings.ckpt_path is None and own is None:
+        return
+    from gradpolicy.launch.resumed import chosen_checkpoint, resumed_run
+
+    checkpoint = chosen_checkpoint(settings, own)
+    if checkpoint is None:
+        return
+    resumed = resumed_run(settings, checkpoint, own)
+    with read_write(config), open_dict(config), read_write(config.hydra):
+        config.ckpt_path = str(checkpoint.absolute())
+        if resumed.directory is not None:
+            config.hydra.run.dir = str(resumed.directory.absolute())
+            # Hydra's own files stay those of the command that began the run.
+            config.hydra.output_subdir = None
 
 
 def _cannot_set_up(error: BaseException) -> PolicyError:

@@ -1,7 +1,7 @@
 """Builds the parts of a run: data, model, policies and trainer."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -11,17 +11,22 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from gradpolicy.launch.config import Settings
-from gradpolicy.launch.resumed_settings import SaveSettings
+from gradpolicy.launch.resumed import (
+    Resumed,
+    SaveSettings,
+    append_to_stored_runs,
+    name_stored_runs,
+    stored_runs,
+)
 from gradpolicy.launch.run_directory import RunDirectory
 from gradpolicy.launch.targets import build, build_all
-from gradpolicy.lightning.best_checkpoints import BestCheckpoints
 from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.lightning.checked_resume import CheckedResume
-from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
-from gradpolicy.lightning.exact_resume import ExactResume
+from gradpolicy.lightning.checkpoints import WholeCheckpointIO
 from gradpolicy.lightning.nonfinite import StopOnNonFinite
 from gradpolicy.lightning.preemption import SaveOnPreemption
 from gradpolicy.lightning.progress_bar import ProgressBar as OneLineProgressBar
+from gradpolicy.lightning.resume import ExactResume
+from gradpolicy.lightning.runs import RunRecord
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.policies import Policy
 
@@ -49,10 +54,21 @@ def build_subject(container: Mapping[str, Any]) -> Subject:
 
 
 class RunBegins(Callback):
-    """Tells the run directory that a step was taken or a model tested, so that it is kept."""
+    """Writes the run's record, and keeps its directory once a step was taken or a model tested.
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self.directory = directory
+    Args:
+        directory: The directory.
+        record: The record, but for the ids that loggers give the run.
+        loggers: The loggers by their names in the config.
+    """
+
+    def __init__(self, directory: RunDirectory, record: RunRecord, loggers: Mapping[str, Logger]) -> None:
+        self.directory, self.record, self.loggers = directory, record, loggers
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the record: the loggers have begun now."""
+        if trainer.is_global_zero:
+            replace(self.record, loggers=stored_runs(self.loggers)).save()
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         """Keep the directory once a step was taken."""
@@ -67,7 +83,9 @@ def build_trainer(
     settings: Settings,
     subject: Subject,
     directory: RunDirectory,
+    record: RunRecord,
     *others: Callback,
+    resumed: Resumed | None = None,
     shown_warnings: Iterable[str] = (),
 ) -> Trainer:
     """Build the trainer, with the callbacks and plugins that every run has.
@@ -76,7 +94,9 @@ def build_trainer(
         settings: The config.
         subject: The data, the model, and the policies.
         directory: Where the run writes.
+        record: The record of the run.
         others: Further callbacks.
+        resumed: What the run trains on from; None if it begins.
         shown_warnings: Warnings that the printed plan contains, so that policies do not repeat them.
     """
     node = dict(settings.trainer)
@@ -95,21 +115,30 @@ def build_trainer(
     check_weight_averaging(chosen, subject.policies)
     policies = GradientPolicies(subject.policies, seed=settings.seed, plan=False)
     policies.shown_warnings = frozenset(shown_warnings)
+    if resumed is not None:
+        name_stored_runs(settings, resumed)
+    loggers = build_all(settings.logger, "logger", Logger)
+    if resumed is not None and resumed.directory is not None:
+        append_to_stored_runs(loggers)
     callbacks = [
-        CheckedResume(),
-        ExactResume(),
-        BestCheckpoints(),
+        ExactResume(directory.path),
+        SaveSettings(settings),
         *(callback for callback in chosen if callback not in guards),
         policies,
         *guards,
-        RunBegins(directory),
-        SaveSettings(settings),
+        RunBegins(directory, record, loggers),
         *others,
         *([SaveOnPreemption()] if saves else []),
     ]
     plugins = build_plugins(node.pop("plugins", None))
-    loggers = list(build_all(settings.logger, "logger", Logger).values())
-    return build(node, "trainer", Trainer, callbacks=callbacks, logger=loggers or False, plugins=plugins)
+    return build(
+        node,
+        "trainer",
+        Trainer,
+        callbacks=callbacks,
+        logger=list(loggers.values()) or False,
+        plugins=plugins,
+    )
 
 
 def build_plugins(nodes: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.launch.allowed_targets import check_not_from_config, parsed
-from gradpolicy.launch.config import check_config
+from gradpolicy.launch.config import Settings, check_config
 from gradpolicy.launch.hydra_settings import check_given_search_path, check_hydra, check_search_path
 from gradpolicy.launch.messages import one_line
 
@@ -81,12 +81,15 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
             HydraConfig.instance().cfg = former
 
 
-def check_job(config: DictConfig, overrides: Sequence[str]) -> None:
+def check_job(config: DictConfig, overrides: Sequence[str]) -> Settings:
     """Check a composed job, including what Hydra itself would build for it; build nothing.
 
     Args:
         config: The job, with Hydra's part.
         overrides: Those of the command line, which may set more than a config may.
+
+    Returns:
+        The job's part, resolved.
 
     Raises:
         PolicyError: For wrong input.
@@ -96,7 +99,7 @@ def check_job(config: DictConfig, overrides: Sequence[str]) -> None:
     job = config.copy()
     with read_write(job), open_dict(job):
         del job["hydra"]
-    check_config(job)
+    return check_config(job)
 
 
 def compose_job(source: Source, overrides: list[str]) -> DictConfig:

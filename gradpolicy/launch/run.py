@@ -37,14 +37,13 @@ from gradpolicy.launch.compose import default_config
 from gradpolicy.launch.config import Settings, check_config, resolved
 from gradpolicy.launch.messages import LINE, explain, full_disk
 from gradpolicy.launch.processes import (
-    agreed,
     is_first_rank,
+    job_arguments,
     own_command_line,
     program_name,
     termination_exits,
-    under_torchrun,
 )
-from gradpolicy.launch.resumed_settings import check_settings
+from gradpolicy.launch.resumed import Resumed, chosen_checkpoint, resumed_run
 from gradpolicy.launch.run_directory import (
     RunDirectory,
     check_destinations,
@@ -52,11 +51,9 @@ from gradpolicy.launch.run_directory import (
     locked,
     run_directory,
 )
-from gradpolicy.lightning.best_checkpoints import best_checkpoint, best_scores
-from gradpolicy.lightning.checked_resume import checked_restore
-from gradpolicy.lightning.checkpoint_checks import check_fits, check_optimizer, check_resumable
-from gradpolicy.lightning.find_checkpoint import find_checkpoint
-from gradpolicy.lightning.run_record import record_of
+from gradpolicy.lightning.checkpoints import check_fits, check_optimizer, check_resumable
+from gradpolicy.lightning.resume import checked_restore
+from gradpolicy.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 from gradpolicy.planning.plan import plan, training_loss
 
 # The config without overrides, in the directory of a run.
@@ -112,20 +109,18 @@ def plan_and_run(
     """
     check_accelerator(settings.trainer)
     seed_everything(settings.seed, workers=True, verbose=False)
-    checkpoint = chosen_checkpoint(settings, directory)
+    checkpoint, resumed = checked_checkpoint(settings, directory)
     subject = build_subject(container)
     if checkpoint is not None:
         check_fits(checkpoint, subject.model)
+    if resumed is not None:
+        check_resumable(resumed.checkpoint)
     if settings.train:
-        if checkpoint is not None:
-            check_resumable(checkpoint)
         check_optimizer(subject.model, checkpoint)
-        if checkpoint is not None:
-            check_settings(checkpoint, settings)
     if checkpoint is None and not settings.train and not settings.plan_only:
         rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
-    if checkpoint is not None and settings.train:
-        console.print(f"going on from {checkpoint}", markup=False, soft_wrap=True)
+    if resumed is not None:
+        console.print(str(resumed), markup=False, soft_wrap=True)
     if settings.plan_only:
         check_trainer(settings, subject, directory)
     planned = None
@@ -137,19 +132,13 @@ def plan_and_run(
             console.print("extras.print_config: a plan prints no config; --cfg job does", markup=False)
         directory.clear_unless_begun()
         return Result(overrides, status="planned")
-    if is_first_rank():
-        if settings.extras.print_config:
-            print_config(container, console)
-        save_config(container, directory.path)
-        save_defaults(directory.path)
-        record_of(directory.path, settings.task_name, settings.callbacks, _in_sweep()).save()
-        if planned is not None:
-            write_plan(planned, directory.path)
+    if is_first_rank() and settings.extras.print_config:
+        print_config(container, console)
     reporter = LogRun(container, planned, compared_metrics(settings))
     result = Result(overrides, directory=str(directory.path), program=program_name())
     began = time.monotonic()
     try:
-        metrics = train_and_test(settings, subject, checkpoint, directory, reporter)
+        metrics = train_and_test(settings, subject, checkpoint, resumed, directory, reporter)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         # Wrong input that is found before the first step leaves nothing.
         if directory.begun:
@@ -165,6 +154,19 @@ def plan_and_run(
     if is_first_rank():
         print_results(result, settings.optimized_metric, directory.path / REPORT, console)
     return result
+
+
+def checked_checkpoint(settings: Settings, directory: RunDirectory) -> tuple[Path | None, Resumed | None]:
+    """Return the checkpoint that is resumed or tested, and what a run that trains goes on with.
+
+    Raises:
+        PolicyError: If there is none, or it contradicts the config.
+    """
+    own = None if settings.plan_only else directory.path
+    checkpoint = chosen_checkpoint(settings, own, in_sweep=_in_sweep())
+    if checkpoint is None or not settings.train:
+        return checkpoint, None
+    return checkpoint, resumed_run(settings, checkpoint, own)
 
 
 def check_accelerator(trainer: Mapping[str, Any]) -> None:
@@ -197,20 +199,6 @@ def _save(result: Result, settings: Settings, console: Console) -> None:
         result.save(directory / RESULT)
         if settings.extras.report:
             write_report([directory], directory / REPORT, console)
-
-
-def chosen_checkpoint(settings: Settings, directory: RunDirectory) -> Path | None:
-    """The checkpoint to resume from or to test, the same on all ranks; None if none is asked for."""
-    directories = [directory.path, Path(settings.paths.log_dir)]
-
-    def find() -> Path | None:
-        return find_checkpoint(settings.ckpt_path, directories, settings.task_name)
-
-    if settings.ckpt_path != "last" or not under_torchrun():
-        return find()
-    # After a restart by torchrun, this is what the former group saved last.
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return Path(agreed(f"gradpolicy/last/{restart}/{directory.path}", lambda: str(find())))
 
 
 def prepare_data(subject: Subject, stage: str = "fit") -> None:
@@ -248,24 +236,38 @@ def check_trainer(settings: Settings, subject: Subject, directory: RunDirectory)
         PolicyError: For what the trainer, a callback or a logger refuses.
     """
     with own_command_line(), finished_loggers():
-        build_trainer(settings, subject, directory)
+        build_trainer(settings, subject, directory, record_of(settings, directory, None))
 
 
 def train_and_test(
     settings: Settings,
     subject: Subject,
     checkpoint: Path | None,
+    resumed: Resumed | None,
     directory: RunDirectory,
     reporter: LogRun,
 ) -> dict[str, float]:
-    """Trains, tests the best weights, and gives the last value of each metric."""
+    """Train, test the best weights, and return the last value of each metric."""
     metrics: dict[str, float] = {}
     best: dict[str, float] = {}
     with own_command_line(checkpoint), finished_loggers():
         shown_warnings = reporter.plan.warnings if reporter.plan else ()
         callbacks = [reporter, *required_metric(settings)]
-        trainer = build_trainer(settings, subject, directory, *callbacks, shown_warnings=shown_warnings)
+        trainer = build_trainer(
+            settings,
+            subject,
+            directory,
+            record_of(settings, directory, resumed),
+            *callbacks,
+            resumed=resumed,
+            shown_warnings=shown_warnings,
+        )
         if is_first_rank():
+            # Nothing has refused the config by now.
+            save_config(reporter.config, directory.path)
+            save_defaults(directory.path)
+            if reporter.plan is not None:
+                write_plan(reporter.plan, directory.path)
             prepare_data(subject, "fit" if settings.train else "test")
         if settings.train:
             with monitor_errors_named(settings, trainer), checked_restore(checkpoint):
@@ -288,6 +290,15 @@ def train_and_test(
             logger.log_metrics(best, step=trainer.global_step)
             logger.save()
     return metrics
+
+
+def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | None) -> RunRecord:
+    """Return the record of the run that begins or goes on."""
+    former = RunRecord.load(directory.path) if resumed is not None and resumed.directory is not None else None
+    kind: Kind = "sweep" if _in_sweep() or "WANDB_SWEEP_ID" in os.environ else "run"
+    kind = "trial" if "study" in (settings.callbacks or {}) else kind
+    command = job_arguments(HydraConfig.get()) if HydraConfig.initialized() else []
+    return RunRecord.begin(directory.path, settings.task_name, former.kind if former else kind, command)
 
 
 def save_config(container: Mapping[str, Any], directory: Path) -> None:

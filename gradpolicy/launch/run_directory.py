@@ -41,10 +41,10 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
     Raises:
         PolicyError: If it cannot be made or written to, or another process runs in it.
     """
-    template = OmegaConf.to_container(node, resolve=False)["dir"]  # type: ignore[index, call-overload]
+    template = _template(node)
     wanted = Path(node.dir).absolute()
     check_writable(wanted, f"{key} (below paths.log_dir)" if "paths.log_dir" in str(template) else key)
-    if under_srun() or not any(word in str(template) for word in TIME_IN_NAME):
+    if under_srun() or is_fixed(node):
         with locked(wanted, key):
             yield wanted
         return
@@ -58,6 +58,15 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
         finally:
             if is_first_rank() and directory.is_dir() and not any(directory.iterdir()):
                 directory.rmdir()
+
+
+def is_fixed(node: DictConfig) -> bool:
+    """True if a directory is not named after the time, so that it may hold a run already."""
+    return not any(word in str(_template(node)) for word in TIME_IN_NAME)
+
+
+def _template(node: DictConfig) -> Any:
+    return OmegaConf.to_container(node, resolve=False)["dir"]  # type: ignore[index, call-overload]
 
 
 def _made_anew(wanted: Path) -> Path:

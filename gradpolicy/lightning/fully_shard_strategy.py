@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from gradpolicy.distributed import sharded_checkpoint
 from gradpolicy.distributed.shard_reader import load_into
-from gradpolicy.lightning.checkpoint_reading import VERSION, load_checkpoint, read_checkpoint
+from gradpolicy.lightning.checkpoints import VERSION, load_checkpoint, read_checkpoint
 from gradpolicy.where import as_patterns, match_modules
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -37,7 +37,7 @@ class FullyShardStrategy(ModelParallelStrategy):
 
     Checkpoints are directories, complete or absent. This strategy loads those of any number of ranks, and
     files that other strategies wrote. Other strategies load the directories too, through
-    :class:`~gradpolicy.lightning.checkpoint_io.WholeCheckpointIO`.
+    :class:`~gradpolicy.lightning.checkpoints.WholeCheckpointIO`.
 
     Args:
         modules: Globs or classes of the modules to shard one by one, such as ``"model.layers.*"``; None: the

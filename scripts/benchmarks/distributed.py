@@ -26,7 +26,7 @@ from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.reducer import ReducerUpdater
 from gradpolicy.distributed.sharded_checkpoint import save_whole
-from gradpolicy.lightning.checkpoint_io import write_whole
+from gradpolicy.lightning.checkpoints import write_checkpoint
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.seeded_mask import RandomMask
 
@@ -76,13 +76,13 @@ def _files() -> list[Row]:
         plain_bytes = path.stat().st_size
         time = paired_ratio(
             f"{plain_bytes / 1e6:.0f} MB: whole or not at all / torch.save",
-            lambda: write_whole(plain, path),
+            lambda: write_checkpoint(plain, path),
             lambda: torch.save(plain, path),
             rounds=7,
         )
         rows = [time]
         for name, seeded in {"entry masks": False, "seeded masks": True}.items():
-            write_whole(_trained(seeded), path)
+            write_checkpoint(_trained(seeded), path)
             what = f"{name}, 10 % active: bytes / those of plain AdamW"
             rows.append({"what": what, "ratio": path.stat().st_size / plain_bytes, "unit": "bytes"})
     return rows

@@ -15,7 +15,7 @@ import yaml
 
 from gradpolicy.insight.results import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
-from gradpolicy.lightning.run_record import RunRecord
+from gradpolicy.lightning.runs import RunRecord
 from tests.launch.conftest import CONF, QUICK, ROOT, Ended
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradpolicy as gp
-from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.checkpoints import WholeCheckpointIO
 from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy
 from gradpolicy.lightning.zero_strategy import ZeroStrategy
 from gradpolicy.policies import Policy

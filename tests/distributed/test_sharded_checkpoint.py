@@ -30,7 +30,7 @@ from gradpolicy.distributed.sharded_checkpoint import (
     saved_shapes,
 )
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.find_checkpoint import find_checkpoint
+from gradpolicy.lightning.runs import find_checkpoint
 
 
 def content(number: int) -> tuple[dict[str, Any], dict[str, Any]]:

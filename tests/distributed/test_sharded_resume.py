@@ -12,9 +12,9 @@ from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
-from gradpolicy.lightning.exact_resume import ExactResume
+from gradpolicy.lightning.checkpoints import WholeCheckpointIO
 from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy
+from gradpolicy.lightning.resume import ExactResume
 from gradpolicy.tasks.loading import DataModule, TensorRows
 
 

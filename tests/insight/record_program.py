@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from gradpolicy.insight.record import Record
-from gradpolicy.lightning.exact_resume import ExactResume
+from gradpolicy.lightning.resume import ExactResume
 from gradpolicy.tasks.digits import DigitsDataModule
 
 

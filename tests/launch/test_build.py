@@ -4,7 +4,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from gradpolicy.launch.build import build_plugins
-from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.checkpoints import WholeCheckpointIO
 
 PLUGINS = "lightning.pytorch.plugins"
 

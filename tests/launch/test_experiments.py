@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradpolicy.lightning.checkpoint_reading import read_checkpoint
+from gradpolicy.lightning.checkpoints import read_checkpoint
 from gradpolicy.tasks import fashion_mnist, tiny_shakespeare
 from gradpolicy.tasks.files import RemoteFile
 

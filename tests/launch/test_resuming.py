@@ -1,5 +1,6 @@
 """What a run does with checkpoints that were made by hand, or by a stranger."""
 
+import csv
 import os
 import pickle
 from pathlib import Path
@@ -7,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.distributed.checkpoint import save as save_shards
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from gradpolicy.insight import record
 from gradpolicy.launch.app import main
-from gradpolicy.lightning.checkpoint_io import write_whole
-from gradpolicy.lightning.checkpoint_reading import SETTINGS
+from gradpolicy.lightning.checkpoints import SETTINGS, write_checkpoint
+from gradpolicy.lightning.runs import RunRecord
 
 from .conftest import CONF, QUICK
 
@@ -123,7 +126,7 @@ def test_nothing_that_a_strangers_checkpoint_names_is_deleted(train, trained, tm
     (key,) = [key for key in trained["callbacks"] if "'monitor': None" in key]
     for named in (f"local://{precious}", f"{checkpoints}/../mine/precious", str(precious)):
         trained["callbacks"][key]["best_model_path"] = named
-        write_whole(trained, tmp_path / "theirs" / "a.ckpt")
+        write_checkpoint(trained, tmp_path / "theirs" / "a.ckpt")
         ended = train(
             f"ckpt_path={tmp_path}/theirs/a.ckpt",
             "trainer.max_epochs=2",
@@ -131,8 +134,10 @@ def test_nothing_that_a_strangers_checkpoint_names_is_deleted(train, trained, tm
             "extras.plan=false",
         )
         assert precious.is_dir(), named
-        assert ended.code == 2
-        assert ended.message.startswith(f"ckpt_path: {tmp_path}/theirs/a.ckpt names ")
+        # The last is a plain path, which a new run from the checkpoint has no use for.
+        assert ended.code == (0 if named == str(precious) else 2)
+        if ended.code:
+            assert ended.message.startswith(f"ckpt_path: {tmp_path}/theirs/a.ckpt names ")
 
 
 CHANGED = {
@@ -142,12 +147,9 @@ CHANGED = {
     "optimizer=adam": "optimizer._target_: 'torch.optim.Adam' given",
     "+optimizer.maximize=true": "optimizer.maximize: True given, and the run that",
     "+model.scheduler={_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 2}": (
-        "model.scheduler._target_: 'torch.optim.lr_scheduler.StepLR' given"
+        "model.scheduler._partial_: True given"
     ),
     "seed=4": "seed: 4 given, and the run that ckpt_path goes on with has 0",
-    "policy.random_freeze.mask.density=0.2": "policy.random_freeze.mask.density: 0.2 given",
-    "policy.random_freeze.frozen_state=keep": "policy.random_freeze.frozen_state: 'keep' given",
-    "+policy.random_freeze.mask.seed=9": "policy.random_freeze.mask.seed: 9 given",
 }
 
 
@@ -178,12 +180,121 @@ def test_a_patience_that_the_checkpoint_would_replace_is_refused(train, last: Pa
     assert ended.refusal.startswith("callbacks.early_stopping.patience: 50 given, and the run that ckpt_path")
 
 
-def test_settings_that_take_effect_may_change_when_a_run_is_resumed(train, last: Path) -> None:
-    changed = ("trainer.max_epochs=2", "trainer.gradient_clip_val=1", "tags=[again]", "~policy.stop")
-    ended = train(f"ckpt_path={last}", "test=false", "extras.plan=false", *changed, "optimizer.lr=2e-3")
+QUIET = ("test=false", "extras.plan=false")
+
+
+def content(run: Path) -> dict[str, bytes]:
+    """The files of a run, but for its log."""
+    files = (path for path in run.rglob("*") if path.is_file() and path.name != "train.log")
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+def steps(run: Path) -> list[int]:
+    """The steps at which the log of a run has rows of training."""
+    with (run / "csv/version_0/metrics.csv").open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row["policy/random_freeze/active_share"]]
+
+
+def test_a_resumed_run_goes_on_in_its_directory(train) -> None:
+    first = train(*QUIET, "trainer.log_every_n_steps=1", "callbacks=default")
+    settings = ("trainer.log_every_n_steps=1", "callbacks=default", "trainer.max_epochs=2")
+    ended = train(
+        *QUIET,
+        *settings,
+        "ckpt_path=last",
+        "trainer.gradient_clip_val=1",
+        "data.workers=1",
+        folder=first.folder,
+    )
     assert ended.code == 0, ended.err
-    # It is only tested: no optimizer is restored.
+    assert f"going on from {first.run}/checkpoints/last.ckpt" in ended.out
+    assert ended.run == first.run
+    assert steps(first.run) == [0, 1, 2, 3]
+    table = record.load(first.run)
+    assert sorted(set(table[table["phase"] == "fit"]["step"])) == [1, 2, 3, 4]
+    assert yaml.safe_load((first.run / "config.yaml").read_text())["trainer"]["gradient_clip_val"] == 1
+    # From the first epoch again: what came after it is cut.
+    again = train(*QUIET, *settings, f"ckpt_path={first.run}/checkpoints/best.ckpt", "trainer.max_epochs=3")
+    assert again.left_nothing
+    assert steps(first.run)[-2:] == [4, 5]
+
+
+def test_wrong_input_leaves_the_run_that_would_go_on_as_it_is(train) -> None:
+    first = train(*QUIET)
+    before = content(first.run)
+    resumed = ("ckpt_path=last", "trainer.max_epochs=2", *QUIET)
+    assert train(*resumed, "optimizer.lr=0.5", folder=first.folder).code == 2
+    assert train(*resumed, "trainer.precision=transformer-engine", folder=first.folder).code == 2
+    assert content(first.run) == before
+
+
+NEW = {
+    "policy.random_freeze.mask.density=0.2": "policy.random_freeze.mask.density is 0.2 and was 0.5",
+    "policy.random_freeze.frozen_state=keep": "policy.random_freeze.frozen_state is 'keep' and was",
+    "~policy.stop": "policy.stop._target_ is nothing and was 'gradpolicy.Stop'",
+    "model.model.dropout=0.1": "model.model.dropout is 0.1 and was 0.25",
+    "data.batch_size=32": "data.batch_size is 32 and was 64",
+    "hydra.run.dir=NEW": "is another directory",
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("override", NEW)
+def test_another_model_data_or_policy_makes_a_new_run_from_the_checkpoint(
+    train, last: Path, tmp_path: Path, override: str
+) -> None:
+    before = content(last.parents[1])
+    given = override.replace("NEW", str(tmp_path / "outputs0/train/runs/new"))
+    ended = train(f"ckpt_path={last}", "trainer.max_epochs=2", *QUIET, given)
+    assert ended.code == 0, ended.err
+    assert f"a new run from {last}, since " in ended.out
+    assert NEW[override] in ended.out
+    assert content(last.parents[1]) == before
+    state = torch.load(ended.run / "checkpoints/best.ckpt", weights_only=True)
+    assert state["global_step"] == 4
+
+
+def test_a_checkpoint_is_tested_in_a_directory_of_its_own(train, last: Path) -> None:
+    before = content(last.parents[1])
+    # No optimizer is restored, so its settings do not matter.
     assert train(f"ckpt_path={last}", "train=false", "optimizer.lr=0.5").code == 0
+    assert content(last.parents[1]) == before
+
+
+@pytest.mark.slow
+def test_a_job_of_a_sweep_goes_on_in_its_directory(train) -> None:
+    folder = train("-m", "seed=1,2", *QUIET).folder
+    (job,) = folder.glob("train/sweeps/*/1")
+    ended = train("seed=2", f"ckpt_path={job}", "trainer.max_epochs=2", *QUIET, folder=folder)
+    assert ended.code == 0, ended.err
+    assert torch.load(job / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 4
+    assert not list(folder.glob("train/runs/*"))
+    kind = RunRecord.load(job)
+    assert kind is not None
+    assert kind.kind == "sweep"
+
+
+@pytest.mark.slow
+def test_a_requeued_job_goes_on_with_the_same_command(train, tmp_path: Path, monkeypatch) -> None:
+    command = (f"hydra.run.dir={tmp_path}/run", *QUIET)
+    assert train(*command).code == 0
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert "going on from " in train(*command, "trainer.max_epochs=2").out
+    assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 4
+
+
+@pytest.mark.slow
+def test_loggers_go_on_with_what_they_stored(train, tmp_path: Path) -> None:
+    loggers = ("logger=[csv,tensorboard,wandb,mlflow]", *QUIET)
+    first = train(*loggers)
+    record_before = RunRecord.load(first.run)
+    assert train(*loggers, "ckpt_path=last", "trainer.max_epochs=2", folder=first.folder).code == 0
+    record_after = RunRecord.load(first.run)
+    assert record_before is not None
+    assert record_after is not None
+    assert set(record_before.loggers) == {"csv", "tensorboard", "wandb", "mlflow"}
+    assert record_after.loggers == record_before.loggers
+    assert len(list(first.run.glob("tensorboard/*"))) == len(list(first.run.glob("csv/*"))) == 1
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

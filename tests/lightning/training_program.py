@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO
+from gradpolicy.lightning.checkpoints import WholeCheckpointIO
 from gradpolicy.lightning.preemption import SaveOnPreemption
 
 

@@ -18,7 +18,7 @@ from gradpolicy.insight.costs import optimizer_bytes
 from gradpolicy.insight.record.charts import chart
 from gradpolicy.insight.record.flow_record import FlowRecord, flow_rows
 from gradpolicy.insight.record.freeze_record import FreezeRecord
-from gradpolicy.insight.record.record_file import FILE, RecordFile
+from gradpolicy.insight.record.record_file import RecordFile
 from gradpolicy.lightning.callback import GradientPolicies, log_interval
 from gradpolicy.optim.zero_redundancy import MaskedZero
 from gradpolicy.tensors.sharding import is_sharded
@@ -37,7 +37,6 @@ class SavedChanges(BaseModel, extra="forbid", strict=True):
 class SavedRecord(BaseModel, extra="forbid", strict=True):
     """What a checkpoint holds of a record."""
 
-    directory: str
     size: NonNegativeInt
     operations: dict[str, dict[str, NonNegativeInt]]
     changes: SavedChanges
@@ -132,14 +131,8 @@ class Record(Callback):
             self._write()
 
     def _begin(self, file: RecordFile, restored: dict[str, Any]) -> None:
-        if not restored:
-            file.begin()
-        elif not file.begin(Path(restored["directory"]), restored["size"]):
-            former = Path(restored["directory"]) / FILE
-            rank_zero_warn(
-                f"{file.path} lacks rows of the run before: {former} is gone or shorter than it was when the "
-                "checkpoint was saved"
-            )
+        if not file.begin(restored.get("size", 0)):
+            rank_zero_warn(f"{file.path} lacks rows of the steps before the checkpoint")
 
     # ---- training
 
@@ -274,7 +267,6 @@ class Record(Callback):
         if self._flow is not None:
             self._flow.count("fit")
         return {
-            "directory": "" if self.file is None else str(self.file.directory),
             "size": 0 if self.file is None else self.file.size,
             "operations": {} if self._flow is None else self._flow.state(),
             "changes": {} if self._freeze is None else self._freeze.state(),

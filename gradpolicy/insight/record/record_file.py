@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -53,24 +52,17 @@ class RecordFile:
         """Where it lies."""
         return self.directory / FILE
 
-    def begin(self, former: Path | None = None, size: int = 0) -> bool:
-        """Begins with what a former record held when it had so many bytes; otherwise empty.
+    def begin(self, size: int = 0) -> bool:
+        """Begin empty, or with as many bytes as the record had when a checkpoint was saved.
 
         Args:
-            former: The directory of the former record, which may be this one.
-            size: Its size when the checkpoint was saved. What was written later is left out.
+            size: Its size then. What was written later is cut off.
 
         Returns:
-            Whether all of these bytes were there.
+            True if all of these bytes were there.
         """
         self.close()
         self.directory.mkdir(parents=True, exist_ok=True)
-        source = None if former is None else former / FILE
-        if source is not None and source.is_file():
-            if source.resolve() != self.path.resolve():
-                shutil.copyfile(source, self.path)
-        elif self.path.is_file():
-            self.path.unlink()
         with self.path.open("ab") as file:
             found = file.tell()
             file.truncate(min(found, size))

@@ -17,7 +17,7 @@ from gradpolicy.insight import record
 from gradpolicy.insight.file_models import AuditFile, PlanFile
 from gradpolicy.insight.results import ResultFile
 from gradpolicy.json_file import read_json
-from gradpolicy.lightning.run_record import RunRecord
+from gradpolicy.lightning.runs import RunRecord
 
 Content = TypeVar("Content")
 

@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from gradpolicy.checkpoint_file import check_file
 from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning import checkpoint_reading
-from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO, write_whole
-from gradpolicy.lightning.checkpoint_reading import (
+from gradpolicy.lightning import checkpoints
+from gradpolicy.lightning.checkpoints import (
+    WholeCheckpointIO,
     check_checkpoint,
     load_checkpoint,
     read_checkpoint,
     read_weights,
+    write_checkpoint,
 )
 
 pytestmark = pytest.mark.filterwarnings(
@@ -182,15 +183,19 @@ def test_shards_outside_of_the_directory_are_refused(of_torch: Path, ran: Path, 
 
 
 @pytest.mark.parametrize("named", ["local:///home/me", "s3://bucket/mine", "/runs/a/../../home/me", "a::b"])
-@pytest.mark.parametrize("field", [*checkpoint_reading.PATHS, "best_k_models"])
+@pytest.mark.parametrize("field", [*checkpoints.PATHS, "best_k_models"])
 def test_paths_that_a_callback_would_delete_are_refused(
     tmp_path: Path, ran: Path, named: str, field: str
 ) -> None:
     state = {field: {named: 0.5} if field == "best_k_models" else named}
-    write_whole({"state_dict": weights(), "callbacks": {"ModelCheckpoint{}": state}}, tmp_path / "a.ckpt")
+    write_checkpoint(
+        {"state_dict": weights(), "callbacks": {"ModelCheckpoint{}": state}}, tmp_path / "a.ckpt"
+    )
     assert repr(named) in refused(tmp_path / "a.ckpt", ran)
     state = {"best_model_path": "/runs/before/best.ckpt", "best_k_models": {"relative/best.ckpt": 0.5}}
-    write_whole({"state_dict": weights(), "callbacks": {"ModelCheckpoint{}": state}}, tmp_path / "b.ckpt")
+    write_checkpoint(
+        {"state_dict": weights(), "callbacks": {"ModelCheckpoint{}": state}}, tmp_path / "b.ckpt"
+    )
     assert read_checkpoint(tmp_path / "b.ckpt")["callbacks"]["ModelCheckpoint{}"] == state
 
 
@@ -198,7 +203,7 @@ def test_paths_that_a_callback_would_delete_are_refused(
 
 
 def test_each_of_40_flipped_bits_in_a_file_is_refused(tmp_path: Path, ran: Path) -> None:
-    write_whole({"state_dict": weights(), "global_step": 3}, tmp_path / "last.ckpt")
+    write_checkpoint({"state_dict": weights(), "global_step": 3}, tmp_path / "last.ckpt")
     assert_flips_are_refused(tmp_path / "last.ckpt", [tmp_path / "last.ckpt"], ran)
 
 
@@ -238,12 +243,10 @@ def test_a_checkpoint_is_looked_through_once_until_it_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[Path] = []
-    monkeypatch.setattr(
-        checkpoint_reading, "check_file", lambda path: looked.append(path) or check_file(path)
-    )
+    monkeypatch.setattr(checkpoints, "check_file", lambda path: looked.append(path) or check_file(path))
     path = tmp_path / "last.ckpt"
     for saved in range(2):
-        write_whole({"state_dict": weights(), "global_step": saved}, path)
+        write_checkpoint({"state_dict": weights(), "global_step": saved}, path)
         for _ in range(3):
             read_checkpoint(path)
             WholeCheckpointIO().load_checkpoint(path)
@@ -255,7 +258,7 @@ def test_a_checkpoint_is_looked_through_once_until_it_is_written_again(
 
 def save_as(kind: str, path: Path, state: dict[str, torch.Tensor]) -> None:
     if kind == "file":
-        write_whole({"state_dict": state}, path)
+        write_checkpoint({"state_dict": state}, path)
     else:
         save_whole({"state_dict": state}, {}, path)
 
@@ -284,28 +287,28 @@ def test_infinite_values_are_found_but_may_be_those_of_a_mask(tmp_path: Path, ki
     ids=["sparse", "imaginary"],
 )
 def test_nan_is_found_in_tensors_of_any_layout(tmp_path: Path, ran: Path, spoilt: torch.Tensor) -> None:
-    write_whole({"state_dict": {"spoilt": spoilt}}, tmp_path / "a.ckpt")
+    write_checkpoint({"state_dict": {"spoilt": spoilt}}, tmp_path / "a.ckpt")
     assert "holds NaN in spoilt" in refused(tmp_path / "a.ckpt", ran)
 
 
 def test_weights_without_entries_or_fractions_are_taken(tmp_path: Path) -> None:
     state = {"empty": torch.zeros(0), "count": torch.tensor(3), "mask": torch.tensor([True]), "name": "words"}
-    write_whole({"state_dict": state}, tmp_path / "a.ckpt")
+    write_checkpoint({"state_dict": state}, tmp_path / "a.ckpt")
     assert check_checkpoint(tmp_path / "a.ckpt").infinite == ()
 
 
 def test_a_file_of_weights_alone_can_be_tested_and_other_content_is_given_as_it_is(tmp_path: Path) -> None:
-    write_whole({"state_dict": weights()}, tmp_path / "weights.ckpt")
+    write_checkpoint({"state_dict": weights()}, tmp_path / "weights.ckpt")
     assert load_checkpoint(tmp_path / "weights.ckpt")["pytorch-lightning_version"]
-    write_whole({"state_dict": weights(), "pytorch-lightning_version": "2.0"}, tmp_path / "whole.ckpt")
+    write_checkpoint({"state_dict": weights(), "pytorch-lightning_version": "2.0"}, tmp_path / "whole.ckpt")
     assert load_checkpoint(tmp_path / "whole.ckpt")["pytorch-lightning_version"] == "2.0"
-    write_whole({"step": 3}, tmp_path / "other.ckpt")
+    write_checkpoint({"step": 3}, tmp_path / "other.ckpt")
     assert load_checkpoint(tmp_path / "other.ckpt") == {"step": 3}
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"step": 3}, {"state_dict": [1, 2]}])
 def test_what_holds_no_weights_by_name_is_no_checkpoint_of_a_run(tmp_path: Path, content: Any) -> None:
-    write_whole(content, tmp_path / "a.ckpt")
+    write_checkpoint(content, tmp_path / "a.ckpt")
     for read in (read_checkpoint, read_weights):
         with pytest.raises(PolicyError, match="holds no 'state_dict' with tensors by name"):
             read(tmp_path / "a.ckpt")
@@ -315,12 +318,12 @@ def test_what_holds_no_weights_by_name_is_no_checkpoint_of_a_run(tmp_path: Path,
     "callbacks", [3, {"ModelCheckpoint{}": 3}, {"ModelCheckpoint{}": {"best_k_models": 3}}]
 )
 def test_states_of_callbacks_that_name_no_paths_are_taken(tmp_path: Path, callbacks: Any) -> None:
-    write_whole({"state_dict": weights(), "callbacks": callbacks}, tmp_path / "a.ckpt")
+    write_checkpoint({"state_dict": weights(), "callbacks": callbacks}, tmp_path / "a.ckpt")
     assert read_checkpoint(tmp_path / "a.ckpt")["callbacks"] == callbacks
 
 
 def test_only_what_has_no_checksums_is_told_of(tmp_path: Path, directory: Path) -> None:
-    write_whole({"state_dict": weights()}, tmp_path / "whole.ckpt")
+    write_checkpoint({"state_dict": weights()}, tmp_path / "whole.ckpt")
     former = tmp_path / "former.ckpt"
     torch.save({"state_dict": weights()}, former, _use_new_zipfile_serialization=False)
     with warnings.catch_warnings(record=True) as told:
@@ -341,14 +344,14 @@ def test_a_directory_that_was_written_again_is_looked_through_again(directory: P
 
 
 def test_tensors_go_where_they_are_mapped_to(tmp_path: Path) -> None:
-    write_whole({"state_dict": weights()}, tmp_path / "a.ckpt")
+    write_checkpoint({"state_dict": weights()}, tmp_path / "a.ckpt")
     loaded = WholeCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", map_location="meta")
     assert loaded["state_dict"]["weight"].is_meta
 
 
 def test_tensors_of_a_checkpoint_that_is_loaded_outlast_its_file(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    write_whole({"state_dict": weights()}, path)
+    write_checkpoint({"state_dict": weights()}, path)
     loaded = load_checkpoint(path)
     path.write_bytes(bytes(path.stat().st_size))
     assert torch.equal(loaded["state_dict"]["weight"], weights()["weight"])

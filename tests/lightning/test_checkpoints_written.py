@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from gradpolicy.distributed.sharded_checkpoint import save_whole
-from gradpolicy.lightning.checkpoint_io import WholeCheckpointIO, write_whole
+from gradpolicy.lightning.checkpoints import WholeCheckpointIO, write_checkpoint
 
 MEGABYTE = 2**20
 
@@ -44,12 +44,12 @@ def test_a_full_disk_keeps_the_former_checkpoint_and_says_so(
     tmp_path: Path, small_files: Callable[[int], None]
 ) -> None:
     path = tmp_path / "last.ckpt"
-    write_whole({"step": 1}, path)
+    write_checkpoint({"step": 1}, path)
     small_files(MEGABYTE)
     with pytest.raises(
         OSError, match=r"could not save .*last\.ckpt: .*; the former last\.ckpt is whole"
     ) as caught:
-        write_whole({"step": 2, "weight": torch.zeros(MEGABYTE)}, path)
+        write_checkpoint({"step": 2, "weight": torch.zeros(MEGABYTE)}, path)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     assert torch.load(path) == {"step": 1}
     assert os.listdir(tmp_path) == ["last.ckpt"], "nothing half written stays"
@@ -73,14 +73,14 @@ def test_what_is_saved_is_on_the_disk_before_it_takes_its_name(
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", rename)
-    write_whole({"weight": torch.zeros(1000)}, path)
-    part = str(tmp_path / ".last.ckpt.part")
+    write_checkpoint({"weight": torch.zeros(1000)}, path)
+    part = str(tmp_path / f".last.ckpt.{os.getpid()}.part")
     assert done == [(part, path.stat().st_size), "renamed", (str(tmp_path), None)]
 
 
 def test_what_a_killed_save_has_left_is_cleared_away(tmp_path: Path) -> None:
     (tmp_path / ".last.ckpt.part").write_bytes(b"half")
-    write_whole({"step": 2}, tmp_path / "other.ckpt")
+    write_checkpoint({"step": 2}, tmp_path / "other.ckpt")
     assert os.listdir(tmp_path) == ["other.ckpt"]
 
 
@@ -88,7 +88,7 @@ def test_what_a_killed_save_has_left_is_cleared_away(tmp_path: Path) -> None:
 def test_a_file_takes_the_place_of_a_directory_of_shards(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     save_whole({"state_dict": {"weight": torch.zeros(2)}}, {"step": 1}, path)
-    write_whole({"step": 2}, path)
+    write_checkpoint({"step": 2}, path)
     assert torch.load(path) == {"step": 2}
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
@@ -100,9 +100,9 @@ class Refuses:
 
 def test_what_cannot_be_saved_keeps_the_former_checkpoint_and_its_own_words(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    write_whole({"step": 1}, path)
+    write_checkpoint({"step": 1}, path)
     with pytest.raises(RuntimeError, match=r"^on purpose$"):
-        write_whole({"step": Refuses()}, path)
+        write_checkpoint({"step": Refuses()}, path)
     assert torch.load(path) == {"step": 1}
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
@@ -113,12 +113,12 @@ def test_a_full_disk_names_the_newest_checkpoint_or_says_that_there_is_none(
     small_files(MEGABYTE)
     content = {"weight": torch.zeros(MEGABYTE)}
     with pytest.raises(OSError, match=r"there is no former checkpoint$"):
-        write_whole(content, tmp_path / "c.ckpt")
+        write_checkpoint(content, tmp_path / "c.ckpt")
     for age, name in ((0, "a.ckpt"), (50, "b.ckpt")):
-        write_whole({"step": 1}, tmp_path / name)
+        write_checkpoint({"step": 1}, tmp_path / name)
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
     with pytest.raises(OSError, match=r"the former a\.ckpt is whole"):
-        write_whole(content, tmp_path / "c.ckpt")
+        write_checkpoint(content, tmp_path / "c.ckpt")
 
 
 def test_remote_paths_are_left_to_lightning_which_runs_nothing_either() -> None:
@@ -166,16 +166,16 @@ def test_training_on_a_full_disk_ends_with_the_former_checkpoint(
 KILLED_WHILE_SAVING = """
     import os, signal, sys, threading, torch
     from pathlib import Path
-    from gradpolicy.lightning.checkpoint_io import write_whole
+    from gradpolicy.lightning.checkpoints import write_checkpoint
 
     path = Path(sys.argv[1])
-    write_whole({"step": 1}, path)
+    write_checkpoint({"step": 1}, path)
 
     class Deadly(torch.nn.Module):
         def __reduce__(self):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    write_whole([torch.zeros(100_000), Deadly()], path)
+    write_checkpoint([torch.zeros(100_000), Deadly()], path)
 """
 
 
@@ -186,6 +186,6 @@ def test_a_run_killed_while_it_saves_leaves_the_former_checkpoint(tmp_path: Path
     done = subprocess.run([sys.executable, "-c", program, str(path)], cwd=Path(__file__).parents[2])
     assert done.returncode == -signal.SIGKILL
     assert torch.load(path) == {"step": 1}
-    assert (tmp_path / ".last.ckpt.part").exists()
-    write_whole({"step": 2}, tmp_path / "other.ckpt")
-    assert not (tmp_path / ".last.ckpt.part").exists(), "the next save clears it away"
+    assert list(tmp_path.glob(".last.ckpt.*.part"))
+    write_checkpoint({"step": 2}, tmp_path / "other.ckpt")
+    assert not list(tmp_path.glob(".*.part")), "the next save clears it away"

@@ -1,0 +1,46 @@
+"""Writes files that are complete or absent, whenever the process or the machine dies."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+@contextmanager
+def written_whole(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
+    """Open a file for writing that replaces the file at `path` once the block has ended without an error.
+
+    Until then the former content stays. The new content is on the disk before it takes the name.
+
+    Args:
+        path: The file; its directory must exist.
+        mode: ``"w"`` or ``"wb"``; a file that can be read too by a plus.
+        **options: As those of ``open``.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open(mode, **options) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that is complete or absent."""
+    with written_whole(path, encoding="utf-8") as file:
+        file.write(text)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write a folder's list of names to the disk, so that it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

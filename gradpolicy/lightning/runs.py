@@ -1,0 +1,299 @@
+"""Runs in their directories: finds a run, its last and best checkpoint, and its start weights."""
+
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
+from pydantic import Field
+
+from gradpolicy.checkpoint_file import check_kind
+from gradpolicy.distributed.sharded_checkpoint import (
+    find_whole,
+    is_sharded_checkpoint,
+    is_whole,
+    remove_whole,
+)
+from gradpolicy.errors import PolicyError, brief, nearest
+from gradpolicy.files import write_text
+from gradpolicy.json_file import read_json
+from gradpolicy.lightning.checkpoints import KEY, check_fits, read_checkpoint, read_weights
+
+RECORD = "run.json"
+LAST = "last"
+Kind = Literal["run", "sweep", "trial"]
+RUN: Kind = "run"
+KINDS: dict[Kind, str] = {RUN: "a run", "sweep": "a job of a sweep", "trial": "a trial of a study"}
+# A moment of the year 3058, which every calendar knows.
+LAST_MOMENT = 2**35
+PACKAGES = ("torch", "lightning", "numpy", "hydra-core")
+INITIAL_WEIGHTS = "callbacks.initial_weights.path"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The record that a run leaves in its directory, by which it is found and resumed.
+
+    Args:
+        task: The config's ``task_name``.
+        kind: ``"run"``, ``"sweep"`` for a job of a sweep, ``"trial"`` for a trial of a study.
+        started: When it last began to train or test, in seconds since 1970.
+        directory: Where it was written. A copy of the run still names the original directory.
+        versions: Versions of Python and of the packages that decide results.
+        command: The command line of this run alone.
+        started_in: The working directory of that command line.
+        loggers: The ids under which its loggers, by their names in the config, have stored it.
+    """
+
+    task: str
+    kind: Kind
+    started: Annotated[float, Field(ge=0, le=LAST_MOMENT)]
+    directory: str
+    versions: dict[str, str] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+    started_in: str = ""
+    loggers: dict[str, int | str] = field(default_factory=dict)
+
+    @staticmethod
+    def begin(directory: Path, task: str, kind: Kind, command: list[str]) -> "RunRecord":
+        """Return the record of a run that begins now."""
+        versions = {
+            "gradpolicy": sys.modules["gradpolicy"].__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        }
+        now = datetime.now(UTC).timestamp()
+        return RunRecord(task, kind, now, str(directory.absolute()), versions, command, str(Path.cwd()))
+
+    def save(self) -> None:
+        """Write it into the run's directory."""
+        write_text(Path(self.directory) / RECORD, json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def load(directory: Path) -> "RunRecord | None":
+        """Return the record in a directory; None if there is none that can be read."""
+        try:
+            return read_json(directory / RECORD, RunRecord)
+        except (OSError, ValueError):
+            return None
+
+
+# ---- finding a checkpoint
+
+
+def find_checkpoint(
+    ckpt_path: str | None, log_dir: Path, *, task: str | None = None, own: Path | None = None
+) -> Path | None:
+    """Return the checkpoint that `ckpt_path` names.
+
+    Args:
+        ckpt_path: None; a checkpoint; a run directory, which means its last checkpoint; or ``last``, which
+            means that of the newest run. Jobs of sweeps and trials of studies are no candidates for it.
+        log_dir: The directory below which ``last`` looks for runs.
+        task: The ``task_name`` of the runs that ``last`` considers; None: any.
+        own: A directory that ``last`` means if it holds checkpoints: that of the run itself.
+
+    Raises:
+        PolicyError: If there is none.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == LAST:
+        return _last_of([own] if own is not None and _checkpoints_in(own) else _runs(log_dir, task), log_dir)
+    path = Path(ckpt_path).expanduser()
+    # Of os.path: Path.exists raises where a name is too long for the file system.
+    if os.path.isdir(path) and not is_sharded_checkpoint(path):
+        found, bad = last_checkpoint(path)
+        if bad:
+            rank_zero_warn(f"{KEY}: passed over: {'; '.join(bad)}")
+        if found is None:
+            raise PolicyError(f"ckpt_path: no good checkpoint in the directory {brief(str(path), most=120)}")
+        return found
+    if not os.path.exists(path):
+        raise PolicyError(f"ckpt_path: {brief(str(path), most=120)} does not exist; {_near(path)}")
+    check_kind(path, KEY)
+    return path
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """Return the directory of the run that a checkpoint lies in; None if it lies in none."""
+    return next((each for each in checkpoint.absolute().parents if RunRecord.load(each) is not None), None)
+
+
+def newest_run(log_dir: Path) -> Path:
+    """Return the directory of the newest run below a directory, sweeps and studies left out.
+
+    Raises:
+        PolicyError: If there is none.
+    """
+    found = _runs(log_dir, None)
+    runs = [each for each in found if isinstance(each, Path)]
+    if not runs:
+        raise PolicyError(f"there is no run below {log_dir}")
+    return runs[0]
+
+
+def _last_of(candidates: Iterable[Path | str], log_dir: Path) -> Path:
+    """Return the last checkpoint of the first run that has one; say what is newer and was passed over."""
+    passed: list[str] = []
+    for run in candidates:
+        if isinstance(run, str):
+            passed.append(run)
+            continue
+        found, bad = last_checkpoint(run)
+        passed += bad
+        if found is not None:
+            if passed:
+                rank_zero_warn(f"ckpt_path=last means {found}; passed over: {_counted(passed)}")
+            return found
+        if not bad:
+            passed.append(f"{run.name}, which holds no checkpoint")
+    hint = f"; passed over: {_counted(passed)}" if passed else ""
+    raise PolicyError(f"ckpt_path=last: no good checkpoint below {log_dir}{hint}")
+
+
+def _runs(log_dir: Path, task: str | None) -> list[Path | str]:
+    """Return the runs below a directory, the newest first; for one that does not count, what it is."""
+    found = []
+    for path in log_dir.rglob(RECORD):
+        record = RunRecord.load(path.parent)
+        if record is not None:
+            other = "" if task in (None, record.task) else f"a run of task {record.task!r}"
+            other = other if record.kind == RUN else KINDS[record.kind]
+            # The original comes before its copies.
+            is_original = os.path.realpath(record.directory) == os.path.realpath(path.parent)
+            found.append((record.started, is_original, str(path.parent), other))
+    return [other or Path(directory) for _, _, directory, other in sorted(found, reverse=True)]
+
+
+def last_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint to resume from in a directory, and what is wrong with those passed over.
+
+    It is the one furthest in training of those named ``last*.ckpt``; if none is good, of the others.
+    """
+    bad: list[str] = []
+    good: list[tuple[bool, int, float, Path]] = []
+    for path in _checkpoints_in(directory):
+        try:
+            if path.is_dir() and not is_whole(path):
+                raise PolicyError(f"{KEY}: {path} was not finished")
+            named_last = path.name.lstrip(".").startswith(LAST)
+            good.append((named_last, step_of(path), path.stat().st_mtime, path))
+        except PolicyError as error:
+            bad.append(str(error).removeprefix(f"{KEY}: "))
+    return max(good)[-1] if good else None, bad
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the number of training steps that a checkpoint was saved after; -1 if it does not say.
+
+    Raises:
+        PolicyError: If it cannot be read.
+    """
+    step = read_checkpoint(checkpoint).get("global_step")
+    return step if isinstance(step, int) else -1
+
+
+def _checkpoints_in(directory: Path) -> list[Path]:
+    """Return the checkpoints in a run directory; of one that holds no run, only those near the top."""
+    if any((directory / name).exists() for name in (RECORD, "config.yaml")):
+        return sorted({*directory.rglob("*.ckpt"), *find_whole(directory, "*.ckpt")})
+    near = (directory, *(path for path in directory.glob("*") if os.path.isdir(path)))
+    return sorted(path for parent in near for path in parent.glob("*.ckpt"))
+
+
+def cut_checkpoints(directory: Path, step: int) -> None:
+    """Delete the checkpoints in a run directory that were saved after a step: the run goes on from there."""
+    for path in _checkpoints_in(directory):
+        try:
+            is_later = step_of(path) > step
+        except PolicyError:
+            continue
+        if is_later:
+            remove_whole(path)
+
+
+def _counted(reasons: list[str]) -> str:
+    """Return reasons in one line, equal ones once with their number."""
+    return "; ".join(
+        reason if number == 1 else f"{reason} ({number})" for reason, number in Counter(reasons).items()
+    )
+
+
+def _near(path: Path) -> str:
+    """Return a hint that names the checkpoints beside one that does not exist."""
+    if not os.path.isdir(path.parent):
+        parent = brief(str(path.parent), most=120)
+        return f"there is no directory {parent} either; ckpt_path=last finds the newest"
+    found = [candidate.name for candidate in path.parent.glob("*.ckpt")]
+    return nearest(path.name, found, count=2) or "ckpt_path=last finds the newest"
+
+
+# ---- the best checkpoint
+
+
+def best_scores(trainer: Trainer) -> dict[str, float]:
+    """Return the best value of each metric that a checkpoint callback watches, under the name ``…_best``."""
+    return {
+        f"{callback.monitor}_best": float(callback.best_model_score)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+        and callback.monitor
+        and callback.best_model_score is not None
+    }
+
+
+def best_checkpoint(trainer: Trainer) -> Path | None:
+    """Return the best checkpoint of this run; None if none was kept, which means the weights as they are."""
+    kept = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint) and callback.best_model_path
+    ]
+    # One that watches no metric keeps the newest, not the best.
+    kept.sort(key=lambda callback: callback.monitor is None)
+    return Path(kept[0].best_model_path) if kept else None
+
+
+# ---- the start weights
+
+
+class InitialWeights(Callback):
+    """Loads the weights of a checkpoint before training: for fine-tuning.
+
+    Unlike a resumed run, which is what ``ckpt_path`` is for, this one begins at step 0 with an empty
+    optimizer. A run that is resumed keeps the weights of its own checkpoint.
+
+    Args:
+        path: A checkpoint, be it a file or a directory of shards; None starts from the weights as they are,
+            and warns of it.
+
+    Raises:
+        PolicyError: When training is set up, if it does not exist, is damaged, or is of another model.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = path
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Load the weights, before strategies wrap the model and policies look at it."""
+        if stage != "fit":
+            return
+        if self.path is None:
+            rank_zero_warn(f"{INITIAL_WEIGHTS} names no checkpoint: training starts from fresh weights")
+            return
+        path = Path(self.path).expanduser()
+        if not path.is_file() and not is_sharded_checkpoint(path):
+            raise PolicyError(f"{INITIAL_WEIGHTS}: {path} is not a file")
+        check_fits(path, pl_module, INITIAL_WEIGHTS)
+        pl_module.load_state_dict(read_weights(path, INITIAL_WEIGHTS))
