@@ -115,9 +115,11 @@ class LogRun(Callback):
             writer.add_text("plan", self.plan.to_markdown())
 
     def _tell_mlflow(self, logger: MLFlowLogger) -> None:
-        flat = hyperparameters(self.config)
-        logger.log_hyperparams({NOT_IN_KEYS.sub("_", key): value for key, value in flat.items()})
         client, run = logger.experiment, logger.run_id
+        # MLflow lets no parameter change: what a resumed run has changed is in its config.yaml.
+        known = client.get_run(run).data.params
+        flat = {NOT_IN_KEYS.sub("_", key): value for key, value in hyperparameters(self.config).items()}
+        logger.log_hyperparams({key: value for key, value in flat.items() if key not in known})
         client.log_dict(run, dict(self.config), "config.yaml")
         if self.plan is not None:
             client.log_dict(run, self.plan.to_dict(), PLAN_JSON)

@@ -32,8 +32,8 @@ from gradpolicy.distributed.sharded_checkpoint import (
     saved_shapes,
 )
 from gradpolicy.errors import PolicyError, shortened, shown
-from gradpolicy.files import written_whole
 from gradpolicy.tasks.task import Task
+from gradpolicy.whole_file import written_whole
 
 KEY = "ckpt_path"
 WEIGHTS = "state_dict"

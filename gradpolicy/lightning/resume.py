@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gradpolicy.errors import PolicyError, brief
-from gradpolicy.files import written_whole
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoints import CANNOT_RESUME, KEY, PATHS, check_checkpoint
 from gradpolicy.lightning.runs import cut_checkpoints, step_of
 from gradpolicy.where import plain_name
+from gradpolicy.whole_file import written_whole
 
 COUNTED = ("optimizer_states", "lr_schedulers")
 # The hooks in which a checkpoint is written: `on_train_batch_end`, `on_validation_end`, `on_train_epoch_end`.

@@ -25,9 +25,9 @@ from gradpolicy.distributed.sharded_checkpoint import (
     remove_whole,
 )
 from gradpolicy.errors import PolicyError, brief, nearest
-from gradpolicy.files import write_text
 from gradpolicy.json_file import read_json
 from gradpolicy.lightning.checkpoints import KEY, check_fits, read_checkpoint, read_weights
+from gradpolicy.whole_file import write_text
 
 RECORD = "run.json"
 LAST = "last"

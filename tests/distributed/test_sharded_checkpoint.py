@@ -30,7 +30,7 @@ from gradpolicy.distributed.sharded_checkpoint import (
     saved_shapes,
 )
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.runs import find_checkpoint
+from gradpolicy.lightning.runs import RunRecord, find_checkpoint
 
 
 def content(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -101,7 +101,8 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(
     pair(save, str(path), 1)
     with pytest.raises(RemoteError, match="the process died"):
         pair(save, str(path), 2, fault)
-    found = find_checkpoint("last", [tmp_path])
+    RunRecord("train", "run", 1.0, str(tmp_path)).save()
+    found = find_checkpoint("last", tmp_path)
     assert found is not None
     assert read_unsharded(found) == {"global_step": kept}
     pair(save, str(path), 3)
@@ -125,8 +126,10 @@ def test_last_passes_over_what_was_not_finished(pair: ProcessPool, tmp_path: Pat
     pair(save, str(old), 1)
     pair(save, str(new), 2)
     (new / "whole").unlink()
+    for started, path in enumerate((old, new)):
+        RunRecord("train", "run", float(started), str(path.parent)).save()
     with pytest.warns(UserWarning, match=r"new/last\.ckpt was not finished"):
-        assert find_checkpoint("last", [tmp_path]) == old
+        assert find_checkpoint("last", tmp_path) == old
     assert list(find_whole(tmp_path, "last*.ckpt")) == [old]
     remove_whole(old)
     assert not old.exists()
