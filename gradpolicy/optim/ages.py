@@ -129,7 +129,8 @@ class Ages(NamedTuple):
         fine = min(block, self.block)
         kernels = select(self.signed.device, self.signed.dtype)
         if pack and self.index is not None and block == self.block:
-            index, signed = kernels.pack_bits(flags), self._roomy() + self.uncounted
+            index, signed = kernels.pack_bits(flags), self._roomy()
+            signed = signed + self.uncounted if self.uncounted else signed
             signed = self.repacked(signed, self.index, index, block, 1, 1)
             return Ages(signed, block, self.entries, active, self.oldest, 0, index)
         signed = self.of_all_blocks()
