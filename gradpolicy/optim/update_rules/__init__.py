@@ -10,6 +10,7 @@ import torch
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.update_rules.adagrad import Adagrad
 from gradpolicy.optim.update_rules.adam import Adam
+from gradpolicy.optim.update_rules.adamax import Adamax
 from gradpolicy.optim.update_rules.base import Group, State, UpdateRule
 from gradpolicy.optim.update_rules.lion import Lion
 from gradpolicy.optim.update_rules.nadam import NAdam
@@ -27,6 +28,7 @@ RULES: dict[str, type[UpdateRule]] = {
     "torch.optim.Adagrad": Adagrad,
     "torch.optim.NAdam": NAdam,
     "torch.optim.RAdam": RAdam,
+    "torch.optim.Adamax": Adamax,
     "pytorch_optimizer.Lion": Lion,
 }
 """By the package and name of the optimizer, so that none of these packages has to be imported."""
