@@ -34,7 +34,7 @@ _said: list[str] = []
 
 
 def compiled(source: Path, **defines: str) -> ctypes.CDLL | None:
-    """The library made of a C source; None, and one warning for all sources, where it cannot be had.
+    """Return the library made of a C source; None, and one warning for all sources, where it cannot be had.
 
     Args:
         source: the C file; it may include others.
@@ -60,7 +60,7 @@ def compiled(source: Path, **defines: str) -> ctypes.CDLL | None:
 
 
 def build_all(folder: Path) -> list[Path]:
-    """Compiles every C source of the package for every target.
+    """Compile every C source of the package for every target.
 
     Args:
         folder: the package's folder that is being installed; libraries go beside their sources there.
@@ -80,7 +80,7 @@ def build_all(folder: Path) -> list[Path]:
 
 
 def compiler() -> list[str]:
-    """The compiler and its own arguments, as of ``CC="ccache gcc"``; empty where there is none."""
+    """Return the compiler and its own arguments, as of ``CC="ccache gcc"``; empty where there is none."""
     named = os.environ.get("CC")
     if named:
         return [named] if shutil.which(named) else named.split()
@@ -88,12 +88,12 @@ def compiler() -> list[str]:
 
 
 def rule_defines(name: str) -> dict[str, str]:
-    """What makes an update of the C body of one rule, a file of `optim/update_rules`."""
+    """Return what makes an update of the C body of one rule, a file of `optim/update_rules`."""
     return {"RULE": name, "RULE_FILE": f'"../../update_rules/{name}.c"'}
 
 
 def _units() -> list[tuple[Path, dict[str, str]]]:
-    """Every library: its source, and what to define."""
+    """Return every library: its source, and what to define."""
     native = FOLDER / "optim" / "kernels" / "native"
     rules = sorted((FOLDER / "optim" / "update_rules").glob("*.c"))
     updates = [(native / "update.c", rule_defines(rule.stem)) for rule in rules]
@@ -101,7 +101,7 @@ def _units() -> list[tuple[Path, dict[str, str]]]:
 
 
 def _found_or_built(source: Path, defines: dict[str, str], command: list[str]) -> Path:
-    """The library for this processor: as it was installed, as it was compiled before, or compiled now."""
+    """Return the library for this processor: installed, compiled before, or compiled now."""
     target = _target()
     name = _name(source, defines, target)
     installed = source.parent / "built" / name
@@ -112,7 +112,7 @@ def _found_or_built(source: Path, defines: dict[str, str], command: list[str]) -
 
 
 def _build(source: Path, defines: dict[str, str], command: list[str], target: str, folder: Path) -> Path:
-    """Compiles, with threads where the compiler can, else without."""
+    """Compile, with threads where the compiler can, else without."""
     if not command:
         raise OSError("no C compiler was found")
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def _run(command: list[str], source: Path, library: Path) -> None:
 
 
 def _name(source: Path, defines: dict[str, str], target: str) -> str:
-    """A name that changes with all that the library is made of."""
+    """Return a name that changes with all that the library is made of."""
     folders = [source.parent, *([FOLDER / "optim" / "update_rules"] if defines else [])]
     paths = [path for folder in folders for path in sorted(folder.glob("*.[ch]"))]
     parts = [
@@ -149,7 +149,7 @@ def _name(source: Path, defines: dict[str, str], target: str) -> str:
 
 
 def _target() -> str:
-    """The one of `TARGETS` that suits this processor."""
+    """Return the one of `TARGETS` that suits this processor."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability().lower()
@@ -157,7 +157,7 @@ def _target() -> str:
 
 
 def _cache_folder() -> Path:
-    """A folder that only this user can write to: what lies in it is run."""
+    """Return a folder that only this user can write to: what lies in it is run."""
     return next(filter(_is_made, _folders()), None) or Path(tempfile.mkdtemp(prefix="gradpolicy-"))
 
 
@@ -171,7 +171,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _is_made(folder: Path) -> bool:
-    """Whether a folder is there, made if need be, for this user to write to and for no other."""
+    """Return True if a folder is there, made if need be, for this user to write to and for no other."""
     try:
         if not folder.is_dir():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

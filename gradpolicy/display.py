@@ -20,25 +20,25 @@ class Displayed(ABC):
 
     @abstractmethod
     def __rich__(self) -> "RenderableType":
-        """Renders this for rich."""
+        """Render this for rich."""
 
     def __str__(self) -> str:
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        """Renders this for a notebook."""
+        """Render this for a notebook."""
         return as_html(self)
 
 
 def wide_console() -> "Console":
-    """Gives a console as wide as the terminal; 120 columns wide where the output is none."""
+    """Return a console as wide as the terminal; 120 columns wide where the output is none."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
 def as_text(shown: "RenderableType") -> str:
-    """Renders something as plain text, 120 columns wide."""
+    """Render something as plain text, 120 columns wide."""
     from rich.console import Console
 
     console = Console(
@@ -50,7 +50,7 @@ def as_text(shown: "RenderableType") -> str:
 
 
 def as_html(shown: "RenderableType") -> str:
-    """Renders something as HTML, without a style of its own for the page around it."""
+    """Render something as HTML, without a style of its own for the page around it."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=False, force_jupyter=False)

@@ -38,7 +38,7 @@ class PromiseError(PolicyError):
 
 @contextmanager
 def under(key: str) -> Iterator[None]:
-    """Puts a key before the message of wrong input that is found in the block.
+    """Put a key before the message of wrong input that is found in the block.
 
     Example:
         >>> with under("policy.trunk.params"):
@@ -53,7 +53,7 @@ def under(key: str) -> Iterator[None]:
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
-    """Names the valid candidates that come closest to a name.
+    """Name the valid candidates that come closest to a name.
 
     Args:
         name: What the user wrote.
@@ -80,7 +80,7 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
 
 
 def unknown(kind: str, name: str, candidates: Iterable[str], key: str | None = None) -> PolicyError:
-    """Builds the error for a name that does not exist.
+    """Build the error for a name that does not exist.
 
     Args:
         kind: What the name was taken for, such as ``"rule"``.
@@ -93,7 +93,7 @@ def unknown(kind: str, name: str, candidates: Iterable[str], key: str | None = N
 
 
 def shown(value: object) -> str:
-    """Gives a value as an error quotes it: on one line, and no more than the beginning of a long one.
+    """Return a value as an error quotes it: on one line, and no more than the beginning of a long one.
 
     Example:
         >>> shown("abc"), shown([1, 2]), len(shown("a" * 5000))
@@ -103,7 +103,7 @@ def shown(value: object) -> str:
 
 
 def brief(text: str, most: int = 80) -> str:
-    """Gives the beginning of a text, on one line.
+    """Return the beginning of a text, on one line.
 
     Example:
         >>> brief("one two three", most=8), brief("one two")
@@ -114,7 +114,7 @@ def brief(text: str, most: int = 80) -> str:
 
 
 def warn_user(message: str) -> None:
-    """Gives a warning that points to the nearest caller outside of this package."""
+    """Give a warning that points to the nearest caller outside of this package."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -122,7 +122,7 @@ def warn_user(message: str) -> None:
 
 
 def check_named(policies: object) -> None:
-    """Makes sure that policies come with names.
+    """Make sure that policies come with names.
 
     Raises:
         PolicyError: If they are no dict.
@@ -134,7 +134,7 @@ def check_named(policies: object) -> None:
 def knows_its_arguments(
     constructor: Callable[Concatenate[Made, Arguments], None],
 ) -> Callable[Concatenate[Made, Arguments], None]:
-    """A constructor that names the nearest arguments where it is given an unknown one.
+    """Return a constructor that names the nearest arguments where it is given an unknown one.
 
     Raises:
         PolicyError: In place of Python's ``TypeError``, which names none.
@@ -158,7 +158,7 @@ def knows_its_arguments(
 
 
 def refuse_unknown_arguments(kind: type, names: Iterable[str], *, called: str | None = None) -> None:
-    """Refuses arguments that neither a class nor its base classes take.
+    """Refuse arguments that neither a class nor its base classes take.
 
     Args:
         kind: The class.
@@ -182,7 +182,7 @@ def refuse_unknown_arguments(kind: type, names: Iterable[str], *, called: str | 
 
 
 def constructors(kind: type) -> list[Callable[..., Any]]:
-    """The constructors of a class and of the base classes that it may pass other arguments on to."""
+    """Return the constructors of a class and of the base classes that it may pass other arguments on to."""
     found = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
     last = next((place for place, function in enumerate(found) if not _takes_any(function)), len(found))
     return found[: last + 1]
@@ -194,7 +194,7 @@ def _takes_any(function: Callable[..., Any]) -> bool:
 
 
 def shortened(names: Sequence[str], most: int = 3) -> str:
-    """Lists the first few names, and how many there are besides.
+    """List the first few names, and how many there are besides.
 
     Example:
         >>> shortened(["a", "b", "c", "d", "e"])

@@ -18,7 +18,7 @@ _RULES = ("scale", "reverse")
 
 
 def divides_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer divides a constant factor on all gradients of a parameter out again.
+    """Return True if an optimizer divides a constant factor on all gradients of a parameter out again.
 
     Example:
         >>> weight = [torch.nn.Parameter(torch.zeros(2))]
@@ -33,7 +33,7 @@ def divides_out(optimizer: torch.optim.Optimizer) -> bool:
 def divided_factors(
     policies: Mapping[str, Policy], parameters: Mapping[str, Tensor], optimizers: Iterable[Any]
 ) -> Iterator[str]:
-    """A line for each policy whose factor an optimizer divides out, with what to write instead.
+    """Yield a line for each policy whose factor an optimizer divides out, with what to write instead.
 
     Args:
         policies: The policies by name.
@@ -58,7 +58,7 @@ def divided_factors(
 
 
 def _factor(policy: Policy) -> str | None:
-    """The factor that a policy puts on whole gradients of parameters, and what to write instead."""
+    """Return the factor that a policy puts on whole gradients of parameters, and what to write instead."""
     if isinstance(policy, Freeze):
         if not getattr(policy.mask, "rescale", False):
             return None

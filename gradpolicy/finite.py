@@ -1,4 +1,4 @@
-"""Whether numbers are finite, in one pass without copies."""
+"""Checks that numbers are finite, in one pass without copies."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no entry of any tensor is infinite or NaN.
+    """Return True if no entry of any tensor is infinite or NaN.
 
     Args:
         tensors: Of any floating or complex dtype, on any devices; each device is waited for once a dtype.

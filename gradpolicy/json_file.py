@@ -13,7 +13,7 @@ Model = TypeVar("Model")
 
 
 def read_json(path: Path, model: type[Model]) -> Model:
-    """Reads a JSON file.
+    """Read a JSON file.
 
     Args:
         path: The file.
@@ -27,7 +27,7 @@ def read_json(path: Path, model: type[Model]) -> Model:
 
 
 def parse_json(content: bytes, model: type[Model]) -> Model:
-    """Reads JSON; see :func:`read_json`. Nothing is converted: text is no number.
+    """Read JSON; see :func:`read_json`. Nothing is converted: text is no number.
 
     Example:
         >>> parse_json(b'{"a": 1}', dict[str, int])

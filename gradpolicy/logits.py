@@ -9,7 +9,7 @@ from gradpolicy.errors import PolicyError
 
 
 def class_logits(output: Any) -> Tensor:
-    """Takes the class logits out of what a model gives.
+    """Take the class logits out of what a model gives.
 
     Args:
         output: A tensor; or a mapping or an object with `logits`.

@@ -65,7 +65,7 @@ class Policy:
         return re.sub(r" at 0x[0-9a-f]+", "", text)
 
     def describe(self) -> list[str]:
-        """The arguments that tell this policy from others of its class, as a person writes them."""
+        """Return the arguments that tell this policy from others of its class, as a person writes them."""
         return []
 
 
@@ -173,7 +173,7 @@ class FlowPolicy(Policy):
             raise PolicyError(f"{kind}.calls: goes with ops= or modules=, whose calls are meant")
 
     def _check_module_settings(self, kind: str) -> None:
-        """Refuses settings of a module's boundary, or of the way through it, where they mean nothing."""
+        """Refuse settings of a module's boundary, or of the way through it, where they mean nothing."""
         for key, value in (("argument", self.argument), *(("output", item) for item in self.output)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
                 raise PolicyError(f"{kind}.{key}: must be a name or a number, got {shown(value)}")
@@ -191,7 +191,7 @@ class FlowPolicy(Policy):
             raise PolicyError(f"{kind}: argument= goes with modules= or ops=, not with params=")
 
     def describe(self) -> list[str]:
-        """The arguments that tell this policy from others of its class, as a person writes them."""
+        """Return the arguments that tell this policy from others of its class, as a person writes them."""
         where = (("modules", self.modules), ("ops", self.ops), ("params", self.params))
         parameters = [f"{key}={_described(value)}" for key, value in self.rule.parameters.items()]
         written = [
@@ -204,8 +204,8 @@ class FlowPolicy(Policy):
             ("inside", self.inside, self.INSIDE[0]),
             ("calls", list(self.calls), []),
         )
-        told = [f"{key}={value!r}" for key, value, usual in settings if value != usual]
-        return [f"rule={self.rule.name!r}", *parameters, *written, *told]
+        unusual = [f"{key}={value!r}" for key, value, usual in settings if value != usual]
+        return [f"rule={self.rule.name!r}", *parameters, *written, *unusual]
 
 
 class Stop(FlowPolicy):
@@ -237,7 +237,7 @@ class Stop(FlowPolicy):
         self.detaches = mode == "detach"
 
     def describe(self) -> list[str]:
-        """The arguments that tell this policy from others of its class, as a person writes them."""
+        """Return the arguments that tell this policy from others of its class, as a person writes them."""
         return [f"mode={self.mode!r}", *super().describe()]
 
 
@@ -282,7 +282,7 @@ class StraightThrough(FlowPolicy):
 class Guided(FlowPolicy):
     """Guided backpropagation: only positive gradients pass the ReLUs that were active.
 
-    ``grad_input = relu'(input) · max(grad, 0)``; unless told otherwise at every ReLU of the model.
+    ``grad_input = relu'(input) · max(grad, 0)``; at every ReLU of the model.
 
     Source: Springenberg et al. 2015, arXiv:1412.6806.
     """
@@ -294,7 +294,7 @@ class Guided(FlowPolicy):
 class Deconv(FlowPolicy):
     """Deconvnet backpropagation: positive gradients pass every ReLU, whatever its input was.
 
-    ``grad_input = max(grad, 0)``; unless told otherwise at every ReLU of the model.
+    ``grad_input = max(grad, 0)``; at every ReLU of the model.
 
     Source: Zeiler, Fergus 2014, arXiv:1311.2901.
     """
@@ -462,7 +462,7 @@ class Freeze(Policy):
         self.bias_correction = check_choice("Freeze.bias_correction", bias_correction, BIAS_CORRECTIONS)
 
     def describe(self) -> list[str]:
-        """The arguments that tell this policy from others of its class, as a person writes them."""
+        """Return the arguments that tell this policy from others of its class, as a person writes them."""
         return [
             repr(self.mask),
             f"params={list(self.params)}",
@@ -472,14 +472,14 @@ class Freeze(Policy):
 
 
 def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None) -> Rule:
-    """The rule that an argument names; an error says which argument."""
+    """Return the rule that an argument names; an error says which argument."""
     with under(key):
         found = find_rule(rule)
     return found.with_parameters(**(parameters or {}))
 
 
 def _described(value: object) -> str:
-    """A rule's number as a person writes it. Of a tensor the shape alone, since it may be learnt."""
+    """Return a rule's number as a person writes it. Of a tensor the shape alone, since it may be learnt."""
     if isinstance(value, Tensor):
         return f"{type(value).__name__} of shape {tuple(value.shape)}"
     return repr(value)

@@ -31,7 +31,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def __call__(self, count: int) -> float:
-        """The value at a count of steps or epochs."""
+        """Return the value at a count of steps or epochs."""
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items())
@@ -61,7 +61,7 @@ class Constant(Schedule):
         self.value = self._number("value", value)
 
     def __call__(self, count: int) -> float:
-        """The number."""
+        """Return the number."""
         return self.value
 
 
@@ -86,7 +86,7 @@ class Ramp(Schedule):
         self.begin = check_whole(f"{type(self).__name__}.begin", begin, least=0)
 
     def __call__(self, count: int) -> float:
-        """The value at a count of steps or epochs."""
+        """Return the value at a count of steps or epochs."""
         return self.value_at(progress(count - self.begin, self.steps))
 
     def __repr__(self) -> str:
@@ -94,14 +94,14 @@ class Ramp(Schedule):
 
     @abstractmethod
     def value_at(self, passed: float) -> float:
-        """The value where a share of the way has passed."""
+        """Return the value where a share of the way has passed."""
 
 
 class Linear(Ramp):
     """A straight line: ``stop + (start − stop) · (1 − p)``."""
 
     def value_at(self, passed: float) -> float:
-        """The value where a share of the way has passed."""
+        """Return the value where a share of the way has passed."""
         return self.stop + (self.start - self.stop) * (1 - passed)
 
 
@@ -112,7 +112,7 @@ class Cosine(Ramp):
     """
 
     def value_at(self, passed: float) -> float:
-        """The value where a share of the way has passed."""
+        """Return the value where a share of the way has passed."""
         return self.stop + (self.start - self.stop) * (1 + math.cos(math.pi * passed)) / 2
 
 
@@ -123,7 +123,7 @@ class Cubic(Ramp):
     """
 
     def value_at(self, passed: float) -> float:
-        """The value where a share of the way has passed."""
+        """Return the value where a share of the way has passed."""
         return self.stop + (self.start - self.stop) * (1 - passed) ** 3
 
 
@@ -143,7 +143,7 @@ class Exponential(Ramp):
             )
 
     def value_at(self, passed: float) -> float:
-        """The value where a share of the way has passed."""
+        """Return the value where a share of the way has passed."""
         return self.start * (self.stop / self.start) ** passed
 
 
@@ -165,11 +165,11 @@ class Ganin(Schedule):
         self.begin = check_whole(f"{type(self).__name__}.begin", begin, least=0)
 
     def __call__(self, count: int) -> float:
-        """The value at a count of steps or epochs."""
+        """Return the value at a count of steps or epochs."""
         # tanh(z / 2) is the same function, and does not overflow.
         return math.tanh(self.gamma * progress(count - self.begin, self.steps) / 2)
 
 
 def progress(count: int, steps: int) -> float:
-    """How much of a ramp is done: 0 at count 0, 1 from ``steps`` on."""
+    """Return how much of a ramp is done: 0 at count 0, 1 from ``steps`` on."""
     return min(max(count / steps, 0.0), 1.0)

@@ -63,7 +63,7 @@ def training(
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
 ) -> Iterator[Any]:
-    """Trains under policies in a loop of one's own.
+    """Train under policies in a loop of one's own.
 
     The block gives the optimizer to train with; its ``step()`` is all that is needed.
 
@@ -175,7 +175,7 @@ class _Loop(TrainingPolicies):
     # ---- installing and removing
 
     def begin(self, optimizers: Sequence[Any], toggle_requires_grad: bool) -> list[MaskedOptimizer]:
-        """Installs all policies; masks are set before the first forward pass."""
+        """Install all policies; masks are set before the first forward pass."""
         for each in optimizers or [()]:
             if not isinstance(each, torch.optim.Optimizer):
                 raise PolicyError(f"training: needs an optimizer, or a list of them; got {shown(each)}")
@@ -216,7 +216,7 @@ class _Loop(TrainingPolicies):
         return wrapped
 
     def end(self, *, quiet: bool) -> None:
-        """Takes all policies off."""
+        """Take all policies off."""
         self._remove(quiet=quiet)
         _TRAINING.difference_update(self.masked_optimizers)
         held = set(self.freezer.parameters.values()) if self.freezer is not None else set()
@@ -235,7 +235,7 @@ class _Loop(TrainingPolicies):
         self._hooks.append(self._outer.register_forward_pre_hook(before_forward))
 
     def _hook_gradients(self) -> None:
-        """Hooks what freeze policies match, also what joined an optimizer meanwhile."""
+        """Hook what freeze policies match, also what joined an optimizer meanwhile."""
         assert self.freezer is not None
         for name, parameter in self.freezer.parameters.items():
             if parameter not in self._owner and parameter.requires_grad:
@@ -248,7 +248,7 @@ class _Loop(TrainingPolicies):
     # ---- an update
 
     def _let_toggle(self) -> None:
-        """Lets the freezer turn ``requires_grad`` off: masks are known to be set before a forward pass."""
+        """Let the freezer turn ``requires_grad`` off: masks are known to be set before a forward pass."""
         if self.freezer is not None and self._may_toggle:
             self.freezer.toggle_requires_grad = True
 
@@ -265,7 +265,7 @@ class _Loop(TrainingPolicies):
             self._begin(over, late=late)
 
     def _begin(self, over: bool, *, late: bool) -> None:
-        """Sets the masks of an update.
+        """Set the masks of an update.
 
         Args:
             over: Whether the update before is over; else masks that were loaded go on.
@@ -298,7 +298,7 @@ class _Loop(TrainingPolicies):
 
     @torch.compiler.disable
     def _take_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
-        """Takes what a backward pass adds to a gradient."""
+        """Take what a backward pass adds to a gradient."""
         assert self.freezer is not None
         self._begin_if_over(late=True)
         self.freezer.note_gradient(name, gradient)
@@ -307,7 +307,7 @@ class _Loop(TrainingPolicies):
 
     @torch.compiler.disable
     def _mask_gradient(self, parameter: Tensor) -> None:
-        """Removes what is frozen from a gradient, unless new masks may be set before the step."""
+        """Remove what is frozen from a gradient, unless new masks may be set before the step."""
         if parameter not in self._wanted and not self._stepped:
             self._owner[parameter].mask_gradient(parameter)
 
@@ -336,10 +336,10 @@ class _Loop(TrainingPolicies):
         return arguments[:1], {"closure": observed}
 
     def _check_scaler(self) -> None:
-        """Makes sure, before the first update, that a loss scale which bounds must follow is known.
+        """Make sure, before the first update, that a loss scale which bounds must follow is known.
 
         Raises:
-            PolicyError: If a loss scaler takes this step that the loop was not told of.
+            PolicyError: If a loss scaler takes this step that was not given to the loop.
         """
         bounded = [
             name
@@ -357,7 +357,7 @@ class _Loop(TrainingPolicies):
             frame = frame.f_back
 
     def _observe(self, optimizer: Any) -> None:
-        """Shows sources the gradients, without the loss scale that a fused optimizer gets them with."""
+        """Show sources the gradients, without the loss scale that a fused optimizer gets them with."""
         if self.freezer is None or optimizer.is_probed:
             return
         if self._wanted and getattr(optimizer, "grad_scale", None) is not None:
@@ -375,7 +375,7 @@ class _Loop(TrainingPolicies):
         self._stepped.add(optimizer)
         self._check_operations_met("fit", thaws=any(not p.requires_grad for p in self.model.parameters()))
         if self.installed is not None and len(self._stepped) == len(self.masked_optimizers):
-            # Compiled code may not tell of its next forward pass.
+            # The hook does not run where the next forward pass is compiled.
             updates = max(each.effective_steps for each in self.masked_optimizers)
             epoch = 0 if self.steps_per_epoch is None else updates // self.steps_per_epoch
             self.installed.update(step=updates, epoch=epoch)
@@ -383,7 +383,7 @@ class _Loop(TrainingPolicies):
     # ---- checkpoints
 
     def _save(self, optimizer: Any, saved: dict[str, Any]) -> None:
-        """Adds to a state_dict how far the loop is, and to the first optimizer's what sources remember."""
+        """Add to a state_dict how far the loop is, and to the first optimizer's what sources remember."""
         state = {
             "effective_steps": optimizer.effective_steps,
             "stepped": optimizer in self._stepped,

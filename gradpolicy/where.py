@@ -22,7 +22,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def plain_name(name: str) -> str:
-    """Gives a qualified name without what ``torch.compile``, checkpointing or FSDP put into it.
+    """Return a qualified name without what ``torch.compile``, checkpointing or FSDP put into it.
 
     Example:
         >>> plain_name("encoder._orig_mod.0.weight")
@@ -35,7 +35,7 @@ def plain_name(name: str) -> str:
 
 
 def as_patterns(patterns: object) -> tuple:
-    """Makes a tuple of one pattern or of several; None becomes an empty tuple."""
+    """Make a tuple of one pattern or of several; None becomes an empty tuple."""
     if patterns is None:
         return ()
     if isinstance(patterns, str) or not isinstance(patterns, Iterable):
@@ -44,7 +44,7 @@ def as_patterns(patterns: object) -> tuple:
 
 
 def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) -> list[str]:
-    """Selects the names that the patterns match, in the order of the names.
+    """Select the names that the patterns match, in the order of the names.
 
     Args:
         patterns: Globs (``*`` also crosses dots); one with a leading ``!`` takes away what it matches.
@@ -82,7 +82,7 @@ def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) 
 
 
 def no_match(pattern: str, names: Iterable[str], kind: str) -> PolicyError:
-    """Builds the error for a pattern that matches nothing, with the nearest names."""
+    """Build the error for a pattern that matches nothing, with the nearest names."""
     stem = pattern.rstrip("*").rstrip(".")
     # A module is a place, but no parameter: those below it are meant.
     candidates = _with_parents(names, ".*" if kind == "parameter" else "")
@@ -96,7 +96,7 @@ def _nothing_left(written: Iterable[object], kind: str) -> PolicyError:
 def match_modules(
     model: nn.Module, patterns: ModulePattern | Iterable[ModulePattern]
 ) -> dict[str, nn.Module]:
-    """Finds the modules that globs on qualified names, or module classes, match.
+    """Find the modules that globs on qualified names, or module classes, match.
 
     The model itself has the name ``""`` and is matched by ``"*"``. A dotted path to a class
     (``"torch.nn.ReLU"``), as YAML writes it, means the class.
@@ -126,7 +126,7 @@ def match_modules(
 
 
 def match_parameters(model: nn.Module, patterns: str | Iterable[str]) -> dict[str, nn.Parameter]:
-    """Finds the parameters that globs match, as :func:`pick` does.
+    """Find the parameters that globs match, as :func:`pick` does.
 
     Raises:
         PolicyError: If a pattern matches nothing.
@@ -135,18 +135,18 @@ def match_parameters(model: nn.Module, patterns: str | Iterable[str]) -> dict[st
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters by plain name; a shared one under each of its names."""
+    """Return all parameters by plain name; a shared one under each of its names."""
     return {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def once_each(named: Mapping[str, Named]) -> dict[str, Named]:
-    """The tensors by name, a shared one under its first name only."""
+    """Return the tensors by name, a shared one under its first name only."""
     first: dict[int, str] = {}
     return {name: tensor for name, tensor in named.items() if first.setdefault(id(tensor), name) == name}
 
 
 def pick(named: Mapping[str, Named], patterns: str | Iterable[str]) -> dict[str, Named]:
-    """Selects the tensors whose names the globs match; a shared one by any of its names.
+    """Select the tensors whose names the globs match; a shared one by any of its names.
 
     Returns:
         The tensors in their order, a shared one under its first name.
@@ -167,7 +167,7 @@ def pick(named: Mapping[str, Named], patterns: str | Iterable[str]) -> dict[str,
 def pick_each(
     named: Mapping[str, Named], params: Mapping[str, str | Iterable[str]]
 ) -> dict[str, dict[str, Named]]:
-    """Selects what each policy on parameters matches, as :func:`pick` does.
+    """Select what each policy on parameters matches, as :func:`pick` does.
 
     Args:
         named: The tensors by name.
@@ -184,7 +184,7 @@ def pick_each(
 
 
 def match_any(patterns: str | Iterable[str] | None, names: Iterable[str], kind: str) -> set[str]:
-    """The names that patterns match, as :func:`match_names` does; none where there is no pattern."""
+    """Return the names that patterns match, as :func:`match_names` does; none where there is no pattern."""
     written = as_patterns(patterns)
     return set(match_names(written, names, kind)) if written else set()
 
@@ -215,7 +215,7 @@ def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> 
 
 
 def _class_at(path: str) -> type[nn.Module] | None:
-    """The module class at a dotted path, or None where there is none."""
+    """Return the module class at a dotted path, or None where there is none."""
     if "." not in path or any(sign in path for sign in "*?["):
         return None
     try:
@@ -226,7 +226,7 @@ def _class_at(path: str) -> type[nn.Module] | None:
 
 
 def _with_parents(names: Iterable[str], below: str) -> set[str]:
-    """Every name together with the names of the modules above it, these with ``below`` at their end."""
+    """Return every name and the names of the modules above it, these with ``below`` at their end."""
     names = set(names)
     parents = {".".join(name.split(".")[:end]) for name in names for end in range(1, name.count(".") + 1)}
     return names | {parent + below for parent in parents}

@@ -309,9 +309,16 @@ SOURCES = {
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-@pytest.mark.parametrize("saved_at", [0, 3, 4])
-@pytest.mark.parametrize("where", ["in the block", "after the block"])
-@pytest.mark.parametrize("into", ["the wrapped optimizer", "the plain optimizer", "the model last"])
+@pytest.mark.parametrize(
+    ("saved_at", "where", "into"),
+    [
+        (0, "in the block", "the wrapped optimizer"),
+        (3, "after the block", "the plain optimizer"),
+        (4, "in the block", "the model last"),
+        (3, "in the block", "the plain optimizer"),
+        (4, "after the block", "the wrapped optimizer"),
+    ],
+)
 def test_a_loop_that_is_saved_and_resumed_ends_with_the_same_bits(
     source, frozen_state, saved_at, where, into
 ):

@@ -16,7 +16,7 @@ _WORD_BYTES = 8
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sums the bits of a tensor into one number.
+    """Sum the bits of a tensor into one number.
 
     The memory is read as 64-bit words, which are summed (with wrap-around, hence in any order) into columns;
     the columns are weighted by random odd numbers. One changed bit always changes the result; two swapped
@@ -40,7 +40,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: str = "") -> None:
-    """Raises on every rank if one of them holds something else than the others.
+    """Raise on every rank if one of them holds something else than the others.
 
     If they agree, an all-reduce of 16 bytes is all that is sent. Every rank of the group must call this.
 
@@ -74,7 +74,7 @@ def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: st
 
 
 def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
-    """Exchanges all checksums and names the first that differs."""
+    """Exchange all checksums and name the first that differs."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(sums), group=group)
     names = list(dict.fromkeys(name for other in everyone for name in other))
@@ -93,14 +93,14 @@ def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
 
 
 def _as_number(value: Any) -> Tensor | int:
-    """A checksum. That of a tensor stays on its device, so that the host does not wait for it."""
+    """Return a checksum. That of a tensor stays on its device, so that the host does not wait for it."""
     if isinstance(value, Tensor):
         return checksum(value.detach())
     return _signed(derive(repr(value)))
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensor's memory as int64 words, and what is left of it as bytes."""
+    """Return the tensor's memory as int64 words, and what is left of it as bytes."""
     flat = _flat(tensor)
     per_word = _WORD_BYTES // flat.element_size() or 1
     whole = flat.numel() - flat.numel() % per_word
@@ -110,7 +110,7 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All entries in the order of memory, without a copy where the tensor is dense."""
+    """Return all entries in the order of memory, without a copy where the tensor is dense."""
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(by_stride).contiguous().view(-1)
 
@@ -135,6 +135,6 @@ def _signed(word: int) -> int:
 
 
 def _wire_device(group: Any) -> torch.device:
-    """The device on which the group's collectives take tensors."""
+    """Return the device on which the group's collectives take tensors."""
     on_gpu = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -57,7 +57,7 @@ class ActiveEntries:
 
     Example:
         >>> communication = ActiveEntries(dtype="bfloat16")
-        >>> communication.set_masks({})  # masks by parameter; a parameter that is not named is sent whole
+        >>> communication.use_masks({})  # masks by parameter; a parameter that is not named is sent whole
 
         Then ``communication.register(model)`` on the model that DistributedDataParallel has wrapped.
     """
@@ -72,7 +72,7 @@ class ActiveEntries:
         self._positions: dict[tuple[int, ...], Tensor | None] = {}
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Registers the hook on a wrapped model. Call it once.
+        """Register the hook on a wrapped model. Call it once.
 
         Raises:
             PolicyError: If the model is not wrapped.
@@ -84,8 +84,8 @@ class ActiveEntries:
             )
         model.register_comm_hook(self, send_active)
 
-    def set_masks(self, masks: Mapping[Tensor, Mask]) -> None:
-        """Takes the masks for the next backward pass.
+    def use_masks(self, masks: Mapping[Tensor, Mask]) -> None:
+        """Take the masks for the next backward pass.
 
         Args:
             masks: The masks by parameter: True or False, a bool mask that broadcasts to it, or a seeded mask.
@@ -102,7 +102,7 @@ class ActiveEntries:
             self._positions.clear()
 
     def positions(self, parameters: list[Tensor]) -> Tensor | None:
-        """The active entries of a bucket that holds these parameters one after another.
+        """Return the active entries of a bucket that holds these parameters one after another.
 
         Returns:
             Their positions, int64; None if all are sent.
@@ -120,7 +120,7 @@ class ActiveEntries:
         return None if positions.numel() == flags.numel() else positions
 
     def _flags(self, parameter: Tensor) -> Tensor:
-        """A parameter's mask with a flag an entry, in the order in which a bucket holds its gradient."""
+        """Return a parameter's mask with a flag an entry, in the order of its gradient in a bucket."""
         mask = self._masks.get(id(parameter))
         if mask is None:
             return torch.ones(parameter.numel(), dtype=torch.bool, device=parameter.device)
@@ -129,7 +129,7 @@ class ActiveEntries:
 
 
 def send_active(state: ActiveEntries, bucket: GradBucket) -> Future[Tensor]:
-    """The communication hook: averages a bucket's active entries over the ranks.
+    """Average a bucket's active entries over the ranks: the communication hook.
 
     Args:
         state: Has the masks, and counts what is sent.
@@ -169,5 +169,5 @@ def _finished(value: Tensor) -> Future[Tensor]:
 
 
 def _order_in_memory(parameter: Tensor) -> list[int]:
-    """The dimensions from the largest stride to the smallest."""
+    """Return the dimensions from the largest stride to the smallest."""
     return sorted(range(parameter.dim()), key=parameter.stride, reverse=True)

@@ -74,7 +74,7 @@ class Ranks:
             communication.register(model)  # type: ignore[arg-type]
 
     def begin_step(self, step: int, *, cut: bool = False, wanted: Iterable[str] = ()) -> None:
-        """Prepares an effective step; every rank must call this with the same arguments.
+        """Prepare an effective step; every rank must call this with the same arguments.
 
         Args:
             step: Effective optimizer steps taken so far.
@@ -87,7 +87,7 @@ class Ranks:
         if self.reducer is not None:
             self.reducer.refresh(find_unused_parameters=cut or self._searches_always)
         if self.communication is not None:
-            self.communication.set_masks(self._masks(set(wanted)))
+            self.communication.use_masks(self._masks(set(wanted)))
         if self.agreement_every is not None and step % self.agreement_every == 0:
             self._check_agreement(f"before update {step + 1}")
 
@@ -97,7 +97,7 @@ class Ranks:
             check_agreement(compared, group=group, moment=moment)
 
     def replicated(self) -> dict[str, Any]:
-        """What must be the same on every rank, by name.
+        """Return what must be the same on every rank, by name.
 
         That is masks, ages, the count of updates, learning rates, the state of mask sources, then weights. Of
         a sharded parameter only its source's mask is among it: no two ranks hold the same shard.
@@ -122,7 +122,7 @@ class Ranks:
         return {**masks, **ages, **self._schedules(), **weights}
 
     def replicated_shards(self) -> dict[Any, dict[str, Any]]:
-        """What must be the same on the ranks that hold the same shard, by their process group.
+        """Return what must be the same on the ranks that hold the same shard, by their process group.
 
         It is empty under plain FSDP2. Under hybrid sharding several ranks hold each shard.
         """
@@ -144,7 +144,7 @@ class Ranks:
                 yield names.get(id(parameter), "a parameter without a name"), masked
 
     def _schedules(self) -> dict[str, Any]:
-        """What changes with time and is not sharded."""
+        """Return what changes with time and is not sharded."""
         rates = [
             [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             for optimizer in self.optimizers
@@ -174,7 +174,7 @@ class Ranks:
 
 
 def _replica_groups(parameter: Tensor) -> list[Any]:
-    """The process groups of ranks that hold the same shard of a parameter."""
+    """Return the process groups of ranks that hold the same shard of a parameter."""
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh

@@ -1,6 +1,6 @@
 """Rebuilds DistributedDataParallel's reducer whenever other parameters train.
 
-The reducer is told once, when the model is wrapped, which parameters it reduces. If a parameter is frozen
+Which parameters the reducer reduces is fixed when the model is wrapped. If a parameter is frozen
 later, the reducer waits for a gradient that never comes. If one is thawed later, its gradient is never
 reduced, and nothing says so. With a rebuilt reducer, autograd leaves out the frozen part as it does on one
 process, DDP need not search for unused parameters, and nothing frozen is sent.
@@ -20,7 +20,7 @@ PRIVATE_METHODS = ("_build_params_for_reducer", "_build_debug_param_to_name_mapp
 
 
 def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
-    """The ids of the parameters that require a gradient."""
+    """Return the ids of the parameters that require a gradient."""
     return frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
 
 
@@ -48,7 +48,7 @@ class ReducerUpdater:
         self._known = trained_parameters(model.module.parameters())
 
     def refresh(self, *, find_unused_parameters: bool | None = None) -> bool:
-        """Rebuilds the reducer if that is needed. Call it between accumulation windows.
+        """Rebuild the reducer if that is needed. Call it between accumulation windows.
 
         Every rank must call this at the same point with the same parameters frozen.
 
@@ -73,7 +73,7 @@ class ReducerUpdater:
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:
-    """Gives a wrapped model a new reducer for the parameters that require a gradient now.
+    """Give a wrapped model a new reducer for the parameters that require a gradient now.
 
     The wrapped model stays the same object and keeps its communication hooks. This does what the constructor
     and unpickling do, with the process group that the model has.
@@ -103,6 +103,6 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
 
 
 def _drop_reducer(model: DistributedDataParallel) -> None:
-    """Deletes the old reducer, which removes its hooks from the parameters. That must come first."""
+    """Delete the old reducer, which removes its hooks from the parameters. That must come first."""
     model.__dict__.pop("reducer", None)
     model.__dict__.pop("logger", None)

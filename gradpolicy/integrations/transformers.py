@@ -51,7 +51,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     Raises:
         PolicyError: If an entry is no policy; when training begins, if a pattern matches nothing, two
             policies contradict each other, or the Trainer uses DeepSpeed, FSDP, tensor parallelism or
-            ``nn.DataParallel``; after the first update, if an operation that a policy names was never met.
+            ``nn.DataParallel``; after the first update, if an operation that a policy names never ran.
 
     Example:
         >>> import gradpolicy as gp
@@ -69,9 +69,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuses what policies cannot be right under, before anything is prepared.
+        """Refuse what policies cannot be right under, before anything is prepared.
 
-        It also sees to it that a training that fails leaves no policies behind, which no event tells of.
+        It also sees to it that a training that fails leaves no policies behind, for which there is no event.
         """
         trainer = _calling_trainer()
         _check_supported(trainer)
@@ -93,7 +93,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Installs all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
+        """Install all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
         self.remove()  # after it ran out of memory, auto_find_batch_size begins again
         self._trainer = trainer = _calling_trainer()
         _check_supported(trainer)
@@ -150,7 +150,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Updates the policies before the first batch of each update."""
+        """Update the policies before the first batch of each update."""
         assert self._trainer is not None
         self._has_taken = False
         self._begin_update(self.updates(state), int(state.epoch or 0))
@@ -165,7 +165,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Makes sure that the gradients were taken before they were clipped.
+        """Make sure that the gradients were taken before they were clipped.
 
         Raises:
             PolicyError: If they were not.
@@ -183,7 +183,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Checks after the first update that every operation was met."""
+        """Check after the first update that every operation ran."""
         assert self._trainer is not None
         assert self._trainer.model is not None
         trains = (parameter.requires_grad for parameter in self._trainer.model.parameters())
@@ -197,7 +197,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Adds what the policies did to what the Trainer logs with its loss."""
+        """Add what the policies did to what the Trainer logs with its loss."""
         if logs is None or "loss" not in logs or not self._measures:
             return
         metrics = {**self._flow_metrics("fit"), **self._freeze_metrics()}
@@ -206,7 +206,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         state.log_history[-1].update(numbers)
 
     def updates(self, state: TrainerState) -> int:
-        """Updates that took place; if no optimizer is masked, the Trainer's count."""
+        """Return the count of updates that took place; if no optimizer is masked, the Trainer's count."""
         return self.masked_optimizers[0].effective_steps if self.masked_optimizers else state.global_step
 
     def _observe_before_clipping(self, trainer: Trainer) -> None:
@@ -224,7 +224,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         trainer.accelerator.unscale_gradients = unscale_gradients
 
     def _take_gradients(self) -> None:
-        """Shows sources the gradients, and removes those of frozen entries."""
+        """Show sources the gradients, and remove those of frozen entries."""
         self._has_taken = True
         for optimizer in self.masked_optimizers:
             assert self.freezer is not None
@@ -236,7 +236,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
                 self.norms_after = self._gradient_norms(optimizer)
 
     def _logs_after_this(self, args: TrainingArguments, state: TrainerState) -> bool:
-        """Whether the Trainer logs its loss after the update that is being prepared."""
+        """Return True if the Trainer logs its loss after the update that is being prepared."""
         assert self._trainer is not None
         if args.logging_strategy == IntervalStrategy.EPOCH:
             return bool(self._trainer.accelerator.gradient_state.end_of_dataloader)
@@ -254,7 +254,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         *,
         toggle_requires_grad: bool = True,
     ) -> list[torch.optim.Optimizer]:
-        """Wraps the optimizer, into which the Trainer has loaded a checkpoint already."""
+        """Wrap the optimizer, into which the Trainer has loaded a checkpoint already."""
         (optimizer,) = optimizers
         # A plain optimizer keeps in its param groups what it does not know: masks, and what is added below.
         saved = optimizer.state_dict()
@@ -272,14 +272,14 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         return wrapped
 
     def _save(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        """Adds the state of the policies to what the Trainer writes to ``optimizer.pt``."""
+        """Add the state of the policies to what the Trainer writes to ``optimizer.pt``."""
         assert self._trainer is not None
         steps = self._trainer.state.global_step
         saved["param_groups"][0][STATE] = {**self.state_dict(), "global_step": steps}
 
 
 def _calling_trainer() -> Trainer:
-    """The Trainer that is calling the callback. It hands over its parts, but neither itself nor accelerate.
+    """Return the Trainer that is calling the callback, to which it gives neither itself nor accelerate.
 
     Raises:
         PolicyError: If none is.
@@ -294,7 +294,7 @@ def _calling_trainer() -> Trainer:
 
 
 def _check_supported(trainer: Trainer) -> None:
-    """Makes sure that policies can be right under what the Trainer uses.
+    """Make sure that policies can be right under what the Trainer uses.
 
     Raises:
         PolicyError: If they cannot; it says why, and what to use instead.
@@ -321,7 +321,7 @@ def _check_supported(trainer: Trainer) -> None:
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer without what accelerate has put round it."""
+    """Return the optimizer without what accelerate has put round it."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -336,6 +336,6 @@ def _put_inside(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimizer
 
 
 def _recomputes_reentrantly(model: nn.Module) -> bool:
-    """Whether activations are recomputed in a way that needs an input with a gradient."""
+    """Return True if activations are recomputed in a way that needs an input with a gradient."""
     functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
     return any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions)

@@ -12,7 +12,7 @@ DROPS = ("magnitude", "sign")
 
 
 def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, drop: str) -> Tensor:
-    """The active entries that are not dropped.
+    """Return the active entries that are not dropped.
 
     Args:
         active: The mask so far.
@@ -41,7 +41,7 @@ def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, d
 
 
 def grown_entries(kept: Tensor, gradient: Tensor, target: int) -> Tensor:
-    """The entries with the largest ``|gradient|`` of all that are not kept, until ``target`` are active.
+    """Return the entries with the largest ``|gradient|`` that are not kept, until ``target`` are active.
 
     Args:
         kept: Which entries are active already.
@@ -85,7 +85,7 @@ def _marked(indices: Tensor, like: Tensor) -> Tensor:
 
 
 def _highest_words(key: int, among: Tensor, count: int) -> Tensor:
-    """The indices of the entries with the highest words, in ascending order; of equal words the first.
+    """Return the indices of the entries with the highest words, in ascending order; of equal words the first.
 
     Args:
         key: 64 bits.

@@ -21,7 +21,7 @@ class GradientSums:
         self.steps = 0
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Adds what a step gave, or one of its optimizers."""
+        """Add what a step gave, or one of its optimizers."""
         for name, value in values.items():
             if name in self.sums:
                 self.sums[name] += value
@@ -29,14 +29,14 @@ class GradientSums:
                 self.sums[name] = value.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums and how many steps are in them."""
+        """Return the sums and how many steps are in them."""
         return {
             "sums": {name: full_tensor(tensor) for name, tensor in self.sums.items()},
             "steps": self.steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-        """Takes up sums that were saved, laid out as the parameters are."""
+        """Take up sums that were saved, laid out as the parameters are."""
         self.sums = {name: shard_like(tensor, parameters[name]) for name, tensor in state["sums"].items()}
         self.steps = state["steps"]
 
@@ -80,7 +80,7 @@ class GradientSource(MaskSource):
             )
 
     def statistic(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """What is summed over the window: the gradient itself, unless a subclass says otherwise."""
+        """Return what is summed over the window: the gradient itself, unless a subclass says otherwise."""
         return gradient
 
     def wants_gradients(self, step: int, epoch: int) -> bool:
@@ -94,7 +94,7 @@ class GradientSource(MaskSource):
         return change is not None and (self.window is None or change - count <= self.window)
 
     def overdue(self, step: int, epoch: int) -> bool:
-        """Whether a decision is still to be made, and the gradients for it are there."""
+        """Return True if a decision is still to be made, and the gradients for it are there."""
         if self.decided >= self.period(step, epoch):
             return False
         if not self.needs_gradients:
@@ -104,18 +104,18 @@ class GradientSource(MaskSource):
         return self.gathered.steps >= (self.window or 1)
 
     def decide(self, step: int, epoch: int) -> None:
-        """Takes note of a decision: the next one goes by gradients of its own."""
+        """Take note of a decision: the next one goes by gradients of its own."""
         self.decided, self.decided_at = self.period(step, epoch), self.count(step, epoch)
         self.gathered = GradientSums()
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """Adds the gradients of an effective step."""
+        """Add the gradients of an effective step."""
         self.observe_more(gradients)
         self.gathered.steps += 1
 
     @torch.no_grad()
     def observe_more(self, gradients: Mapping[str, Tensor]) -> None:
-        """Adds further gradients of the same step."""
+        """Add further gradients of the same step."""
         self.gathered.add(
             {
                 name: self.statistic(wide(self.parameters[name].detach()), wide(gradient))
@@ -124,16 +124,16 @@ class GradientSource(MaskSource):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The gradients gathered so far, and the last decision."""
+        """Return the gradients gathered so far, and the last decision."""
         decided = {"decided": self.decided, "decided_at": self.decided_at}
         return {"gathered": self.gathered.state_dict(), **decided}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up where :meth:`state_dict` left off."""
+        """Take up where :meth:`state_dict` left off."""
         self.gathered.load_state_dict(state["gathered"], self.parameters)
         self.decided, self.decided_at = state["decided"], state["decided_at"]
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in single precision, or in double where it has that; complex where it is."""
+    """Return the tensor in single precision, or in double where it has that; complex where it is."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -14,7 +14,7 @@ _SAMPLE = 1 << 12
 
 
 def kept_count(density: float, count: int) -> int:
-    """How many of ``count`` entries a density keeps: those at or above its percentile.
+    """Return how many of ``count`` entries a density keeps: those at or above its percentile.
 
     ``k = n − ⌈(1 − p)(n − 1)⌉ = 1 + ⌊p (n − 1)⌋``, which is ``p · n`` where that is a whole number; 0 for
     density 0.
@@ -59,7 +59,7 @@ def highest_together(scores: Mapping[str, Tensor], kept: int) -> dict[str, Tenso
 
 
 def _comparable(scores: Mapping[str, Tensor]) -> list[Tensor]:
-    """The scores as flat tensors of one dtype on one device, NaN as −∞."""
+    """Return the scores as flat tensors of one dtype on one device, NaN as −∞."""
     device = next(iter(scores.values())).device
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in scores.values()))
     parts = [tensor.detach().flatten().to(device, dtype) for tensor in scores.values()]
@@ -70,7 +70,7 @@ def _comparable(scores: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _smallest(parts: list[Tensor], place: int) -> Tensor:
-    """The value at a place of all scores sorted together, from 0."""
+    """Return the value at a place of all scores sorted together, from 0."""
     left = torch.cat(parts)
     if left.device.type != "cpu" or left.dtype not in (torch.float32, torch.float64):
         return torch.kthvalue(left, place + 1).values
@@ -90,7 +90,7 @@ def _smallest(parts: list[Tensor], place: int) -> Tensor:
 
 
 def _common_value(scores: Tensor) -> Tensor | None:
-    """A value that makes up more than an eighth of a sample; None where there is none."""
+    """Return a value that makes up more than an eighth of a sample; None where there is none."""
     sample = scores[:: max(scores.numel() // _SAMPLE, 1)]
     values, counts = sample.unique(return_counts=True)
     most = counts.argmax()

@@ -1,4 +1,4 @@
-"""The plan: what each policy will touch, told before the first step is taken."""
+"""The plan: what each policy will touch, by one step of a copy of the model."""
 
 import copy
 import functools
@@ -49,7 +49,7 @@ def plan(
     seed: int = 0,
     optimizers: Optimizers | None = None,
 ) -> Plan:
-    """Finds out what policies will touch, by one step of a copy of the model.
+    """Find out what policies will touch, by one step of a copy of the model.
 
     The model, its gradients and the random generators are left alone. It may have the policies on it already;
     others that are installed stay in force.
@@ -131,13 +131,13 @@ def plan(
 def _training_entries(
     model: nn.Module, masks: Any, sizes: Mapping[str, int], gradients: Mapping[str, Any]
 ) -> int:
-    """How many entries get a gradient and are active in the first step."""
+    """Return how many entries get a gradient and are active in the first step."""
     getting = (name for name in sizes if gets_gradient(gradients[name]))
     return round(sum(sizes[name] * _share(model, masks, name) for name in getting))
 
 
 def training_loss(module: Any, batch: Any) -> Tensor:
-    """The loss of a LightningModule's ``training_step``, without a Trainer.
+    """Return the loss of a LightningModule's ``training_step``, without a Trainer.
 
     Raises:
         PolicyError: If the step gives no loss.
@@ -153,7 +153,7 @@ def training_loss(module: Any, batch: Any) -> Tensor:
 
 
 def _checked(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, Policy]:
-    """The policies by name.
+    """Return the policies by name.
 
     Raises:
         PolicyError: If one is none.
@@ -168,7 +168,7 @@ def _checked(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, Pol
 
 
 def _modules(model: nn.Module, rows: Iterable[PlanRow]) -> tuple[PlanModule, ...]:
-    """The model's modules with the policies on each."""
+    """Return the model's modules with the policies on each."""
     owners = {row.name: {key.rpartition(".")[0] for key in row.parameters} for row in rows}
     matched = {row.name: {*row.modules, *owners[row.name]} for row in rows}
     return tuple(
@@ -186,7 +186,7 @@ def _modules(model: nn.Module, rows: Iterable[PlanRow]) -> tuple[PlanModule, ...
 
 
 def _duplicate(model: nn.Module, flow: Mapping[str, FlowPolicy]) -> nn.Module:
-    """A copy of the model without the policies in question; what a freezer has turned off is on again."""
+    """Return a copy of the model without these policies, and with ``requires_grad`` on again."""
     duplicate = copy.deepcopy(model)
     deactivate(duplicate, flow.values())
     for original, copied in zip(model.parameters(), duplicate.parameters(), strict=True):
@@ -196,7 +196,7 @@ def _duplicate(model: nn.Module, flow: Mapping[str, FlowPolicy]) -> nn.Module:
 
 
 def _optimizers(duplicate: nn.Module, given: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """The optimizers that were given, or that a LightningModule makes."""
+    """Return the optimizers that were given, or that a LightningModule makes."""
     if given is not None:
         return [given] if isinstance(given, torch.optim.Optimizer) else list(given)
     if not hasattr(duplicate, "configure_optimizers"):
@@ -210,7 +210,7 @@ def _optimizers(duplicate: nn.Module, given: Optimizers | None) -> list[torch.op
 
 
 def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers in whatever ``configure_optimizers`` may give."""
+    """Return the optimizers in whatever ``configure_optimizers`` may give."""
     if isinstance(given, torch.optim.Optimizer):
         return [given]
     if isinstance(given, Mapping):
@@ -225,7 +225,7 @@ def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
 def _flow_rows(
     model: nn.Module, policies: Mapping[str, FlowPolicy], step: Step
 ) -> tuple[dict[str, PlanRow], dict[str, Tensor | None], list[str], set[str]]:
-    """A row for each policy, each parameter's gradient, lines on what was not met, who met anything."""
+    """Return a row for each policy, gradients, lines on operations that did not run, policies that acted."""
     training = {name for name, policy in policies.items() if "fit" in policy.when.phases}
     gradients, rows, unmet, acting = _observe(model, policies, training, step)
     others = set(policies) - training
@@ -240,7 +240,7 @@ def _flow_rows(
 def _observe(
     model: nn.Module, policies: Mapping[str, FlowPolicy], active: set[str], step: Step
 ) -> tuple[dict[str, Tensor | None], dict[str, PlanRow], list[str], set[str]]:
-    """Takes one step with some of the policies active."""
+    """Take one step with some of the policies active."""
     parameters = _trainable(model)
     installed = install(model, policies, entry_points={"": _entry_points(model)})
     try:
@@ -293,7 +293,7 @@ def _check_cuts(
     gradients: Mapping[str, Tensor | None],
     masks: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Makes sure that the stops leave a path to something that trains.
+    """Make sure that the stops leave a path to something that trains.
 
     Raises:
         PolicyError: If they do not.
@@ -320,7 +320,7 @@ def _freeze_masks(
     gradients: Mapping[str, Tensor | None],
     seed: int,
 ) -> tuple[dict[str, MaskSource], dict[str, dict[str, Any]]]:
-    """Each policy's mask source, set up, and its masks at its first step.
+    """Return each policy's mask source, set up, and its masks at its first step.
 
     Raises:
         PolicyError: If a source cannot mask what its policy matches, or policies want different state.
@@ -402,7 +402,7 @@ def _freeze_row(
 
 
 def _described(source: MaskSource) -> str:
-    """A source with its own arguments, without its timetable."""
+    """Return a source with its own arguments, without its timetable."""
     arguments = (f"{key}={value}" for key, value in source.describe().items())
     return f"{type(source).__name__}({', '.join(arguments)})"
 
@@ -430,7 +430,7 @@ def _counts(every: int, window: Window) -> str:
 
 
 def mask_share(mask: Any) -> float:
-    """The share of entries that a mask lets train; a random mask's expected share."""
+    """Return the share of entries that a mask lets train; a random mask's expected share."""
     if isinstance(mask, bool):
         return float(mask)
     if isinstance(mask, Tensor):
@@ -447,7 +447,7 @@ def _combine(
 
 
 def _share(model: nn.Module, masks: Mapping[str, Mapping[str, Any]], key: str) -> float:
-    """The share of a parameter that all policies together let train."""
+    """Return the share of a parameter that all policies together let train."""
     chosen = [given[key] for given in masks.values() if key in given]
     if len(chosen) < 2:
         return mask_share(chosen[0]) if chosen else 1.0

@@ -25,7 +25,7 @@ class PlanRow:
         what: What it does: the class, and the mask source of a freeze policy.
         where: The place, as a person writes it.
         modules: The modules that it matched.
-        operations: How many calls of each operation it met in one step.
+        operations: How many calls of each operation it matched in one step.
         parameters: The parameters that it matched.
         entries: How many entries these hold.
         active_share: The share of these entries that the policy lets train at its first step.
@@ -65,7 +65,7 @@ class PlanRow:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as plain values; what it matched stands under ``matched``."""
+        """Return the row as plain values; what it matched stands under ``matched``."""
         own = asdict(self)
         own["matched"] = own.pop("modules")
         return {**own, "active_entries": self.active_entries, "remarks": self.remarks}
@@ -118,15 +118,15 @@ class Plan(Displayed):
     modules: tuple[PlanModule, ...] = ()
 
     def __rich__(self) -> RenderableType:
-        """Renders the plan as a table with its remarks below."""
+        """Render the plan as a table with its remarks below."""
         return Group(table(self.rows), *remarks(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, as ``plan.json`` holds it."""
+        """Return the plan as plain values, as ``plan.json`` holds it."""
         return {**asdict(self), "rows": [row.to_dict() for row in self.rows]}
 
     def to_markdown(self) -> str:
-        """The plan as a table in Markdown, with its remarks as a list below."""
+        """Return the plan as a table in Markdown, with its remarks as a list below."""
         lines = [" | ".join(HEADINGS), " | ".join("---" for _ in HEADINGS)]
         lines += [" | ".join(text.replace("|", "\\|") for text in cells(row)) for row in self.rows]
         said = (Text.from_markup(line).plain for line in remarks(self))
@@ -134,7 +134,7 @@ class Plan(Displayed):
 
 
 def table(rows: tuple[PlanRow, ...]) -> Table:
-    """A row a policy: what it is, where it acts, what it matched, what trains at its first step."""
+    """Return a row a policy: what it is, where it acts, what it matched, what trains at its first step."""
     drawn = Table(title="Plan", title_justify="left", title_style="bold", header_style="bold")
     first, *others, last = HEADINGS
     drawn.add_column(first, no_wrap=True)
@@ -147,14 +147,14 @@ def table(rows: tuple[PlanRow, ...]) -> Table:
 
 
 def cells(row: PlanRow) -> tuple[str, ...]:
-    """A policy's texts under the headings of the table."""
+    """Return a policy's texts under the headings of the table."""
     when = f" ({row.when})" if row.when else ""
     trains = f"{row.training_share:.1%} of {row.entries:,}" if row.entries else ""
     return row.name, row.what + when, row.where, _matched(row), trains
 
 
 def _matched(row: PlanRow) -> str:
-    """What a policy matched, as in ``2 modules, 3 relu`` or ``9 parameters``."""
+    """Return what a policy matched, as in ``2 modules, 3 relu`` or ``9 parameters``."""
     calls = [f"{count} {operation}" for operation, count in row.operations.items()]
     return ", ".join(
         [*_counted(len(row.modules), "module"), *calls, *_counted(len(row.parameters), "parameter")]
@@ -166,7 +166,7 @@ def _counted(count: int, what: str) -> list[str]:
 
 
 def remarks(plan: Plan) -> list[str]:
-    """What to be warned of, what trains in the first step, how masks change, where gradients end."""
+    """Return what to be warned of, what trains in the first step, how masks change, where gradients end."""
     lines = [f"[bold yellow]Warning:[/bold yellow] {escape(warning)}." for warning in plan.warnings]
     lines += [
         f"[bold]{plan.training_entries:,}[/bold] of {plan.entries:,} trainable entries "

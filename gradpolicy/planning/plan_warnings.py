@@ -29,27 +29,27 @@ def trained_in_vain(
 
 
 def gets_gradient(gradient: Tensor | None) -> bool:
-    """Whether a gradient is there and is not zero in every entry."""
+    """Return True if a gradient is there and is not zero in every entry."""
     return gradient is not None and (gradient.is_meta or bool(gradient.any()))
 
 
 def vain_warnings(
     vain: Mapping[str, tuple[str, ...]], matched: Mapping[str, Collection[str]], gradients: Gradients
 ) -> Iterator[str]:
-    """A line for each policy on parameters that get no gradient."""
+    """Yield a line for each policy on parameters that get no gradient."""
     for name, without in vain.items():
         count = len(matched[name])
         # That somebody turned off the gradient of some of them is no news.
-        told = without if len(without) == count else [key for key in without if key in gradients]
-        if not told:
+        named = without if len(without) == count else [key for key in without if key in gradients]
+        if not named:
             continue
-        some = "none" if len(told) == count else f"{len(told)}"
-        verb = "gets a gradient" if some == "none" else f"{'gets' if len(told) == 1 else 'get'} no gradient"
-        zeros = any(gradients.get(key) is not None for key in told)
+        some = "none" if len(named) == count else f"{len(named)}"
+        verb = "gets a gradient" if some == "none" else f"{'gets' if len(named) == 1 else 'get'} no gradient"
+        zeros = any(gradients.get(key) is not None for key in named)
         why = (
             "a rounding or another step before the loss passes only zeros, unless a policy such as "
             "straight_through gives it a gradient"
             if zeros
             else "the loss does not depend on them, or a stop or detach lies in between"
         )
-        yield f"{name}: {some} of its {count} parameters {verb} ({shortened(list(told))}): {why}"
+        yield f"{name}: {some} of its {count} parameters {verb} ({shortened(list(named))}): {why}"

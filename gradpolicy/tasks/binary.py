@@ -23,7 +23,7 @@ class BinaryLinear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps features of shape (batch, inputs)."""
+        """Map features of shape (batch, inputs)."""
         return functional.linear(x, torch.sign(self.weight))
 
 
@@ -31,7 +31,7 @@ class Sign(nn.Module):
     """The sign of each entry."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes signs elementwise."""
+        """Take signs elementwise."""
         return torch.sign(x)
 
 

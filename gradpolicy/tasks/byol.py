@@ -27,7 +27,7 @@ class BYOLNetwork(SimSiamNetwork):
         self.target = copy.deepcopy(nn.Sequential(self.encoder, self.projector))
 
     def forward(self, first: Tensor, second: Tensor) -> Views:
-        """Compares two views of the same images, each of shape (batch, channels, height, width)."""
+        """Compare two views of the same images, each of shape (batch, channels, height, width)."""
         features = self.encoder(first)
         one, other = self.projector(features), self.projector(self.encoder(second))
         loss = (
@@ -38,7 +38,7 @@ class BYOLNetwork(SimSiamNetwork):
 
     @torch.no_grad()
     def move_target(self, momentum: float) -> None:
-        """Moves the copy: ``target = momentum · target + (1 − momentum) · online``."""
+        """Move the copy: ``target = momentum · target + (1 − momentum) · online``."""
         online = nn.Sequential(self.encoder, self.projector)
         for follower, leader in zip(self.target.parameters(), online.parameters(), strict=True):
             follower.lerp_(leader, 1 - momentum)
@@ -73,5 +73,5 @@ class BYOL(SimSiam):
         self.momentum = momentum
 
     def on_train_batch_end(self, outputs: object, batch: object, batch_index: int) -> None:
-        """Moves the copy."""
+        """Move the copy."""
         self.model.move_target(self.momentum)

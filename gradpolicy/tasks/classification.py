@@ -47,7 +47,7 @@ class Classifier(Task):
         )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """The summed loss of a batch."""
+        """Return the summed loss of a batch."""
         losses, predictions = self._assess(batch)
         for name, loss in losses.items():
             self.log(f"train/{name}", loss, prog_bar=name == "loss")
@@ -56,7 +56,7 @@ class Classifier(Task):
         return torch.stack(list(losses.values())).sum()
 
     def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Logs the values of a batch."""
+        """Log the values of a batch."""
         images, labels = batch
         losses, predictions = self._assess(batch)
         for name, loss in losses.items():
@@ -67,7 +67,7 @@ class Classifier(Task):
             self.log(f"{stage}/{name}", metric, on_epoch=True, prog_bar=stage == "val")
 
     def losses_of(self, output: Any, labels: Tensor) -> dict[str, Tensor]:
-        """The parts of the loss by name; their sum is trained."""
+        """Return the parts of the loss by name; their sum is trained."""
         return {
             f"{part}loss": functional.cross_entropy(logits, labels)
             for part, logits in _logits_of(output).items()
@@ -84,7 +84,7 @@ class Classifier(Task):
 
 
 def _logits_of(output: Any) -> dict[str, Tensor]:
-    """The logits of the head and, where there is one, of the probe, by what their values are called."""
+    """Return the logits of the head and of the probe, if there is one, by the prefix of their values."""
     logits = {"": class_logits(output)}
     if getattr(output, "probe_logits", None) is not None:
         logits["probe_"] = output.probe_logits

@@ -48,7 +48,7 @@ class DigitsDataModule(DataModule):
         self.test_share = test_share
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the images and splits them; the same seed gives the same split everywhere."""
+        """Read the images and split them; the same seed gives the same split everywhere."""
         if self.train_set is not None:
             return
         digits = load_digits()

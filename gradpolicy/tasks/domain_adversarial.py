@@ -56,7 +56,7 @@ class DomainNetwork(nn.Module):
 class DomainAdversarial(Task):
     """Trains on labelled images that carry a mark and, without their labels, on images without it.
 
-    In the source domain the first rows of an image are a mark that tells its class: bright in the pixels
+    In the source domain the first rows of an image are a mark of its class: bright in the pixels
     before ``width · label / classes``. In the target domain they are empty. The first half of a training
     batch is the source domain, the second the target. The loss is the cross-entropy of the first half's
     classes and that of the domains of both.
@@ -70,7 +70,7 @@ class DomainAdversarial(Task):
         rows: How many rows the mark has.
 
     Logs ``{val,test}/source_accuracy``, ``…/target_accuracy`` and ``…/domain_accuracy``, the share of images
-    whose domain is told; and ``train/loss``, ``train/domain_loss``.
+    whose domain is recognised; and ``train/loss``, ``train/domain_loss``.
 
     Raises:
         PolicyError: For impossible numbers of classes or rows.
@@ -100,13 +100,13 @@ class DomainAdversarial(Task):
         return marked
 
     def target(self, images: Tensor) -> Tensor:
-        """The same images with empty rows instead."""
+        """Return the same images with empty rows instead."""
         unmarked = images.clone()
         unmarked[..., : self.rows, :] = 0
         return unmarked
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """The loss of the classes of one half, and of the domains of both."""
+        """Return the loss of the classes of one half, and of the domains of both."""
         images, labels = batch
         half = len(images) // 2
         both = torch.cat([self.source(images[:half], labels[:half]), self.target(images[half:])])
@@ -118,14 +118,14 @@ class DomainAdversarial(Task):
         return loss + domain_loss
 
     def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Logs the values of a batch."""
+        """Log the values of a batch."""
         images, labels = batch
         source, target = self.model(self.source(images, labels)), self.model(self.target(images))
-        told = torch.cat([source.domain_logits < 0, target.domain_logits > 0])
+        right = torch.cat([source.domain_logits < 0, target.domain_logits > 0])
         values = {
             "source_accuracy": (source.logits.argmax(-1) == labels).float().mean(),
             "target_accuracy": (target.logits.argmax(-1) == labels).float().mean(),
-            "domain_accuracy": told.float().mean(),
+            "domain_accuracy": right.float().mean(),
         }
         logged = {f"{stage}/{name}": value for name, value in values.items()}
         self.log_dict(logged, on_epoch=True, sync_dist=True, batch_size=len(images))

@@ -42,7 +42,7 @@ class ImageRows(TensorRows):
         return image / 255, label
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """The images and labels of a batch."""
+        """Return the images and labels of a batch."""
         images, labels = super().__getitems__(indices)
         return images / 255, labels
 
@@ -94,7 +94,7 @@ class FashionMNISTDataModule(FileDataModule):
         self.validation_share = validation_share
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the images and splits off those for validation."""
+        """Read the images and split off those for validation."""
         if self.train_set is not None:
             return
         paths = (self.data_dir / file.name for file in self.files)
@@ -108,7 +108,7 @@ class FashionMNISTDataModule(FileDataModule):
 
 
 def read_idx(path: Path) -> Tensor:
-    """Reads a gzip-compressed IDX file of bytes.
+    """Read a gzip-compressed IDX file of bytes.
 
     The format: two zero bytes, the type (8 = unsigned byte), the number of dimensions, each dimension as a
     big-endian 32-bit number, then the values (Y. LeCun, C. Cortes, C. Burges, the MNIST database).

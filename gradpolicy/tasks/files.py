@@ -58,12 +58,12 @@ class FileDataModule(DataModule):
         check_present(self.data_dir, self.files, download)
 
     def prepare_data(self) -> None:
-        """Checks the files, and downloads those that are absent if `download` is true."""
+        """Check the files, and download those that are absent if `download` is true."""
         fetch(self.data_dir, self.files, self.download)
 
 
 def check_present(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
-    """Checks that the files are there, unless they are to be downloaded. Reads none of them.
+    """Check that the files are there, unless they are to be downloaded. None of them is read.
 
     Raises:
         PolicyError: If one is absent and `download` is false.
@@ -76,7 +76,7 @@ def check_present(directory: Path, files: Sequence[RemoteFile], download: bool) 
 
 
 def fetch(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
-    """Makes sure that each file is in a directory, with the contents that its checksum says.
+    """Make sure that each file is in a directory, with the contents that its checksum says.
 
     Args:
         directory: Where the files are looked for and downloaded to.

@@ -35,13 +35,13 @@ class ImageShape:
     width: int
 
     def __post_init__(self) -> None:
-        """Checks that pictures can be brought into this shape."""
+        """Check that pictures can be brought into this shape."""
         if self.channels not in MODES:
             raise PolicyError(f"images: the model takes {self.channels} channels; pictures have 1 or 3")
 
 
 def images_of(batch: Any, owner: str) -> tuple[Tensor, Tensor | None]:
-    """Takes a batch apart: images, or images and more, of which the second are their classes.
+    """Take a batch apart: images, or images and more, of which the second are their classes.
 
     Args:
         batch: What a data loader gives.
@@ -68,7 +68,7 @@ def images_of(batch: Any, owner: str) -> tuple[Tensor, Tensor | None]:
 
 
 def find_images(path: Path) -> list[Path]:
-    """The pictures in a directory, by name; or the one picture that is named.
+    """Return the pictures in a directory, by name; or the one picture that is named.
 
     Raises:
         PolicyError: If there is none.
@@ -84,7 +84,7 @@ def find_images(path: Path) -> list[Path]:
 
 
 def read_image(path: Path, shape: ImageShape) -> Tensor:
-    """Reads a picture, scales it and cuts off what sticks out.
+    """Read a picture, scale it and cut off what sticks out.
 
     Returns:
         float32 in [0, 1], of the shape asked for.
@@ -103,7 +103,7 @@ def read_image(path: Path, shape: ImageShape) -> Tensor:
 
 
 def warn_of_shrunk(paths: Sequence[Path], shape: ImageShape) -> None:
-    """Warns of pictures that a small model gets shrunk to a quarter of their size or less.
+    """Warn of pictures that a small model gets shrunk to a quarter of their size or less.
 
     Args:
         paths: The pictures.

@@ -18,14 +18,14 @@ class LanguageModel(Task):
     """
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """The mean loss over a batch's tokens."""
+        """Return the mean loss over a batch's tokens."""
         loss = self._loss(batch)
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/bits_per_character", loss / math.log(2))
         return loss
 
     def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Logs the values of a batch."""
+        """Log the values of a batch."""
         loss = self._loss(batch)
         values = {f"{stage}/loss": loss, f"{stage}/bits_per_character": loss / math.log(2)}
         self.log_dict(

@@ -46,7 +46,7 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
         return tuple(tensor[index] for tensor in self.tensors)
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """The rows of a batch, already stacked; a loader over it needs `already_stacked` to collate."""
+        """Return the rows of a batch, stacked; a loader over it needs `already_stacked` to collate."""
         chosen = torch.as_tensor(indices)
         return tuple(tensor[chosen] for tensor in self.tensors)
 
@@ -83,7 +83,7 @@ class EpochSampler(DistributedSampler[Any]):
             self.count -= self.count % ranks
 
     def order(self) -> Tensor:
-        """The samples of this epoch over all ranks, in order."""
+        """Return the samples of this epoch over all ranks, in order."""
         size = len(self.dataset)  # type: ignore[arg-type]
         if not self.shuffle:
             return torch.arange(self.count)
@@ -91,7 +91,7 @@ class EpochSampler(DistributedSampler[Any]):
         return torch.randperm(size, generator=generator)[: self.count]
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's samples of the epoch, from `start` on."""
+        """Yield this rank's samples of the epoch, from `start` on."""
         return iter(self.order()[self.rank :: self.num_replicas][self.start :].tolist())
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class ResumableLoader(DataLoader[Any]):
     batches_done: Callable[[], int] = staticmethod(lambda: 0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of this epoch that are still to do."""
+        """Yield the batches of this epoch that are still to do."""
         if not isinstance(self.sampler, EpochSampler):  # Lightning's overfit_batches puts its own here
             yield from super().__iter__()
             return
@@ -122,7 +122,7 @@ class ResumableLoader(DataLoader[Any]):
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, int]:
-        """What the order of the samples depends on, for a check when the run is resumed."""
+        """Return what the order of the samples depends on, for a check when the run is resumed."""
         if not isinstance(self.sampler, EpochSampler):
             return {}
         return {
@@ -132,7 +132,7 @@ class ResumableLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Refuses to resume within an epoch whose order of samples is different now.
+        """Refuse to resume within an epoch whose order of samples is different now.
 
         Raises:
             PolicyError: If seed, number of samples or joint batch size differ from the checkpoint's.
@@ -146,7 +146,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Mixes a seed and an epoch into one seed, so that neighbouring seeds do not share epochs.
+    """Mixe a seed and an epoch into one seed, so that neighbouring seeds do not share epochs.
 
     The mixing is the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014).
@@ -159,7 +159,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def evaluation_batch_size(samples: int, ranks: int, largest: int) -> int:
-    """The largest batch size for which all ranks have equally many batches of samples dealt out once.
+    """Return the largest batch size for which all ranks have equally many batches of samples dealt out once.
 
     With different numbers of batches, ranks would wait for each other if a forward pass communicates, as
     DistributedDataParallel does for buffers. If the shares are equal, or too small, the size stays.
@@ -215,11 +215,11 @@ class DataModule(LightningDataModule):
         return loader
 
     def val_dataloader(self) -> ResumableLoader:
-        """The validation samples, each once, in their own order."""
+        """Return the validation samples, each once, in their own order."""
         return self._loader(self.validation_set, training=False)
 
     def test_dataloader(self) -> ResumableLoader:
-        """The test samples, each once, in their own order."""
+        """Return the test samples, each once, in their own order."""
         return self._loader(self.test_set, training=False)
 
     def _loader(self, dataset: Dataset[Any] | None, training: bool) -> ResumableLoader:
@@ -244,7 +244,7 @@ class DataModule(LightningDataModule):
         )
 
     def _ranks(self) -> tuple[int, int]:
-        """The number of processes that share the data, and the rank of this one."""
+        """Return the number of processes that share the data, and the rank of this one."""
         shares = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
         return shares.get("num_replicas", 1), shares.get("rank", 0)
 

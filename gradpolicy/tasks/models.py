@@ -43,12 +43,12 @@ class QuantizedReLU(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Quantises elementwise."""
+        """Quantise elementwise."""
         bounded = self.relu(x).clamp(max=1.0)
         return torch.round(bounded * self.levels) / self.levels
 
     def extra_repr(self) -> str:
-        """Says the number of steps."""
+        """Say the number of steps."""
         return f"levels={self.levels}"
 
 

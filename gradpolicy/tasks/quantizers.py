@@ -43,7 +43,7 @@ def quantize(values: Tensor, step: Tensor, lowest: int, highest: int, offset: Te
 
 
 def clip_and_quantize(values: Tensor, clip: Tensor, levels: int) -> Tensor:
-    """Clips to ``[0, α]`` and rounds to multiples of ``α / levels``.
+    """Clip to ``[0, α]`` and rounds to multiples of ``α / levels``.
 
     An operation: its rule (``pact``) gets ``(values, clip)``.
 
@@ -79,7 +79,7 @@ class DoReFaWeight(nn.Module):
         self.levels = 2 ** check_whole("DoReFaWeight.bits", bits, least=2, most=16) - 1
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Quantises to ``[−1, 1]``."""
+        """Quantise to ``[−1, 1]``."""
         bounded = torch.tanh(weight)
         unit = bounded / (2 * bounded.abs().max()) + 0.5
         return 2 * (torch.round(unit * self.levels) / self.levels) - 1
@@ -103,7 +103,7 @@ class PACT(nn.Module):
         self.clip = nn.Parameter(torch.tensor(float(clip)))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Clips and quantises elementwise."""
+        """Clip and quantises elementwise."""
         return clip_and_quantize(values, self.clip, self.levels)
 
 
@@ -129,7 +129,7 @@ class LSQ(nn.Module):
         self.step = nn.Parameter(torch.tensor(2 * magnitude / math.sqrt(self.highest)))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Quantises elementwise."""
+        """Quantise elementwise."""
         return quantize(values, self.step, self.lowest, self.highest)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class LSQPlus(nn.Module):
         self.offset = nn.Parameter(torch.tensor(float(low)))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Quantises elementwise."""
+        """Quantise elementwise."""
         return quantize(values, self.step, 0, self.highest, self.offset)
 
 
@@ -205,5 +205,5 @@ class Quantized(nn.Module):
                     setattr(module, name, activations())
 
     def forward(self, *inputs: Any) -> Any:
-        """What the model gives."""
+        """Return what the model gives."""
         return self.model(*inputs)

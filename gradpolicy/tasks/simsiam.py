@@ -32,7 +32,7 @@ class NegativeCosine(nn.Module):
     """The loss of a prediction p of the projection z: the mean of −cos(p, z)."""
 
     def forward(self, p: Tensor, z: Tensor) -> Tensor:
-        """Compares predictions and projections of shape (batch, size)."""
+        """Compare predictions and projections of shape (batch, size)."""
         return -functional.cosine_similarity(p, z, dim=-1).mean()
 
 
@@ -43,7 +43,7 @@ class SimSiamNetwork(nn.Module):
         inputs: Pixels of an image, over all channels.
         hidden: Units of the hidden layers.
         size: Entries of a projection.
-        classes: Classes that the probe tells apart.
+        classes: Classes that the probe distinguishes.
 
     Raises:
         PolicyError: For an impossible size.
@@ -75,7 +75,7 @@ class SimSiamNetwork(nn.Module):
         self.probe = nn.Linear(hidden, classes)
 
     def forward(self, first: Tensor, second: Tensor) -> Views:
-        """Compares two views of the same images, each of shape (batch, channels, height, width)."""
+        """Compare two views of the same images, each of shape (batch, channels, height, width)."""
         features = self.encoder(first)
         one, other = self.projector(features), self.projector(self.encoder(second))
         loss = (self.criterion(self.predictor(one), other) + self.criterion(self.predictor(other), one)) / 2
@@ -93,7 +93,7 @@ class SimSiam(Task):
     """
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """The loss of two views, and the probe's."""
+        """Return the loss of two views, and the probe's."""
         images, labels = batch
         views = self.model(_view(images), _view(images))
         values = self._values(views, labels)
@@ -101,7 +101,7 @@ class SimSiam(Task):
         return views.loss + functional.cross_entropy(views.probe_logits, labels)
 
     def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Logs the values of a batch."""
+        """Log the values of a batch."""
         images, labels = batch
         values = self._values(self.model(images, images), labels)
         logged = {f"{stage}/{name}": value for name, value in values.items()}

@@ -8,7 +8,7 @@ Indices = NDArray[np.integer]
 
 
 def stratified_split(indices: Indices, labels: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
-    """Takes a share away from samples, in every class alike.
+    """Take a share away from samples, in every class alike.
 
     Args:
         indices: The samples.

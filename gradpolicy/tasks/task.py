@@ -45,20 +45,20 @@ class Task(LightningModule):
         self.scheduler_interval = scheduler_interval
 
     def forward(self, inputs: torch.Tensor) -> Any:
-        """What the model gives."""
+        """Return what the model gives."""
         return self.model(inputs)
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
-        """Logs the validation values."""
+        """Log the validation values."""
         self.evaluate("val", batch)
 
     def test_step(self, batch: Any, batch_index: int) -> None:
-        """Logs the test values."""
+        """Log the test values."""
         self.evaluate("test", batch)
 
     @abstractmethod
     def evaluate(self, stage: str, batch: Any) -> None:
-        """Logs the values of a batch.
+        """Log the values of a batch.
 
         Args:
             stage: ``"val"`` or ``"test"``, with which their names begin.
@@ -66,7 +66,7 @@ class Task(LightningModule):
         """
 
     def configure_optimizers(self) -> Any:
-        """The optimizer and, if there is one, its scheduler.
+        """Return the optimizer and, if there is one, its scheduler.
 
         Raises:
             PolicyError: If the module was made without an optimizer, as by a config that has none.

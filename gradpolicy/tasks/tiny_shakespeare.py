@@ -44,7 +44,7 @@ class Windows(Dataset[tuple[Tensor, ...]]):
         return tuple(part[0] for part in self.__getitems__([index]))
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """The stretches of a batch, each of shape (batch, context)."""
+        """Return the stretches of a batch, each of shape (batch, context)."""
         starts = torch.as_tensor(indices) * self.stride
         stretches = self.tokens[starts[:, None] + self.offsets]
         return stretches[:, :-1], stretches[:, 1:]
@@ -106,7 +106,7 @@ class TinyShakespeareDataModule(FileDataModule):
         self.characters = ""
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the text, numbers its characters and cuts it in three."""
+        """Read the text, numbers its characters and cuts it in three."""
         if self.train_set is not None:
             return
         text = (self.data_dir / self.files[0].name).read_text(encoding="utf-8")
@@ -123,10 +123,10 @@ class TinyShakespeareDataModule(FileDataModule):
                 raise PolicyError(f"data.context: {self.context} is longer than the {name} text")
 
     def encode(self, text: str) -> Tensor:
-        """The numbers of characters, int64 of shape (length,)."""
+        """Return the numbers of characters, int64 of shape (length,)."""
         number = {character: index for index, character in enumerate(self.characters)}
         return torch.tensor([number[character] for character in text])
 
     def decode(self, tokens: Tensor) -> str:
-        """The characters of numbers."""
+        """Return the characters of numbers."""
         return "".join(self.characters[index] for index in tokens.tolist())

@@ -54,7 +54,7 @@ class CharacterTransformer(nn.Module):
         self._initialise(layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Gives logits of shape (batch, length, vocabulary) for tokens of shape (batch, length).
+        """Give logits of shape (batch, length, vocabulary) for tokens of shape (batch, length).
 
         Raises:
             ValueError: If there are more characters than the context holds.
@@ -68,7 +68,7 @@ class CharacterTransformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Continues sequences by sampling.
+        """Continue sequences by sampling.
 
         Args:
             tokens: Shape (batch, length).
@@ -107,7 +107,7 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(context, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embeds tokens of shape (batch, length)."""
+        """Embed tokens of shape (batch, length)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.token(tokens) + self.position(positions)
 
@@ -130,7 +130,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Transforms features of shape (batch, length, width)."""
+        """Transform features of shape (batch, length, width)."""
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
         return hidden + self.dropout(self.perceptron(self.perceptron_norm(hidden)))
 
@@ -152,7 +152,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Attends from each position to itself and those before it."""
+        """Attend from each position to itself and those before it."""
         parts = self.input(hidden).unflatten(-1, (3, self.heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
@@ -176,5 +176,5 @@ class Perceptron(nn.Module):
         self.output = nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Transforms the features of each position by itself."""
+        """Transform the features of each position by itself."""
         return self.output(self.activation(self.input(hidden)))

@@ -40,7 +40,7 @@ class Mask(nn.Module):
         self.sampled = sampled
 
     def forward(self, attention: Tensor) -> Tensor:
-        """Gives a mask of the shape of the map."""
+        """Return a mask of the shape of the map."""
         return torch.bernoulli(attention) if self.sampled else attention
 
 
@@ -122,6 +122,6 @@ class AttentionClassifier(Classifier):
         self.weight = weight
 
     def losses_of(self, output: Attended, labels: Tensor) -> dict[str, Tensor]:
-        """The cross-entropy, and how far the attention is from its share."""
+        """Return the cross-entropy, and how far the attention is from its share."""
         excess = output.attention.mean((1, 2, 3)) - self.share
         return {**super().losses_of(output, labels), "share_loss": self.weight * excess.square().mean()}

@@ -47,7 +47,7 @@ class VectorQuantizer(nn.Module):
         self.commitment_loss = nn.MSELoss()
 
     def forward(self, encoded: Tensor) -> Quantized:
-        """Quantises vectors of shape (…, size)."""
+        """Quantise vectors of shape (…, size)."""
         indices = torch.cdist(encoded.flatten(0, -2), self.codebook).argmin(-1)
         codes = self.codebook[indices].view_as(encoded)
         return Quantized(
@@ -135,13 +135,13 @@ class VQVAE(Task):
         self.commitment = commitment
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """The summed loss of a batch."""
+        """Return the summed loss of a batch."""
         values = self._assess(batch)
         self.log_dict({f"train/{name}": value for name, value in values.items()}, prog_bar=True)
         return values["loss"]
 
     def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Logs the values of a batch."""
+        """Log the values of a batch."""
         values = {f"{stage}/{name}": value for name, value in self._assess(batch).items()}
         self.log_dict(values, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
 

@@ -187,7 +187,7 @@ def _hooked(share: float, dtype: str | None) -> tuple[Callable[[], None], Active
     communication = ActiveEntries(dtype)
     communication.register(model)
     if share < 1:
-        communication.set_masks({p: RandomMask(0, 0, name, share) for name, p in plain.named_parameters()})
+        communication.use_masks({p: RandomMask(0, 0, name, share) for name, p in plain.named_parameters()})
     return _stepper(model, torch.optim.SGD(plain.parameters(), lr=0.0), torch.randn(64, 512)), communication
 
 

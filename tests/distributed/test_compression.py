@@ -61,7 +61,7 @@ def averaged(levels: dict[str, str], density: float, options: dict[str, Any], dt
         communication = ActiveEntries(dtype)
         if hooked:
             communication.register(model)
-            communication.set_masks(masks)
+            communication.use_masks(masks)
         for step in range(3):
             inputs = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
             model.zero_grad()
@@ -125,7 +125,7 @@ def accumulated() -> bool:
         if hooked:
             communication = ActiveEntries()
             communication.register(model)
-            communication.set_masks(masks)
+            communication.use_masks(masks)
         with model.no_sync():
             model(torch.full((1, 2, 6, 6), rank + 1.0, device=here())).sum().backward()
         model(torch.full((1, 2, 6, 6), rank + 3.0, device=here())).sum().backward()

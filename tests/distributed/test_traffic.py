@@ -50,7 +50,7 @@ def counted(strategy: str, frozen_state: str) -> dict[str, Any]:
     if strategy == "ddp active":
         communication = ActiveEntries()
         communication.register(wrapped)
-        communication.set_masks({parameter: quarter(parameter) for parameter in model.parameters()})
+        communication.use_masks({parameter: quarter(parameter) for parameter in model.parameters()})
     # In its second step DistributedDataParallel settles the order of its buckets.
     for _ in range(3):
         optimizer.zero_grad()
