@@ -5,7 +5,6 @@ are compared with fixed lists before interpolation: a reference could have anoth
 resolves it.
 """
 
-import importlib
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,12 +129,11 @@ def check_launcher(config: DictConfig) -> None:
     if not target.startswith("hydra_plugins."):
         return
     plugin = target.split(".")[1]
-    launcher = _launcher_class(target)
-    if launcher is None or not _is_installed(plugin):
+    if not _is_installed(plugin):
         raise PolicyError(
             f"hydra/launcher={choice}: needs {plugin.replace('_', '-')}: pip install 'gradpolicy[sweeps]'"
         )
-    if launcher.__name__ == "SlurmLauncher" and shutil.which("srun") is None:
+    if target.endswith(".SlurmLauncher") and shutil.which("srun") is None:
         raise PolicyError(
             f"hydra/launcher={choice}: there is no srun here; start the sweep on a machine of the Slurm "
             "cluster, or run its jobs on this one by hydra/launcher=submitit_local"
@@ -246,16 +244,8 @@ def _read(file: Path) -> Any:
         return None
 
 
-def _launcher_class(target: str) -> Any:
-    module, _, name = target.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None
-
-
 def _is_installed(plugin: str) -> bool:
-    """Return True if a plugin is installed with all that it needs: it imports that only when it launches."""
+    """Return True if a plugin is installed; it is imported only when it launches."""
     try:
         distribution(plugin)
     except PackageNotFoundError:

@@ -1,8 +1,6 @@
 """The command line: what a person may write, and what it leaves."""
 
 import csv
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,15 +49,6 @@ def test_the_trainers_switches_hold_for_callbacks_too(train) -> None:
     )
     assert ended.code == 0
     assert not any(ended.run.rglob("*.ckpt"))
-
-
-def test_help_does_not_wait_for_lightning() -> None:
-    asking = "import sys, train; train.start(); sys.exit(3 if 'lightning' in sys.modules else 0)"
-    asked = subprocess.run(
-        [sys.executable, "-c", asking, "--help"], cwd=CONF.parent, capture_output=True, text=True
-    )
-    assert asked.returncode == 0, asked.stderr
-    assert "== Groups ==" in asked.stdout
 
 
 def test_a_run_prints_its_plan_and_then_its_results(train) -> None:

@@ -2,12 +2,21 @@
 
 import pytest
 
-SHORT = (
-    "trainer.accelerator=cpu",
-    "logger=csv",
-    "callbacks=model_checkpoint",
-    "extras.plan=false",
-)
+SHORT = ("trainer.accelerator=cpu", "logger=csv", "callbacks=model_checkpoint", "extras.plan=false")
+
+
+@pytest.fixture
+def metrics_of(train):
+    """Trains under an experiment, and gives its metrics."""
+
+    def run(experiment: str, epochs: int, *overrides: str) -> dict[str, float]:
+        ended = train(
+            f"experiment={experiment}", *SHORT, f"trainer.max_epochs={epochs}", *overrides, quick=False
+        )
+        assert ended.code == 0, ended.err
+        return ended.result.metrics
+
+    return run
 
 
 @pytest.mark.slow
@@ -20,33 +29,46 @@ SHORT = (
     ],
 )
 def test_the_policy_is_what_makes_it_learn(
-    train, experiment: str, epochs: int, metric: str, gain: float
+    metrics_of, experiment: str, epochs: int, metric: str, gain: float
 ) -> None:
-    words = (f"experiment={experiment}", *SHORT, f"trainer.max_epochs={epochs}")
-    declared, without = train(*words, quick=False), train(*words, "policy=none", quick=False)
-    assert (declared.code, without.code) == (0, 0), declared.err + without.err
-    assert declared.result.metrics[metric] > without.result.metrics[metric] + gain
+    declared, without = metrics_of(experiment, epochs), metrics_of(experiment, epochs, "policy=none")
+    assert declared[metric] > without[metric] + gain
 
 
 @pytest.mark.slow
-def test_byol_learns_features_from_its_own_copy(train) -> None:
-    ended = train("experiment=byol", *SHORT, "trainer.max_epochs=8", quick=False)
-    assert ended.code == 0, ended.err
-    assert ended.result.metrics["test/probe_accuracy"] > 0.6
-    assert ended.result.metrics["test/spread"] > 0.3
+def test_byol_learns_features_from_its_own_copy(metrics_of) -> None:
+    metrics = metrics_of("byol", 8)
+    assert metrics["test/probe_accuracy"] > 0.6
+    assert metrics["test/spread"] > 0.3
 
 
 @pytest.mark.slow
+def test_a_vq_vae_uses_its_codebook_only_where_the_gradient_goes_through_it(metrics_of) -> None:
+    ours, plain = metrics_of("vq_vae", 4), metrics_of("vq_vae", 4, "~policy.codes")
+    assert ours["test/reconstruction"] < 0.6 * plain["test/reconstruction"]
+    assert ours["test/perplexity"] > 3 > plain["test/perplexity"]
+
+
+@pytest.mark.slow
+def test_simsiam_collapses_only_without_the_stop_on_its_target(metrics_of) -> None:
+    declared, without = metrics_of("simsiam", 10), metrics_of("simsiam", 10, "~policy.target")
+    assert declared["test/spread"] > 3 * without["test/spread"]
+
+
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("experiment", "words"),
     [
-        ("spiking", "ops gt in modules model.neurons"),
-        ("binary", "ops sign"),
-        ("byol", "output of modules model.target"),
-        ("domain_adversarial", "input of modules model.domain"),
+        ("vq_vae", ["modules model.quantizer, from output codes to input", "argument 'target' of modules"]),
+        ("spiking", ["ops gt in modules model.neurons"]),
+        ("binary", ["ops sign"]),
+        ("byol", ["output of modules model.target"]),
+        ("simsiam", ["argument 'z' of modules", "input of modules model.probe"]),
+        ("domain_adversarial", ["input of modules model.domain"]),
     ],
 )
-def test_two_steps_touch_what_the_policy_says(train, experiment: str, words: str) -> None:
+def test_two_steps_touch_what_the_policies_say(train, experiment: str, words: list[str]) -> None:
     ended = train(f"experiment={experiment}", "callbacks=model_checkpoint")
     assert ended.code == 0, ended.err
-    assert "".join(words.split())[:20] in "".join(ended.out.split()).replace("│", "")
+    squeezed = "".join(ended.out.split()).replace("│", "")
+    assert all("".join(each.split())[:20] in squeezed for each in words)

@@ -176,7 +176,7 @@ def test_without_slurm_the_message_says_what_to_do(train, monkeypatch: pytest.Mo
 def test_without_the_plugin_the_message_names_the_extra(
     composed, cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradpolicy.launch.hydra_settings._launcher_class", lambda target: None)
+    monkeypatch.setattr("gradpolicy.launch.hydra_settings._is_installed", lambda plugin: False)
     with pytest.raises(PolicyError) as refused:
         check_launcher(composed)
     assert str(refused.value) == (

@@ -44,26 +44,20 @@ def composed(group: str, name: str) -> DictConfig:
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", names("policy"))
-def test_policies(own_project: None, name: str) -> None:
-    policies = instantiate(composed("policy", name))
-    assert all(isinstance(policy, Policy) for policy in policies.values())
-    assert policies or name == "none"
-    GradientPolicies(policies)
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", names("model"))
-def test_models(own_project: None, name: str) -> None:
-    assert isinstance(instantiate(composed("model", name)), LightningModule)
-
-
-@pytest.mark.parametrize("name", names("callbacks"))
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group in ("callbacks", "model", "policy") for name in names(group)]
+)
 @pytest.mark.filterwarnings("ignore:callbacks.initial_weights.path names no checkpoint")
-def test_callbacks(own_project: None, name: str) -> None:
-    built = instantiate(composed("callbacks", name))
-    assert all(isinstance(callback, Callback) for callback in built.values())
+def test_every_choice_is_built(own_project: None, group: str, name: str) -> None:
+    built = instantiate(composed(group, name))
+    if group == "model":
+        assert isinstance(built, LightningModule)
+        return
+    kind = {"callbacks": Callback, "policy": Policy}[group]
+    assert all(isinstance(each, kind) for each in built.values())
     assert built or name == "none"
+    if group == "policy":
+        GradientPolicies(built)
 
 
 def test_the_policies_of_the_defaults_list_act(own_project: None) -> None:
