@@ -131,13 +131,11 @@ class TrainingPolicies:
     def _wrap(
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
     ) -> list[torch.optim.Optimizer]:
-        named = named_parameters(model)
         params = {name: policy.params for name, policy in self.freeze_policies.items()}
-        matched = pick_each(named, params)
+        matched = pick_each(named_parameters(model), params)
         wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
         wrapped = [_masked_if_needed(optimizer, wanted) for optimizer in optimizers]
         self.masked_optimizers[:] = [each for each in wrapped if isinstance(each, MaskedOptimizer)]
-        _check_optimized(named, wanted, self.masked_optimizers)
         return wrapped
 
     def _hook_steps(self) -> None:
@@ -392,20 +390,6 @@ def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> tor
     present.set_masks(dict.fromkeys(optimized))
     present.effective_steps = 0
     return present
-
-
-def _check_optimized(
-    named: Mapping[str, Tensor], wanted: set[int], optimizers: list[MaskedOptimizer]
-) -> None:
-    optimized = {
-        id(parameter)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    lost = [name for name, parameter in named.items() if id(parameter) in wanted - optimized]
-    if lost and not optimized:
-        raise PolicyError(f"freeze policies match parameters that no optimizer holds: {', '.join(lost[:5])}")
 
 
 def _total_norm(norms: Iterable[Tensor]) -> Tensor:

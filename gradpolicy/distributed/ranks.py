@@ -12,7 +12,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from gradpolicy.distributed.agreement import check_agreement
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.reducer import ReducerUpdater
-from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_parameter import MaskedParameter
@@ -57,10 +56,6 @@ class Ranks:
         communication: ActiveEntries | None = None,
         agreement_every: int | None = 100,
     ) -> None:
-        if agreement_every is not None and agreement_every < 1:
-            raise PolicyError(
-                f"agreement_every: must be at least 1, or none for never; got {agreement_every}"
-            )
         self.named = dict(named)
         self.freezer = freezer
         self.optimizers = list(optimizers)
