@@ -92,7 +92,7 @@ class Boundary:
                 rule.state.note("without_gradient", self.location)
 
     def _cross(self, values: Any, rules: Sequence[BoundRule], crossed: list, passed: set[str]) -> Any:
-        """Put rules on the tensors in some values, and collects the names of their policies."""
+        """Put rules on the tensors in some values, and collect the names of their policies."""
         if not rules:
             return values
         put_on = functools.partial(self._put_on, rules, crossed, passed)

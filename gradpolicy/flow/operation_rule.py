@@ -297,7 +297,7 @@ class OpaqueCall:
         return True
 
     def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
-        """Make the call, and notes it if a gradient is recorded."""
+        """Make the call, and note it if a gradient is recorded."""
         if torch.is_grad_enabled():
             self.state.note_opaque(self.name, self.reason)
         return function(*args, **kwargs)
