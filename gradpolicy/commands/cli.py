@@ -20,11 +20,12 @@ COMMANDS = {
     "delta": "gradpolicy.commands.delta",
     "init": "gradpolicy.commands.init",
     "report": "gradpolicy.commands.report",
+    "resume": "gradpolicy.commands.resume",
     "schema": "gradpolicy.commands.schema",
     "sweep": "gradpolicy.commands.sweep",
 }
 # These read configs, so they are told where those lie.
-READ_CONFIGS = ("attribute", "sweep")
+READ_CONFIGS = ("attribute", "resume", "sweep")
 PLAN = "plan"
 WRONG_INPUT, INTERRUPTED = 2, 130
 

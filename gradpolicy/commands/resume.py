@@ -1,0 +1,60 @@
+"""Goes on with a run: `gradpolicy resume [RUN] [OVERRIDE ...]`."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.launch.app import main as train
+from gradpolicy.launch.messages import WRONG_INPUT, report_error
+from gradpolicy.launch.processes import quoted
+from gradpolicy.lightning.runs import LAST, RunRecord, find_checkpoint, run_of
+
+# What only a person may allow, not a directory that may be a stranger's; and what is given anew.
+LEFT_OUT = ("allowed_targets=", "extensions=", "hydra.searchpath=", "ckpt_path=")
+
+
+def main(arguments: Sequence[str], config_dir: Path) -> int:
+    """Run the program.
+
+    Args:
+        arguments: The command line.
+        config_dir: The directory of configs.
+
+    Returns:
+        The exit code: that of the run, or 2 for wrong input.
+    """
+    parser = argparse.ArgumentParser(
+        prog="gradpolicy resume", description="Goes on with a run, by the command line that began it."
+    )
+    parser.add_argument("words", nargs="*", metavar="RUN, OVERRIDE", help="its directory; what changes")
+    words = parser.parse_args(arguments).words
+    names = [word for word in words if "=" not in word]
+    try:
+        if len(names) > 1:
+            raise PolicyError(f"resume: takes one directory of a run, got {', '.join(names)}")
+        run, command = _run(Path(names[0]) if names else None)
+    except PolicyError as error:
+        report_error(error, show_traceback=False)
+        return WRONG_INPUT
+    return train(
+        config_dir, [*command, *(w for w in words if "=" in w), f"ckpt_path={quoted(str(run.absolute()))}"]
+    )
+
+
+def _run(directory: Path | None) -> tuple[Path, list[str]]:
+    """Return a run, the newest unless one is named, and its command line; go to where that was given.
+
+    Raises:
+        PolicyError: If there is none.
+    """
+    checkpoint = find_checkpoint(LAST if directory is None else str(directory), Path("outputs"))
+    run = None if checkpoint is None else run_of(checkpoint)
+    record = None if run is None else RunRecord.load(run)
+    if run is None or record is None:
+        raise PolicyError(f"resume: {directory} is no directory of a run")
+    run = run.absolute()
+    if Path(record.started_in).is_dir():
+        os.chdir(record.started_in)
+    return run, [word for word in record.command if not word.lstrip("+~").startswith(LEFT_OUT)]
