@@ -27,6 +27,7 @@ PROGRAM = Path(__file__).parents[2] / "scripts" / "fuzz.py"
 RIGHT = {"seed": 3, "plan_only": True}
 
 
+@pytest.mark.slow
 def test_two_hundred_cases_end_without_a_fault() -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "--cases=200"],
