@@ -5,7 +5,7 @@
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.moving_buffers import buffer_warnings, changed_buffers, copy_buffers
 from gradpolicy.freezing.requires_grad import is_turned_off
+from gradpolicy.measurements import Measured, Measurements
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
@@ -74,15 +75,15 @@ class TrainingPolicies:
         self.installed: Installed | None = None
         self.freezer: Freezer | None = None
         self.masked_optimizers: list[MaskedOptimizer] = []
-        self.norms_before: dict[str, Tensor] = {}
-        self.norms_after: dict[str, Tensor] = {}
+        # Receive what is measured: the phase, the updates so far, and the quantities of each policy.
+        self.sinks: list[Callable[[str, int, Measured], None]] = []
+        self._measurements: Measurements | None = None
         self._hooks: list[RemovableHandle] = []
         # The number of updates when the policies were last updated; a window of accumulated batches, or a
         # step that fp16 skipped, leaves it as it is.
         self._updates_seen = -1
         self._checked_phases: set[str] = set()
         self._warned_of_unmet = False
-        self._met_before: dict[str, int] = {}
         # The model, and copies of its buffers, from the first update until its step is taken.
         self._buffers: tuple[nn.Module, dict[str, Tensor]] | None = None
         # Lines of warnings that a plan of the run has shown already.
@@ -229,6 +230,9 @@ class TrainingPolicies:
         self._remove_hooks()
         if self.freezer is not None:
             self.freezer.restore()
+        if self._measurements is not None:
+            self._measurements.detach()
+            self._measurements = None
         self.ranks = None
         self._updates_seen = -1
 
@@ -243,7 +247,6 @@ class TrainingPolicies:
         """Updates the policies, once for each update; whether it was now."""
         if updates == self._updates_seen:
             return False
-        self.norms_before, self.norms_after = {}, {}
         if self.installed is not None:
             self.installed.update(phase="fit", step=updates, epoch=epoch)
         if self.freezer is not None:
@@ -259,11 +262,6 @@ class TrainingPolicies:
     def _wanted_gradients(self) -> set[str]:
         """The parameters whose whole gradients mask sources need."""
         return self.freezer.wanted_gradients() if self.freezer is not None else set()
-
-    def _begin_counting(self) -> None:
-        """Begins to count operations met: counts of a run would start anew where it is resumed."""
-        rows = self.installed.report().rows if self.installed is not None else ()
-        self._met_before = {row.name: row.operations_matched for row in rows}
 
     def _check_operations_met(self, phase: str, *, thaws: bool) -> None:
         """Raises, after the first batch of a phase, for a policy that met none of the operations it names.
@@ -294,48 +292,22 @@ class TrainingPolicies:
         rows = self.installed.report().rows if self.installed is not None else ()
         check_cuts({row.name: self.flow_policies[row.name] for row in rows if row.active and row.matched})
 
-    # ---- what the loggers get
+    # ---- measurements
 
-    def _flow_metrics(self, phase: str) -> dict[str, float | Tensor]:
-        """What the flow policies of a phase did since they were last updated."""
-        if self.installed is None:
-            return {}
-        metrics: dict[str, float | Tensor] = {}
-        for row in self.installed.report().rows:
-            if phase not in self.policies[row.name].when.phases:
-                continue
-            metrics[f"policy/{row.name}/operations"] = float(
-                row.operations_matched - self._met_before.get(row.name, 0)
-            )
-            metrics[f"policy/{row.name}/active"] = float(row.active)
-        for name, (before, after) in self.installed.gradient_norms.items():
-            metrics[f"policy/{name}/gradient_norm_before"] = before
-            metrics[f"policy/{name}/gradient_norm_after"] = after
-        return metrics
+    def _start_measuring(self, state: Mapping[str, Any] | None = None) -> Measurements:
+        """Prepare measurements, from what a checkpoint has of them."""
+        if self._measurements is None:
+            self._measurements = Measurements(self.freezer, self.installed)
+            self._measurements.load_state(state or {})
+        return self._measurements
 
-    def _gradient_norms(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The norm of each gradient that freeze policies act on and the optimizer is about to use."""
-        assert self.freezer is not None
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self.freezer.parameters.items()
-            if parameter.grad is not None and id(parameter) in own
-        }
-        norms = torch._foreach_norm(list(gradients.values())) if gradients else ()
-        return dict(zip(gradients, norms, strict=True))
-
-    def _freeze_metrics(self) -> dict[str, float | Tensor]:
-        if self.freezer is None:
-            return {}
-        metrics: dict[str, float | Tensor] = {}
-        for policy, share in self.freezer.active_shares().items():
-            names = self.freezer.parameters_of(policy)
-            metrics[f"policy/{policy}/active_share"] = share
-            for when, norms in (("before", self.norms_before), ("after", self.norms_after)):
-                total = _total_norm(norms[name] for name in names if name in norms)
-                metrics[f"policy/{policy}/gradient_norm_{when}"] = total
-        return metrics
+    def _measure(self, phase: str, updates: int) -> Measured:
+        """Return what the policies did in the last update, or in an evaluation, and hand it to the sinks."""
+        measured = self._start_measuring().measure(phase)
+        measured = {name: each for name, each in measured.items() if _acts_in(self.policies[name], phase)}
+        for sink in self.sinks:
+            sink(phase, updates, measured)
+        return measured
 
     # ---- checkpoints
 
@@ -344,6 +316,7 @@ class TrainingPolicies:
         return {
             "policies": {name: repr(policy) for name, policy in self.policies.items()},
             "freezer": self.freezer.state_dict() if self.freezer is not None else {},
+            "measured": self._measurements.state() if self._measurements is not None else {},
         }
 
     def _apply_restored(self, state: dict[str, Any]) -> None:
@@ -372,6 +345,10 @@ class TrainingPolicies:
             warnings.warn(line, stacklevel=2)
 
 
+def _acts_in(policy: Policy, phase: str) -> bool:
+    return isinstance(policy, Freeze) or phase in policy.when.phases
+
+
 def _cuts(policy: Policy) -> bool:
     if not isinstance(policy, FlowPolicy) or "fit" not in policy.when.phases:
         return False
@@ -390,9 +367,3 @@ def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> tor
     present.set_masks(dict.fromkeys(optimized))
     present.effective_steps = 0
     return present
-
-
-def _total_norm(norms: Iterable[Tensor]) -> Tensor:
-    """The norm of all tensors together, from the norm of each."""
-    each = list(norms)
-    return torch.nn.utils.get_total_norm(each) if each else torch.zeros(())

@@ -14,6 +14,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.policy_checks import is_cut
+from gradpolicy.measurements import Measured, summary
 from gradpolicy.optim.zero_redundancy import deepspeed_refused
 from gradpolicy.training_policies import STATE, TrainingPolicies
 
@@ -62,6 +63,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
 
     _trainer: Trainer | None = None
     _measures = False
+    _measured: Measured | None = None
     _has_taken = False
 
     # ---- installing and removing
@@ -158,9 +160,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         if self.installed is not None:
             scaler = self._trainer.accelerator.scaler
             self.installed.set_loss_scale(float(scaler.get_scale()) if scaler is not None else 1.0)
-            self.installed.measure_norms(self._measures)
-            if self._measures:
-                self._begin_counting()
+            self.installed.measure_norms(self._measures, zeros=True)
+        if self._measures:
+            self._start_measuring().begin()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -188,6 +190,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         assert self._trainer.model is not None
         trains = (parameter.requires_grad for parameter in self._trainer.model.parameters())
         self._check_operations_met("fit", thaws=not all(trains))
+        if self._measures:
+            self._measured = self._measure("fit", self.updates(state))
 
     def on_log(
         self,
@@ -198,10 +202,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add what the policies did to what the Trainer logs with its loss."""
-        if logs is None or "loss" not in logs or not self._measures:
+        if logs is None or "loss" not in logs or self._measured is None:
             return
-        metrics = {**self._flow_metrics("fit"), **self._freeze_metrics()}
-        numbers = {name: float(value) for name, value in metrics.items()}
+        numbers, self._measured = summary(self._measured), None
         logs.update(numbers)
         state.log_history[-1].update(numbers)
 
@@ -229,11 +232,11 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         for optimizer in self.masked_optimizers:
             assert self.freezer is not None
             if self._measures:
-                self.norms_before = self._gradient_norms(optimizer)
+                self._start_measuring().take_gradients(optimizer, "gradient_norm_before")
             self.freezer.observe(optimizer)
             optimizer.mask_gradients()
             if self._measures:
-                self.norms_after = self._gradient_norms(optimizer)
+                self._start_measuring().take_gradients(optimizer, "gradient_norm_after")
 
     def _logs_after_this(self, args: TrainingArguments, state: TrainerState) -> bool:
         """Return True if the Trainer logs its loss after the update that is being prepared."""

@@ -1,7 +1,7 @@
 """The Lightning callback: when policies are installed, updated, measured, saved and removed."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
+from gradpolicy.measurements import summary
 from gradpolicy.optim.zero_redundancy import deepspeed_refused
 from gradpolicy.planning.plan import plan as make_plan
 from gradpolicy.planning.plan import training_loss
@@ -46,9 +47,9 @@ class GradientPolicies(TrainingPolicies, Callback):
     Args:
         policies: The policies by name. Those that are None (``null`` in YAML) are left out.
         seed: Seeds the mask sources that have no seed of their own.
-        log: Logs for each policy the share of active entries, gradient norms before and after, and counts of
-            matched operations, at the trainer's ``log_every_n_steps``, as ``policy/<name>/…``; those of a
-            test at its end, as ``test/policy/<name>/…``.
+        log: Logs what each policy did at the trainer's ``log_every_n_steps``, such as the share of active
+            entries and gradient norms before and after, as ``policy/<name>/…``; of a test at its end, as
+            ``test/policy/<name>/…``.
         agreement_every: On many processes: the number of updates after which the ranks compare checksums of
             masks, ages and weights; None never compares.
         communication: Under DistributedDataParallel: sends the gradients of active entries only.
@@ -60,12 +61,8 @@ class GradientPolicies(TrainingPolicies, Callback):
         installed: The flow policies on the model, from the start of a stage to its end.
         freezer: Runs the freeze policies of a fit.
         masked_optimizers: The optimizers that hold what freeze policies match.
-        recorded: Whether somebody reads what is measured at every ``log_every_n_steps``-th update, also where
-            no logger does.
-        records_now: Whether the update that is being prepared is such a one.
-        norms_before, norms_after: The gradient norm of each parameter of a freeze policy before and after its
-            mask, at the update that was last measured.
-        before_removal: Called at the end of a stage, while policies are still installed.
+        sinks: Functions that receive what is measured at every ``log_every_n_steps``-th update and at the end
+            of an evaluation: the phase, the updates so far, and the quantities of each policy.
 
     Raises:
         PolicyError: If an entry is no policy; when the run starts, if a pattern matches nothing, two policies
@@ -96,8 +93,9 @@ class GradientPolicies(TrainingPolicies, Callback):
         self.communication = communication
         self.plan = plan
         self._has_planned = False
-        self.recorded = self.records_now = False
-        self.before_removal: list[Callable[[], None]] = []
+        # Whether the update that is being prepared is measured, and the evaluation that is.
+        self._measures = False
+        self._evaluated: str | None = None
         self._restored: dict[str, Any] | None = None
 
     # ---- installing and removing
@@ -126,7 +124,6 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs flow policies for testing."""
         self._begin_evaluation(trainer, pl_module, "test")
-        self._met_before = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs flow policies for prediction."""
@@ -134,10 +131,7 @@ class GradientPolicies(TrainingPolicies, Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves the model as it was found."""
-        if stage == "test":
-            self._log_test(trainer)
-        for tell in self.before_removal:
-            tell()
+        self._measure_evaluation(trainer)
         self._remove(quiet=stage != "fit")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -148,6 +142,7 @@ class GradientPolicies(TrainingPolicies, Callback):
         super()._remove(quiet=quiet)
         # Testing a checkpoint restores its state too. A new fit must not start with it.
         self._restored = None
+        self._measures, self._evaluated = False, None
 
     # ---- training
 
@@ -159,6 +154,8 @@ class GradientPolicies(TrainingPolicies, Callback):
         if self.masked_optimizers and (restored is None or not restored["freezer"]):
             # The trainer counts the steps of all optimizers together.
             self._add_former_steps(trainer.global_step // len(trainer.optimizers))
+        if self._is_measured(trainer, "fit"):
+            self._start_measuring(None if restored is None else restored.get("measured"))
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -172,13 +169,12 @@ class GradientPolicies(TrainingPolicies, Callback):
             trainer.strategy.optimizers = list(optimizers)
         updates = self.updates(trainer)
         if self._begin_update(updates, trainer.current_epoch):
-            self.records_now = self.recorded and (updates + 1) % log_interval(trainer) == 0
+            self._measures = self._is_measured(trainer, "fit") and _logs_after_this(trainer)
+            if self._measures:
+                self._start_measuring().begin()
         if self.installed is not None:
             self.installed.set_loss_scale(_loss_scale(trainer))
-            logs = self.log_policies and self._logs_now(trainer)
-            self.installed.measure_norms(logs or self.records_now, zeros=self.records_now)
-            if logs:
-                self._begin_counting()
+            self.installed.measure_norms(self._measures, zeros=True)
 
     def _print_plan(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         """Prints what each policy will touch, found by a step of a copy of the model on the first batch."""
@@ -228,27 +224,30 @@ class GradientPolicies(TrainingPolicies, Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Shows sources the gradients, and masks them if they are clipped or logged; after unscaling."""
-        logs = self.log_policies and self._logs_now(trainer)
-        measures = logs or self.records_now
-        if measures or self._wanted_gradients():
+        if self._measures or self._wanted_gradients():
             _unscale(trainer, optimizer)
-        if self.freezer is not None and optimizer in self.masked_optimizers:
-            if measures:
-                self.norms_before |= self._gradient_norms(optimizer)
-            self.freezer.observe(optimizer)
-            if measures or self._gradients_are_read(trainer, pl_module):
-                with _one_gradient_left(trainer, optimizer):
-                    optimizer.mask_gradients()
-            if measures:
-                self.norms_after |= self._gradient_norms(optimizer)
-        if logs:
-            pl_module.log_dict({**self._flow_metrics("fit"), **self._freeze_metrics()})
+        if self.freezer is None or optimizer not in self.masked_optimizers:
+            return
+        if self._measures:
+            self._start_measuring().take_gradients(optimizer, "gradient_norm_before")
+        self.freezer.observe(optimizer)
+        if self._measures or self._gradients_are_read(trainer, pl_module):
+            with _one_gradient_left(trainer, optimizer):
+                optimizer.mask_gradients()
+        if self._measures:
+            self._start_measuring().take_gradients(optimizer, "gradient_norm_after")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Checks after the first batch that every operation was met."""
+        """Checks after the first batch that operations were met; measures an update that took place."""
         self._check_operations_met("fit", thaws=any(not p.requires_grad for p in pl_module.parameters()))
+        updates = self.updates(trainer)
+        if self._measures and updates > self._updates_seen:
+            self._measures = False
+            measured = self._measure("fit", updates)
+            if self.log_policies and trainer.loggers:
+                pl_module.log_dict(summary(measured))
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
@@ -260,14 +259,29 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switches back from validation within a fit."""
         if trainer.state.fn is TrainerFn.FITTING:
+            self._measure_evaluation(trainer)
             self._update_flow(trainer, "fit")
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         self._install_flow(pl_module, STEP_POINTS)
         self._update_flow(trainer, phase)
+        self._evaluated = phase if self._is_measured(trainer, phase) else None
         if self.installed is not None:
-            logs = self.log_policies and phase == "test"
-            self.installed.measure_norms(logs or self.recorded, zeros=self.recorded)
+            self.installed.measure_norms(self._evaluated is not None, zeros=True)
+        if self._evaluated is not None:
+            self._start_measuring().begin(phase)
+
+    def _measure_evaluation(self, trainer: Trainer) -> None:
+        """Measures an evaluation after all other callbacks, which may use its policies at its end."""
+        phase, self._evaluated = self._evaluated, None
+        if phase is None or self.installed is None:
+            return
+        measured = self._measure(phase, self.updates(trainer))
+        if phase == "test" and self.log_policies:
+            # Under other keys than in training, or both would be in one chart.
+            numbers = {f"test/{name}": value for name, value in summary(measured).items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
 
     def _update_flow(self, trainer: Trainer, phase: str) -> None:
         if self.installed is not None:
@@ -289,19 +303,11 @@ class GradientPolicies(TrainingPolicies, Callback):
             or any(is_overridden(hooks[0], each, Callback) for each in others)
         )
 
-    # ---- what the loggers get
-
-    def _logs_now(self, trainer: Trainer) -> bool:
-        return bool(trainer.loggers) and (trainer.global_step + 1) % log_interval(trainer) == 0
-
-    def _log_test(self, trainer: Trainer) -> None:
-        """Logs what policies did in the test, after other callbacks have used them at its end."""
-        metrics = self._flow_metrics("test") if self.log_policies else {}
-        if metrics:
-            # Under other keys than in training, or both would be in one chart.
-            numbers = {f"test/{name}": float(value) for name, value in metrics.items()}
-            for logger in trainer.loggers:
-                logger.log_metrics(numbers, step=trainer.global_step)
+    def _is_measured(self, trainer: Trainer, phase: str) -> bool:
+        """Whether somebody wants to know what policies do in a phase."""
+        is_sanity_check = phase == "validate" and trainer.sanity_checking
+        logs = self.log_policies and bool(trainer.loggers) and phase in ("fit", "test")
+        return not is_sanity_check and (logs or bool(self.sinks))
 
     # ---- checkpoints
 
@@ -339,6 +345,13 @@ def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> It
     yield
     if first is not None and gradient is not None and all(p.grad is None for p in parameters):
         first.grad = gradient.zero_()
+
+
+def _logs_after_this(trainer: Trainer) -> bool:
+    """Whether Lightning logs after the update that is being prepared."""
+    # The trainer counts the steps of all optimizers together.
+    updates = trainer.global_step // max(len(trainer.optimizers), 1)
+    return (updates + 1) % log_interval(trainer) == 0
 
 
 def log_interval(trainer: Trainer) -> int:

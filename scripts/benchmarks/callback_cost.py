@@ -11,7 +11,7 @@ from benchmarks.measure import Row, time_row
 STEPS, WARMUP, WINDOW = 1020, 20, 100
 """Steps of a run, those that do not count, and those that are taken together: not each writes to a file."""
 HOOKS = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
-OBSERVED = ("before_masks", "after_masks")
+OBSERVED = ("before_masks", "after_masks", "take_gradients", "measure")
 
 
 class Clock(Callback):
@@ -46,7 +46,7 @@ class Clock(Callback):
         """Times what the freezer calls, too."""
         observer = self._observer()
         if observer is not None:
-            self._time(observer, OBSERVED)
+            self._time(observer, [method for method in OBSERVED if hasattr(observer, method)])
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         """Ends a step where the next begins."""

@@ -34,7 +34,8 @@ def cost(what: str, policies: Mapping[str, Policy], target: float | None = None)
     network = QuantizedConvNet(channels=1, size=8, classes=10, width=32, levels=4, dropout=0.25)
     with tempfile.TemporaryDirectory() as folder:
         record = Record(folder)
-        clock = Clock(record, lambda: record._freeze)
+        callback = gp.GradientPolicies(policies)
+        clock = Clock(record, lambda: callback._measurements)
         trainer = Trainer(
             accelerator="cpu",
             max_steps=STEPS,
@@ -45,7 +46,7 @@ def cost(what: str, policies: Mapping[str, Policy], target: float | None = None)
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[record, gp.GradientPolicies(policies), clock],
+            callbacks=[record, callback, clock],
         )
         trainer.fit(
             Classifier(network, partial(torch.optim.AdamW, lr=1e-3)), DigitsDataModule(batch_size=64, seed=0)

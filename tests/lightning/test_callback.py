@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import gradpolicy as gp
 from gradpolicy.distributed.compression import ActiveEntries
+from gradpolicy.measurements import Measurements, summary
 from gradpolicy.planning.plan import training_loss
 from tests.conftest import TwoLayers
 
@@ -848,11 +849,11 @@ def test_norms_are_computed_only_where_they_are_logged(
     two_layers, loader, make_trainer, tmp_path, monkeypatch
 ):
     computed = []
-    total_norm = torch.nn.utils.get_total_norm
+    take = Measurements.take_gradients
     monkeypatch.setattr(
-        torch.nn.utils,
-        "get_total_norm",
-        lambda given: computed.append(trainer.global_step) or total_norm(given),
+        Measurements,
+        "take_gradients",
+        lambda self, *given: computed.append(trainer.global_step) or take(self, *given),
     )
     policies = {"half": gp.Freeze(half, params="head.weight")}
     trainer = make_trainer(
@@ -949,41 +950,71 @@ def test_what_policies_did_in_training_and_in_the_test_has_keys_of_its_own(
     assert float(counted) == 0, "no gradient was recorded in the test"
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_what_no_logger_gets_is_measured_for_whoever_records_it(two_layers, loader, make_trainer, recorded):
-    seen = []
-
-    class Reads(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            measured = {*callback.norms_before, *callback.norms_after, *callback.installed.gradient_norms}
-            seen.append((callback.records_now, measured, set(callback.installed.zeros_passed)))
-
+@pytest.mark.parametrize("wanted", [False, True])
+def test_what_no_logger_gets_is_measured_for_a_sink(two_layers, loader, make_trainer, wanted):
+    received = []
     policies = {
         "rounding": gp.StraightThrough(ops=["round"]),
         "half": gp.Freeze(half, params="head.weight"),
     }
     callback = gp.GradientPolicies(policies)
-    assert not callback.recorded
-    callback.recorded = recorded
-    trainer = make_trainer(limit_train_batches=3, log_every_n_steps=3, callbacks=[callback, Reads()])
+    if wanted:
+        callback.sinks.append(lambda *measured: received.append(measured))
+    trainer = make_trainer(limit_train_batches=3, log_every_n_steps=3, callbacks=[callback])
     trainer.fit(two_layers, loader)
-    nothing = (False, set(), set())
-    measured = (True, {"head.weight", "rounding"}, {"rounding"})
-    assert seen == [nothing, nothing, measured if recorded else nothing]
+    if not wanted:
+        assert received == []
+        assert callback.freezer.observers == []
+        return
+    ((phase, updates, measured),) = received
+    assert (phase, updates, [*measured]) == ("fit", 3, ["half", "rounding"])
+    assert measured["half"]["parameter"] == ["head.weight"]
+    assert measured["half"]["active"] == [8]
+    assert measured["rounding"]["zeros_passed"] is not None
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_validation_is_measured_only_where_somebody_records_it(two_layers, loader, make_trainer, recorded):
+def test_loggers_and_sinks_get_the_same_numbers(two_layers, loader, make_trainer, tmp_path):
+    received = []
+    callback = gp.GradientPolicies(
+        {
+            "half": gp.Freeze(gp.masks.Random(0.5, every=2), params="trunk.*"),
+            "none": gp.Scale(0.0, ops=["relu"]),
+        }
+    )
+    callback.sinks.append(lambda *measured: received.append(measured))
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(max_epochs=2, log_every_n_steps=4, logger=logger, callbacks=[callback])
+    trainer.fit(two_layers, loader)
+    with open(logger.experiment.metrics_file_path) as file:
+        rows = [row for row in csv.DictReader(file) if row["policy/half/active_share"]]
+    assert [updates for _, updates, _ in received] == [4, 8]
+    for row, (_, _, measured) in zip(rows, received, strict=True):
+        policy = {key: float(value) for key, value in row.items() if key.startswith("policy/")}
+        assert policy == pytest.approx(summary(measured))
+        assert policy["policy/none/zeros_passed"] == 1
+        half = measured["half"]
+        assert policy["policy/half/flipped"] == sum(half["flipped"]) > 0
+        norms = [math.sqrt(sum(norm**2 for norm in half[f"{what}_norm"])) for what in ("update", "weight")]
+        assert policy["policy/half/update_size"] == pytest.approx(norms[0] / norms[1])
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_validation_is_measured_only_for_a_sink(two_layers, loader, make_trainer, wanted):
     class Attributes(Callback):
         def on_validation_end(self, trainer, pl_module):
             with torch.inference_mode(False), torch.enable_grad():
                 pl_module(torch.ones(2, 4, requires_grad=True)).sum().backward()
-            self.measured = {*callback.installed.gradient_norms}, {*callback.installed.zeros_passed}
 
+    received = []
     callback = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=["validate"]))})
-    callback.recorded, attributes = recorded, Attributes()
-    make_trainer(callbacks=[callback, attributes]).validate(two_layers, loader, verbose=False)
-    assert attributes.measured == (({"guided"},) * 2 if recorded else (set(),) * 2)
+    if wanted:
+        callback.sinks.append(lambda phase, updates, measured: received.append((phase, measured["guided"])))
+    make_trainer(callbacks=[callback, Attributes()]).validate(two_layers, loader, verbose=False)
+    assert len(received) == wanted
+    for phase, guided in received:
+        assert phase == "validate"
+        # The model rounds, without a policy that passes a gradient.
+        assert guided["gradient_norm_before"] == 0
 
 
 def test_nothing_is_logged_where_that_is_not_wanted(two_layers, loader, make_trainer, tmp_path):
@@ -1000,17 +1031,6 @@ def test_nothing_is_logged_where_that_is_not_wanted(two_layers, loader, make_tra
         keys = csv.DictReader(file).fieldnames
     assert "train/loss" in keys
     assert not [key for key in keys if "policy/" in key]
-
-
-def test_whoever_reads_at_the_end_of_a_stage_finds_the_policies_installed(two_layers, loader, make_trainer):
-    read = []
-    callback = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=["fit", "validate"]))})
-    callback.before_removal.append(lambda: read.append(callback.installed.report().rows[0].active))
-    trainer = make_trainer(callbacks=[callback])
-    trainer.fit(two_layers, loader)
-    trainer.validate(two_layers, loader, verbose=False)
-    assert read == [True, True]
-    assert callback.installed is None
 
 
 def test_a_run_that_fails_says_nothing_else(two_layers, loader, make_trainer, recwarn):
