@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -91,7 +92,10 @@ def load_file(file: Path | io.BytesIO, *, map_location: Any = "cpu", mmap: bool 
     if isinstance(file, io.BytesIO):
         file.seek(0)
     try:
-        return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap and archive)
+        with warnings.catch_warnings():
+            # That another program wrote it; what cannot be read is refused anyway.
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap and archive)
     except pickle.UnpicklingError as error:
         raise UnreadableError(_of_pickle(error, archive)) from error
     except Exception as error:

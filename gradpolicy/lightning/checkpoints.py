@@ -82,13 +82,14 @@ def check_checkpoint(path: Path, key: str = KEY) -> Checked:
         if known is not None and known.stamp == stamp:
             return known
         has_checksums = check_manifest(path) if path.is_dir() else check_file(path)
-        if not has_checksums:
-            rank_zero_warn(f"{path} was written without checksums: it cannot be told whether it is damaged")
         content = read_unsharded(path) if path.is_dir() else load_file(path, mmap=True)
         _check_paths(content)
         # Shard by shard, since all of them together may not fit into memory.
         weights = entries(path, f"{WEIGHTS}.") if path.is_dir() else _weights(content).items()
         found = Checked(stamp, _infinite(weights))
+    # Of what is refused, the refusal is all there is to say.
+    if not has_checksums:
+        rank_zero_warn(f"{path} was written without checksums: it cannot be told whether it is damaged")
     _checked[path.absolute()] = found
     return found
 

@@ -355,3 +355,12 @@ def test_tensors_of_a_checkpoint_that_is_loaded_outlast_its_file(tmp_path: Path)
     loaded = load_checkpoint(path)
     path.write_bytes(bytes(path.stat().st_size))
     assert torch.equal(loaded["state_dict"]["weight"], weights()["weight"])
+
+
+def test_of_a_pickle_that_is_no_checkpoint_the_refusal_is_all_that_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "given.ckpt"
+    path.write_bytes(pickle.dumps(None, protocol=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(PolicyError, match=r"given\.ckpt is truncated or damaged, or no checkpoint"):
+            check_checkpoint(path)
