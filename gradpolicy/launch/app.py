@@ -220,12 +220,14 @@ def choose_directory(config: DictConfig, settings: Settings) -> None:
     own = Path(config.hydra.run.dir).absolute() if is_chosen else None
     if settings.ckpt_path is None and own is None:
         return
+    from gradpolicy.insight.run_log import quieter
     from gradpolicy.launch.resumed import chosen_checkpoint, resumed_run
 
-    checkpoint = chosen_checkpoint(settings, own)
-    if checkpoint is None:
-        return
-    resumed = resumed_run(settings, checkpoint, own)
+    with quieter():
+        checkpoint = chosen_checkpoint(settings, own)
+        if checkpoint is None:
+            return
+        resumed = resumed_run(settings, checkpoint, own)
     with read_write(config), open_dict(config), read_write(config.hydra):
         config.ckpt_path = str(checkpoint.absolute())
         if resumed.directory is not None:
