@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from gradpolicy.checks import check_sizes
 from gradpolicy.errors import PolicyError, nearest, shown, warn_user
 from gradpolicy.insight.attribution import integrated_gradient, predict
 from gradpolicy.insight.attribution_checks import insertion_deletion, random_order
-from gradpolicy.insight.pictures import Sample, picture_grid
+from gradpolicy.insight.pictures import Sample, log_image, picture_grid
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import StraightThrough
 from gradpolicy.tasks.images import images_of
@@ -123,7 +122,7 @@ class AttributionPictures(Callback):
         path = directory / f"{self.policy}.png"
         figure.savefig(path)
         for logger in trainer.loggers:
-            log_picture(logger, f"attribution/{self.policy}", figure, path, trainer.global_step)
+            log_image(logger, f"attribution/{self.policy}", path, trainer.global_step, "pictures")
 
     def draw(self, pl_module: LightningModule, classes: tuple[str, ...] | None) -> Figure:
         """The grid of the images kept so far, under the policies as they are installed now."""
@@ -198,21 +197,3 @@ def _samples(
         )
         for i in range(len(images))
     ]
-
-
-def log_picture(logger: Logger, name: str, figure: Figure, path: Path, step: int) -> None:
-    """Gives a picture to a logger that takes pictures; others are left alone.
-
-    Args:
-        logger: One of Lightning's loggers.
-        name: What the logger shall call the picture.
-        figure: The picture.
-        path: The same as a file.
-        step: The step it belongs to.
-    """
-    if isinstance(logger, WandbLogger):
-        logger.log_image(name, [str(path)], step=step)
-    elif isinstance(logger, TensorBoardLogger):
-        logger.experiment.add_figure(name, figure, step)
-    elif isinstance(logger, MLFlowLogger):
-        logger.experiment.log_artifact(logger.run_id, str(path), "pictures")

@@ -9,13 +9,13 @@ import matplotlib
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
 from gradpolicy.checks import check_sizes
 from gradpolicy.errors import under
+from gradpolicy.insight.pictures import log_image
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.mask import Mask, as_tensor
@@ -297,7 +297,13 @@ class MaskPictures(Callback):
         picture.save(path, compress_level=1)
         label = path.stem if kind == HISTORY else kind
         for logger in trainer.loggers:
-            log_image(logger, f"masks/{path.parent.name}/{label}", picture, path, trainer.global_step)
+            log_image(
+                logger,
+                f"masks/{path.parent.name}/{label}",
+                path,
+                trainer.global_step,
+                f"masks/{path.parent.name}",
+            )
 
 
 def _checksum(mask: Mask, parameter: Tensor) -> int:
@@ -313,21 +319,3 @@ def _step_of(path: Path) -> int:
 
 def _frames(folder: Path, kind: str = "*") -> list[Path]:
     return sorted(folder.glob(f"{kind}_[0-9]*.png"))
-
-
-def log_image(logger: Logger, name: str, picture: Image.Image, path: Path, step: int) -> None:
-    """Gives an image to a logger that takes images; others are left alone.
-
-    Args:
-        logger: One of Lightning's loggers.
-        name: What the logger shall call the image.
-        picture: The image.
-        path: The same as a file.
-        step: The step it belongs to.
-    """
-    if isinstance(logger, WandbLogger):
-        logger.log_image(name, [str(path)], step=step)
-    elif isinstance(logger, TensorBoardLogger):
-        logger.experiment.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
-    elif isinstance(logger, MLFlowLogger):
-        logger.experiment.log_artifact(logger.run_id, str(path), f"masks/{path.parent.name}")

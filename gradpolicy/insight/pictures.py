@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -174,6 +175,26 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Writes a figure as a PNG that says who made it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": MARK})
+
+
+def log_image(logger: Logger, name: str, path: Path, step: int, folder: str) -> None:
+    """Give an image to a logger, if it is one that takes images.
+
+    Args:
+        logger: One of Lightning's loggers.
+        name: The name of the image in the logger.
+        path: The image.
+        step: The step that it belongs to.
+        folder: The folder among MLflow's artifacts.
+    """
+    if isinstance(logger, WandbLogger):
+        logger.log_image(name, [str(path)], step=step)
+    elif isinstance(logger, TensorBoardLogger):
+        with Image.open(path) as picture:
+            pixels = np.asarray(picture.convert("RGB"))
+        logger.experiment.add_image(name, pixels, step, dataformats="HWC")
+    elif isinstance(logger, MLFlowLogger):
+        logger.experiment.log_artifact(logger.run_id, str(path), folder)
 
 
 def is_own_picture(path: Path) -> bool:

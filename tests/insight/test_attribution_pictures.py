@@ -5,14 +5,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from process_pool import ProcessPool, here
 from runs import STRATEGIES
@@ -23,7 +22,7 @@ import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight import attribution_pictures
 from gradpolicy.insight.attribution import integrated
-from gradpolicy.insight.attribution_pictures import AttributionPictures, log_picture
+from gradpolicy.insight.attribution_pictures import AttributionPictures
 from gradpolicy.insight.pictures import Sample, picture_grid
 from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet
 
@@ -195,22 +194,6 @@ def test_data_without_images_are_refused_where_pictures_are_required(
 def test_no_picture_at_all_is_refused() -> None:
     with pytest.raises(PolicyError, match=r"count: must be .*, got 0"):
         AttributionPictures(count=0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (WandbLogger, ["log_image"]),
-        (TensorBoardLogger, ["experiment.add_figure"]),
-        (MLFlowLogger, ["experiment.log_artifact"]),
-        (CSVLogger, []),
-    ],
-)
-def test_each_logger_gets_the_picture_in_its_own_way(kind: type, expected: list[str], tmp_path: Path) -> None:
-    logger = Mock(spec=kind)
-    figure = picture_grid([Sample(torch.rand(1, 2, 2), torch.rand(1, 2, 2), "1", 0.5)], "one")
-    log_picture(logger, "attribution/guided", figure, tmp_path / "guided.png", 3)
-    assert [name for name, *_ in logger.mock_calls] == expected
 
 
 def test_tensorboard_really_takes_the_picture(

@@ -23,9 +23,9 @@ from gradpolicy.insight.mask_pictures import (
     age_image,
     as_matrix,
     film_strip,
-    log_image,
     mask_image,
 )
+from gradpolicy.insight.pictures import log_image
 
 
 def colours(image: Image.Image) -> np.ndarray:
@@ -224,8 +224,10 @@ def test_loggers_that_take_images_get_them(tmp_path: Path) -> None:
     path = tmp_path / "fc.weight" / "mask_000000003.png"
     wandb, board, mlflow = (Mock(spec=kind) for kind in (WandbLogger, TensorBoardLogger, MLFlowLogger))
     board.experiment, mlflow.experiment, mlflow.run_id = Mock(), Mock(), "id"
+    path.parent.mkdir()
+    image.save(path)
     for logger in (wandb, board, mlflow, Mock(spec=CSVLogger)):
-        log_image(logger, "masks/fc.weight/mask", image, path, 3)
+        log_image(logger, "masks/fc.weight/mask", path, 3, "masks/fc.weight")
     wandb.log_image.assert_called_once_with("masks/fc.weight/mask", [str(path)], step=3)
     name, array, step = board.experiment.add_image.call_args.args
     assert (name, array.shape, step) == ("masks/fc.weight/mask", (image.height, image.width, 3), 3)

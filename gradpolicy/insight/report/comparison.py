@@ -263,10 +263,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
         >>> holm([0.01, 0.04, float("nan")])
         [0.02, 0.04, nan]
     """
-    order = sorted((p, index) for index, p in enumerate(p_values) if not math.isnan(p))
-    corrected = [math.nan] * len(p_values)
-    largest = 0.0
-    for rank, (p, index) in enumerate(order):
-        largest = max(largest, min(1.0, p * (len(order) - rank)))
-        corrected[index] = largest
-    return corrected
+    given = np.array(p_values, dtype=float)
+    # NaN is sorted last.
+    order = np.argsort(given)[: np.count_nonzero(~np.isnan(given))]
+    corrected = np.full(len(given), math.nan)
+    scaled = given[order] * np.arange(len(order), 0, -1)
+    corrected[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    found: list[float] = corrected.tolist()
+    return found
