@@ -1,4 +1,4 @@
-"""How Sphinx builds the site from the Markdown of this folder: ``make docs``."""
+"""Configuration of Sphinx, which builds the site from this folder: ``make docs``."""
 
 import os
 import sys
@@ -22,22 +22,22 @@ extensions = [
 ]
 exclude_patterns = ["build"]
 
-# The pages are written for GitHub: anchors are GitHub's, and a mermaid fence is a diagram.
+# The pages also render on GitHub: use its anchors, and ```mermaid fences for diagrams.
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
-# Drawn when the site is built: a browser would load the script from elsewhere.
+# Render diagrams at build time, so that pages load no remote script.
 mermaid_output_format = "svg"
 mermaid_cmd = "mermaidx"
 mermaid_params = ["--background", "white"]
 myst_enable_extensions = ["colon_fence"]
-# The notebooks are text without outputs: the site executes them, each in a folder of its own.
+# Notebooks are stored without outputs; the build executes each in a temporary folder.
 nb_execution_mode = "auto"
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
-# What a loop prints is one block.
+# Merge consecutive prints of a cell into one block.
 nb_merge_streams = True
-# Where the command `gradpolicy` is.
+# Lets notebooks find the command `gradpolicy`.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
@@ -47,12 +47,12 @@ autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
-# `make links`: what a program of one's own serves is not there.
+# `make links` cannot check local servers.
 linkcheck_ignore = [r"http://localhost:\d+"]
 
 html_theme = "furo"
 html_title = f"gradpolicy {release}"
-# Nothing of a copied example but what a person types.
+# Copy the input of examples, without prompts.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -60,24 +60,24 @@ FOLDER_PAGE = "\n\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages}\n```\n"
 
 
 def has_pages(line: str) -> bool:
-    """Whether a line of a table of contents names a page; a line without a glob always counts."""
+    """Return True if an entry of a table of contents matches a page; without a glob, always."""
     return not line.endswith("*") or any(Path(__file__).parent.glob(f"{line}.md"))
 
 
 def for_the_site(app: Sphinx, name: str, source: list[str]) -> None:
-    """Adds to a Markdown page what only the site needs, so that the page reads well on GitHub too."""
+    """Add what only the site needs to the source of a page, which also renders on GitHub."""
     if name.endswith("/README"):
         source[0] += FOLDER_PAGE.format(pages="*")
     elif name == "insight":
         source[0] += FOLDER_PAGE.format(pages="insight/*")
     elif name == "index":
-        # A glob that matches no page yet would be a warning.
+        # A glob without a match would be a warning.
         source[0] = "\n".join(line for line in source[0].split("\n") if has_pages(line))
-    # What lies beside `docs` on GitHub is a page of the site.
+    # Files outside `docs` have pages of their own on the site.
     source[0] = source[0].replace("](../CONTRIBUTING.md)", "](contributing.md)")
     source[0] = source[0].replace("](../CHANGELOG.md)", "](changelog.md)")
 
 
 def setup(app: Sphinx) -> None:
-    """Tells Sphinx what to call."""
+    """Register the extension with Sphinx."""
     app.connect("source-read", for_the_site)
