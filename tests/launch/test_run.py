@@ -51,7 +51,7 @@ def test_the_log_of_a_run_that_failed_says_why(train, tmp_path, monkeypatch) -> 
 
 def test_a_run_leaves_a_report_of_what_was_asked_and_what_came_of_it(train) -> None:
     callbacks = "callbacks=[model_checkpoint,record,mask_pictures]"
-    ended = train("optimizer.lr=0.5", "extras.report=true", callbacks)
+    ended = train("optimizer.lr=0.5", "extras.report=true", "trainer.log_every_n_steps=1", callbacks)
     assert yaml.safe_load((ended.run / "defaults.yaml").read_text())["optimizer"]["lr"] != 0.5
     assert json.loads((ended.run / "run.json").read_text())["versions"]["torch"] == torch.__version__
     report = (ended.run / "report.html").read_text()
