@@ -1,102 +1,233 @@
-"""Compares experiments over several seeds: ``python scripts/compare.py NAME data.data_dir=DIRECTORY``.
+"""Compare experiments over several seeds: ``python scripts/compare.py NAME data.data_dir=DIRECTORY``.
 
-Writes a table of means and standard deviations as CSV and Markdown, and a picture. What was finished before
-is not run again: a comparison that was broken off goes on where it stopped. Further ``key=value`` settings go
-to every run, as on the command line of train.py.
+Writes means and sample standard deviations as CSV and Markdown, and a picture. Finished runs are not
+repeated: an interrupted comparison continues where it stopped. Further ``key=value`` settings apply to every
+run, as on the command line of train.py. ``scripts/comparisons.yaml`` lists the comparisons.
 """
 
 import argparse
 import os
 import signal
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
+    # Ctrl-C during the imports below ends the program without a traceback.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
+import pandas as pd
+import yaml
+from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
-from comparisons.families import FAMILIES, Family
-from comparisons.picture import draw
-from comparisons.runs import Run, finish, runs_of
-from comparisons.table import Row, make_rows, markdown, printed, write_csv
 from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.insight.results import RESULT, Result
+from gradpolicy.launch.app import main as train_main
+from gradpolicy.launch.processes import quoted
 
-TABLE = "table"
+CONF = Path(__file__).parents[1] / "conf"
+# Runs print nothing; the progress of the comparison is shown instead.
+QUIET = ("extras.plan=false", "trainer.enable_progress_bar=false", "++callbacks.progress_bar=null")
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Reads the command line.
+@dataclass(frozen=True)
+class Comparison:
+    """Runs to compare, as scripts/comparisons.yaml lists them.
+
+    Attributes:
+        title: The title of the table.
+        rows: The overrides of each row, by its name.
+        columns: Heading, metric, factor and digits of each column.
+        curve: The metric of the picture, and its label.
+        base: The overrides of a run from which the rows of the same seed start.
+    """
+
+    title: str
+    rows: Mapping[str, Sequence[str]]
+    columns: Sequence[Mapping[str, Any]]
+    curve: Mapping[str, str]
+    base: Sequence[str] = ()
+
+
+LISTED = yaml.safe_load(Path(__file__).with_name("comparisons.yaml").read_text())["comparisons"]
+COMPARISONS = {name: Comparison(**fields) for name, fields in LISTED.items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row with a seed.
+
+    Attributes:
+        row: The name of the row.
+        seed: The seed.
+        overrides: The overrides of the config.
+        directory: The run directory.
+    """
+
+    row: str
+    seed: int
+    overrides: tuple[str, ...]
+    directory: Path
+
+    @property
+    def result(self) -> Result | None:
+        """The result; None if the run is not finished, or had other overrides."""
+        try:
+            result = Result.load(self.directory / RESULT)
+        except (PolicyError, FileNotFoundError):
+            return None
+        same = set(result.overrides) == set(self.overrides)
+        return result if result.status == "completed" and same else None
+
+    @property
+    def curves(self) -> pd.DataFrame:
+        """The metrics of the newest CSV log, by step; empty without one."""
+        logs = sorted(self.directory.glob("csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
+        return pd.read_csv(logs[-1], index_col="step") if logs else pd.DataFrame()
+
+
+def runs_of(
+    comparison: Comparison, seeds: Sequence[int], out: Path, overrides: Sequence[str] = ()
+) -> Iterator[Run]:
+    """Yield the runs of a comparison, the base run of each seed first."""
+    for seed in seeds:
+        base = (out / "base" / f"seed-{seed}").absolute()
+        first = {"base": comparison.base} if comparison.base else {}
+        for row, own in {**first, **comparison.rows}.items():
+            lines = [line.replace("{base}", str(base)) for line in own]
+            directory = (out / row / f"seed-{seed}").absolute()
+            yield Run(row, seed, (*lines, f"seed={seed}", *QUIET, *overrides), directory)
+
+
+def train(run: Run) -> None:
+    """Train in this process, with the output in a log beside the run directory.
 
     Raises:
-        PolicyError: For an unknown family.
+        PolicyError: If the run fails.
+    """
+    run.directory.mkdir(parents=True, exist_ok=True)
+    log = run.directory.with_suffix(".log")
+    with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        code = train_main(CONF, [*run.overrides, f"hydra.run.dir={quoted(str(run.directory))}"])
+    if code:
+        errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+        cause = errors[-1].removeprefix("error: ") if errors else f"ended with code {code}"
+        raise PolicyError(f"{run.row} with seed {run.seed}: {cause} (see {log})")
+
+
+def table_of(comparison: Comparison, runs: Sequence[Run]) -> pd.DataFrame:
+    """Return mean, standard deviation and number of seeds of each row, over its finished runs.
+
+    Raises:
+        PolicyError: If no run is finished.
+    """
+    finished = [(run.row, run.result.metrics) for run in runs if run.result is not None]
+    if not finished:
+        raise PolicyError("none of the runs is finished")
+    metrics = pd.DataFrame([metrics for _, metrics in finished], index=[row for row, _ in finished])
+    values = pd.DataFrame(
+        {
+            column["heading"]: metrics.get(column["metric"], pd.Series(index=metrics.index, dtype=float))
+            * column.get("factor", 1.0)
+            for column in comparison.columns
+        }
+    )
+    grouped = values.groupby(level=0)
+    table = pd.concat({"mean": grouped.mean(), "spread": grouped.std()}, axis=1)
+    table[("seeds", "")] = grouped.size()
+    return table.reindex([row for row in comparison.rows if row in table.index])
+
+
+def markdown(comparison: Comparison, table: pd.DataFrame) -> str:
+    """Return the table as Markdown."""
+    headings = [column["heading"] for column in comparison.columns]
+    lines = [["", *headings, "seeds"], ["---", *["---:"] * (len(headings) + 1)]]
+    for row, numbers in table.iterrows():
+        cells = []
+        for column in comparison.columns:
+            mean, spread = (numbers[kind, column["heading"]] for kind in ("mean", "spread"))
+            digits = column["digits"]
+            around = "" if pd.isna(spread) else f" ± {spread:.{digits}f}"
+            cells.append("–" if pd.isna(mean) else f"{mean:.{digits}f}{around}")
+        lines.append([str(row), *cells, str(int(numbers["seeds", ""]))])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def band(curves: Sequence[pd.Series]) -> pd.DataFrame:
+    """Return mean, minimum and maximum at the steps that all curves have."""
+    joined = pd.concat(curves, axis=1, join="inner").sort_index()
+    return joined.agg(["mean", "min", "max"], axis=1)
+
+
+def draw(comparison: Comparison, runs: Sequence[Run], path: Path) -> None:
+    """Draw the curve of each row: the mean over the seeds, with their range as a band."""
+    metric = comparison.curve["metric"]
+    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for row in comparison.rows:
+        finished = [run.curves for run in runs if run.row == row and run.result is not None]
+        curves = [curve[metric].dropna() for curve in finished if metric in curve]
+        if curves:
+            values = band(curves)
+            (line,) = axes.plot(values["mean"], marker="o", markersize=2.5, linewidth=1.2, label=row)
+            axes.fill_between(values.index, values["min"], values["max"], color=line.get_color(), alpha=0.15)
+    axes.set_xlabel("training step")
+    axes.set_ylabel(comparison.curve["label"])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=150)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed command line.
+
+    Raises:
+        PolicyError: If there is no such comparison.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", metavar="NAME", help=f"one of: {', '.join(sorted(FAMILIES))}")
+    parser.add_argument("name", metavar="NAME", help=f"one of: {', '.join(sorted(COMPARISONS))}")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for every run")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument(
         "--out", type=Path, help="the folder for runs and table (default: outputs/compare/NAME)"
     )
-    parser.add_argument("--only-table", action="store_true", help="train nothing: the table of what is there")
+    parser.add_argument("--only-table", action="store_true", help="train nothing; show the finished runs")
     parsed = parser.parse_intermixed_args(arguments)
-    if parsed.name not in FAMILIES:
-        raise unknown("comparison", parsed.name, FAMILIES)
+    if parsed.name not in COMPARISONS:
+        raise unknown("comparison", parsed.name, COMPARISONS)
     return parsed
 
 
-def finish_with_progress(runs: list[Run]) -> None:
-    """Trains what is not done yet, under one bar for all."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # On the stream itself: that of `sys` changes while a run writes into its log.
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as progress:
-        task = progress.add_task("", total=len(runs))
-
-        def begin(run: Run) -> None:
-            progress.update(
-                task, completed=runs.index(run), description=f"{run.variant}, seed {run.seed}", refresh=True
-            )
-
-        finish(runs, begin)
-        progress.update(task, completed=len(runs), description="done")
-
-
-def save(family: Family, rows: list[Row], runs: list[Run], out: Path) -> list[Path]:
-    """Writes table and picture.
-
-    Returns:
-        The files.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    files = [out / f"{TABLE}.{kind}" for kind in ("csv", "md", "png")]
-    write_csv(rows, family.columns, files[0])
-    files[1].write_text(markdown(rows, family.columns))
-    draw(family, runs, files[2])
-    return files
-
-
-def main(arguments: list[str]) -> int:
-    """Runs a comparison and shows its table."""
-    console = Console()
+def main(arguments: Sequence[str]) -> int:
+    """Run a comparison and show its table; return 2 after wrong input or a failed run."""
     try:
         parsed = parse(arguments)
-        family = FAMILIES[parsed.name]
+        comparison = COMPARISONS[parsed.name]
         out = parsed.out or Path("outputs/compare") / parsed.name
-        runs = list(runs_of(family, parsed.seeds, out, parsed.overrides))
-        if not parsed.only_table:
-            finish_with_progress(runs)
-        rows = make_rows(family, runs)
+        runs = list(runs_of(comparison, parsed.seeds, out, parsed.overrides))
+        missing = [] if parsed.only_table else [run for run in runs if run.result is None]
+        # On the stream itself, since a run redirects `sys.stderr` to its log.
+        for run in track(missing, "runs", console=Console(file=sys.stderr)):
+            train(run)
+        table = table_of(comparison, runs)
     except PolicyError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False)
         return 2
-    console.print(printed(family.title, rows, family.columns))
-    for path in save(family, rows, runs, out):
-        console.print(f"written to {path}", highlight=False)
+    out.mkdir(parents=True, exist_ok=True)
+    text = markdown(comparison, table)
+    print(f"{comparison.title}\n\n{text}")
+    table.to_csv(out / "table.csv", header=[", ".join(filter(None, name)) for name in table])
+    (out / "table.md").write_text(text)
+    draw(comparison, runs, out / "table.png")
+    for name in ("table.csv", "table.md", "table.png"):
+        print(f"written to {out / name}")
     return 0
 
 

@@ -1,170 +1,126 @@
-"""A comparison runs what is missing, and its table's numbers are those worked out by hand."""
+"""A comparison runs what is missing, and its table holds means and standard deviations over the seeds."""
 
 import csv
-import io
 import math
 from pathlib import Path
 
-import compare
 import pytest
 from hydra import compose, initialize_config_dir
 from PIL import Image
-from rich.console import Console
 
-from comparisons.families import FAMILIES, Column, Family, Variant
-from comparisons.picture import band, read_curve
-from comparisons.runs import CONF, Run, finish, runs_of
-from comparisons.table import Summary, make_rows, markdown, printed, write_csv
+import compare
+from compare import COMPARISONS, CONF, Comparison, Run, band, markdown, runs_of, table_of
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.results import RESULT, Result
 from gradpolicy.launch.compose import VERSION_BASE
 
-FAMILY = Family(
+TWO_WAYS = Comparison(
     title="Two ways",
-    base=Variant("base", ("experiment=first",)),
-    variants=(
-        Variant("slow", ("user.way=slow", "ckpt_path='{base}/best.ckpt'")),
-        Variant("fast", ("user.way=fast",)),
-    ),
-    columns=(Column("loss", "test/loss", digits=2), Column("kB", "cost/bytes", factor=1e-3, digits=0)),
-    curve=("val/loss", "validation loss"),
+    base=["experiment=first"],
+    rows={"slow": ["user.way=slow", "ckpt_path='{base}/best.ckpt'"], "fast": ["user.way=fast"]},
+    columns=[
+        {"heading": "loss", "metric": "test/loss", "digits": 2},
+        {"heading": "kB", "metric": "cost/bytes", "factor": 1e-3, "digits": 0},
+    ],
+    curve={"metric": "val/loss", "label": "validation loss"},
 )
 LOSSES = {"base": (9.0, 9.0, 9.0), "slow": (1.0, 2.0, 4.5), "fast": (0.5, 0.5, 0.5)}
 
 
 def pretend(run: Run) -> None:
-    """Leaves what a run would leave."""
-    metrics = {"test/loss": LOSSES[run.variant][run.seed]}
-    if run.variant == "slow":
+    """Write what a finished run leaves."""
+    metrics = {"test/loss": LOSSES[run.row][run.seed]}
+    if run.row == "slow":
         metrics["cost/bytes"] = 2000.0 + 1000.0 * run.seed
-    Result(list(run.overrides), metrics, directory=str(run.directory)).save(run.directory / RESULT)
     log = run.directory / "csv/version_0/metrics.csv"
     log.parent.mkdir(parents=True)
+    Result(list(run.overrides), metrics, directory=str(run.directory)).save(run.directory / RESULT)
     log.write_text(f"step,train/loss,val/loss\n0,5,\n1,,{run.seed + 1}\n2,,{run.seed}\n")
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Run]:
-    return list(runs_of(FAMILY, [0, 1, 2], tmp_path))
+    return list(runs_of(TWO_WAYS, [0, 1, 2], tmp_path))
 
 
 @pytest.fixture
 def finished(runs: list[Run]) -> list[Run]:
-    finish(runs, begin=lambda run: None, train=pretend)
+    for run in runs:
+        pretend(run)
     return runs
 
 
-def test_the_base_of_a_seed_is_run_first_and_handed_on(runs: list[Run], tmp_path: Path) -> None:
-    assert [(run.variant, run.seed) for run in runs[:4]] == [
-        ("base", 0),
-        ("slow", 0),
-        ("fast", 0),
-        ("base", 1),
-    ]
+def test_the_base_of_a_seed_comes_first_and_the_rows_start_from_it(runs: list[Run], tmp_path: Path) -> None:
+    assert [(run.row, run.seed) for run in runs[:4]] == [("base", 0), ("slow", 0), ("fast", 0), ("base", 1)]
     assert f"ckpt_path='{tmp_path}/base/seed-1/best.ckpt'" in runs[4].overrides
     assert "seed=1" in runs[4].overrides
 
 
-def test_what_is_finished_is_not_run_again(runs: list[Run]) -> None:
-    pretend(runs[1])
-    trained: list[Run] = []
-    finish(runs, begin=lambda run: None, train=trained.append)
-    assert trained == [run for run in runs if run != runs[1]]
-
-
-def test_a_run_with_other_settings_does_not_count(runs: list[Run], tmp_path: Path) -> None:
+def test_a_run_with_other_settings_or_a_damaged_result_is_not_finished(
+    runs: list[Run], tmp_path: Path
+) -> None:
     pretend(runs[1])
     assert runs[1].result is not None
-    again = list(runs_of(FAMILY, [0], tmp_path, ["trainer.max_epochs=9"]))
+    again = list(runs_of(TWO_WAYS, [0], tmp_path, ["trainer.max_epochs=9"]))
     assert again[1].directory == runs[1].directory
     assert again[1].result is None
-
-
-def test_a_result_that_was_broken_off_does_not_count(runs: list[Run]) -> None:
-    pretend(runs[1])
     path = runs[1].directory / RESULT
     path.write_text(path.read_text()[:40])
     assert runs[1].result is None
 
 
-def test_means_and_spreads_are_those_worked_out_by_hand(finished: list[Run]) -> None:
-    slow, fast = make_rows(FAMILY, finished)
+def test_the_table_has_means_and_sample_standard_deviations_of_finished_runs(finished: list[Run]) -> None:
     # Mean (1 + 2 + 4.5) / 3; deviations −1.5, −0.5, 2: (2.25 + 0.25 + 4) / 2 = 3.25.
-    assert slow.summaries[0] == Summary(mean=2.5, spread=pytest.approx(math.sqrt(3.25)))
-    assert slow.summaries[1] == Summary(mean=3.0, spread=1.0)
-    assert fast.summaries[0] == Summary(mean=0.5, spread=0.0)
-    assert math.isnan(fast.summaries[1].mean)
-    assert (slow.seeds, fast.seeds) == (3, 3)
-
-
-def test_one_seed_has_no_spread() -> None:
-    assert Summary.of([4.0]).mean == 4.0
-    assert Summary.of([4.0]).text(1) == "4.0"
-    assert Summary.of([]).text(1) == "–"
-
-
-def test_an_unfinished_run_is_left_out(finished: list[Run]) -> None:
-    (finished[4].directory / RESULT).unlink()
-    assert finished[4].variant == "slow"
-    row = make_rows(FAMILY, finished)[0]
-    assert row.seeds == 2
-    assert row.summaries[0].mean == pytest.approx((1.0 + 4.5) / 2)
-
-
-def test_no_finished_run_at_all_is_an_error(runs: list[Run]) -> None:
-    with pytest.raises(PolicyError, match="none of the runs"):
-        make_rows(FAMILY, runs)
-
-
-def test_the_table_is_written_as_markdown_and_csv(finished: list[Run], tmp_path: Path) -> None:
-    rows = make_rows(FAMILY, finished)
-    lines = markdown(rows, FAMILY.columns).splitlines()
-    assert lines == [
+    assert markdown(TWO_WAYS, table_of(TWO_WAYS, finished)).splitlines() == [
         "|  | loss | kB | seeds |",
         "| --- | ---: | ---: | ---: |",
         "| slow | 2.50 ± 1.80 | 3 ± 1 | 3 |",
         "| fast | 0.50 ± 0.00 | – | 3 |",
     ]
-    write_csv(rows, FAMILY.columns, tmp_path / "table.csv")
-    with (tmp_path / "table.csv").open() as file:
-        slow, fast = csv.DictReader(file)
-    assert (slow["variant"], slow["loss"], slow["kB, spread"]) == ("slow", "2.5", "1.0")
-    assert fast["kB"] == ""
+    (finished[4].directory / RESULT).unlink()
+    table = table_of(TWO_WAYS, finished)
+    assert table.loc["slow", ("mean", "loss")] == pytest.approx((1.0 + 4.5) / 2)
+    assert table.loc["slow", ("seeds", "")] == 2
+    # One seed has no spread.
+    assert "| slow | 1.00 | 2 | 1 |" in markdown(TWO_WAYS, table_of(TWO_WAYS, finished[:2]))
 
 
-def test_the_printed_table_has_a_row_a_variant(finished: list[Run]) -> None:
-    console = Console(width=100, file=io.StringIO())
-    console.print(printed(FAMILY.title, make_rows(FAMILY, finished), FAMILY.columns))
-    text = console.file.getvalue()
-    assert "Two ways" in text
-    assert "2.50 ± 1.80" in text
+def test_no_finished_run_at_all_is_an_error(runs: list[Run]) -> None:
+    with pytest.raises(PolicyError, match="none of the runs"):
+        table_of(TWO_WAYS, runs)
 
 
 def test_a_band_holds_the_steps_that_all_seeds_have(finished: list[Run]) -> None:
-    curves = [read_curve(run.directory, "val/loss") for run in finished if run.variant == "slow"]
-    assert curves[1] == {1: 2.0, 2: 1.0}
-    assert band(curves) == ([1, 2], [2.0, 1.0], [1.0, 0.0], [3.0, 2.0])
-    assert band([]) == ([], [], [], [])
+    curves = [run.curves["val/loss"].dropna() for run in finished if run.row == "slow"]
+    values = band([*curves[:2], curves[2].iloc[:1]])
+    assert values.to_dict("index") == {1: {"mean": 2.0, "min": 1.0, "max": 3.0}}
 
 
-def test_the_program_shows_the_table_of_what_is_there(
+def test_the_program_shows_and_writes_the_table_of_finished_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "ways", FAMILY)
-    finish(list(runs_of(FAMILY, [0, 1, 2], tmp_path)), begin=lambda run: None, train=pretend)
+    monkeypatch.setitem(COMPARISONS, "ways", TWO_WAYS)
+    for run in runs_of(TWO_WAYS, [0, 1, 2], tmp_path):
+        pretend(run)
     assert compare.main(["ways", "--only-table", "--out", str(tmp_path)]) == 0
     assert "2.50 ± 1.80" in capsys.readouterr().out
     assert "2.50 ± 1.80" in (tmp_path / "table.md").read_text()
+    with (tmp_path / "table.csv").open() as file:
+        slow, fast = csv.DictReader(file)
+    assert (slow["mean, loss"], float(slow["spread, loss"])) == ("2.5", pytest.approx(math.sqrt(3.25)))
+    assert (fast["mean, kB"], fast["seeds"]) == ("", "3")
     with Image.open(tmp_path / "table.png") as picture:
         assert picture.width > picture.height > 100
 
 
-def test_the_program_trains_what_is_missing_and_goes_on_where_it_stopped(
+def test_the_program_trains_what_is_missing_and_continues_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    columns = (Column("accuracy", "test/accuracy"),)
-    family = Family("Digits", (Variant("plain", ("policy=none",)),), columns, ("val/accuracy", "accuracy"))
-    monkeypatch.setitem(FAMILIES, "digits", family)
+    columns = [{"heading": "accuracy", "metric": "test/accuracy", "digits": 1}]
+    curve = {"metric": "val/accuracy", "label": "accuracy"}
+    monkeypatch.setitem(
+        COMPARISONS, "digits", Comparison("Digits", {"plain": ["policy=none"]}, columns, curve)
+    )
     arguments = ["digits", "logger=csv", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
     arguments += ["callbacks=model_checkpoint", "--seeds", "3", "--out", str(tmp_path)]
     assert compare.main(arguments) == 0
@@ -176,10 +132,10 @@ def test_the_program_trains_what_is_missing_and_goes_on_where_it_stopped(
 
 
 def test_a_run_that_fails_says_why_and_names_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    family = Family("Wrong", (Variant("wrong", ("policy=nothing",)),), (), ("val/loss", "loss"))
-    monkeypatch.setitem(FAMILIES, "wrong", family)
+    wrong = Comparison("Wrong", {"wrong": ["policy=nothing"]}, [], {"metric": "val/loss", "label": "loss"})
+    monkeypatch.setitem(COMPARISONS, "wrong", wrong)
     assert compare.main(["wrong", "--seeds", "0", "--out", str(tmp_path)]) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert "wrong with seed 0: " in message
@@ -193,11 +149,11 @@ def test_an_unknown_comparison_names_the_nearest(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_every_run_of_a_family_composes(name: str, tmp_path: Path) -> None:
-    runs = list(runs_of(FAMILIES[name], [0], tmp_path))
+@pytest.mark.parametrize("name", sorted(COMPARISONS))
+def test_every_run_of_a_comparison_composes(name: str, tmp_path: Path) -> None:
+    runs = list(runs_of(COMPARISONS[name], [0], tmp_path))
     with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
         configs = [compose("train", list(run.overrides)) for run in runs]
-    needs_costs = any(column.metric.startswith("cost/") for column in FAMILIES[name].columns)
+    needs_costs = any(column["metric"].startswith("cost/") for column in COMPARISONS[name].columns)
     assert all(config.seed == 0 and ("costs" in config.callbacks) == needs_costs for config in configs)
     assert len({run.directory for run in runs}) == len(runs) > 1

@@ -1,1 +1,0 @@
-"""Families of experiments that are compared with each other over several seeds."""
