@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         UseRule,
     )
     from gradpolicy.rules import Rule, get_rule, rule, rule_names
-    from gradpolicy.rules.call import Call
     from gradpolicy.rules.derivative import gradient_of
+    from gradpolicy.rules.registry import Call
     from gradpolicy.training_loop import training
 
 __version__ = "0.1.0"
@@ -54,7 +54,7 @@ _HOMES = {
     **dict.fromkeys(("MaskedOptimizer", "UpdateRule", "update_rule"), "gradpolicy.optim"),
     "gradcheck_rule": "gradpolicy.flow",
     "plan": "gradpolicy.planning.plan",
-    "Call": "gradpolicy.rules.call",
+    "Call": "gradpolicy.rules.registry",
     "gradient_of": "gradpolicy.rules.derivative",
     "training": "gradpolicy.training_loop",
     **dict.fromkeys(("Rule", "get_rule", "rule", "rule_names"), "gradpolicy.rules"),

@@ -19,8 +19,7 @@ from gradpolicy.flow.operation_rule import as_floating_point
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform, runs_while_tracing
-from gradpolicy.rules.call import Call
-from gradpolicy.rules.registry import Rule, RuleFunction
+from gradpolicy.rules.registry import Call, Rule, RuleFunction
 
 # Attributes that are views of a tensor: its gradient would follow these.
 _VIEWS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.rules.call import Call
+from gradpolicy.rules.registry import Call
 from gradpolicy.rules.routing import broadcasts, first_index
 
 

@@ -13,7 +13,7 @@ from gradpolicy.flow.autograd_functions import AdoptHistory, insert_rule, may_ha
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors
 from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.rules.call import Call
+from gradpolicy.rules.registry import Call
 
 # What a module got, by the names of its forward's parameters; None where no rule asks.
 Arguments = Mapping[str, Any] | None

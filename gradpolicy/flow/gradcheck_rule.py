@@ -18,9 +18,8 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.apply import call_of, check_forward, replacing_rule, run_forward
 from gradpolicy.flow.containers import map_tensors, tensors_in
-from gradpolicy.rules.call import Call
 from gradpolicy.rules.gradcheck import Outcomes
-from gradpolicy.rules.registry import Rule, RuleFunction
+from gradpolicy.rules.registry import Call, Rule, RuleFunction
 from gradpolicy.rules.routing import first_index
 
 # The largest deviation that counts as exact, by the precision in which the forward computes.

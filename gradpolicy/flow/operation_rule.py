@@ -28,8 +28,8 @@ from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.rule_state import GradientNorms, RuleState
 from gradpolicy.flow.sampling import OF_LOGITS, replace_samplers, scores_of_argmax, scores_of_draw
 from gradpolicy.flow.tracing import in_transform
-from gradpolicy.rules.call import Call
 from gradpolicy.rules.rectifiers import positive_part
+from gradpolicy.rules.registry import Call
 
 # Operations whose result is an index into categories: the scores that it was chosen by.
 _SCORES: dict[str, Callable[..., Tensor]] = {

@@ -20,7 +20,7 @@ from gradpolicy.flow.containers import map_tensors, replace_at, tensors_in
 from gradpolicy.flow.locations import RulePlacement, place_at
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform
-from gradpolicy.rules.call import Call
+from gradpolicy.rules.registry import Call
 
 Forward = Callable[[tuple, dict], Any]
 

@@ -5,15 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.rules.call import Call
-from gradpolicy.rules.registry import rule
+from gradpolicy.rules.registry import Call, rule
 from gradpolicy.rules.routing import Number, on_device_of, to_first
 from gradpolicy.rules.steps import from_nearest_step
 
 
 @rule("approx_sign")
 def approx_sign(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, call: Call | None = None) -> Any:
-    """The gradient of a piecewise parabola that comes closer to the sign function than the clipped identity.
+    """Use the gradient of a piecewise parabola, closer to the sign function than the clipped identity.
 
     ====================== =======================================================
     forward                backward
@@ -45,7 +44,7 @@ def approx_sign(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, cal
 def swish_sign(
     grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, beta: Number = 5.0, call: Call | None = None
 ) -> Any:
-    """The gradient of sign-swish, ``2σ(βx)(1 + βx(1 − σ(βx))) − 1``; it dips below 0 at both sides.
+    """Use the gradient of sign-swish, ``2σ(βx)(1 + βx(1 − σ(βx))) − 1``; it is negative far from 0.
 
     ====================== ==================================================================
     forward                backward

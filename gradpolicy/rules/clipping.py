@@ -18,7 +18,7 @@ def clip_value(
     value: Number,
     loss_scale: Number = 1.0,
 ) -> Any:
-    """Brings every entry of the gradient into an interval round 0.
+    """Clip every entry of the gradient to an interval around 0.
 
     ====================== =====================================================
     forward                backward
@@ -59,7 +59,7 @@ def clip_norm(
     per_sample: bool = False,
     loss_scale: Number = 1.0,
 ) -> Any:
-    """Shortens the gradient to a Euclidean length where it is longer; its direction stays.
+    """Scale the gradient down to a Euclidean norm where it is larger; its direction stays.
 
     ====================== =====================================================
     forward                backward
@@ -105,7 +105,7 @@ def normalize(
     per_sample: bool = False,
     loss_scale: Number = 1.0,
 ) -> Any:
-    """Gives the gradient a Euclidean length; its direction stays.
+    """Scale the gradient to a Euclidean norm; its direction stays.
 
     ====================== =====================================================
     forward                backward
@@ -141,7 +141,7 @@ def normalize(
 
 
 def _shortening(rows: Tensor, bound: Number) -> Tensor:
-    """``min(1, bound / length)`` for each row; 1 for a row that is not finite."""
+    """Return ``min(1, bound / length)`` for each row; 1 for a row that is not finite."""
     unit, length, finite = _measured(rows)
     return torch.where(finite, (on_device_of(bound, rows) / unit / length).clamp(max=1.0), 1.0)
 

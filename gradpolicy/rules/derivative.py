@@ -10,8 +10,7 @@ from torch.overrides import get_testing_overrides
 
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.imports import import_by_name, is_allowed, is_limited, not_allowed
-from gradpolicy.rules.call import Call
-from gradpolicy.rules.registry import Rule
+from gradpolicy.rules.registry import Call, Rule
 
 
 class Derivative:

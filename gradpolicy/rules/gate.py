@@ -9,7 +9,7 @@ from gradpolicy.rules.registry import rule
 
 @rule("gate")
 def gate(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> tuple[Tensor | None, ...] | Tensor:
-    r"""Passes the gradient only where a condition held; elsewhere exact zeros, also for gradients not finite.
+    r"""Pass the gradient only where a condition held; elsewhere exact zeros, also for gradients not finite.
 
     ================================== ==============================================================
     forward                            backward

@@ -1,4 +1,4 @@
-"""Rules that pass the gradient on, stop it, or multiply it."""
+"""Rules that pass the gradient on, stop it, multiply it, or add noise to it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from gradpolicy.rules.routing import Number, on_device_of, to_first, zeros_for
 
 @rule("stop", reads=())
 def stop(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
-    """Lets nothing through: every input gets exact zeros, also where the incoming gradient is not finite.
+    """Stop the gradient: every input gets exact zeros, also where the incoming gradient is not finite.
 
     ====================== ====================
     forward                backward
@@ -34,7 +34,7 @@ def stop(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
 
 @rule("identity", reads=(), each=True)
 def identity(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
-    """Passes the gradient as it is to the first input: the straight-through estimator.
+    """Pass the gradient unchanged to the first input: the straight-through estimator.
 
     ====================== ====================
     forward                backward
@@ -57,7 +57,7 @@ def identity(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
 
 @rule("scale", reads=(), each=True)
 def scale(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: Number) -> Any:
-    """Multiplies the gradient by a number. A factor of 0 gives exact zeros, also for infinite gradients.
+    """Multiply the gradient by a number. A factor of 0 gives exact zeros, also for infinite gradients.
 
     ====================== ==============================
     forward                backward
@@ -85,7 +85,7 @@ def scale(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: N
 
 @rule("reverse", reads=(), each=True)
 def reverse(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: Number = 1.0) -> Any:
-    """Turns the gradient round: the gradient reversal layer of domain-adversarial training.
+    """Reverse the gradient: the gradient reversal layer of domain-adversarial training.
 
     ====================== ===============================
     forward                backward
@@ -112,8 +112,42 @@ def reverse(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor:
     return to_first(_times(-factor, grad), inputs)
 
 
+@rule("noise", reads=(), each=True)
+def noise(
+    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, std: Number, loss_scale: Number = 1.0
+) -> Any:
+    """Add normal noise to the gradient, drawn from torch's default generator of its device.
+
+    ====================== ==========================================
+    forward                backward
+    ====================== ==========================================
+    ``y = f(x)``           ``grad_x = grad_y + std · n, n ~ N(0, 1)``
+    ====================== ==========================================
+
+    Args:
+        grad: Gradient at the output.
+        inputs: The operation's inputs; the first that can have a gradient gets it.
+        output: The operation's output.
+        std: The standard deviation; may be a schedule, such as one that falls with the step.
+        loss_scale: What the loss was multiplied by (fp16 training); the noise is multiplied by it too.
+
+    Source: Neelakantan et al. 2015 (gradient noise for very deep networks), arXiv:1511.06807.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> x = torch.zeros(1000, requires_grad=True)
+        >>> gp.apply(gp.get_rule("noise", std=0.5), torch.clone, x).sum().backward()
+        >>> abs(x.grad.mean() - 1) < 0.1, abs(x.grad.std() - 0.5) < 0.1
+        (tensor(True), tensor(True))
+    """
+    if not isinstance(std, Tensor) and std == 0:
+        return to_first(grad, inputs)
+    drawn = torch.randn_like(grad) * on_device_of(std * loss_scale, grad)
+    return to_first(grad + drawn.to(grad.dtype), inputs)
+
+
 def _times(factor: Number, grad: Tensor) -> Tensor:
-    """``factor · grad`` in the gradient's dtype, with 0 · infinity = 0."""
+    """Return ``factor · grad`` in the gradient's dtype, with 0 · infinity = 0."""
     if not isinstance(factor, Tensor):
         return torch.zeros_like(grad) if factor == 0 else grad * factor
     multiplier: Tensor = on_device_of(factor, grad)

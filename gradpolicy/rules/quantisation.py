@@ -21,7 +21,7 @@ def lsq(
     signed: bool = True,
     count: int | None = None,
 ) -> Any:
-    r"""Learned step size quantisation: straight-through for the values, a scaled gradient for the step.
+    r"""Learn the step size of a quantiser: straight-through for the values, a scaled gradient for the step.
 
     ======================================== ===========================================================
     forward                                  backward
@@ -75,7 +75,7 @@ def lsq_plus(
     signed: bool = False,
     count: int | None = None,
 ) -> Any:
-    r"""Learned step and offset: as ``lsq``, with a gradient for where the grid lies.
+    r"""Learn the step and the offset of a quantiser: ``lsq`` with a gradient for the offset of the grid.
 
     ================================================== ==================================================
     forward                                            backward
@@ -123,7 +123,7 @@ def lsq_plus(
 
 @rule("pact")
 def pact(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
-    r"""Learned clipping: straight-through for the values, the clipped ones' gradient for the clip.
+    r"""Learn a clipping bound: straight-through inside, the gradient of clipped values for the bound.
 
     ================================================== ================================================
     forward                                            backward
@@ -161,7 +161,7 @@ def pact(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
 
 @rule("rotation")
 def rotation(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, dim: int = -1) -> Any:
-    r"""The rotation trick: the gradient is turned and stretched as the vector is onto its code.
+    r"""Rotate and scale the gradient as the vector is rotated and scaled onto its code (rotation trick).
 
     ====================================== ==========================================================
     forward                                backward
@@ -210,7 +210,7 @@ def rotation(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, dim: i
 
 
 def _divide(numerator: Tensor, length: Tensor) -> Tensor:
-    """Division by a length, where 0 counts as 1."""
+    """Divide by a length, where 0 counts as 1."""
     return numerator / torch.where(length > 0, length, 1.0)
 
 

@@ -22,14 +22,14 @@ from gradpolicy.rules.routing import first_input, to_first
 
 
 def positive_part(grad: Tensor) -> Tensor:
-    """``max(grad, 0)``: what guided backpropagation lets into an operation's own gradient."""
+    """Return ``max(grad, 0)``, the filter of guided backpropagation."""
     # The same numbers as clamp(min=0), in half its time.
     return torch.relu(grad)
 
 
 @rule("guided_relu", gradient_filter=positive_part, reads=("output",))
 def guided_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
-    """Guided backpropagation: only positive gradients pass the ReLUs that were active.
+    """Pass only positive gradients, where the input was positive: guided backpropagation.
 
     =============================== ===============================================
     forward                         backward
@@ -57,7 +57,7 @@ def guided_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any
 
 @rule("deconv_relu", reads=())
 def deconv_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
-    """Deconvnet backpropagation: positive gradients pass every rectifier, whatever its input was.
+    """Pass only positive gradients, whatever the input was: deconvnet backpropagation.
 
     =============================== ===============================================
     forward                         backward
@@ -81,7 +81,7 @@ def deconv_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any
 
 @rule("redirected_relu")
 def redirected_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
-    """Redirected ReLU: where a ReLU would pass a sample nothing at all, the gradient is led round it.
+    """Pass the gradient around a ReLU that would give a sample no gradient at all: redirected ReLU.
 
     =============================== ==================================================================
     forward                         backward

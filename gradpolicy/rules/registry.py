@@ -1,4 +1,4 @@
-"""Backward rules by name."""
+"""Backward rules by name, and the call that a rule is asked about."""
 
 import dis
 import inspect
@@ -10,11 +10,26 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, unknown
 from gradpolicy.imports import import_by_name, is_allowed, is_limited, lies_in, not_allowed
-from gradpolicy.rules.call import Call
 
 RuleFunction = Callable[..., Any]
 GradientFilter = Callable[..., Tensor]
 AnyRuleFunction = TypeVar("AnyRuleFunction", bound=RuleFunction)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation, for rules with a keyword ``call``.
+
+    Args:
+        operation: The operation's name, such as ``"softmax"``, whatever the spelling of the call. For
+            :func:`gradpolicy.apply` the name of the forward, across a module that module's, at its input or
+            output ``"input of module 'head'"``.
+        arguments: Everything that the call was given, and the defaults of what it was not, by the name of the
+            parameter. The first tensor of a torch operation is ``"input"``.
+    """
+
+    operation: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.rules.call import Call
-from gradpolicy.rules.registry import rule
+from gradpolicy.rules.registry import Call, rule
 from gradpolicy.rules.routing import Number, check_above_zero, on_device_of, times, to_first
 from gradpolicy.rules.steps import ROUNDING, from_nearest_step, steps_per_unit
 
@@ -20,7 +19,7 @@ def soft_round(
     temperature: Number = 0.3,
     call: Call | None = None,
 ) -> Any:
-    """The gradient of soft rounding, a staircase of tanh curves that meets rounding as it cools.
+    """Use the gradient of soft rounding, a staircase of tanh curves that becomes rounding as T falls to 0.
 
     ====================== ==================================================================
     forward                backward
@@ -67,7 +66,7 @@ def sigmoid_sum(
     reach: int = 4,
     call: Call | None = None,
 ) -> Any:
-    """The gradient of a sum of logistic functions, one at each step of the rounding.
+    """Use the gradient of a sum of logistic functions, one at each step of the rounding.
 
     ====================== ==================================================================
     forward                backward
@@ -116,7 +115,7 @@ def soft_sort(
     temperature: Number = 1.0,
     call: Call | None = None,
 ) -> Any:
-    """The gradient of soft sorting, in which every entry is near every place that it might have.
+    """Use the gradient of soft sorting, in which each place is a weighted mean of all entries.
 
     ====================== ==================================================================
     forward                backward

@@ -62,7 +62,7 @@ def check_above_zero(rule_name: str, key: str, number: Any) -> None:
 
 
 def times(factor: Any, values: Tensor) -> Tensor:
-    """``factor · values``: the values themselves, without another pass over them, if the factor is 1."""
+    """Return ``factor · values``; the values themselves if the factor is 1."""
     return factor * values if isinstance(factor, Tensor) or factor != 1 else values
 
 

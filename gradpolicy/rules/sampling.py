@@ -15,7 +15,7 @@ from gradpolicy.rules.routing import Number, check_above_zero, first_input, on_d
 
 @rule("bernoulli")
 def bernoulli(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Number = 1.0) -> Any:
-    """Straight-through for random bits, with slope annealing.
+    """Pass the gradient straight through random bits, with slope annealing.
 
     ============================= ==============================================================
     forward                       backward
@@ -58,7 +58,7 @@ def bernoulli(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope
 def gumbel(
     grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, temperature: Number = 1.0, dim: int = -1
 ) -> Any:
-    """Straight-through Gumbel-softmax: one-hot forward, the gradient of a softmax at a temperature.
+    """Use the gradient of a softmax at a temperature for one-hot samples: straight-through Gumbel-softmax.
 
     ======================================= ==================================================
     forward                                 backward
@@ -95,7 +95,7 @@ def gumbel(
 def reinmax(
     grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, temperature: Number = 1.0, dim: int = -1
 ) -> Any:
-    """ReinMax: a second-order accurate straight-through gradient for categorical samples.
+    """Use a second-order accurate straight-through gradient for categorical samples: ReinMax.
 
     =================================== =========================================================
     forward                             backward
@@ -135,7 +135,7 @@ def reinmax(
 
 
 def _centred(grad: Tensor, probabilities: Tensor, dim: int) -> Tensor:
-    """``J(π) g = π · (g − Σ π · g)``: a gradient through the softmax that gave these probabilities."""
+    """Return ``J(π) g = π · (g − Σ π · g)``, the gradient through the softmax with these probabilities."""
     weighted = probabilities * grad
     return weighted - probabilities * weighted.sum(dim, keepdim=True)
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.rules.call import Call
-from gradpolicy.rules.registry import rule
+from gradpolicy.rules.registry import Call, rule
 from gradpolicy.rules.routing import Number, on_device_of, to_first
 from gradpolicy.rules.steps import from_nearest_step
 
@@ -24,7 +23,7 @@ def fast_sigmoid(
     slope: Number = 25.0,
     call: Call | None = None,
 ) -> Any:
-    """The gradient of the fast sigmoid ``x / (1 + slope · |x|)``: heavy tails, no exponential.
+    """Use the gradient of the fast sigmoid ``x / (1 + slope · |x|)``: heavy tails, no exponential.
 
     ====================== =====================================================
     forward                backward
@@ -58,7 +57,7 @@ def fast_sigmoid(
 def arctan(
     grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, alpha: Number = 2.0, call: Call | None = None
 ) -> Any:
-    """The gradient of ``arctan(π/2 · alpha · x) / π + 1/2``.
+    """Use the gradient of ``arctan(π/2 · alpha · x) / π + 1/2``.
 
     ====================== =====================================================
     forward                backward
@@ -99,7 +98,7 @@ def triangular(
     width: Number = 1.0,
     call: Call | None = None,
 ) -> Any:
-    """A triangle round the threshold.
+    """Use a triangle around the threshold as the gradient.
 
     ====================== =====================================================
     forward                backward

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.rules.call import Call
+from gradpolicy.rules.registry import Call
 from gradpolicy.rules.routing import first_input
 
 # Casts to integers, which round towards 0.

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.rules.call import Call
-from gradpolicy.rules.registry import rule
+from gradpolicy.rules.registry import Call, rule
 from gradpolicy.rules.routing import Number, first_input, on_device_of, times, to_first
 from gradpolicy.rules.steps import from_nearest_step
 
@@ -19,7 +18,7 @@ from gradpolicy.rules.steps import from_nearest_step
 def hardtanh(
     grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, minimum: Number = -1.0, maximum: Number = 1.0
 ) -> Any:
-    """Clipped straight-through: the gradient passes where the input lies within the range, ends included.
+    """Pass the gradient where the input lies within a range, ends included: clipped straight-through.
 
     ====================== =====================================================
     forward                backward
@@ -53,7 +52,7 @@ def hardtanh(
 def tanh(
     grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Number = 1.0, call: Call | None = None
 ) -> Any:
-    """The gradient of ``tanh(slope · x)``.
+    """Use the gradient of ``tanh(slope · x)``.
 
     ====================== =====================================================
     forward                backward
@@ -88,7 +87,7 @@ def tanh(
 def sigmoid(
     grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Number = 1.0, call: Call | None = None
 ) -> Any:
-    """The gradient of the logistic function ``σ(slope · x)``.
+    """Use the gradient of the logistic function ``σ(slope · x)``.
 
     ====================== ==============================================================
     forward                backward
