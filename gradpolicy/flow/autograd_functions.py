@@ -202,11 +202,9 @@ def replace_gradient(
     """
     _check_transforms(bound_rule, inputs)
     bound_rule = bound_rule.with_current_numbers()
-    if is_compiling():
-        if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
-            # There is nothing to do, and the compiler would call a Function of several tensors wrongly.
-            return values
-        inputs = _distinct(inputs)
+    if is_compiling() and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
+        # There is nothing to do, and the compiler would call a Function of several tensors wrongly.
+        return values
     if isinstance(values, Tensor):
         return run_function(ReplaceGradient, bound_rule, module, 1, values, *inputs)
     if not isinstance(values, tuple | list):
@@ -286,15 +284,6 @@ def insert_rule(bound_rule: BoundRule, values: Any, module: str | None = None) -
             return values
         return replace_gradient(bound_rule, values.detach(), [values], module)
     return rebuilt_sequence(values, [insert_rule(bound_rule, value, module) for value in values])
-
-
-def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors without repetition, for the compiler, which takes no Function of the same tensor twice."""
-    found: list[Tensor] = []
-    for tensor in tensors:
-        is_new = all(tensor is not other for other in found)
-        found += [tensor if is_new else tensor.view_as(tensor)]
-    return found
 
 
 @skip_alone

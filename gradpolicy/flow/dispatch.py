@@ -1,21 +1,29 @@
-"""The table of rules by torch function, and the mode that looks calls up."""
+"""The mode that looks up the rule of each torch function that is called.
 
+A checkpointed function runs a second time in the backward pass. A rule acts there if its mode was entered
+*within* the function: by a module's forward, or by a block inside. If the mode was entered only around the
+checkpoint, the second run would have the plain gradient. Such operations are refused in the forward pass.
+"""
+
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.carrying import carry, paths_in
-from gradpolicy.flow.checkpointing import may_be_recomputed
-from gradpolicy.flow.gradient_path import has_paths
+from gradpolicy.flow.carrying import carry, has_paths, paths_in
 from gradpolicy.flow.operation_rule import OpaqueCall, OperationRule, TableRule
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.tracing import as_in_tables, mode_at, mode_count, show_to_compiler, skip_alone
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
+_CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
 
 
 class DispatchTable:
@@ -159,3 +167,41 @@ def note_taken(operations: Iterable[str]) -> None:
     """Tell the modes around the caller which operations were taken here, and so did not reach them."""
     for mode in active_modes():
         mode.taken.update(operations)
+
+
+def checkpoints_above(entered_by: CodeType | None = None) -> int:
+    """Count the checkpointed functions that the caller runs in.
+
+    Args:
+        entered_by: If given, the count ends at the nearest frame of this code.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None and frame.f_code is not entered_by:
+        count += frame.f_code is _CHECKPOINT
+        frame = frame.f_back
+    return count
+
+
+def may_be_recomputed() -> bool:
+    """Return True if a checkpoint may be running: gradients are off, or saved tensors have hooks."""
+    if torch.compiler.is_compiling():
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def has_graph() -> bool:
+    """Return True if a backward pass may follow: gradients are on, or off only because a checkpoint runs."""
+    return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and checkpoints_above() > 0)
+
+
+def refusal(operation: str) -> PolicyError:
+    """Return the error for an operation that would be recomputed outside its policy."""
+    return PolicyError(
+        f"operation {operation!r} runs in a checkpointed function, and its policy was entered outside of "
+        "that: in the backward pass the operation would run again without the policy. Checkpoint a module "
+        "that the policy matches (its forward enters the policy again), or enter gradient_override within "
+        "the function"
+    )

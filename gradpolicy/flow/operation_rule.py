@@ -21,8 +21,8 @@ from gradpolicy.flow.autograd_functions import (
     replace_gradient,
 )
 from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.carrying import GradientPath, Origin, is_discrete, set_path, start_path
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
-from gradpolicy.flow.gradient_path import GradientPath, Origin, is_discrete, set_path, start_path
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.rule_state import GradientNorms, RuleState
@@ -99,23 +99,47 @@ class OperationRule:
             return function(*args, **kwargs)
         # An outer override of the same operation must not act on it too.
         with torch._C.DisableTorchFunction():
-            if self.changes_own:
-                return self._changed(function, args, kwargs, inputs, module)
-            if spelling.is_in_place(kwargs):
-                return self._in_place(function, args, kwargs, inputs, module)
-            if self.name in _SCORES:
-                return self._index(function(*args, **kwargs), args, kwargs, module)
-            if self.filters:
-                return self.filtered(function(*args, **kwargs), inputs)
-            args, kwargs = map_tensors(Tensor.detach, (args, dict(kwargs)))
-            if self.state.detaches:
-                self.state.note("matched", self.name)
-                result = function(*args, **kwargs)
-                self.state.note_cut(self.name, inputs, result)
-                return result
-            with torch.no_grad():
-                values = function(*args, **kwargs)
-            return self.replaced(values, inputs, module, self._bound_to(function, args, kwargs))
+            native = NativeCall(function, args, kwargs, inputs, module)
+            return self._in_place(native) if spelling.is_in_place(kwargs) else self._result(native)
+
+    def _in_place(self, native: "NativeCall") -> Any:
+        """Make a call that writes to its first argument.
+
+        The rule's gradient goes to the values before the call. Then ``copy_`` makes the new values the
+        tensor's own, and autograd takes care of views and leaves.
+        """
+        if not native.args:
+            native.args = (native.kwargs["input"],)
+            native.kwargs = {key: native.kwargs[key] for key in native.kwargs if key != "input"}
+        target = native.args[0]
+        if self.filters and not in_transform() and not target._is_view():
+            return self.filtered(native.run())
+        before = target.clone()
+        inputs = [before if tensor is target else tensor for tensor in native.inputs]
+        native = native.mapped(lambda tensor: before if tensor is target else tensor)
+        native.inputs, native.target = inputs, target
+        result = self._result(native)
+        return target if result is target else target.copy_(result)
+
+    def _result(self, native: "NativeCall") -> Any:
+        """Return the result of a call, with the rule's gradient."""
+        if self.changes_own:
+            return self._changed(native)
+        if self.name in _SCORES:
+            return self._index(native)
+        if self.filters:
+            return self.filtered(native.run(), native.inputs)
+        detached, target = native.mapped(Tensor.detach), native.target
+        if self.state.detaches:
+            self.state.note("matched", self.name)
+            result = detached.run()
+            self.state.note_cut(self.name, native.inputs, result if target is None else ())
+            return result
+        with torch.no_grad():
+            values = detached.run()
+        if target is not None and is_discrete(target):
+            values = target.copy_(values)
+        return self.replaced(values, native.inputs, native.module, self._bound_to(detached))
 
     def filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
         """Return the result of the native operation, with the rule's filter before its node."""
@@ -161,27 +185,17 @@ class OperationRule:
             raise PolicyError(f"{key}: argument {wanted!r} and another one are given the same tensor")
         return found
 
-    def _changed(
-        self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list, module: str | None
-    ) -> Any:
+    def _changed(self, native: "NativeCall") -> Any:
         """Make the native call with inputs that get its gradients as the rule changes them."""
-        target = None
-        if self.operation.spellings[function].is_in_place(kwargs):
-            target, args, kwargs = _target_first(args, kwargs)
-            before = target.clone()
-            args = (target, *args)
-            args, kwargs, inputs = map_tensors(
-                lambda tensor: before if tensor is target else tensor, (args, dict(kwargs), list(inputs))
-            )
         outputs: list = []
         bound_rule = self.bound_rule
         if bound_rule.takes_call:
-            bound_rule = self._bound_to(function, *map_tensors(Tensor.detach, (args, dict(kwargs))))
+            bound_rule = self._bound_to(native.mapped(Tensor.detach))
         if self.state.detaches:
-            changed = [tensor.detach() for tensor in inputs]
+            changed = [tensor.detach() for tensor in native.inputs]
         else:
-            changed = change_own_gradients(bound_rule, inputs, outputs, module)
-        left = list(zip(inputs, changed, strict=True))
+            changed = change_own_gradients(bound_rule, native.inputs, outputs, native.module)
+        left = list(zip(native.inputs, changed, strict=True))
 
         def replacement(tensor: Tensor) -> Tensor:
             # In order, so that of a tensor that is given twice each place gets its own gradient.
@@ -191,49 +205,18 @@ class OperationRule:
                     return found
             return tensor
 
-        args, kwargs = map_tensors(replacement, (args, dict(kwargs)))
-        if target is None:
-            result = function(*args, **kwargs)
-        else:
-            # It writes to a copy, so that the rule gets the values from before.
-            result = function(args[0].clone(), *args[1:], **kwargs)
+        result = native.mapped(replacement).run()
         if result is None:
             raise PolicyError(f"operation {self.name!r} gives no result, and a rule cannot be put on it")
-        if self.state.detaches:
-            self.state.note("matched", self.name)
-            self.state.note_cut(self.name, inputs, result)
-        elif not _has_gradient(result):
+        if not (self.state.detaches or _has_gradient(result)):
             self.state.note("without_gradient", self.name)
-        else:
-            self.state.note("matched", self.name)
-            if "output" in bound_rule.reads:
-                result = hand_over(outputs, result)
-        return result if target is None else target.copy_(result)
-
-    def _in_place(
-        self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: list, module: str | None
-    ) -> Any:
-        target, args, kwargs = _target_first(args, kwargs)
-        if self.filters and not in_transform() and not target._is_view():
-            return self.filtered(function(target, *args, **kwargs))
-        # The rule's gradient goes to the values before the call. Then copy_ makes the new values the
-        # tensor's own, and autograd takes care of views and leaves.
-        before = target.clone()
-        if self.filters:
-            self.state.note("matched", self.name)
-            return target.copy_(insert_rule(self.bound_rule, function(before, *args, **kwargs)))
-        args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
-        with torch.no_grad():
-            values = function(target.clone(), *args, **kwargs)
+            return result
+        self.state.note("matched", self.name)
         if self.state.detaches:
-            self.state.note("matched", self.name)
-            self.state.note_cut(self.name, inputs)
-            return target.copy_(values)
-        bound_rule = self._bound_to(function, (before.detach(), *args), kwargs)
-        inputs = [before if tensor is target else tensor for tensor in inputs]
-        if is_discrete(target):
-            return self.replaced(target.copy_(values), inputs, module, bound_rule)
-        return target.copy_(self.replaced(values, inputs, module, bound_rule))
+            self.state.note_cut(self.name, native.inputs, result)
+        elif "output" in bound_rule.reads:
+            result = hand_over(outputs, result)
+        return result
 
     def replaced(
         self, values: Any, inputs: Sequence[Tensor], module: str | None, bound_rule: BoundRule | None = None
@@ -252,21 +235,60 @@ class OperationRule:
             return rebuilt_sequence(result, items)
         return result
 
-    def _bound_to(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> BoundRule:
+    def _bound_to(self, native: "NativeCall") -> BoundRule:
         """Return the rule with the call that it is for, if it asks for that; the arguments are detached."""
         if not self.bound_rule.takes_call:
             return self.bound_rule
-        return self.bound_rule.for_call(Call(self.name, arguments_of(function, self.name, args, kwargs)))
+        arguments = arguments_of(native.function, self.name, native.args, native.kwargs)
+        return self.bound_rule.for_call(Call(self.name, arguments))
 
-    def _index(self, index: Tensor, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Tensor:
+    def _index(self, native: "NativeCall") -> Tensor:
         """Return an index into categories; its rule compares one-hot codes with the scores chosen by."""
+        index: Tensor = native.run()
         if self.state.detaches:
             self.state.note("matched", self.name)
             return index
-        scores = _SCORES[self.name](index, *args, **kwargs)
+        scores = _SCORES[self.name](index, *native.args, **native.kwargs)
         if self.name == "categorical" and self.state.rule.name in OF_LOGITS:
             scores = scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
-        return start_path(self.bound_rule, self.name, index, [scores], module, classes=scores.shape[-1])
+        classes = scores.shape[-1]
+        return start_path(self.bound_rule, self.name, index, [scores], native.module, classes=classes)
+
+
+class NativeCall:
+    """A call of a torch function.
+
+    Args:
+        function: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        inputs: The tensors among them that the rule is for.
+        module: The module in whose forward it runs, for messages.
+        target: The tensor that the call writes to, if the first argument is a copy of that.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        inputs: list[Tensor],
+        module: str | None,
+        target: Tensor | None = None,
+    ) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.inputs, self.module, self.target = inputs, module, target
+
+    def run(self) -> Any:
+        """Call the function; on a copy of the first argument, if it writes to that."""
+        if self.target is None:
+            return self.function(*self.args, **self.kwargs)
+        return self.function(self.args[0].clone(), *self.args[1:], **self.kwargs)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "NativeCall":
+        """Return the call with each tensor of its arguments replaced."""
+        args, kwargs = map_tensors(change, (self.args, dict(self.kwargs)))
+        return NativeCall(self.function, args, kwargs, self.inputs, self.module, self.target)
 
 
 class OpaqueCall:
@@ -347,13 +369,6 @@ def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
         return values
     dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.get_default_dtype())
     return values.to(dtype)
-
-
-def _target_first(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
-    """Return the tensor that a call in place writes to, and the other arguments."""
-    if args:
-        return args[0], args[1:], dict(kwargs)
-    return kwargs["input"], (), {key: kwargs[key] for key in kwargs if key != "input"}
 
 
 def _filter_before(bound_rule: BoundRule) -> Callable:

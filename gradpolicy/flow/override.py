@@ -10,8 +10,14 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, refusal
-from gradpolicy.flow.dispatch import DispatchMode, DispatchTable, note_taken
+from gradpolicy.flow.dispatch import (
+    DispatchMode,
+    DispatchTable,
+    checkpoints_above,
+    has_graph,
+    note_taken,
+    refusal,
+)
 from gradpolicy.flow.operation_rule import TableRule, rules_for
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation

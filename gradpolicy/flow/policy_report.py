@@ -63,7 +63,7 @@ class ReportRow:
     @property
     def opaque_calls(self) -> Mapping[str, str]:
         """Calls inside which it cannot act on operations, each with the reason."""
-        return self.seen.opaque
+        return dict(sorted(self.seen.opaque))
 
     @property
     def compiled(self) -> bool:
@@ -102,7 +102,7 @@ class ReportRow:
             if place not in seen.matched
             and place not in seen.off
             and (place in self.named or not acted)
-            and not any(call.endswith(f" at {place}") for call in seen.opaque)
+            and not any(call.endswith(f" at {place}") for call, _ in seen.opaque)
         )
 
     def message(self, *, ignore_taken: bool = False, ignore_without_gradient: bool = False) -> str:
@@ -181,7 +181,7 @@ class ReportRow:
         if similar:
             return f"near it, {_quoted(similar)} ran there: name what is meant"
         if self.seen.opaque:
-            return f"it may run within {_quoted(self.seen.opaque)}, which cannot be seen into"
+            return f"it may run within {_quoted(self.opaque_calls)}, which cannot be seen into"
         named = sorted(ran & set(operation_names()))
         if not named:
             return "nothing ran there that a rule could be put on"
@@ -230,7 +230,7 @@ def report_unmet(
     """
     parts = [row.message(ignore_taken=True, ignore_without_gradient=ignore_without_gradient)]
     if strict:
-        opaque = row.seen.opaque
+        opaque = row.opaque_calls
         parts += [f"cannot see into {_listed(opaque)}"] if opaque else []
         parts += [
             f"the result of operation {operation!r} went through {function}, which lost its gradient: "

@@ -79,7 +79,7 @@ class Seen:
         off: Places that were passed while the rule was off.
         discrete: Operations with bool or integer results, which must become floating-point to count.
         lost: Operations whose results went into functions that cannot carry the gradient, with these.
-        opaque: Calls into which the rule cannot see, each with the reason.
+        opaque: Calls within which the rule cannot act, each with the reason.
         taken: Operations that an inner override or policy took.
         forward: ``"on"`` and ``"off"``, if a forward pass ran while the rule was that; ``"compiled"``.
         compiled: Whether some counts are of compiled code: one each time it is traced.
@@ -91,27 +91,29 @@ class Seen:
     off: set[str] = field(default_factory=set)
     discrete: set[str] = field(default_factory=set)
     lost: set[tuple[str, str]] = field(default_factory=set)
-    opaque: dict[str, str] = field(default_factory=dict)
+    opaque: set[tuple[str, str]] = field(default_factory=set)
     taken: set[str] = field(default_factory=set)
     forward: set[str] = field(default_factory=set)
     compiled: bool = False
 
-    def add(self, kind: str, what: str) -> None:
-        """Add to one of the counts or sets."""
+    def add(self, kind: str, what: Any) -> bool:
+        """Add to one of the counts or sets; return True if it is new there."""
         if kind == "matched":
             self.matched[what] = self.matched.get(what, 0) + 1
-        else:
-            getattr(self, kind).add(what)
+            return self.matched[what] == 1
+        found: set = getattr(self, kind)
+        is_new = what not in found
+        found.add(what)
+        return is_new
 
     def joined(self, other: "Seen") -> "Seen":
         """Return what happened under two rules."""
         matched = dict(self.matched)
         for what, count in other.matched.items():
             matched[what] = matched.get(what, 0) + count
-        sets = ("ran", "without_gradient", "off", "discrete", "lost", "taken", "forward")
+        sets = ("ran", "without_gradient", "off", "discrete", "lost", "opaque", "taken", "forward")
         return Seen(
             matched=matched,
-            opaque={**self.opaque, **other.opaque},
             compiled=self.compiled or other.compiled,
             **{name: getattr(self, name) | getattr(other, name) for name in sets},
         )
@@ -182,34 +184,30 @@ class RuleState:
         self.seen = Seen()
         self._take_key()
 
-    def note(self, kind: str, what: str) -> None:
-        """Add to one of the counts or sets of :class:`Seen`."""
+    def note(self, kind: str, what: Any, warning: str = "") -> None:
+        """Add to one of the counts or sets of :class:`Seen`, and give a warning if it is new there."""
         if is_compiling():
-            _note_while_tracing(self.key, kind, what)
+            _note_while_tracing(self.key, kind, what, warning)
             return
-        self.seen.add(kind, what)
+        if self.seen.add(kind, what) and warning:
+            warn_user(warning)
         if kind == "matched":
             RuleState.uses += 1
 
     def note_forward(self) -> None:
         """Note that a forward pass with gradients runs."""
         if is_compiling():
-            _note_while_tracing(self.key, "forward", "compiled")
+            self.note("forward", "compiled")
         self.note("forward", "on" if self.active else "off")
 
     def note_lost(self, operation: str, function: str, is_index: bool) -> None:
         """Warn once that the result of an operation went into a function that cannot carry a gradient."""
-        if is_compiling() or (operation, function) not in self.seen.lost:
-            _warn_of_lost(f"policy {self.name!r}: " * self.is_reported, operation, function, is_index)
-        if not is_compiling():
-            self.seen.lost.add((operation, function))
+        policy = f"policy {self.name!r}: " if self.is_reported else ""
+        self.note("lost", (operation, function), policy + _lost_message(operation, function, is_index))
 
     def note_opaque(self, call: str, reason: str) -> None:
         """Note, and warn once, that the rule cannot act on operations inside a call."""
-        if is_compiling():
-            _note_opaque_while_tracing(self.key, self.name, call, reason)
-        else:
-            _note_opaque(self.seen, self.name, call, reason)
+        self.note("opaque", (call, reason), f"policy {self.name!r} cannot see into {call}: {reason}")
 
     def note_cut(self, location: str, tensors: Iterable[Tensor], results: Any = ()) -> None:
         """Tell the observer that results were cut off from the graph of some tensors."""
@@ -280,22 +278,14 @@ def _shared_record(key: str) -> Seen:
 
 
 @runs_while_tracing
-def _note_while_tracing(key: str, kind: str, what: str) -> None:
+def _note_while_tracing(key: str, kind: str, what: Any, warning: str) -> None:
     record = _record(key)
-    if record is not None:
+    if warning:
+        warn_user(warning)
+    # Blocks share a record, and what one of them lost is no fault of another.
+    if record is not None and kind != "lost":
         record.add(kind, what)
         record.compiled |= kind == "matched"
-
-
-@runs_while_tracing
-def _note_opaque_while_tracing(key: str, name: str, call: str, reason: str) -> None:
-    _note_opaque(_record(key) or Seen(), name, call, reason)
-
-
-def _note_opaque(seen: Seen, name: str, call: str, reason: str) -> None:
-    if call not in seen.opaque:
-        seen.opaque[call] = reason
-        warn_user(f"policy {name!r} cannot see into {call}: {reason}")
 
 
 @runs_while_tracing
@@ -307,21 +297,18 @@ def warn_of_uncarried(subject: str, message: str, keys: tuple[str, ...]) -> None
             warn_user(f"{subject}: the result of {key.partition(': ')[0]!r} {message}")
 
 
-@runs_while_tracing
-def _warn_of_lost(policy: str, operation: str, function: str, is_index: bool) -> None:
+def _lost_message(operation: str, function: str, is_index: bool) -> str:
     if is_index:
-        text = (
+        return (
             f"an index from operation {operation!r} became numbers in {function}, and an index has no "
             "gradient: use the values that the operation gives, F.one_hot(x.argmax(-1), n) with a rule for "
             "'argmax', or detach the index (.detach()) if no gradient is meant"
         )
-    else:
-        text = (
-            f"the result of operation {operation!r} went through {function}, which cannot carry the rule's "
-            "gradient; cast it to floating point before (.float()), put the rule on all of it "
-            "(gradpolicy.apply), or detach it if no gradient is meant"
-        )
-    warn_user(f"{policy}{text}")
+    return (
+        f"the result of operation {operation!r} went through {function}, which cannot carry the rule's "
+        "gradient; cast it to floating point before (.float()), put the rule on all of it "
+        "(gradpolicy.apply), or detach it if no gradient is meant"
+    )
 
 
 def rule_uses() -> int:

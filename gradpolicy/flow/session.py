@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.checkpointing import checkpoints_above
 from gradpolicy.flow.containers import tensors_in
+from gradpolicy.flow.dispatch import checkpoints_above
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform
 

@@ -10,9 +10,18 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow.arguments import Signature
 from gradpolicy.flow.boundary import Boundary, adopt_writes
-from gradpolicy.flow.checkpointing import checkpoints_above, has_graph, may_be_recomputed, refusal
 from gradpolicy.flow.containers import map_tensors
-from gradpolicy.flow.dispatch import CountedCalls, DispatchMode, DispatchTable, active_modes, note_taken
+from gradpolicy.flow.dispatch import (
+    CountedCalls,
+    DispatchMode,
+    DispatchTable,
+    active_modes,
+    checkpoints_above,
+    has_graph,
+    may_be_recomputed,
+    note_taken,
+    refusal,
+)
 from gradpolicy.flow.operation_rule import OperationRule, TableRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.rule_state import RuleState
