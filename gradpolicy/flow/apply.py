@@ -47,7 +47,7 @@ def apply(
             results, ``grad`` and ``output`` are tuples.
         forward: The function.
         *args: Its arguments, tensors or not.
-        numpy: Whether the forward is written for NumPy and gets arrays; those of bfloat16 become float32.
+        numpy: True if the forward is written for NumPy and gets arrays; those of bfloat16 become float32.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -96,7 +96,7 @@ class WatchForward(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Make the call, and look at its arguments, unless the forward switched gradients on itself."""
+        """Make the call and check its arguments, unless the forward switched gradients on itself."""
         result = func(*args, **(kwargs or {}))
         if self._has_warned or torch.is_grad_enabled() or not isinstance(result, Tensor):
             return result
@@ -175,7 +175,7 @@ def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, A
 
 
 def call_of(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Call:
-    """Return the call of a forward, for rules that ask for it."""
+    """Return the call of a forward, for rules with a keyword ``call``."""
     name = _operation_or_own_name(forward)
     return Call(name, arguments_of(forward, name, args, kwargs))
 

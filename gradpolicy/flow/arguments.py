@@ -15,7 +15,7 @@ from gradpolicy.flow.tracing import runs_while_tracing
 # Where an argument comes from: its position, its keyword, or the default of its parameter.
 Source = tuple[str, int | str | None, Any]
 
-# What stands for a tensor while the names are found: the compiler passes constants only.
+# Replaces a tensor while the names are found: the compiler passes constants only.
 _TENSOR = "a tensor"
 # The names that torch's documentation uses for parameters that schemas or NumPy call otherwise.
 _ALSO_CALLED = {"axis": "dim", "keepdims": "keepdim", "self": "input", "A": "input"}
@@ -95,8 +95,8 @@ def _sources_of_form(
     values = {_ALSO_CALLED.get(key, key): value for key, value in kwargs}
     own_name = getattr(function, "__name__", name).partition(".")[0]
     # 2 - x calls x.__rsub__(2).
-    turned = own_name.startswith("__r") and len(args) == 2
-    args = args[::-1] if turned else args
+    reflected = own_name.startswith("__r") and len(args) == 2
+    args = args[::-1] if reflected else args
     # An operator in Python calls its operands self and other, whatever the operation calls them.
     parameters = None if own_name.startswith("__") else _parameters_in_python(function)
     if parameters is None:
@@ -110,7 +110,7 @@ def _sources_of_form(
         if parameter in keys:
             sources.append((parameter, keys[parameter], None))
         else:
-            place = (1 - position if turned else position) if position < len(args) else None
+            place = (1 - position if reflected else position) if position < len(args) else None
             sources.append((parameter, place, default))
     for names, _, defaults, _ in _schemas(name)[:1]:
         if parameters.keys() <= set(names):
@@ -201,7 +201,7 @@ _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Argument:
-    """Where one argument of a forward may stand in a call.
+    """The name and the position of one argument of a forward.
 
     Args:
         name: Its name; None for one of ``*args``.
@@ -223,8 +223,8 @@ class Argument:
 
 
 def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a bound forward; those of a ScriptModule stand in its schema."""
-    # `inspect.signature` knows nothing of these, or, where another library has wrapped them, only `*args`.
+    """Return the parameters of a bound forward; those of a ScriptModule are in its schema."""
+    # `inspect.signature` gives none of these, or only `*args` if another library has wrapped them.
     schema: Any = getattr(forward, "schema", None) if isinstance(forward, torch.ScriptMethod) else None
     if schema is None:
         return list(inspect.signature(forward).parameters.values())

@@ -20,7 +20,7 @@ from gradpolicy.flow.tracing import in_functorch, in_transform, is_compiling, sk
 
 
 class ReplaceGradient(Function):
-    """Gives values that were computed without a graph the gradient of a rule."""
+    """Give values that were computed without a graph the gradient of a rule."""
 
     generate_vmap_rule = True
 
@@ -56,7 +56,7 @@ class ReplaceGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        """Ask the rule."""
+        """Call the rule."""
         saved = list(ctx.saved_tensors)
         inputs = []
         for keep, dtype in zip(ctx.kept, ctx.dtypes, strict=True):
@@ -69,9 +69,9 @@ class ReplaceGradient(Function):
 
 
 class ChangeOwnGradients(Function):
-    """Lies between the inputs of an operation and their nodes, and changes what each gets as gradient.
+    """Change the gradients that an operation gives its inputs: a node between the inputs and the operation.
 
-    All gradients arrive together, so that a rule may look at all of them.
+    All gradients arrive together, so that a rule may use all of them.
     """
 
     generate_vmap_rule = True
@@ -100,7 +100,7 @@ class ChangeOwnGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        """Ask the rule."""
+        """Call the rule."""
         own: list[Tensor | None] = [None] * len(ctx.like)
         for place, grad in zip(ctx.places, grads, strict=True):
             own[place] = grad
@@ -117,7 +117,7 @@ class ChangeOwnGradients(Function):
 
 
 class HandOverOutput(Function):
-    """Lies behind an operation, and hands its output to the Function that lies before its inputs."""
+    """Pass the output of an operation to the Function before its inputs: a node after the operation."""
 
     @staticmethod
     def forward(outputs: list, *tensors: Tensor) -> Any:
@@ -139,7 +139,7 @@ class HandOverOutput(Function):
 
 
 class AdoptHistory(Function):
-    """Gives a tensor, which was written to through an alias, the alias's history.
+    """Give a tensor that was written to through an alias the history of the alias.
 
     A module that works in place on its input (``nn.ReLU(inplace=True)``) gets an alias of it. Code that
     uses the input afterwards sees the new values. With this it gets their gradient too.

@@ -18,7 +18,7 @@ class BoundRule:
     Args:
         state: The rule, and whether it is active.
         location: Where it acts, for messages: ``"operation 'relu'"``.
-        sums_broadcast: Whether a gradient in the output's shape is summed for an input that was broadcast.
+        sums_broadcast: True if a gradient in the output's shape is summed for an input that was broadcast.
         parameters: The rule's numbers; if None, those of the state.
     """
 
@@ -51,7 +51,7 @@ class BoundRule:
         return self._with({key: self.parameters[key].clone() for key in self.state.changing})
 
     def for_call(self, call: Call) -> "BoundRule":
-        """Return the rule, which asks for it, with the call that its gradient is of."""
+        """Return the rule with the call that its gradient is of."""
         return self._with({"call": call})
 
     def _with(self, parameters: dict[str, Any]) -> "BoundRule":

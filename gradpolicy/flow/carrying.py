@@ -30,7 +30,7 @@ from gradpolicy.flow.tracing import in_transform
 _is_traced = torch.compiler.is_dynamo_compiling
 _NAME = "_gradpolicy_path"
 
-# Whether any result has a path yet. Until then no call needs to look for one.
+# True if any result has a path yet. Until then no call needs to look for one.
 _any_path = [False]
 
 
@@ -41,7 +41,7 @@ class Origin:
     Args:
         state: The rule on the operation.
         operation: Its name.
-        is_counted: Whether the call is counted: once its result has become floating-point.
+        is_counted: True if the call is counted: once its result has become floating-point.
     """
 
     state: RuleState
@@ -50,14 +50,14 @@ class Origin:
 
 
 class GradientPath:
-    """The way back from a discrete tensor.
+    """The gradient path of a discrete tensor.
 
     Args:
         tensor: In the discrete tensor's shape and floating-point, with the gradient; its values mean nothing.
             For an index into categories: one more dimension, as the index's one-hot code has. None if a
             function on the way could not carry the gradient.
         origins: The calls that it comes from.
-        is_index: Whether the discrete tensor is an index into categories or entries.
+        is_index: True if the discrete tensor is an index into categories or entries.
         lost_in: The function that could not carry the gradient.
     """
 
@@ -69,7 +69,7 @@ class GradientPath:
         is_index: bool = False,
         lost_in: str = "",
     ) -> None:
-        # Typed loosely: what carries a path asks once for the whole call whether it is lost.
+        # Any: a carrier checks once for all paths of a call that none is lost.
         self.tensor: Any = tensor
         self.origins = origins
         self.is_index = is_index
@@ -152,7 +152,7 @@ def start_path(
     Args:
         bound_rule: The rule.
         operation: The operation's name.
-        result: What it returned.
+        result: Its result.
         inputs: Its inputs.
         module: The module in whose forward it ran, for messages.
         classes: If the result is an index into categories: how many there are. The rule gets one-hot codes.
@@ -200,7 +200,7 @@ def path_of(value: Any) -> GradientPath | None:
 
 # Makes a call by the rules that are on it: (function, arguments, keyword arguments).
 Call = Callable[[Function, tuple, Mapping[str, Any]], Any]
-# Makes a call and lets the paths of its arguments follow; NotImplemented if it cannot carry them.
+# Makes a call and carries the paths of its arguments to the result; NotImplemented if it cannot.
 Carrier = Callable[[Call, Function, tuple, Mapping[str, Any]], Any]
 
 # Views and indexing: entries change their place.
@@ -217,7 +217,7 @@ CASTS = (
     *("bool", "byte", "char", "short", "int", "long"),
 )
 NEGATIONS = ("logical_not", "bitwise_not", "invert")
-# These take an index as what it is: which entries of another tensor are meant.
+# These use an index to choose entries of another tensor.
 SELECTIONS = (
     *("getitem", "gather", "take", "take_along_dim", "index_select", "index_add", "index_copy", "index_fill"),
     *("index_put", "scatter", "scatter_add", "scatter_reduce", "embedding", "masked_select"),
@@ -240,7 +240,7 @@ def paths_in(args: Sequence, kwargs: Mapping[str, Any]) -> list[GradientPath]:
 def carry(
     call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any], paths: list[GradientPath]
 ) -> Any:
-    """Make a call with a discrete argument that has a path, and let the path follow.
+    """Make a call with a discrete argument that has a path, and carry the path to the result.
 
     Args:
         call: Makes a call by the rules that are on it.
@@ -445,7 +445,7 @@ def _functions(names: Iterable[str]) -> list[Function]:
     return [function for name in names for function in resolve_operation(name).functions]
 
 
-# Looked up by function, since the compiler cannot ask a function for its name.
+# By function, since the compiler cannot read the name of one.
 _WITHOUT_VALUES = frozenset(_functions(WITHOUT_VALUES))
 _SELECTIONS = frozenset(_functions(SELECTIONS))
 _CARRIERS: dict[Function, Carrier] = {

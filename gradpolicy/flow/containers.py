@@ -39,7 +39,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 def classes_that_hide_tensors(values: Any) -> set[str]:
     """Return the classes of other objects inside that have tensors with a gradient, and iterators.
 
-    What an iterator gives cannot be known before somebody asks for it.
+    The items of an iterator are unknown until it is used.
     """
     children = _children(values)
     if isinstance(values, Tensor) or children:
@@ -148,7 +148,7 @@ def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:
 
 
 def _is_dataclass(values: Any) -> bool:
-    # Not `dataclasses.is_dataclass`, which torch 2.11 cannot compile; nor can the compiler ask a slice.
+    # Not `dataclasses.is_dataclass`, which torch 2.11 cannot compile; nor does the compiler take a slice.
     return not isinstance(values, slice | type) and hasattr(values, "__dataclass_fields__")
 
 

@@ -21,7 +21,7 @@ from gradpolicy.flow.operation_rule import OpaqueCall, OperationRule, TableRule
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.tracing import as_in_tables, mode_at, mode_count, show_to_compiler, skip_alone
 
-# By these names, since a look-up of torch._C._… takes time at every layer.
+# A local name: the attribute look-up takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
 _CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
 
@@ -50,7 +50,7 @@ class DispatchTable:
 
 
 class DispatchMode(TorchFunctionMode):
-    """Sees every torch function, and lets the rules of a table make the calls that they cover.
+    """A mode that has the rules of a table make the calls of torch functions that they cover.
 
     Args:
         table: The table. An installation changes it from module to module.
@@ -164,7 +164,7 @@ def active_modes() -> list[DispatchMode]:
 
 
 def note_taken(operations: Iterable[str]) -> None:
-    """Tell the modes around the caller which operations were taken here, and so did not reach them."""
+    """Note at the modes around the caller the operations that an inner mode took."""
     for mode in active_modes():
         mode.taken.update(operations)
 

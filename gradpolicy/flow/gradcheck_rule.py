@@ -84,7 +84,7 @@ class RuleCheck(Departure):
         tolerance: The largest deviation that counts as exact, relative to the largest true gradient (at
             least 1).
         dtype: The precision in which the forward computes: the lowest of its inputs and results.
-        exact: Whether the rule is the true gradient within the tolerance.
+        exact: True if the rule is the true gradient within the tolerance.
         left_out: Entries of the inputs at which the forward has a kink or a jump, so that there is no
             true gradient to compare with.
         by_input: The departure for each floating-point input.

@@ -1,8 +1,8 @@
 """One call of an operation with a rule: native forward, then the rule's gradient.
 
-A rule that *changes* the operation's own gradients lies between its inputs and their nodes. One that filters
-the incoming gradient is called by a hook on the native node; that costs a tenth of an autograd Function in
-Python. Every other rule *replaces* the gradient by an autograd Function, and so do filters under
+A rule that *changes* the operation's own gradients is a node between the inputs and the operation. A rule
+that filters the incoming gradient is a hook on the native node, which costs a tenth of an autograd Function
+in Python. Every other rule *replaces* the gradient by an autograd Function, and so do filters under
 ``torch.compile`` and ``torch.func``, where hooks on nodes do not run.
 """
 
@@ -221,7 +221,7 @@ class OperationRule:
     def replaced(
         self, values: Any, inputs: Sequence[Tensor], module: str | None, bound_rule: BoundRule | None = None
     ) -> Any:
-        """Values with the rule's gradient. A discrete tensor stays what it is, and gets a gradient path."""
+        """Return values with the rule's gradient; a discrete tensor gets a gradient path instead."""
         bound_rule = bound_rule or self.bound_rule
         if is_discrete(values):
             return start_path(bound_rule, self.name, values, inputs, module)
@@ -236,7 +236,7 @@ class OperationRule:
         return result
 
     def _bound_to(self, native: "NativeCall") -> BoundRule:
-        """Return the rule with the call that it is for, if it asks for that; the arguments are detached."""
+        """Return the rule; if it has a keyword ``call``, with the call. The arguments are detached."""
         if not self.bound_rule.takes_call:
             return self.bound_rule
         arguments = arguments_of(native.function, self.name, native.args, native.kwargs)
@@ -292,7 +292,7 @@ class NativeCall:
 
 
 class OpaqueCall:
-    """Notes calls that run operations of a rule inside torch, where it cannot act on them.
+    """Notes calls that run operations of a rule inside torch, where the rule cannot act.
 
     Args:
         function: The function called.
@@ -325,7 +325,7 @@ class OpaqueCall:
         return function(*args, **kwargs)
 
 
-# What stands in a dispatch table: makes some calls of some torch functions in their place.
+# An entry of a dispatch table: it makes some calls of torch functions in their place.
 TableRule = OperationRule | OpaqueCall
 
 # A draw or an argmax, and its one-hot code.
@@ -383,9 +383,9 @@ def _filter_before(bound_rule: BoundRule) -> Callable:
 
 
 def _positive_part_in_place(norms: GradientNorms) -> Callable:
-    """Guided backpropagation as a hook behind the node of a ReLU.
+    """Return guided backpropagation as a hook after the node of a ReLU.
 
-    ``1[x > 0] · max(grad, 0) = max(1[x > 0] · grad, 0)``, and nobody else has what the node returns yet.
+    ``1[x > 0] · max(grad, 0) = max(1[x > 0] · grad, 0)``, and no other code holds the result of the node yet.
     Taking the positive part in place saves a tensor, and half of the time.
     """
 

@@ -50,7 +50,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "trunc": ("trunc", "fix"),
 }
 
-# Operations that share a torch function with another operation, whose name that function then goes by.
+# Operations that share a torch function with another operation, which gives that function its name.
 SHARING = ("bool", "byte", "char", "floor_divide", "int", "long", "relu6", "short")
 
 # Operations with one name of their own that the documentation lists. Any other torch function works too.

@@ -27,7 +27,7 @@ from gradpolicy.imports import import_by_name
 from gradpolicy.rules.derivative import OperationDerivative
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names, unknown_rule
 
-# Tells from its arguments whether a call is the operation.
+# True if a call with these arguments is the operation.
 Decision = Callable[[Function, tuple, Mapping[str, Any]], bool]
 
 
@@ -37,9 +37,9 @@ class Spelling:
 
     Args:
         name: The function's own name, without underscores at either end.
-        writes: Whether it always writes its result into its first argument.
-        second_first: Whether it is a method of the operation's second input (``a.where(condition, b)``).
-        draws_bits: Whether it is ``bernoulli``. If a probability is given, the tensor that it is called on
+        writes: True if it always writes its result into its first argument.
+        second_first: True if it is a method of the operation's second input (``a.where(condition, b)``).
+        draws_bits: True if it is ``bernoulli``. If a probability is given, the tensor that it is called on
             is no input.
     """
 

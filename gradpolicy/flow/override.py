@@ -32,7 +32,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 def gradient_override(
     overrides: Mapping[str | Function, str | Rule | RuleFunction | Function], *, strict: bool = False
 ) -> "Block":
-    """Return operations another gradient while a block or function runs. Forward values stay as they are.
+    """Override the gradient of operations while a block or function runs; forward values do not change.
 
     It acts on operations *created* in the block, whatever their spelling, and wherever backward runs. Blocks
     nest: the inner one wins, and the outer acts on what the inner does not name. Under ``torch.compile`` a
@@ -77,7 +77,7 @@ def gradient_override(
 
 
 class Block(DispatchMode):
-    """What :func:`gradient_override` returns: a context manager, and a decorator.
+    """The context manager and decorator that :func:`gradient_override` returns.
 
     Each entry puts a copy of the block on the stack of modes, so that one block may be entered again within
     itself and on several threads. The copies share their record. The compiler puts the block
@@ -85,12 +85,12 @@ class Block(DispatchMode):
 
     Args:
         rules: The rules.
-        strict: Whether an operation that never runs is an error; otherwise it gives a warning.
+        strict: True if an operation that never runs is an error; otherwise it gives a warning.
     """
 
     # What messages call the block.
     subject = "gradient_override"
-    # Of an entered copy: how many checkpoints run around it, and whether a backward pass can come.
+    # Of an entered copy: the number of checkpoints around it, and True if a backward pass can follow.
     checkpoints: int | None = None
     has_graph = True
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,13 +17,13 @@ from gradpolicy.when import When
 
 
 class GradientNorms:
-    """Adds up squared norms while it is on. The tensors stay on their device until somebody reads them.
+    """Sums of squared gradient norms. The tensors stay on their device until they are read.
 
     Attributes:
-        on: Whether it measures.
-        counts_zeros: Whether it counts zeros too.
-        zeros: How many entries of the gradients let through were 0; None if none were counted.
-        entries: How many entries these had.
+        on: True if it measures.
+        counts_zeros: True if it counts zeros too.
+        zeros: The number of entries of passed gradients that are 0; None if they are not counted.
+        entries: The number of entries of these gradients.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class GradientNorms:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was measured."""
+        """Clear the measurements."""
         self._before: Tensor | None = None
         self._after: Tensor | None = None
         self.zeros: Tensor | None = None
@@ -59,13 +58,13 @@ class GradientNorms:
 
 
 class FlowObserver(Protocol):
-    """Learns what a policy did; see :meth:`gradpolicy.flow.install.Installed.observe`."""
+    """An observer of policies; see :meth:`gradpolicy.flow.install.Installed.observe`."""
 
     def cut(self, policy: str, location: str, tensors: Iterable[Tensor], results: Any) -> None:
-        """Return the policy cut results off from the graph of these tensors."""
+        """Handle results that the policy detached from the graph of these tensors."""
 
     def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
-        """Return the policy let these gradients through."""
+        """Handle gradients that the policy passed."""
 
 
 @dataclass(eq=False)
@@ -82,7 +81,7 @@ class Seen:
         opaque: Calls within which the rule cannot act, each with the reason.
         taken: Operations that an inner override or policy took.
         forward: ``"on"`` and ``"off"``, if a forward pass ran while the rule was that; ``"compiled"``.
-        compiled: Whether some counts are of compiled code: one each time it is traced.
+        compiled: True if some counts are of compiled code: one each time it is traced.
     """
 
     matched: dict[str, int] = field(default_factory=dict)
@@ -131,14 +130,14 @@ class RuleState:
     Args:
         name: The policy's name.
         rule: The rule. A callable among its parameters is a schedule.
-        detaches: Whether the graph is cut instead of asking the rule.
+        detaches: True if the graph is cut instead of calling the rule.
         when: When it is active.
         calls: The numbers of the calls that it is for, of each operation within a module's forward; none
             means all.
         argument: The one argument of each operation that it is for, by name or position; None means all.
-        has_own_gradient: Whether what it acts on has a gradient of its own, which a rule's filter or its
+        has_own_gradient: True if the place has a gradient of its own, which a rule's filter or its
             ``own`` can change; otherwise the rule's function makes it.
-        is_reported: Whether it counts calls in compiled code. For a ``gradient_override`` it does not, so
+        is_reported: True if it counts calls in compiled code. For a ``gradient_override`` it does not, so
             that the compiler sees no difference between blocks and need not compile anew for each.
         written: The policy as a person writes it.
     """
@@ -166,7 +165,7 @@ class RuleState:
         self.calls = tuple(calls)
         self.argument = argument
         self.detaches = detaches
-        # Whether the rule's filter changes the gradient that comes in.
+        # True if the rule's filter changes the gradient that comes in.
         self.filters = has_own_gradient and rule.gradient_filter is not None
         self.active = True
         self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
@@ -210,7 +209,7 @@ class RuleState:
         self.note("opaque", (call, reason), f"policy {self.name!r} cannot see into {call}: {reason}")
 
     def note_cut(self, location: str, tensors: Iterable[Tensor], results: Any = ()) -> None:
-        """Tell the observer that results were cut off from the graph of some tensors."""
+        """Report to the observer that results were detached from the graph of some tensors."""
         if not is_compiling() and self.observer is not None:
             self.observer.cut(self.name, location, tensors, results)
 
@@ -229,11 +228,8 @@ class RuleState:
 
     @property
     def seen_in_compiled_code(self) -> Seen:
-        """The record of compiled code under this key, also of former blocks; nobody sees it run again."""
-        frames: Any = sys.modules.get("torch._dynamo.convert_frame")
-        # torch._dynamo.reset() leaves none of that code.
-        is_left = frames and getattr(getattr(frames, "input_codes", None), "seen_ids", True)
-        return (_record(self.key) if is_left else None) or Seen()
+        """The record of compiled code under this key, including that of earlier blocks."""
+        return _record(self.key) or Seen()
 
     def update(self, phase: str, step: int, epoch: int) -> None:
         """Switch the rule on or off for a time, and set its scheduled numbers."""
@@ -259,7 +255,7 @@ class RuleState:
             _RECORDS[self.key] = self.seen
 
     def __getstate__(self) -> dict:
-        # A copied model is nobody's to observe.
+        # The observer belongs to the original model.
         return {**self.__dict__, "observer": None}
 
     def __setstate__(self, state: dict) -> None:

@@ -16,10 +16,10 @@ _ORIGINAL: dict[str, Any] = {}
 
 
 def replace_samplers() -> None:
-    """Replace the samplers that hide a draw, for blocks with a rule on it; elsewhere they are as before.
+    """Replace the samplers whose draws a rule cannot see; without a rule on the draw they act as before.
 
-    ``Bernoulli.sample`` switches gradients off while it draws, and ``Categorical.sample`` turns its draws by
-    an attribute (``.T``) that compiled code does not show.
+    ``Bernoulli.sample`` switches gradients off, and ``Categorical.sample`` transposes its draws by an
+    attribute (``.T``) that compiled code does not show.
     """
     if not _ORIGINAL:
         _ORIGINAL.update(bernoulli=Bernoulli.sample, categorical=Categorical.sample)

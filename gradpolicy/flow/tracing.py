@@ -19,7 +19,7 @@ from gradpolicy.rules.registry import Rule
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
-# By these names, since a look-up of torch._C._… takes time at every layer.
+# Local names: the attribute look-up takes time at every layer.
 is_compiling = torch.compiler.is_compiling
 in_functorch = torch._C._are_functorch_transforms_active
 mode_count = torch._C._len_torch_function_stack
@@ -58,8 +58,8 @@ def runs_while_tracing(function: AnyFunction) -> AnyFunction:
 def skip_alone(function: AnyFunction) -> AnyFunction:
     """Mark a function that the compiler is to trace only where it traces the caller too.
 
-    Where the compiler leaves a caller to eager mode it compiles what that calls alone, and a function that
-    asks there would get the answer that all of it is compiled.
+    Where the compiler leaves a caller to eager mode it compiles its callees alone. A function that tests
+    for compiled code would get True there.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -80,10 +80,10 @@ def active_tables() -> list[Any]:
 
 
 def show_to_compiler(functions: Collection[Function]) -> None:
-    """Have the compiler hand calls of these functions over to modes, as eager mode does.
+    """Have the compiler show modes the calls of these functions, as eager mode does.
 
-    The compiler goes by a list of its own. Functions in place (``torch.relu_``), ``F.sigmoid``, ``F.tanh``
-    and functions that a user wrote are not on it, and the built-in ``abs`` it never hands over. Without this
+    The compiler has a list of its own. Functions in place (``torch.relu_``), ``F.sigmoid``, ``F.tanh``
+    and functions that a user wrote are not on it, and the built-in ``abs`` never reaches modes. Without this
     the rules on them would be ignored in compiled code.
     """
     known = get_overridable_functions()["gradpolicy"]
@@ -102,12 +102,12 @@ def show_to_compiler(functions: Collection[Function]) -> None:
     _show_builtin_abs()
     for function in in_python:
         if lookup(function) is UserFunctionVariable:
-            # The compiler would look into it, and hand over what it calls.
+            # The compiler would trace into it, and show modes what it calls.
             torch.compiler.allow_in_graph(function)
 
 
 def as_in_tables(function: Function) -> Function:
-    """Return a function that the compiler handed over as one that it finds in dicts.
+    """Return a function that the compiler passed to a mode as one that it finds in dicts.
 
     It does not find the operators that are written in Python.
     """

@@ -147,7 +147,7 @@ def _shortening(rows: Tensor, bound: Number) -> Tensor:
 
 
 def _measured(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest entry of each row, its length in units of that, and whether it is finite.
+    """Return the largest entry of each row, its length in units of that, and True for a finite row.
 
     Rows are divided by their largest entry first, so that no square overflows, in fp16 either.
     """

@@ -91,18 +91,16 @@ class OperationDerivative(Derivative):
         shared = {
             name: value
             for name, value in call.arguments.items()
-            if name in self.settings and isinstance(value, bool | int | float | str | tuple | list)
+            if name in self.settings and _is_setting(value)
         }
-        return super().__call__(grad, inputs, output, **_without_tensors(shared))
+        return super().__call__(grad, inputs, output, **shared)
 
 
-def _without_tensors(settings: dict[str, Any]) -> dict[str, Any]:
-    """Leave out lists of tensors, which are inputs."""
-    return {
-        name: value
-        for name, value in settings.items()
-        if not (isinstance(value, tuple | list) and any(isinstance(item, Tensor) for item in value))
-    }
+def _is_setting(value: Any) -> bool:
+    """Return True for numbers, strings and lists of them; tensors are inputs."""
+    if isinstance(value, tuple | list):
+        return not any(isinstance(item, Tensor) for item in value)
+    return isinstance(value, bool | int | float | str)
 
 
 def gradient_of(function: Callable[..., Tensor] | str, **parameters: Any) -> Rule:

@@ -39,8 +39,8 @@ def lsq(
             such as one a channel).
         output: The quantised values.
         bits: b, the width of the grid; at least 2 where signed, else 1.
-        signed: Whether the grid has negative points.
-        count: How many values share a step, for the gradient's scale; unless told otherwise those of v. For
+        signed: True if the grid has negative points.
+        count: How many values share a step, for the gradient's scale; by default all of v. For
             activations the paper takes the number of features of one sample.
 
     Raises:
@@ -200,12 +200,12 @@ def rotation(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, dim: i
     direction, code_direction = _divide(vectors, length), _divide(codes, code_length)
     between = direction + code_direction
     between = _divide(between, torch.linalg.vector_norm(between, dim=dim, keepdim=True))
-    turned = (
+    rotated = (
         grad
         - 2 * between * (between * grad).sum(dim, keepdim=True)
         + 2 * direction * (code_direction * grad).sum(dim, keepdim=True)
     )
-    gradient = to_first(torch.where(length > 0, turned * _divide(code_length, length), grad), inputs)
+    gradient = to_first(torch.where(length > 0, rotated * _divide(code_length, length), grad), inputs)
     return (gradient, *[None] * (len(inputs) - 1)) if len(inputs) > 1 else gradient
 
 

@@ -1,4 +1,4 @@
-"""Backward rules by name, and the call that a rule is asked about."""
+"""Backward rules by name, and the call of an operation that a rule may read."""
 
 import dis
 import inspect
@@ -51,10 +51,10 @@ class Rule:
         reads: Which of ``"inputs"`` and ``"output"`` the function reads the values of. What it does not
             read is not kept for the backward pass: it gets other tensors of the same shape. If None, the
             function's code decides.
-        own: Whether the rule *changes* the operation's own gradients instead of replacing them. The function
+        own: True if the rule *changes* the operation's own gradients instead of replacing them. The function
             is then called as ``function(own, inputs, output, **parameters)``; ``own`` is a tuple with the
             gradient that the operation itself gives each input, None for an input that gets none.
-        each: Whether the function changes one gradient, whatever it is of, as ``scale`` does. With ``own``
+        each: True if the function changes one gradient, of any tensor, as ``scale`` does. With ``own``
             it is called for the gradient of each input by itself, with a tensor.
     """
 
@@ -65,7 +65,7 @@ class Rule:
     reads: tuple[str, ...] | None = None
     own: bool = False
     each: bool = False
-    # Whether the function has a keyword ``call``. Compiled code cannot ask for its signature.
+    # True if the function has a keyword ``call``. Compiled code cannot read the signature.
     takes_call: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -85,9 +85,9 @@ class Rule:
     def __call__(
         self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, call: Call | None = None
     ) -> Any:
-        """Apply the rule; the call is for rules that ask for it."""
-        asked = {"call": call} if call is not None and self.takes_call else {}
-        return self.function(grad, inputs, output, **self.parameters, **asked)
+        """Apply the rule; the call is for rules with a keyword ``call``."""
+        keywords = {"call": call} if call is not None and self.takes_call else {}
+        return self.function(grad, inputs, output, **self.parameters, **keywords)
 
     def with_parameters(self, **parameters: Any) -> "Rule":
         """Return this rule with keyword arguments set.
@@ -135,7 +135,7 @@ def rule(
         each: See :class:`Rule`.
 
     Returns:
-        A decorator that gives the function back as it is.
+        A decorator that returns the function unchanged.
 
     Raises:
         PolicyError: If another function has the name, or the function cannot take

@@ -318,15 +318,6 @@ def test_an_argmax_that_becomes_a_one_hot_code(name, one_hot, gradient):
     torch.testing.assert_close(found, gp.get_rule(name)(weights, (scores,), value))
 
 
-def test_an_index_is_no_quantity():
-    x = X.clone().requires_grad_()
-    with (
-        pytest.warns(UserWarning, match="index from operation 'argmax_one_hot' became numbers in 'float'"),
-        gp.gradient_override({"argmax": "identity"}),
-    ):
-        assert not x.argmax().float().requires_grad
-
-
 COMPILED = [
     "float",
     "indexed",

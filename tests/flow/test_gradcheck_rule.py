@@ -1,12 +1,168 @@
-"""gradcheck_rule takes whatever apply takes."""
+"""gradcheck_rule says how far a rule is from the true gradient, for whatever apply takes."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import gradpolicy as gp
+from gradpolicy import PolicyError, get_rule, gradcheck_rule
+from gradpolicy.rules.gradcheck import enumerate_bits, enumerate_categories
 
-X, Y = torch.tensor([0.3, -1.2, 0.9]), torch.tensor([2.0, 0.5, -0.7])
+X = torch.tensor([[-1.5, 0.4], [0.9, 2.0]])
+V, W = torch.tensor([0.3, -1.2, 0.9]), torch.tensor([2.0, 0.5, -0.7])
+
+
+def own(function):
+    """The true gradient as a rule, by autograd: a reference of its own for the differences."""
+
+    def true_gradient(grad, inputs, output):
+        with torch.enable_grad():
+            points = [tensor.detach().requires_grad_() for tensor in inputs]
+            return torch.autograd.grad(function(*points), points, grad)
+
+    return true_gradient
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        *((function, X) for function in (torch.sin, F.gelu, lambda x: torch.softmax(x, 1))),
+        (torch.exp, torch.randn(2, 3).mT),
+        (torch.matmul, (torch.randn(2, 3), torch.randn(3, 4))),
+    ],
+)
+def test_the_true_gradient_is_exact(function, inputs):
+    check = gradcheck_rule(own(function), function, inputs)
+    assert check.exact
+    assert check.deviation < 1e-8
+    assert check.length_ratio == pytest.approx(1)
+    assert "is exact" in str(check)
+
+
+@pytest.mark.parametrize(
+    ("rule", "forward", "figures", "text"),
+    [
+        (
+            get_rule("scale", factor=1.7),
+            torch.clone,
+            {"length_ratio": 1.7, "cosine": 1, "relative_deviation": 0.7},
+            "1.7 x longer; cosine 1.00",
+        ),
+        ("reverse", torch.clone, {"cosine": -1, "sign_agreement": 0}, "cosine -1.00"),
+        (
+            "identity",
+            torch.round,
+            {"passes_where_zero": 1, "length_ratio": math.inf, "cosine": math.nan},
+            "passes gradient where the true one is 0 (100% of the entries)",
+        ),
+        (
+            "stop",
+            torch.exp,
+            {"stops_where_not": 1, "length_ratio": 0},
+            "no gradient at all; stops gradient where the true one is not 0",
+        ),
+        ("guided_relu", torch.relu, {"passes_where_zero": 0}, "stops gradient where the true one is not 0"),
+    ],
+)
+def test_a_departure_is_given_in_figures_and_words(rule, forward, figures, text):
+    check = gradcheck_rule(rule, forward, X)
+    assert not check.exact
+    assert {name: getattr(check, name) for name in figures} == pytest.approx(figures, nan_ok=True)
+    assert text in str(check)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda grad, inputs, output: (grad, grad), "'<lambda>' returned 2 gradients for 1 inputs"),
+        (lambda grad, inputs, output: grad.sum(), r"gradient of shape \(\) for input 0 of shape \(2, 2\)"),
+        (lambda grad, inputs, output: 2.0, r"returned 2.0 for input 0, not a tensor"),
+    ],
+)
+def test_a_wrong_gradient_names_the_rule(rule, message):
+    with pytest.raises(PolicyError, match=message):
+        gradcheck_rule(rule, torch.clone, X)
+
+
+def test_the_largest_deviation_is_located():
+    def wrong_at_one_place(grad, inputs, output):
+        wrong = grad.clone()
+        wrong[1, 0] += 5
+        return wrong
+
+    check = gradcheck_rule(wrong_at_one_place, torch.clone, X, cotangents=1)
+    assert check.where == (0, 1, 0)
+    assert check.deviation == pytest.approx(5)
+    assert check.rule_value - check.true_value == pytest.approx(5)
+    assert "largest at input 0 [1, 0]" in str(check)
+
+
+def test_each_input_is_told_apart():
+    def second_is_doubled(grad, inputs, output):
+        first, second = own(torch.mul)(grad, inputs, output)
+        return first, 2 * second
+
+    check = gradcheck_rule(second_is_doubled, torch.mul, (X, X + 1))
+    assert check.by_input[0].deviation < 1e-8
+    assert check.by_input[1].length_ratio == pytest.approx(2)
+    assert "input 1: 2 x longer" in str(check)
+
+
+def test_kinks_and_jumps_are_left_out_and_counted():
+    check = gradcheck_rule(own(F.hardtanh), F.hardtanh, torch.tensor([1.0, 0.3, -2.0]))
+    assert check.exact
+    assert check.left_out == 1
+    assert gradcheck_rule("stop", torch.round, torch.tensor([0.5, 0.2])).left_out == 1
+    assert "left out at a kink or jump: 1" in str(check)
+
+
+def test_strong_curvature_is_no_kink():
+    check = gradcheck_rule(own(lambda x: torch.sin(50 * x)), lambda x: torch.sin(50 * x), X)
+    assert check.left_out == 0
+
+
+def test_nothing_but_kinks_is_an_error():
+    with pytest.raises(PolicyError, match="every entry lies at a kink"):
+        gradcheck_rule("identity", torch.abs, torch.zeros(2))
+
+
+def test_integer_inputs_are_given_as_they_are():
+    def rule_for_rows(grad, inputs, output):
+        return torch.zeros_like(inputs[0]).index_add(0, inputs[1], grad), None
+
+    check = gradcheck_rule(rule_for_rows, lambda x, rows: x[rows], (X, torch.tensor([1, 1, 0])))
+    assert check.exact
+    assert len(check.by_input) == 1
+
+
+def test_none_counts_as_zeros():
+    assert gradcheck_rule(lambda grad, inputs, output: None, torch.round, X).exact
+
+
+def test_not_a_number_is_never_exact():
+    check = gradcheck_rule(lambda grad, inputs, output: grad * math.nan, torch.clone, X)
+    assert not check.exact
+
+
+def test_a_random_forward_needs_its_outcomes():
+    with pytest.raises(PolicyError, match="random; give outcomes="):
+        gradcheck_rule("bernoulli", torch.bernoulli, torch.full((20,), 0.5))
+
+
+def test_outcomes_are_complete():
+    bits = list(enumerate_bits(torch.tensor([0.2, 0.7], dtype=torch.float64)))
+    assert sum(float(chance) for chance, _ in bits) == pytest.approx(1)
+    assert sorted(output.tolist() for _, output in bits) == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    categories = list(enumerate_categories(torch.tensor([0.0, 1.0, 2.0])))
+    assert sum(float(chance) for chance, _ in categories) == pytest.approx(1)
+
+
+def test_the_same_seed_gives_the_same_figures():
+    assert gradcheck_rule("tanh", torch.sin, X, seed=3) == gradcheck_rule("tanh", torch.sin, X, seed=3)
+    assert gradcheck_rule("tanh", torch.sin, X, seed=3) != gradcheck_rule("tanh", torch.sin, X, seed=4)
 
 
 def cube_of_arrays(x):
@@ -22,12 +178,12 @@ def product(grad, inputs, output):
     [(np.multiply, False), (lambda a, b: a.copy() * b, True), (torch.mul, False)],
 )
 def test_several_inputs_in_numpy_or_torch(forward, numpy):
-    check = gp.gradcheck_rule(product, forward, (X, Y), numpy=numpy)
+    check = gp.gradcheck_rule(product, forward, (V, W), numpy=numpy)
     assert check.exact
     assert len(check.by_input) == 2
     assert check.dtype == torch.float64
     assert "tolerance 1e-06 (float64)" in str(check)
-    wrong = gp.gradcheck_rule(lambda g, i, o: (g * i[1], g), forward, (X, Y), numpy=numpy)
+    wrong = gp.gradcheck_rule(lambda g, i, o: (g * i[1], g), forward, (V, W), numpy=numpy)
     assert not wrong.exact
 
 
@@ -36,13 +192,13 @@ def test_arrays_and_other_arguments():
         assert mode == "cubed"
         return scale * values**3
 
-    check = gp.gradcheck_rule(lambda g, i, o: 6 * g * i[0] ** 2, forward, (X.numpy(), 2.0, "cubed"))
+    check = gp.gradcheck_rule(lambda g, i, o: 6 * g * i[0] ** 2, forward, (V.numpy(), 2.0, "cubed"))
     assert check.exact
-    assert gp.gradcheck_rule("torch.exp", np.exp, X.double().numpy()).exact
+    assert gp.gradcheck_rule("torch.exp", np.exp, V.double().numpy()).exact
 
 
 def test_tensors_in_containers_are_inputs_in_order():
-    check = gp.gradcheck_rule(product, lambda pair: pair["a"] * pair["b"][0], ({"a": X, "b": [Y]},))
+    check = gp.gradcheck_rule(product, lambda pair: pair["a"] * pair["b"][0], ({"a": V, "b": [W]},))
     assert check.exact
 
 
@@ -57,7 +213,7 @@ def test_tensors_in_containers_are_inputs_in_order():
     ids=["numpy", "weights in float32", "torch"],
 )
 def test_the_tolerance_follows_the_precision_of_the_forward_and_is_said(forward, scale):
-    x, numpy = X * scale, forward is cube_of_arrays
+    x, numpy = V * scale, forward is cube_of_arrays
     check = gp.gradcheck_rule(lambda g, i, o: 3 * g * i[0] ** 2, forward, x, numpy=numpy)
     assert check.exact
     assert check.left_out == 0
@@ -75,7 +231,7 @@ def test_several_results_give_the_rule_tuples():
     def rule(grads, inputs, outputs):
         return grads[0] * torch.cos(inputs[0]) + grads[1] * outputs[1]
 
-    assert gp.gradcheck_rule(rule, lambda x: (torch.sin(x), torch.exp(x), x.argmax()), X).exact
+    assert gp.gradcheck_rule(rule, lambda x: (torch.sin(x), torch.exp(x), x.argmax()), V).exact
 
 
 def test_the_call_reaches_the_rule():
@@ -84,11 +240,12 @@ def test_the_call_reaches_the_rule():
         dim = call.arguments["dim"]
         return grad.flip(dim).cumsum(dim).flip(dim)
 
-    assert gp.gradcheck_rule(rule, torch.cumsum, (X, 0)).exact
+    assert gp.gradcheck_rule(rule, torch.cumsum, (V, 0)).exact
 
 
 def test_what_cannot_be_checked_is_refused():
     with pytest.raises(gp.PolicyError, match="gradcheck_rule: the forward must be a function, got 3"):
         gp.gradcheck_rule("identity", 3, torch.ones(1))
-    with pytest.raises(gp.PolicyError, match="'identity': there is no floating-point input to check"):
-        gp.gradcheck_rule("identity", torch.sin, torch.empty(0))
+    for nothing in (torch.empty(0), torch.arange(3)):
+        with pytest.raises(gp.PolicyError, match="'identity': there is no floating-point input to check"):
+            gp.gradcheck_rule("identity", torch.clone, nothing)

@@ -346,23 +346,6 @@ class TestAFunctionOfTheOwnGradients:
         ):
             gradients(torch.mul, made([(3,), (3,)]))
 
-    def test_its_own_error_is_shown(self):
-        def fails(own, inputs, output):
-            raise KeyError("my own words")
-
-        with (
-            gp.install(model := Calls(torch.mul), [gp.UseRule(fails, ops=["mul"], own=True)]),
-            pytest.raises(gp.PolicyError, match="KeyError: 'my own words'"),
-        ):
-            gradients(model, made([(3,), (3,)]))
-
-    def test_a_registered_rule_that_changes_one_gradient_is_asked_for_each_input(self):
-        inputs = made([(3,), (3,)])
-        policy = gp.UseRule("scale", parameters={"factor": 3.0}, ops=["mul"], own=True)
-        with gp.install(model := Calls(torch.mul), [policy], strict=True):
-            found = gradients(model, inputs)
-        torch.testing.assert_close(found, [3 * gradient for gradient in gradients(torch.mul, inputs)])
-
     @pytest.mark.parametrize(
         ("make", "message"),
         [

@@ -86,17 +86,10 @@ def agrees(name, calls, backend):
 @pytest.mark.mostly_slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted({*operation_names(), *in_place_functions()} - RANDOM))
-def test_compiled_code_gives_every_spelling_the_gradient_of_eager_mode_or_refuses_it(name):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_code_gives_every_spelling_the_gradient_of_eager_mode_or_refuses_it(name, backend):
     calls = calls_of(name)
-    assert not calls or agrees(name, calls, "aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted({*operation_names(), *in_place_functions()} - RANDOM))
-def test_inductor_gives_every_spelling_the_gradient_of_eager_mode_or_refuses_it(name):
-    calls = calls_of(name)
-    assert not calls or agrees(name, calls, "inductor")
+    assert not calls or agrees(name, calls, backend)
 
 
 def twice(x):
