@@ -25,9 +25,9 @@ from gradpolicy.commands.search_space import Metric, SearchSpace, read_space
 from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
+from gradpolicy.insight.report import write_report
 from gradpolicy.insight.results import REPORT, RESULT, Result, replace_unencodable
 from gradpolicy.insight.sweep_summary import SweepSummary
-from gradpolicy.insight.write_report import write_report
 from gradpolicy.launch.allowed_targets import trusted_packages
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at

@@ -1,24 +1,19 @@
-"""What the files of a run hold, as models: whatever reads one reads it by its model.
+"""Models of ``plan.json`` and ``audit.json`` in the directory of a run.
 
 Those of ``result.json`` and ``run.json`` are :class:`gradpolicy.insight.results.ResultFile` and
-:class:`gradpolicy.lightning.runs.RunRecord`. What files of older versions lack has a default.
+:class:`gradpolicy.lightning.runs.RunRecord`. Keys that files of older versions lack have a default.
 """
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
-# What a float counts exactly.
+# A float holds whole numbers up to this one exactly.
 Count = Annotated[int, Field(ge=0, le=2**53)]
-# A measurement; null where there was none.
-Number = bool | Annotated[float, Field(allow_inf_nan=False)] | None
-Numbers = Number | list[Number]
-Word = str | None
-Flags = bool | None | list[bool | None]
 
 
 class PlanRow(BaseModel):
-    """What ``plan.json`` says of a policy."""
+    """A policy in ``plan.json``."""
 
     name: str
     what: str = ""
@@ -33,7 +28,7 @@ class PlanRow(BaseModel):
 
 
 class PlanModule(BaseModel):
-    """What ``plan.json`` says of a module."""
+    """A module in ``plan.json``."""
 
     name: str
     type: str = ""
@@ -53,56 +48,15 @@ class PlanFile(BaseModel):
     modules: list[PlanModule] = []
 
 
-# What a line of the record has, by its kind.
-NEEDED = {"freeze": ("policy", "parameter", "entries", "active"), "flow": ("policy",)}
-
-
-class RecordLine(BaseModel):
-    """A line of ``record.jsonl``; one of the kind ``freeze`` has lists, with a value for each parameter."""
-
-    kind: str
-    step: Count
-    epoch: Count
-    policy: Word = None
-    phase: Word = None
-    layer: Word = None
-    frozen_state: Word | list[Word] = None
-    parameter: Word | list[str] = None
-    changed: Flags = None
-    entries: Numbers = None
-    active: Numbers = None
-    flipped: Numbers = None
-    state_bytes: Numbers = None
-    adam_bytes: Numbers = None
-    age_min: Numbers = None
-    age_q25: Numbers = None
-    age_median: Numbers = None
-    age_q75: Numbers = None
-    age_max: Numbers = None
-    weight_norm: Numbers = None
-    update_norm: Numbers = None
-    gradient_norm_before: Numbers = None
-    gradient_norm_after: Numbers = None
-    operations: Numbers = None
-    zeros_passed: Numbers = None
-
-    @model_validator(mode="after")
-    def _has_what_its_kind_needs(self) -> Self:
-        for name in NEEDED.get(self.kind, ()):
-            if getattr(self, name) is None:
-                raise ValueError(f"{name} is needed where the kind is {self.kind}")
-        return self
-
-
 class StopChecks(BaseModel):
-    """How often the audit looked at stopped gradients, and how often they were not zero."""
+    """The number of checks of stopped gradients, and of those that were not zero."""
 
     checked: Count = 0
     nonzero: Count = 0
 
 
 class OperationChecks(BaseModel):
-    """How often the audit compared the operations of a batch, and how often they differed."""
+    """The number of comparisons of the operations of a batch, and of those that differed."""
 
     checked: Count = 0
     differing: Count = 0

@@ -22,9 +22,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.imports import allowed_packages, limited_to
+from gradpolicy.insight.report import write_report
 from gradpolicy.insight.results import REPORT, STOPPED, Result, replace_unencodable
 from gradpolicy.insight.sweep_summary import RESULTS, SUMMARY, SweepSummary, collect
-from gradpolicy.insight.write_report import write_report
 from gradpolicy.launch.allowed_targets import check_not_from_config, trusted_packages
 from gradpolicy.launch.compose import (
     VERSION_BASE,

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.imports import to_install
+from gradpolicy.insight.report import write_report
 from gradpolicy.insight.required_metric import RequiredMetric
 from gradpolicy.insight.results import (
     REPORT,
@@ -31,7 +32,6 @@ from gradpolicy.insight.results import (
 )
 from gradpolicy.insight.run_files import LogRun, name_loggers, write_plan
 from gradpolicy.insight.run_log import logged_run, quieter
-from gradpolicy.insight.write_report import write_report
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.compose import default_config
 from gradpolicy.launch.config import Settings, check_config, resolved

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from gradpolicy.distributed.sharded_checkpoint import read_as_one
 from gradpolicy.insight.audit import Audit
-from gradpolicy.insight.record.record_file import FILE
+from gradpolicy.insight.record import RECORD
 from gradpolicy.insight.results import RESULT, Result
 
 # Where a run's directory ends in a path. What comes before differs from run to run and is not compared.
@@ -33,7 +33,7 @@ def compare(first: Path, second: Path) -> list[str]:
     before, after = (Result.load(run / RESULT) for run in (one, other))
     found += differences(before.metrics, after.metrics, f"{RESULT}.metrics")
     found += differences(before.optimized, after.optimized, f"{RESULT}.optimized")
-    for name, read in (("metrics.csv", _logged), (FILE, _recorded)):
+    for name, read in (("metrics.csv", _logged), (RECORD, _recorded)):
         rows = enumerate(zip_longest(read(one), read(other)), 1)
         found += [
             f"{name}, row {row}: {before} became {after}" for row, (before, after) in rows if before != after
@@ -80,7 +80,7 @@ def _logged(run: Path) -> list[dict[str, str]]:
 
 
 def _recorded(run: Path) -> list[str]:
-    return (run / FILE).read_text().splitlines()
+    return (run / RECORD).read_text().splitlines()
 
 
 def _shown(tensor: Tensor) -> str:

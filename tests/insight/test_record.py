@@ -20,8 +20,7 @@ from torch import Tensor
 
 import gradpolicy as gp
 from gradpolicy.insight import record
-from gradpolicy.insight.record import Record
-from gradpolicy.insight.record.record_file import FILE, RecordFile
+from gradpolicy.insight.record import RECORD, Record, RecordFile
 
 PROGRAM = Path(__file__).with_name("record_program.py")
 
@@ -186,29 +185,29 @@ def test_a_resumed_run_has_the_record_of_the_undisturbed_one(tmp_path, accumulat
     }
     alone = tmp_path / "alone"
     train(alone, SaveAt(tmp_path, batches), **settings)
-    text = (alone / FILE).read_text()
+    text = (alone / RECORD).read_text()
     for batch in batches:
         train(alone, resume=tmp_path / f"{batch}.ckpt", **settings)
-        assert (alone / FILE).read_text() == text
+        assert (alone / RECORD).read_text() == text
 
 
 def test_a_run_that_has_nothing_left_to_train_takes_up_the_record(two_layers, loader, make_trainer, tmp_path):
     settings = {"max_epochs": 2}
     trainer = fit(two_layers, loader, make_trainer, tmp_path / "a", {"trunk": freeze()}, **settings)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    text = (tmp_path / "a" / FILE).read_text()
+    text = (tmp_path / "a" / RECORD).read_text()
     assert text
-    with (tmp_path / "a" / FILE).open("a") as file:
+    with (tmp_path / "a" / RECORD).open("a") as file:
         file.write('{"kind": "memory"}\n')
     resumed = {**settings, "ckpt_path": tmp_path / "a.ckpt"}
     fit(two_layers, loader, make_trainer, tmp_path / "a", {"trunk": freeze()}, **resumed)
-    assert (tmp_path / "a" / FILE).read_text() == text
+    assert (tmp_path / "a" / RECORD).read_text() == text
 
 
 def test_a_former_record_that_is_gone_is_told(two_layers, loader, make_trainer, tmp_path):
     trainer = fit(two_layers, loader, make_trainer, tmp_path / "a", {"trunk": freeze()})
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    (tmp_path / "a" / FILE).unlink()
+    (tmp_path / "a" / RECORD).unlink()
     with pytest.warns(UserWarning, match=r"record\.jsonl lacks rows of the steps before the checkpoint"):
         fit(
             two_layers,
@@ -240,7 +239,7 @@ def test_nothing_is_measured_where_it_is_off(two_layers, loader, make_trainer, t
     make_trainer(callbacks=[policies, Look()], log_every_n_steps=1).fit(two_layers, loader)
     assert measured == [{}] * 4
     assert policies.freezer.observers == []
-    assert not list(tmp_path.rglob(FILE))
+    assert not list(tmp_path.rglob(RECORD))
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
@@ -248,9 +247,9 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     file.begin()
     file.append([{"kind": "memory", "step": 1, "epoch": 0, "state_bytes": 3}])
     file.append([{"kind": "memory", "step": 2, "epoch": 0, "state_bytes": float("nan")}])
-    whole = (tmp_path / FILE).read_bytes()
+    whole = (tmp_path / RECORD).read_bytes()
     assert b"null" in whole
-    (tmp_path / FILE).write_bytes(whole + b'{"kind":"mem')
+    (tmp_path / RECORD).write_bytes(whole + b'{"kind":"mem')
     assert list(record.load(tmp_path)["step"]) == [1, 2]
     again = RecordFile(tmp_path)
     again.append([{"kind": "memory", "step": 3, "epoch": 0, "state_bytes": 4}])
@@ -260,7 +259,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
 @pytest.mark.parametrize(("content", "message"), [(None, "holds no record.jsonl"), ("[1]\n", "line 1")])
 def test_what_is_no_record_is_told(tmp_path, content, message):
     if content is not None:
-        (tmp_path / FILE).write_text(content)
+        (tmp_path / RECORD).write_text(content)
     with pytest.raises(gp.PolicyError, match=message):
         record.load(tmp_path)
 
@@ -317,11 +316,11 @@ def test_a_killed_and_resumed_run_has_the_record_of_the_undisturbed_one(tmp_path
 
     assert run("alone") == 0
     assert run("killed", "--kill-at", "17") == -signal.SIGKILL
-    text = (tmp_path / "alone" / FILE).read_text()
+    text = (tmp_path / "alone" / RECORD).read_text()
     # What happened in the last second before the kill may be missing.
-    left = (tmp_path / "killed" / FILE).read_text()
+    left = (tmp_path / "killed" / RECORD).read_text()
     assert text.startswith(left)
     assert record.load(tmp_path / "killed")["step"].max() >= 7
     last = tmp_path / "killed" / "checkpoints" / "last.ckpt"
     assert run("killed", "--resume", str(last)) == 0
-    assert (tmp_path / "killed" / FILE).read_text() == text
+    assert (tmp_path / "killed" / RECORD).read_text() == text

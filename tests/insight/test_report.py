@@ -17,7 +17,6 @@ from gradpolicy.insight.report import write
 from gradpolicy.insight.report.comparison import compare, config_differences, groups_of, holm, spread, welch
 from gradpolicy.insight.report.figures import Figure as ReportFigure
 from gradpolicy.insight.report.figures import (
-    ages,
     mask_curves,
     new_figure,
     parallel_coordinates,
@@ -25,9 +24,8 @@ from gradpolicy.insight.report.figures import (
     settings_and_metric,
     timeline,
 )
-from gradpolicy.insight.report.gradient_map import gradient_map, make_tree
-from gradpolicy.insight.report.inline_images import inlined
-from gradpolicy.insight.report.page import LARGEST
+from gradpolicy.insight.report.gradient_map import gradient_map
+from gradpolicy.insight.report.page import LARGEST, inlined
 from gradpolicy.insight.report.reading import read_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -80,7 +78,6 @@ def test_a_report_says_what_was_asked_and_what_came_of_it(run: Path, tmp_path: P
         "<td>torch</td><td>2.11.0</td>",
         "Share, flips and ages",
         "Map of the gradient",
-        "Ages",
         "Flow policies",
         "Optimizer memory",
     ):
@@ -190,10 +187,10 @@ def test_ages_and_norms_that_a_change_does_not_record_are_no_zeros(run: Path) ->
     ]
     text = "".join(f"{json.dumps(line)}\n" for line in [*lines, *changes])
     (run / "record.jsonl").write_text(text)
-    drawn = ages(read_run(run))
+    drawn = mask_curves(read_run(run))
     assert drawn is not None
-    medians = [trace for trace in drawn.figure.data if trace.name == "median"]
-    assert [list(trace.x) for trace in medians] == [list(range(0, 60, 5))] * 3
+    median = drawn.figure.data[-1]
+    assert list(median.x) == list(range(0, 60, 5))
     table = timeline(read_run(run))
     assert table is not None
     of_ages = next(trace for trace in table.figure.data if trace.meta["quantity"] == "median age")
@@ -234,18 +231,6 @@ def test_a_long_timeline_has_few_columns_of_as_many_steps_each(run: Path) -> Non
     assert map_.z[0][:-1].tolist() == pytest.approx([0.5] * 238, abs=0.05)  # 0 and 4 of 4 by turns
 
 
-def test_ages_begin_with_the_parameter_that_grew_oldest(run: Path) -> None:
-    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == "freeze":
-            line["age_max"] = [0.0, line["step"], 0.0]
-    (run / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    drawn = ages(read_run(run))
-    assert drawn is not None
-    (_, names) = drawn.choices["parameter"]
-    assert names == [f"model.trunk.{layer}.weight" for layer in ("1.conv", "0.conv", "2.fc")]
-
-
 def add_metric(run: Path, name: str, values: Sequence[float]) -> None:
     """Adds a column to what a run logged, whose values take turns."""
     table = run / "csv/version_0/metrics.csv"
@@ -284,23 +269,29 @@ def test_a_large_picture_is_shrunk(run: Path) -> None:
     assert len(inlined(path, most=50_000)) < 4 * 50_000 / 3 + 30
 
 
-def test_the_map_adds_up_norms_and_shares(run: Path) -> None:
+def map_of(run: Path) -> dict[str, dict[str, str]]:
+    """The boxes of the map by the qualified names of their modules."""
     drawn = gradient_map(read_run(run))
     assert drawn is not None
-    nodes = {
-        text: trace.customdata[i]
-        for trace in drawn.figure.data
-        if trace.text
-        for i, text in enumerate(trace.text)
+    (trace,) = drawn.figure.data
+    columns = {"text": trace.text, "parent": trace.parents, "details": trace.customdata}
+    return {
+        name.removeprefix("root."): {key: values[index] for key, values in columns.items()}
+        for index, name in enumerate(trace.ids)
     }
+
+
+def test_the_map_adds_up_norms_and_shares(run: Path) -> None:
+    boxes = map_of(run)
     # 2, 2/2 and 2/3 in the three layers.
     before = 2 * math.sqrt(1 + 1 / 4 + 1 / 9)
-    assert f"gradient norm {before:.3g} before, {0.7 * before:.3g} after" in nodes["trunk"]
-    assert "cut: Stop, norm 0.04" in nodes["probe"]
-    kinds = {trace.name for trace in drawn.figure.data if trace.name}
-    assert kinds == {"cut", "replaced", "frozen", "untouched"}
-    widths = sorted({trace.line.width for trace in drawn.figure.data if trace.mode == "lines"})
-    assert len(widths) > 3
+    for name in ("", "model", "model.trunk"):
+        assert f"gradient norm {before:.3g} before, {0.7 * before:.3g} after" in boxes[name]["details"]
+    assert "cut: Stop, norm 0.04" in boxes["model.probe"]["details"]
+    effects = {name: boxes[name]["text"].split(" · ")[0] for name in ("model.probe", "model.trunk.0")}
+    assert effects == {"model.probe": "cut", "model.trunk.0": "replaced"}
+    assert boxes["model.trunk.0.conv"]["text"].startswith("frozen · 5")
+    assert boxes["model.trunk.0.conv"]["parent"] == "root.model.trunk.0"
 
 
 def test_the_map_says_which_share_trained_over_the_whole_run(run: Path) -> None:
@@ -315,14 +306,13 @@ def test_the_map_says_which_share_trained_over_the_whole_run(run: Path) -> None:
     lines = [{**common, "step": step, "active": [count]} for step, count in {1: 8, 21: 0, 50: 0}.items()]
     (run / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (run / "csv/version_0/metrics.csv").write_text("epoch,step,train/loss\n0,80,0.5\n")
-    drawn = gradient_map(read_run(run))
-    assert drawn is not None
-    assert "probe 25%" in [text for trace in drawn.figure.data for text in trace.text or ()]
+    assert "25%" in map_of(run)["model.probe"]["text"]
 
 
-def test_a_tree_has_the_parents_that_the_plan_leaves_out() -> None:
-    root = make_tree([{"name": "a.b.c", "type": "Linear", "policies": ["p"], "parameters": 3}])
-    assert [node.name for node in root.walk()] == ["", "a", "a.b", "a.b.c"]
+def test_the_map_has_the_parents_that_the_plan_leaves_out(run: Path) -> None:
+    module = {"name": "a.b.c", "type": "Linear", "policies": ["p"], "parameters": 3}
+    write_json(run / "plan.json", {"rows": [], "modules": [module]})
+    assert list(map_of(run)) == ["", "a", "a.b", "a.b.c"]
 
 
 def test_masks_are_shown_as_share_flips_and_age_over_the_steps(run: Path) -> None:

@@ -1,22 +1,24 @@
 """A report of one run, or of several beside each other: one HTML file that opens offline."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradpolicy.insight.report.page import render
-from gradpolicy.insight.report.reading import Run, looks_like_run, read_run
+from rich.console import Console
 
-__all__ = ["REPORT", "is_report", "looks_like_run", "write"]
+from gradpolicy.insight.results import REPORT
+from gradpolicy.whole_file import written_whole
 
-REPORT = "report.html"
+__all__ = ["REPORT", "is_report", "looks_like_run", "write", "write_report"]
+
+# A run directory holds at least one of these.
+MARKS = ("config.yaml", "result.json", "plan.json", "record.jsonl", "run.json", "audit.json", "csv")
 
 
 def write(runs: Sequence[Path], output: Path) -> Path:
-    """Writes the report of run directories; it reads nothing but these.
+    """Write the report of run directories; it reads nothing but these.
 
-    What a directory lacks is named in the report. A report has at most 6 MB: of many runs, the last ones may
-    appear in the comparison alone.
+    Files that a directory lacks are named in the report. A report has at most 6 MB: of many runs, the last
+    ones may appear in the comparison alone.
 
     Args:
         runs: Run directories.
@@ -29,29 +31,46 @@ def write(runs: Sequence[Path], output: Path) -> Path:
         ValueError: If there are no runs.
         OSError: If the file cannot be written.
     """
+    # Plotting takes a while to import.
+    from gradpolicy.insight.report.page import render
+    from gradpolicy.insight.report.reading import read_runs
+
     if not runs:
         raise ValueError("no runs to report")
-    page = render(_read(list(dict.fromkeys(path.absolute() for path in map(Path, runs)))))
+    page = render(read_runs([Path(run).absolute() for run in runs]))
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f".{output.name}.part")
-    # What is no text in a config or log becomes a question mark.
-    part.write_text(page, encoding="utf-8", errors="replace")
-    os.replace(part, output)
+    # Characters of a config or log that cannot be encoded become question marks.
+    with written_whole(output, encoding="utf-8", errors="replace") as file:
+        file.write(page)
     return output
 
 
+def write_report(runs: Sequence[Path], output: Path, console: Console, *, names_it: bool = False) -> None:
+    """Write the report of one run or of several; if that fails, print a warning.
+
+    Args:
+        runs: The directories of the runs.
+        output: The file to write.
+        console: Where to print.
+        names_it: If True, a line says where the report is.
+    """
+    try:
+        write(runs, output)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        console.print(f"warning: no report: {type(error).__name__}: {text}", markup=False, soft_wrap=True)
+        return
+    if names_it:
+        console.print(f"report {output.absolute()}", markup=False, highlight=False, soft_wrap=True)
+
+
 def is_report(path: Path) -> bool:
-    """Whether a file is a report."""
+    """Return True if a file is a report."""
     with path.open("rb") as file:
         return b"gradpolicy report</title>" in file.read(4096)
 
 
-def _read(directories: Sequence[Path]) -> list[Run]:
-    """Reads the runs, named after their directories: by as many parts of the path as tell them apart."""
-    if len(directories) == 1:
-        return [read_run(directories[0])]
-    parts = 1
-    while len({path.parts[-parts:] for path in directories}) < len(directories):
-        parts += 1
-    return [read_run(path, "/".join(path.parts[-parts:])) for path in directories]
+def looks_like_run(directory: Path) -> bool:
+    """Return True if a directory holds at least one of the files that a run writes."""
+    return any((directory / name).exists() for name in MARKS)

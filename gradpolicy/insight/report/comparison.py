@@ -1,4 +1,4 @@
-"""Compares runs: what was asked of each, and which differences exceed the spread over seeds."""
+"""Compares runs: their configs, and the differences of metrics that exceed the spread over seeds."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from scipy import stats
 from gradpolicy.display import three_digits
 from gradpolicy.insight.report.reading import Run, is_bookkeeping
 
-# What stands for a key that a config does not have.
+# The value of a key that a config does not have.
 ABSENT = "–"
 LEVEL = 0.05
 
@@ -54,7 +54,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that were asked the same, apart from the seed.
+    """Runs whose configs are the same, apart from the seed.
 
     Args:
         label: The values in which groups differ.
@@ -66,11 +66,11 @@ class Group:
 
     @property
     def ended(self) -> tuple[Run, ...]:
-        """The runs that came to their end; the others are in no mean."""
+        """The runs that were completed; the others are in no mean."""
         return tuple(run for run in self.runs if not run.broken_off)
 
     def values(self, metric: str) -> list[float]:
-        """The final value of a metric in each run that came to its end and has a finite one."""
+        """Return the final value of a metric in each run that was completed and has a finite one."""
         found = (run.final_metrics.get(metric, math.nan) for run in self.ended)
         return [value for value in found if math.isfinite(value)]
 
@@ -95,12 +95,12 @@ class Comparison:
 
     @property
     def exceeds(self) -> bool:
-        """Whether the difference exceeds the spread over seeds."""
+        """True if the difference exceeds the spread over seeds."""
         return self.p < LEVEL
 
 
 def config_differences(configs: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -> list[Difference]:
-    """The keys whose values are not the same in all configs, apart from where runs are kept.
+    """Return the keys whose values are not the same in all configs, apart from where runs are kept.
 
     A node that some configs lack as a whole, such as a policy, is one difference. A key that refers to
     another one, as ``data.seed`` does to ``seed``, has its name and its values, and is left out.
@@ -116,7 +116,7 @@ def config_differences(configs: Sequence[Mapping[str, Any]], skip: Sequence[str]
         # The outermost node around it that a config lacks.
         above = [".".join(_parts(key)[:depth]) for depth in range(1, key.count(".") + 1)]
         whole = next((node for node in above if any(node not in each for each in nodes)), key)
-        values = tuple(_told(config, whole) for config in configs)
+        values = tuple(_text(config, whole) for config in configs)
         if len(set(values)) > 1:
             name = (_parts(whole)[-1], values)
             former = differing.get(name)
@@ -128,7 +128,7 @@ def config_differences(configs: Sequence[Mapping[str, Any]], skip: Sequence[str]
 
 
 def _nodes(config: Mapping[str, Any]) -> set[str]:
-    """The keys that have others below them."""
+    """Return the keys that have others below them."""
     return {".".join(_parts(key)[:depth]) for key in config for depth in range(1, key.count(".") + 1)}
 
 
@@ -136,8 +136,8 @@ def _parts(key: str) -> list[str]:
     return key.split(".")
 
 
-def _told(config: Mapping[str, Any], key: str) -> str:
-    """The value of a key, or all that lies below it."""
+def _text(config: Mapping[str, Any], key: str) -> str:
+    """Return the value of a key, or all that lies below it, as text."""
     if key in config:
         return str(config[key])
     below = {
@@ -149,12 +149,12 @@ def _told(config: Mapping[str, Any], key: str) -> str:
 
 def _shown(configs: Sequence[Mapping[str, Any]], key: str, values: Sequence[str]) -> tuple[str, ...]:
     """Shorten values, as long as they stay different."""
-    short = tuple(_shortly_told(config, key) for config in configs)
+    short = tuple(_short_text(config, key) for config in configs)
     return short if len(set(short)) == len(set(values)) else tuple(values)
 
 
-def _shortly_told(config: Mapping[str, Any], key: str) -> str:
-    """The value of a key, numbers with three digits; of policies, the names."""
+def _short_text(config: Mapping[str, Any], key: str) -> str:
+    """Return the value of a key, numbers with three digits; of policies, the names."""
     parts = _parts(key)
     if parts[0] == "policy" and len(parts) <= 2 and config.get(key) is None:
         inside = [_parts(name) for name in config if name.startswith(f"{key}.")]
@@ -166,11 +166,11 @@ def _shortly_told(config: Mapping[str, Any], key: str) -> str:
         return ", ".join(map(three_digits, value))
     if parts[-1] == "_target_":
         return str(value).rpartition(".")[2]
-    return _told(config, key) if value is None else three_digits(value)
+    return _text(config, key) if value is None else three_digits(value)
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
-    """Puts runs together that differ in nothing but the seed; those without a config stand alone."""
+    """Group runs that differ in nothing but the seed; those without a config stand alone."""
     members: dict[tuple[Any, ...], list[Run]] = {}
     differences = config_differences([run.config for run in runs], skip=["seed"])
     for index, run in enumerate(runs):
@@ -181,15 +181,15 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
         index = runs.index(own[0])
         labels = [label for difference in differences if (label := difference.label(index))]
         found.append(Group(_shortened(labels) or own[0].name, tuple(own)))
-    return _unlike(found)
+    return _unique(found)
 
 
-def _shortened(told: Sequence[str], most: int = 3) -> str:
-    return ", ".join(told[:most]) + (f" and {len(told) - most} more" if len(told) > most else "")
+def _shortened(labels: Sequence[str], most: int = 3) -> str:
+    return ", ".join(labels[:most]) + (f" and {len(labels) - most} more" if len(labels) > most else "")
 
 
-def _unlike(groups: list[Group]) -> list[Group]:
-    """Adds a run's name to labels that several groups have."""
+def _unique(groups: list[Group]) -> list[Group]:
+    """Add a run's name to labels that several groups have."""
     labels = [group.label for group in groups]
     return [
         Group(f"{group.label} ({group.runs[0].name})", group.runs) if labels.count(group.label) > 1 else group
@@ -198,14 +198,14 @@ def _unlike(groups: list[Group]) -> list[Group]:
 
 
 def compared_metrics(runs: Sequence[Run]) -> list[str]:
-    """The metrics to compare: of test and validation, those that any run ended with."""
+    """Return the metrics to compare: of test and validation, those that any run ended with."""
     names = dict.fromkeys(name for run in runs for name in run.final_metrics)
     chosen = [name for name in names if name.startswith(("test/", "val/")) and "/policy/" not in name]
     return sorted(chosen, key=lambda name: (not name.startswith("test/"), name))
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and sample standard deviation (divisor n − 1; NaN for a single value).
+    """Return the mean, and the sample standard deviation (divisor n − 1; NaN for a single value).
 
     Example:
         >>> spread([1.0, 3.0])
@@ -217,7 +217,7 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def compare(groups: Sequence[Group], metrics: Sequence[str]) -> list[Comparison]:
-    """Compares each pair of groups in each metric.
+    """Compare each pair of groups in each metric.
 
     The criterion is Welch's two-sided t-test (Welch 1947), which does not take the spreads to be equal, with
     Holm's correction (Holm 1979) over all the comparisons made here. A group of a single run has no spread,
@@ -243,7 +243,7 @@ def compare(groups: Sequence[Group], metrics: Sequence[str]) -> list[Comparison]
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> float:
-    """The p-value of Welch's two-sided t-test; NaN if one has fewer than two values.
+    """Return the p-value of Welch's two-sided t-test; NaN if one has fewer than two values.
 
     Without any spread on both sides, means that differ have p = 0 and equal ones p = 1.
     """
@@ -255,9 +255,10 @@ def welch(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values after Holm's correction: the i-th smallest of n times n − i + 1, never falling, at most 1.
+    """Return p-values after Holm's correction (Holm 1979).
 
-    NaN stays NaN and does not count.
+    The i-th smallest of n is multiplied by n − i + 1; none falls below the one before or exceeds 1. NaN stays
+    NaN and does not count.
 
     Example:
         >>> holm([0.01, 0.04, float("nan")])

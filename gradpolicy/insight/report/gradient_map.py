@@ -1,325 +1,145 @@
-"""The map of the gradient: the tree of modules, where policies act on it, and how large the gradient is."""
+"""The map of the gradient: modules with the policies on them and their gradient norms."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
-from gradpolicy.insight.report.figures import PLAIN, Figure, is_known, new_figure
+from gradpolicy.insight.report.figures import Figure, new_figure
 from gradpolicy.insight.report.reading import Run
 
-# What may happen to the gradient at a module, the most drastic first: colour and marker.
-CUT, REPLACED, SCALED, FROZEN, UNTOUCHED = "cut", "replaced", "scaled", "frozen", "untouched"
-LOOKS = {
-    CUT: ("#ef4444", "x"),
-    REPLACED: ("#a855f7", "diamond"),
-    SCALED: ("#f97316", "triangle-up"),
-    FROZEN: ("#3b82f6", "square"),
-    UNTOUCHED: (PLAIN, "circle"),
-}
+# What may happen to the gradient at a module, the most drastic first, and its colour.
+CUT, REPLACED, SCALED, FROZEN = "cut", "replaced", "scaled", "frozen"
+COLOURS = {CUT: "#ef4444", REPLACED: "#a855f7", SCALED: "#f97316", FROZEN: "#3b82f6", "": "#d0d7de"}
 KINDS = {"Stop": CUT, "Scale": SCALED, "Reverse": SCALED, "Clip": SCALED, "Freeze": FROZEN}
-LEAVES = 70
-WIDEST, THINNEST = 16.0, 1.5  # pixels
-ROW = 24
-
-
-@dataclass
-class Node:
-    """A module of the tree.
-
-    Args:
-        name: Its qualified name; empty for the root.
-        kind: Its class.
-        policies: The policies that act on it.
-        parameters: How many entries its parameters have, where that is known.
-        children: The modules in it.
-        before: Root of the summed squares of the gradient norms of what lies in it; NaN where not measured.
-        after: The same after the policies.
-        active: Active entries of what lies in it, a mean over the steps; NaN where no freeze policy acts.
-        entries: Entries under freeze policies.
-        folded: How many modules are left out below it.
-    """
-
-    name: str
-    kind: str = ""
-    policies: tuple[str, ...] = ()
-    parameters: int = 0
-    children: "list[Node]" = field(default_factory=list)
-    before: float = math.nan
-    after: float = math.nan
-    active: float = math.nan
-    entries: float = math.nan
-    folded: int = 0
-    x: float = 0.0
-    y: float = 0.0
-
-    @property
-    def label(self) -> str:
-        """The last part of the name."""
-        return self.name.rpartition(".")[2] or self.kind or "model"
-
-    def walk(self) -> "Iterator[Node]":
-        """The module and all in it."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
+ROW, LEVELS = 34, 5
 
 
 def gradient_map(run: Run) -> Figure | None:
-    """Draws the tree of modules, and what happens to the gradient where; None without modules in the plan."""
-    modules = run.plan.get("modules") or []
-    if not modules:
+    """Draw the tree of modules, and what happens to the gradient where; None without modules in the plan."""
+    described = {str(module["name"]): module for module in run.plan.get("modules") or ()}
+    if not described:
         return None
-    root = make_tree(modules)
-    _add_measurements(root, run)
-    _prune(root)
-    _fold(root)
-    _place(root)
-    kinds = {str(row["name"]): kind_of(str(row.get("what", ""))) for row in run.plan.get("rows", [])}
-    leaves = sum(not node.children for node in root.walk())
-    everywhere = _everywhere(root, run)
-    root.policies = (*root.policies, *everywhere)
-    figure = new_figure("", "", height=max(220, 70 + ROW * leaves))
-    _draw_edges(figure, root, kinds)
-    _draw_nodes(figure, root, kinds, _flow_notes(run))
-    depth = max(node.x for node in root.walk())
-    figure.update_layout(hovermode="closest", margin={"l": 8, "r": 8, "t": 30, "b": 8})
-    figure.update_xaxes(visible=False, range=[-0.35, depth + 1.1])
-    figure.update_yaxes(visible=False, range=[leaves - 0.3, -0.8])
-    note = (
-        "A band's width is the gradient norm of what lies in a module, a root mean square over the run: pale "
-        "before the policies, coloured what they let through. Dotted: not measured, without a freeze policy "
-        "or a gradient. A percentage is the share of the entries that trained, a mean over the steps."
+    names = _shown_modules(described)
+    parents = [_parent(name) for name in names]
+    rows = run.plan.get("rows", [])
+    kinds = {str(row["name"]): _kind_of(str(row.get("what", ""))) for row in rows}
+    effects = [_strongest(described.get(name, {}).get("policies", ()), kinds) for name in names]
+    measured = _measured(run, names)
+    told = _descriptions(run)
+    figure = new_figure("", "", height=60 + ROW * max(6, sum(name not in parents for name in names)))
+    figure.add_icicle(
+        ids=[f"root.{name}" for name in names],
+        parents=["", *(f"root.{parent}" for parent in parents[1:])],
+        labels=[escape(name.rpartition(".")[2] or "model") for name in names],
+        text=[_caption(effect, measured.loc[name]) for name, effect in zip(names, effects, strict=True)],
+        customdata=[_details(name, described.get(name, {}), measured.loc[name], told) for name in names],
+        hovertemplate="%{customdata}<extra></extra>",
+        textinfo="label+text",
+        marker={"colors": [COLOURS[effect] for effect in effects]},
+        leaf={"opacity": 1},
+        sort=False,
+        maxdepth=LEVELS,
+        tiling={"orientation": "h", "pad": 2},
     )
+    figure.update_layout(hovermode="closest", margin={"l": 8, "r": 8, "t": 8, "b": 8})
+    note = (
+        "A box is a module. ‖g‖ is the norm of the gradients of its parameters, a root mean square over the "
+        "run, before and after the policies; a percentage is the share of its entries that trained, a mean "
+        "over the steps. Click on a module to see what lies in it."
+    )
+    placed = {policy for name in names for policy in described.get(name, {}).get("policies", ())}
+    everywhere = [f"{policy} ({text})" for policy, text in told.items() if policy not in placed]
     if everywhere:
-        note += f" In the whole model: {'; '.join(f'{name} ({told})' for name, told in everywhere.items())}."
+        note += f" In the whole model: {'; '.join(everywhere)}."
     return Figure("Map of the gradient", figure, note=note, wide=True)
 
 
-def kind_of(what: str) -> str:
-    """What a policy does to the gradient, from the name of its class, as in ``Freeze · Random``."""
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _shown_modules(described: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the modules that hold parameters or policies, and those around them, from the outside in."""
+    shown = {"": None}
+    for name, module in described.items():
+        if name and (module.get("policies") or module.get("parameters")):
+            parts = name.split(".")
+            shown |= dict.fromkeys(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return list(shown)
+
+
+def _kind_of(what: str) -> str:
+    """Return what a policy does to the gradient, by the name of its class, as in ``Freeze · Random``."""
     return KINDS.get(what.split(" ")[0].split("(")[0], REPLACED)
 
 
-# ---- the tree
+def _strongest(policies: Sequence[str], kinds: Mapping[str, str]) -> str:
+    present = {kinds.get(policy, REPLACED) for policy in policies}
+    return next((kind for kind in COLOURS if kind in present), "")
 
 
-def make_tree(modules: Sequence[Mapping[str, Any]]) -> Node:
-    """A tree of the modules of ``plan.json``; parents that it does not name are added."""
-    root = Node("")
-    known = {"": root}
-    for module in modules:
-        name = str(module.get("name", ""))
-        node = _node_at(name, known)
-        node.kind = str(module.get("type", ""))
-        node.policies = tuple(map(str, module.get("policies") or ()))
-        parameters = module.get("parameters") or 0
-        node.parameters = len(parameters) if isinstance(parameters, list) else int(parameters)
-    return root
-
-
-def _node_at(name: str, known: dict[str, Node]) -> Node:
-    if name not in known:
-        parent = _node_at(name.rpartition(".")[0], known)
-        known[name] = Node(name)
-        parent.children.append(known[name])
-    return known[name]
-
-
-def _add_measurements(root: Node, run: Run) -> None:
-    """Gives modules the norms and active entries of the record, summed over what lies in them."""
+def _measured(run: Run, names: Sequence[str]) -> pd.DataFrame:
+    """Return the gradient norms and active entries of what lies in each module; NaN without a measurement."""
     rows = run.rows("layer")
-    measured: dict[str, dict[str, float]] = {}
-    if not rows.empty:
-        # Policies that share a layer see the same gradient.
-        for layer, own in rows.groupby("layer"):
-            measured[str(layer)] = {
-                "before": _mean_square(own, "gradient_norm_before", max),
-                "after": _mean_square(own, "gradient_norm_after", min),
-                "active": min(_mean_active(each, run.last_step) for _, each in own.groupby("policy")),
-                "entries": float(own["entries"].iloc[-1]),
-            }
-    _sum_up(root, measured)
-
-
-def _mean_square(rows: pd.DataFrame, column: str, choose: Any) -> float:
-    if not is_known(rows, column):
-        return math.nan
-    return float(choose(rows.assign(square=rows[column] ** 2).groupby("policy")["square"].mean()))
-
-
-def _mean_active(rows: pd.DataFrame, last_step: int) -> float:
-    """The active entries of a layer under a policy, a mean over the steps: a count holds until the next."""
-    lasted = np.diff(rows["step"], append=last_step + 1)
-    return float(np.average(rows["active"], weights=lasted))
-
-
-def _sum_up(node: Node, measured: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    parts = [_sum_up(child, measured) for child in node.children]
-    parts += [dict(measured[node.name])] if node.name in measured else []
-    sums = {
-        key: float(np.nansum(values))
-        if (values := [part[key] for part in parts if not math.isnan(part[key])])
-        else math.nan
-        for key in ("before", "after", "active", "entries")
+    if rows.empty:
+        return pd.DataFrame(index=list(names), columns=["before", "after", "active", "entries"], dtype=float)
+    squares = {side: rows[f"gradient_norm_{side}"] ** 2 for side in ("before", "after")}
+    # A count of active entries holds until the next one.
+    lasted = rows.groupby(["layer", "policy"])["step"].shift(-1).fillna(run.last_step + 1) - rows["step"]
+    rows = rows.assign(**squares, lasted=lasted, active=rows["active"] * lasted)
+    groups = rows.groupby(["layer", "policy"])
+    means = groups[["before", "after"]].mean()
+    means["active"] = groups["active"].sum() / groups["lasted"].sum()
+    means["entries"] = groups["entries"].last()
+    # Policies that share a layer get the same gradient.
+    layers = means.groupby("layer").agg({"before": "max", "after": "min", "active": "min", "entries": "last"})
+    inside = {
+        name: layers[[not name or f"{layer}.".startswith(f"{name}.") for layer in layers.index]]
+        for name in names
     }
-    node.before, node.after = math.sqrt(sums["before"]), math.sqrt(sums["after"])
-    node.active, node.entries = sums["active"], sums["entries"]
-    return sums
+    sums = pd.DataFrame({name: own.sum(min_count=1) for name, own in inside.items()}).T
+    return sums.assign(before=np.sqrt(sums["before"]), after=np.sqrt(sums["after"]))
 
 
-def _everywhere(root: Node, run: Run) -> dict[str, str]:
-    """What acts on operations wherever they are: the policies that are at no module, and what they are."""
-    placed = {policy for node in root.walk() for policy in node.policies}
+def _caption(effect: str, measured: "pd.Series[float]") -> str:
+    norms = f"‖g‖ {measured['before']:.2g}" if measured["before"] >= 0 else ""
+    if norms and measured["after"] != measured["before"]:
+        norms += f" → {measured['after']:.2g}"
+    share = f"{measured['active'] / measured['entries']:.0%}" if measured["entries"] > 0 else ""
+    return " · ".join(filter(None, (effect, share, norms)))
+
+
+def _details(
+    name: str, module: Mapping[str, Any], measured: "pd.Series[float]", told: Mapping[str, str]
+) -> str:
+    lines = [" · ".join(filter(None, (name or "the model", str(module.get("type", "")))))]
+    if measured["entries"] > 0:
+        active, entries = measured["active"], measured["entries"]
+        lines.append(f"on average {active:,.0f} of {entries:,.0f} entries train ({active / entries:.1%})")
+    if measured["before"] >= 0:
+        lines.append(f"gradient norm {measured['before']:.3g} before, {measured['after']:.3g} after")
+    lines += [f"{policy}: {told.get(policy, '')}".rstrip(": ") for policy in module.get("policies") or ()]
+    return "<br>".join(map(escape, lines))
+
+
+def _descriptions(run: Run) -> dict[str, str]:
+    """Describe each policy: its kind, its operations, and the norms that a flow policy measured."""
+    rows = run.rows("flow")
+    norms = pd.DataFrame()
+    if not rows.empty:
+        norms = rows.groupby("policy")[["gradient_norm_before", "gradient_norm_after"]].mean()
     found = {}
     for row in run.plan.get("rows", []):
-        if row["name"] not in placed:
-            calls = ", ".join(f"{count} {name}" for name, count in (row.get("operations") or {}).items())
-            told = (str(row.get("what", "")), calls, str(row.get("when", "")))
-            found[str(row["name"])] = " ".join(filter(None, told))
-    return found
-
-
-def _prune(root: Node) -> None:
-    """Leaves out modules that hold neither parameters nor policies."""
-    for node in list(root.walk()):
-        node.children = [
-            child
-            for child in node.children
-            if any(below.policies or below.parameters for below in child.walk())
-        ]
-
-
-def _fold(root: Node) -> None:
-    """Folds the deepest modules until the tree fits."""
-    while sum(not node.children for node in root.walk()) > LEAVES:
-        depth = max(node.name.count(".") for node in root.walk() if node.children and node.name)
-        for node in root.walk():
-            if node.children and node.name.count(".") == depth and node.name:
-                below = [each for child in node.children for each in child.walk()]
-                node.policies = tuple(
-                    dict.fromkeys([*node.policies, *(p for each in below for p in each.policies)])
-                )
-                node.folded = sum(1 + each.folded for each in below)
-                node.children = []
-
-
-def _place(root: Node) -> None:
-    """Leaves get a row each, others the middle of theirs; the column is the depth."""
-    rows = iter(range(10**9))
-
-    def place(node: Node, depth: int) -> None:
-        for child in node.children:
-            place(child, depth + 1)
-        node.x = float(depth)
-        own = [child.y for child in node.children]
-        node.y = (own[0] + own[-1]) / 2 if own else float(next(rows))
-
-    place(root, 0)
-
-
-# ---- the drawing
-
-
-def strongest(policies: Sequence[str], kinds: Mapping[str, str]) -> str:
-    """The most drastic of what several policies do."""
-    present = {kinds.get(policy, REPLACED) for policy in policies}
-    return next((kind for kind in LOOKS if kind in present), UNTOUCHED)
-
-
-def _draw_edges(figure: go.Figure, root: Node, kinds: Mapping[str, str]) -> None:
-    largest = np.nanmax([node.before for node in root.walk()] + [0.0]) or 1.0
-    for node in root.walk():
-        for child in node.children:
-            colour = LOOKS[strongest(child.policies, kinds)][0]
-            if math.isnan(child.before):
-                _draw_edge(figure, node, child, THINNEST, colour, 0.9, "dot")
-                continue
-            _draw_edge(figure, node, child, _width(child.before, largest), colour, 0.3)
-            if child.after > 0:
-                _draw_edge(figure, node, child, _width(child.after, largest), colour, 0.9)
-
-
-def _width(norm: float, largest: float) -> float:
-    return max(THINNEST, WIDEST * norm / largest)
-
-
-def _draw_edge(
-    figure: go.Figure,
-    parent: Node,
-    child: Node,
-    width: float,
-    colour: str,
-    opacity: float,
-    dash: str = "solid",
-) -> None:
-    share = np.linspace(0, 1, 9)
-    # Level at both ends.
-    eased = share * share * (3 - 2 * share)
-    figure.add_scatter(
-        x=(parent.x + share * (child.x - parent.x)).astype(np.float32),
-        y=(parent.y + eased * (child.y - parent.y)).astype(np.float32),
-        mode="lines",
-        line={"width": round(width, 1), "color": colour, "dash": dash},
-        opacity=opacity,
-        hoverinfo="skip",
-        showlegend=False,
-    )
-
-
-def _draw_nodes(figure: go.Figure, root: Node, kinds: Mapping[str, str], notes: Mapping[str, str]) -> None:
-    for kind, (colour, symbol) in LOOKS.items():
-        nodes = [node for node in root.walk() if strongest(node.policies, kinds) == kind]
-        if not nodes:
-            continue
-        figure.add_scatter(
-            x=[node.x for node in nodes],
-            y=[node.y for node in nodes],
-            mode="markers+text",
-            marker={"size": 11, "symbol": symbol, "color": colour},
-            text=[_escaped(_caption(node)) for node in nodes],
-            textposition=["middle right" if not node.children else "top center" for node in nodes],
-            customdata=[_told(node, notes) for node in nodes],
-            hovertemplate="%{customdata}<extra></extra>",
-            cliponaxis=False,
-            name=kind,
+        name = str(row["name"])
+        calls = ", ".join(
+            f"{count} {operation}" for operation, count in (row.get("operations") or {}).items()
         )
-
-
-def _caption(node: Node) -> str:
-    folded = f" (+{node.folded})" if node.folded else ""
-    share = f" {node.active / node.entries:.0%}" if node.entries > 0 and not node.children else ""
-    return f"{node.label}{folded}{share}"
-
-
-def _told(node: Node, notes: Mapping[str, str]) -> str:
-    lines = [f"{node.name or 'the model'} · {node.kind}" if node.kind else node.name or "the model"]
-    if node.entries > 0:
-        share = f"{node.active / node.entries:.1%}"
-        lines.append(f"on average {node.active:,.0f} of {node.entries:,.0f} entries train ({share})")
-    if not math.isnan(node.before):
-        lines.append(f"gradient norm {node.before:.3g} before, {node.after:.3g} after")
-    lines += [f"{policy}: {notes.get(policy, '')}".rstrip(": ") for policy in node.policies]
-    return "<br>".join(map(_escaped, lines))
-
-
-def _flow_notes(run: Run) -> dict[str, str]:
-    """By policy: what it is, and for a flow policy the norms it measured in training."""
-    notes = {str(row["name"]): str(row.get("what", "")) for row in run.plan.get("rows", [])}
-    rows = run.rows("flow")
-    if is_known(rows, "gradient_norm_before"):
-        for policy, own in rows.groupby("policy"):
-            before, after = (own[f"gradient_norm_{side}"].mean() for side in ("before", "after"))
-            if not math.isnan(before):
-                told = f"{before:.3g}" if math.isnan(after) else f"{before:.3g} → {after:.3g}"
-                notes[str(policy)] = f"{notes.get(str(policy), '')}, norm {told}"
-    return notes
-
-
-def _escaped(text: str) -> str:
-    """Text that plotly shall not take for markup, with its own line breaks left."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        parts = [" ".join(filter(None, (str(row.get("what", "")), calls, str(row.get("when", "")))))]
+        if name in norms.index:
+            known = [f"{norm:.3g}" for norm in norms.loc[name] if not np.isnan(norm)]
+            parts += [f"norm {' → '.join(known)}"] if known else []
+        found[name] = ", ".join(parts)
+    return found

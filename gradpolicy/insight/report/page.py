@@ -1,5 +1,7 @@
-"""Puts the parts of a report into its template."""
+"""Renders a report from its templates."""
 
+import base64
+import io
 import itertools
 import math
 import os
@@ -10,7 +12,7 @@ from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup, escape
-from PIL import UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from plotly.offline import get_plotlyjs
 
 from gradpolicy.insight.report import figures
@@ -25,33 +27,28 @@ from gradpolicy.insight.report.comparison import (
 )
 from gradpolicy.insight.report.figures import Figure
 from gradpolicy.insight.report.gradient_map import gradient_map
-from gradpolicy.insight.report.inline_images import inlined
 from gradpolicy.insight.report.reading import Run
 
 # Bytes of a whole report, at most, and of the pictures of one run.
 LARGEST = 6_000_000
 PICTURES = 400_000
+# The widest picture, in pixels.
+WIDEST = 1100
 # Wide tables show so many rows and columns.
 ROWS, COLUMNS = 200, 12
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The report of one run, or of several beside each other, as one HTML page."""
+    """Return the report of one run, or of several beside each other, as one HTML page."""
     environment = Environment(
         loader=PackageLoader("gradpolicy.insight.report"),
         autoescape=True,
-        # What files of an older version lack is left empty.
+        # Keys that files of an older version lack are left empty.
         undefined=ChainableUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "number": number,
-        "drawn": drawn,
-        "bytes": readable_bytes,
-        "next": next,
-        "breakable": breakable,
-    }
+    environment.filters |= {"number": number, "drawn": drawn, "next": next, "breakable": breakable}
     page = environment.get_template("report.html")
     numbers = itertools.count()
     comparison = _comparison(runs) if len(runs) > 1 else None
@@ -75,16 +72,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
-    """What the report shows of one run, with so many bytes of pictures at most."""
-    found = [
-        figures.timeline(run),
-        gradient_map(run),
-        figures.flow(run),
-        figures.memory({"optimizer state": run}),
-        figures.ages(run),
-        figures.mask_curves(run),
-    ]
-    timeline, tree, flow, memory, ages, masks = found
+    """Return the variables of the template of one run, with so many bytes of pictures at most."""
     pictures, strips, failed = _pictures(run, pictures_bytes)
     changed = config_differences([run.defaults, run.config]) if run.defaults and run.config else []
     return {
@@ -92,13 +80,12 @@ def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
         "changed": changed[:ROWS],
         "curves": figures.run_curves(run),
         "metrics": _by_stage(run.final_metrics),
-        "timeline": timeline,
-        "tree": tree,
-        "flow": flow,
-        "memory": memory,
+        "mask_curves": figures.mask_curves(run),
+        "timeline": figures.timeline(run),
+        "tree": gradient_map(run),
+        "flow": figures.flow(run),
+        "memory": figures.memory({"optimizer state": run}),
         "memory_ratio": _memory_ratio(run),
-        "ages": ages,
-        "mask_curves": masks,
         "proof": proof(run.audit) if run.audit else None,
         "pictures": pictures,
         "strips": strips,
@@ -107,7 +94,7 @@ def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
 
 
 def proof(audit: Mapping[str, Any]) -> dict[str, Any]:
-    """The audit in one line, its verdict (good, bad, or empty if nothing was checked), and its parts."""
+    """Return the audit in one line, its verdict (good, bad, or empty without a check), and its parts."""
     stopped, operations = audit.get("stopped_branches") or {}, audit.get("operations") or {}
     intervals, changed = int(audit.get("intervals", 0)), int(audit.get("changed", 0))
     faults = changed + int(stopped.get("nonzero", 0)) + int(operations.get("differing", 0))
@@ -131,7 +118,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     groups = groups_of(runs)
     metrics = compared_metrics(runs)
     compared = compare(groups, metrics)
-    told = [each for each in compared if not math.isnan(each.p)]
+    tested = [each for each in compared if not math.isnan(each.p)]
     differences = config_differences([run.config for run in runs])
     return {
         "groups": groups,
@@ -141,9 +128,9 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         "best": {name: _best(groups, name) for name in metrics},
         "differences": differences[:ROWS],
         "settings": figures.settings_and_metric(runs, differences),
-        "exceeding": sorted((each for each in told if each.exceeds), key=lambda each: each.p)[:ROWS],
-        "told": len(told),
-        "untold": len(compared) - len(told),
+        "exceeding": sorted((each for each in tested if each.exceeds), key=lambda each: each.p)[:ROWS],
+        "tested": len(tested),
+        "untested": len(compared) - len(tested),
         "level": LEVEL,
         "curves": figures.group_curves(groups),
         "memory": figures.memory({group.label: group.runs[0] for group in groups}),
@@ -151,7 +138,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _best(groups: Sequence[Group], metric: str) -> str | None:
-    """The label of the group with the best mean, where it is known which direction is good."""
+    """Return the label of the group with the best mean, where it is known which direction is good."""
     means = {group.label: spread(group.values(metric))[0] for group in groups}
     known = {label: mean for label, mean in means.items() if not math.isnan(mean)}
     lowers, raises = "loss" in metric or "perplexity" in metric, "accuracy" in metric
@@ -164,7 +151,7 @@ def _best(groups: Sequence[Group], metric: str) -> str | None:
 
 
 def _by_stage(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Metrics by the first part of their names: test first, then validation, training, the rest."""
+    """Group metrics by the first part of their names: test, then validation, training, the rest."""
     order = {"test": 0, "val": 1, "train": 2}
     found: dict[str, dict[str, float]] = {}
     for name in sorted(metrics, key=lambda name: (order.get(name.split("/")[0], 3), name)):
@@ -174,17 +161,37 @@ def _by_stage(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def _memory_ratio(run: Run) -> float:
-    """The most optimizer state there was, as a share of what plain Adam holds; NaN where not recorded."""
+    """Return the largest optimizer state as a share of plain Adam's; NaN where it was not recorded."""
     rows = run.rows("memory")
     if rows.empty or "adam_bytes" not in rows or not rows["adam_bytes"].max() > 0:
         return math.nan
     return float(rows["state_bytes"].max() / rows["adam_bytes"].max())
 
 
+# ---- pictures
+
+
+def inlined(path: Path, most: int) -> str:
+    """Return a picture as a ``data:`` address, shrunk until it has at most so many bytes.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    content, kind, width = path.read_bytes(), "png", WIDEST
+    while len(content) > most and width >= 64:
+        with Image.open(path) as opened:
+            image = opened.convert("RGB")
+        image.thumbnail((width, image.height))
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=80, optimize=True)
+        content, kind, width = buffer.getvalue(), "jpeg", image.width * 3 // 4
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
 def _pictures(
     run: Run, most_bytes: int
 ) -> tuple[dict[str, str], dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """Attribution pictures by name; film strips of masks by weight; what could not be read."""
+    """Return attribution pictures by name, film strips of masks by weight, and unreadable files."""
     pictures: dict[str, str] = {}
     strips: dict[str, list[dict[str, Any]]] = {}
     failed: dict[str, str] = {}
@@ -223,17 +230,17 @@ def _pictures(
 
 
 def drawn(figure: Figure) -> Markup:
-    """A figure as JSON that may stand in a script element."""
+    """Return a figure as JSON that may stand in a script element."""
     return Markup(figure.figure.to_json().replace("<", "\\u003c"))
 
 
 def breakable(name: str) -> Markup:
-    """A name that may be broken after a slash or an underscore, so that a table of many fits the page."""
+    """Return a name that may be broken after a slash or an underscore, so that wide tables fit the page."""
     return Markup(re.sub("([/_])", r"\1<wbr>", str(escape(name))))
 
 
 def number(value: Any, digits: int = 4) -> str:
-    """A number as a person writes it; a dash for NaN and for what is no number.
+    """Format a number for reading; a dash stands for NaN and for other values.
 
     Example:
         >>> number(0.123456), number(1234567), number(float("nan"))
@@ -244,17 +251,3 @@ def number(value: Any, digits: int = 4) -> str:
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) < 1e15):
         return f"{int(value):,}"
     return f"{value:.{digits}g}"
-
-
-def readable_bytes(value: float) -> str:
-    """Bytes as a person writes them.
-
-    Example:
-        >>> readable_bytes(1536)
-        '1.5 KiB'
-    """
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
-        value /= 1024
-    raise AssertionError

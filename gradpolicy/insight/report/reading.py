@@ -1,8 +1,8 @@
-"""Reads what a run left in its directory; what is absent or damaged is named, not an error."""
+"""Reads a run directory; a file that is absent or damaged is named, not an error."""
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -21,12 +21,10 @@ from gradpolicy.lightning.runs import RunRecord
 
 Content = TypeVar("Content")
 
-# What differs between any two runs, whatever was asked.
+# Keys that differ between any two runs.
 BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name", "callbacks.study.")
-# What a search adds to the command line of each trial.
+# Overrides that a search adds to the command line of each trial.
 ADDED = ("+callbacks.study=", "hydra.run.dir=")
-# The names of files by which a directory is known as that of a run.
-MARKS = ("config.yaml", "result.json", "plan.json", "record.jsonl", "run.json", "audit.json", "csv")
 WARNING = re.compile(r"\bwarning: (.*)", re.IGNORECASE)
 
 
@@ -36,10 +34,10 @@ class Run:
 
     Args:
         directory: The run directory.
-        name: What the report calls the run.
+        name: The name of the run in the report.
         config: The resolved config, flat: value by dotted key.
         defaults: The config without overrides, flat; empty if it was not saved.
-        overrides: What the command line set.
+        overrides: The overrides of the command line.
         plan: ``plan.json``.
         result: ``result.json``.
         metrics: The curves: a row for each logged step, a column for each metric.
@@ -47,10 +45,10 @@ class Run:
         audit: ``audit.json``.
         started: When the run began, as a person writes it.
         warnings: The warnings of the plan and of the log, each once.
-        versions: Versions of what it ran with.
+        versions: The versions of the libraries.
         pictures: Attribution pictures.
         masks: Mask pictures: by weight, then ``mask`` and ``age``.
-        missing: By file: what the report lacks without it.
+        missing: By file: why it is missing, and the part of the report that it would give.
     """
 
     directory: Path
@@ -89,7 +87,7 @@ class Run:
 
     @property
     def broken_off(self) -> bool:
-        """Whether the run is known not to have come to its end. What is no run of ours need not tell."""
+        """True if the run is known not to be completed; without a config that is not known."""
         return self.status in ("failed", "stopped") or (bool(self.config) and not self.result)
 
     @property
@@ -106,7 +104,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The command that repeats the run, without what the program itself added."""
+        """The command that repeats the run, without overrides that a search added."""
         program = self.result.get("program", "python train.py")
         default = f"optimized_metric={self.defaults.get('optimized_metric')}"
         words = [
@@ -115,24 +113,28 @@ class Run:
         return f"{program} {shlex.join(words)}".rstrip()
 
     def rows(self, kind: str) -> pd.DataFrame:
-        """The rows of one kind in the record, in the order of their steps; without any, no columns either."""
+        """Return the rows of one kind in the record, by step; without any, no columns either."""
         if "kind" not in self.record:
             return pd.DataFrame()
         found = self.record[self.record["kind"] == kind]
         return pd.DataFrame() if found.empty else found.sort_values("step", kind="stable")
 
 
-def looks_like_run(directory: Path) -> bool:
-    """Whether a directory holds at least one of the files that a run writes."""
-    return any((directory / name).exists() for name in MARKS)
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """Read runs, each once, named by as many parts of their directories as tell them apart."""
+    directories = list(dict.fromkeys(directories))
+    parts = 1
+    while len({path.parts[-parts:] for path in directories}) < len(directories):
+        parts += 1
+    return [read_run(path, "/".join(path.parts[-parts:])) for path in directories]
 
 
 def read_run(directory: Path, name: str | None = None) -> Run:
-    """Reads a run directory.
+    """Read a run directory.
 
     Args:
         directory: The run directory.
-        name: What to call the run; None: by the name of its directory.
+        name: The name of the run in the report; None: that of its directory.
     """
     files = _Files(directory)
     config = files.read("config.yaml", "what was asked", _read_config) or {}
@@ -171,14 +173,14 @@ def read_run(directory: Path, name: str | None = None) -> Run:
 
 
 class _Files:
-    """Reads files of a directory and notes those that cannot be read."""
+    """Files of a directory, with a note of those that cannot be read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.missing: dict[str, str] = {}
 
     def read(self, name: str, purpose: str, reader: Callable[[Path], Content]) -> Content | None:
-        """The content of a file; None if it is absent or damaged."""
+        """Return the content of a file; None if it is absent or damaged."""
         path = self.directory / name
         try:
             if path.exists() and not path.is_file():
@@ -192,7 +194,7 @@ class _Files:
         return None
 
     def read_model(self, name: str, purpose: str, model: type[Any]) -> dict[str, Any]:
-        """The content of a JSON file as plain values; empty if it is absent or damaged."""
+        """Return the content of a JSON file as plain values; empty if it is absent or damaged."""
         found = self.read(name, purpose, lambda path: read_json(path, model))
         if found is None:
             return {}
@@ -200,7 +202,7 @@ class _Files:
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A nested config as values by dotted key.
+    """Return a nested config as values by dotted key.
 
     Example:
         >>> flat({"a": {"b": 1}, "c": [1, 2]})
@@ -217,12 +219,12 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def is_bookkeeping(key: str) -> bool:
-    """Whether a key says where a run is kept, and not what was asked."""
+    """Return True if a key says where a run is kept, and not what it does."""
     return key.startswith(BOOKKEEPING)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """A config, flat, with the run's own directory written as ``RUN``."""
+    """Return a config, flat, with the run's own directory written as ``RUN``."""
     config = _read_yaml(path, dict)
     paths = config.get("paths")
     own = str((paths.get("output_dir") if isinstance(paths, dict) else None) or path.parent)
@@ -265,7 +267,7 @@ def _moment(seconds: Any) -> str:
 
 
 def _mask_pictures(directory: Path) -> dict[str, dict[str, list[Path]]]:
-    """What `MaskPictures` left: by weight, then by kind, in the order of steps."""
+    """Return the pictures of `MaskPictures`: by weight, then by kind, in the order of steps."""
     folders = sorted(path for path in directory.glob("*") if path.is_dir())
     return {
         folder.name: {kind: sorted(folder.glob(f"{kind}_[0-9]*.png")) for kind in ("mask", "age")}

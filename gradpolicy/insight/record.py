@@ -1,0 +1,340 @@
+"""The record of a run: what policies did at each logged step, as a file and as a table.
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> from gradpolicy.insight import record
+>>> run = Path(tempfile.mkdtemp())
+>>> numbers = '"step": 5, "epoch": 0, "active": [3], "entries": [4]'
+>>> line = '{"kind": "freeze", "policy": "half", "parameter": ["fc.weight"], ' + numbers + "}\\n"
+>>> _ = (run / "record.jsonl").write_text(line)
+>>> record.load(run).query("kind == 'freeze'")[["step", "parameter", "active_share"]]
+   step  parameter  active_share
+0     5  fc.weight          0.75
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from pydantic import BaseModel, Field, NonNegativeInt, create_model
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.insight.costs import optimizer_bytes
+from gradpolicy.insight.file_models import Count
+from gradpolicy.json_file import parse_json
+from gradpolicy.lightning.callback import GradientPolicies, log_interval
+from gradpolicy.measurements import Measured
+from gradpolicy.optim.zero_redundancy import MaskedZero
+from gradpolicy.tensors.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+__all__ = ["Record", "load"]
+
+RECORD = "record.jsonl"
+WORDS = ("policy", "phase", "parameter", "layer", "frozen_state")
+NORMS = ("weight_norm", "update_norm", "gradient_norm_before", "gradient_norm_after")
+SUMS = ("entries", "active", "flipped", "state_bytes")
+MEASURED = (
+    *(*SUMS, *NORMS, "adam_bytes", "operations", "zeros_passed"),
+    *("age_min", "age_q25", "age_median", "age_q75", "age_max"),
+)
+# Columns that `load` computes.
+COMPUTED = ("active_share", "update_size")
+# The columns that a line must have, by its kind.
+NEEDED = {"freeze": ("policy", "parameter", "entries", "active"), "flow": ("policy",)}
+
+
+class SavedRecord(BaseModel, extra="forbid", strict=True):
+    """The state of a record in a checkpoint."""
+
+    size: NonNegativeInt
+
+
+class Record(Callback):
+    """Writes what policies do into ``record.jsonl`` in the run's directory, a JSON object a line.
+
+    Lines are written at every ``log_every_n_steps``-th update; for flow policies also after every validation,
+    test or prediction. ``step`` counts the updates so far. docs/insight/record.md says what a line holds;
+    :func:`gradpolicy.insight.record.load` reads the file as a table.
+
+    A checkpoint holds the length of the file. A resumed run cuts the file to that length, so that no row is
+    missing or written twice. On several processes the first one writes the numbers of all.
+
+    Args:
+        directory: The run's directory; None: the trainer's ``default_root_dir``.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self.directory = None if directory is None else Path(directory)
+        self.file: RecordFile | None = None
+        self._has_policies = False
+        self._restored: dict[str, Any] | None = None
+        # The number of updates at the last batch without policies.
+        self._updates = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Subscribe to the measurements of the run's policies."""
+        self._trainer = trainer
+        if self.file is None and trainer.is_global_zero:
+            self.file = RecordFile(Path(self.directory or trainer.default_root_dir))
+        for each in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(each, GradientPolicies):
+                self._has_policies = True
+                if self._write not in each.sinks:
+                    each.sinks.append(self._write)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the file, or cut it to its length when the checkpoint was saved."""
+        self._updates = trainer.global_step
+        # A second fit by the same callback continues the file.
+        if self.file is not None and (self._restored or not self.file.size):
+            self._cut(self.file, self._restored or {})
+        self._restored = None
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Cut the file also where the resumed run had nothing left to train."""
+        if self.file is not None and self._restored:
+            self._cut(self.file, self._restored)
+        self._restored = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the memory of the optimizers in a run without policies."""
+        updates = trainer.global_step
+        if not self._has_policies and updates != self._updates and updates % log_interval(trainer) == 0:
+            self._write("fit", updates, {})
+        self._updates = updates
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Close the file; a later line opens it again."""
+        if self.file is not None:
+            self.file.close()
+
+    def _cut(self, file: RecordFile, restored: dict[str, Any]) -> None:
+        if not file.begin(restored.get("size", 0)):
+            rank_zero_warn(f"{file.path} lacks rows of the steps before the checkpoint")
+
+    def _write(self, phase: str, step: int, measured: Measured) -> None:
+        """Append a line for each policy, and in training one for the memory of the optimizers."""
+        rows = [{"kind": each["kind"], "policy": name, **each} for name, each in measured.items()]
+        if phase == "fit":
+            optimizers = self._trainer.optimizers
+            held = sum(optimizer_bytes(each) for each in optimizers)
+            if _is_divided(optimizers):
+                held = int(self._trainer.strategy.reduce(torch.tensor(held), reduce_op="sum"))
+            rows.append({"kind": "memory", "state_bytes": held, "adam_bytes": adam_bytes(optimizers)})
+        if self.file is not None:
+            epoch = self._trainer.current_epoch
+            self.file.append({"kind": row["kind"], "step": step, "epoch": epoch, **row} for row in rows)
+            if phase != "fit":
+                # The stage may end without a call of `teardown` after this one.
+                self.file.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the length of the file."""
+        return {"size": 0 if self.file is None else self.file.size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the length until training starts."""
+        SavedRecord.model_validate(state_dict)
+        self._restored = state_dict
+
+
+def adam_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the bytes of state that plain Adam would hold: two moments an entry, a count a parameter.
+
+    Example:
+        >>> adam_bytes([torch.optim.SGD([torch.ones(10)], lr=0.1)])
+        84
+    """
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return sum(2 * parameter.numel() * parameter.element_size() + 4 for parameter in parameters)
+
+
+def _is_divided(optimizers: Collection[torch.optim.Optimizer]) -> bool:
+    """Return True if processes hold different parts of parameters or of optimizer state."""
+    parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return any(MaskedZero.wraps(getattr(each, "inner", each)) for each in optimizers) or any(
+        is_sharded(parameter) for parameter in parameters
+    )
+
+
+# ---- the file
+
+
+class RecordFile:
+    """A record that is being written.
+
+    Each :meth:`append` is one write to the operating system, so that killing the process loses no line that
+    was written. At most the last line can be incomplete.
+
+    Args:
+        directory: The run's directory.
+
+    Attributes:
+        path: The file.
+        size: Its length in bytes.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory.absolute() / RECORD
+        self.size = 0
+        self._file: IO[bytes] | None = None
+
+    def begin(self, size: int = 0) -> bool:
+        """Cut the file to its length when a checkpoint was saved; without one, empty it.
+
+        Returns:
+            True if the file had that many bytes.
+        """
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            file.truncate(min(file.tell(), size))
+        self._open()
+        return self.size == size
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows at once, a line each."""
+        text = "".join(f"{_encoded(row)}\n" for row in rows).encode()
+        (self._file or self._open()).write(text)
+        self.size += len(text)
+
+    def close(self) -> None:
+        """Close the file; a later :meth:`append` opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> IO[bytes]:
+        """Open the file behind its last whole line."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = _whole_lines(self.path.read_bytes()) if self.path.is_file() else b""
+        # Unbuffered, so that a line that was written survives a kill.
+        self._file = self.path.open("ab", buffering=0)
+        self._file.truncate(len(whole))
+        self.size = len(whole)
+        return self._file
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":"))
+
+
+def _encoded(row: Mapping[str, Any]) -> str:
+    """Return a row as JSON, which has neither NaN nor infinity: null stands for both."""
+    try:
+        return _ENCODER.encode(row)
+    except ValueError:
+        return _ENCODER.encode({key: _finite(value) for key, value in row.items()})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _whole_lines(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]
+
+
+# ---- the table
+
+_Word = str | None
+# null where nothing was measured.
+_Number = bool | Annotated[float, Field(allow_inf_nan=False)] | None
+_Line: Any = create_model(
+    "RecordLine",
+    kind=(str, ...),
+    step=(Count, ...),
+    epoch=(Count, ...),
+    changed=(bool | None | list[bool | None], None),
+    **dict.fromkeys(WORDS, (_Word | list[str], None)),  # type: ignore[arg-type]
+    **dict.fromkeys(MEASURED, (_Number | list[_Number], None)),  # type: ignore[arg-type]
+)
+
+
+def load(run: str | Path) -> DataFrame:
+    """Read the record of a run as a table. docs/insight/record.md says what its columns mean.
+
+    A line that a kill left incomplete is skipped.
+
+    Args:
+        run: The run's directory.
+
+    Returns:
+        A row for each parameter, layer, flow policy and measurement of memory (``kind``), by ``step``.
+        ``step`` and ``epoch`` are whole numbers; other numbers are floats, NaN where a row has none;
+        ``changed`` is a nullable bool.
+
+    Raises:
+        PolicyError: If the directory holds no record, or a line of it is damaged.
+    """
+    import pandas
+
+    path = Path(run) / RECORD
+    if not path.is_file():
+        raise PolicyError(
+            f"{run} holds no {RECORD}; a run writes it where callbacks contain `record` (Record in Python)"
+        )
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(_whole_lines(path.read_bytes()).splitlines(), start=1):
+        try:
+            rows += _rows_of(parse_json(line, _Line).model_dump(exclude_unset=True))
+        except ValueError as error:
+            raise PolicyError(f"{path}, line {number}: is no line of a record ({error})") from error
+    types = {
+        **dict.fromkeys(("step", "epoch"), "int64"),
+        **dict.fromkeys((*MEASURED, *COMPUTED), "float64"),
+        "changed": "boolean",
+    }
+    columns = ("kind", "step", "epoch", *WORDS, *MEASURED, *COMPUTED, "changed")
+    table = pandas.DataFrame(rows, columns=columns).astype(types)
+    table = pandas.concat([table, _layers(table).astype(types)]) if rows else table
+    table["active_share"] = table["active"] / table["entries"]
+    ratio = (table["update_norm"] / table["weight_norm"]).where(table["weight_norm"] > 0)
+    table["update_size"] = ratio.mask(table["update_norm"] == 0, 0.0)
+    return table.sort_values("step", kind="stable", ignore_index=True)
+
+
+def _rows_of(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a line: one, or one for each parameter where it has lists of them."""
+    kind = line["kind"]
+    for name in NEEDED.get(kind, ()):
+        if line.get(name) is None:
+            raise ValueError(f"{name} is needed where the kind is {kind}")
+    shared = {key: value for key, value in line.items() if not isinstance(value, list)}
+    lists = {key: value for key, value in line.items() if isinstance(value, list)}
+    if (kind == "freeze") != ("parameter" in lists) or (lists and "parameter" not in lists):
+        raise ValueError("parameter: must be a list where the kind is freeze, and lists stand only there")
+    if not lists:
+        return [shared]
+    return [
+        {**shared, **(row := dict(zip(lists, values, strict=True))), "layer": _layer_of(row["parameter"])}
+        for values in zip(*lists.values(), strict=True)
+    ]
+
+
+def _layer_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _layers(table: DataFrame) -> DataFrame:
+    """Return the rows of parameters combined by layer: counts are added, norms by the root of squares."""
+    freeze = table[table["kind"] == "freeze"]
+    squared = freeze.assign(**{norm: freeze[norm] ** 2 for norm in NORMS})
+    groups = squared.groupby(["step", "epoch", "policy", "layer"], sort=False)
+    # Without a value in any parameter there is none in the layer.
+    whole = groups[[*SUMS, *NORMS]].sum(min_count=1)
+    whole = whole.assign(**{norm: whole[norm] ** 0.5 for norm in NORMS}, changed=groups["changed"].any())
+    return whole.reset_index().assign(kind="layer").reindex(columns=table.columns)
