@@ -253,15 +253,15 @@ def _whole_lines(content: bytes) -> bytes:
 _Word = str | None
 # null where nothing was measured.
 _Number = bool | Annotated[float, Field(allow_inf_nan=False)] | None
-_Line: Any = create_model(
-    "RecordLine",
-    kind=(str, ...),
-    step=(Count, ...),
-    epoch=(Count, ...),
-    changed=(bool | None | list[bool | None], None),
-    **dict.fromkeys(WORDS, (_Word | list[str], None)),  # type: ignore[arg-type]
-    **dict.fromkeys(MEASURED, (_Number | list[_Number], None)),  # type: ignore[arg-type]
-)
+_FIELDS: dict[str, Any] = {
+    "kind": (str, ...),
+    "step": (Count, ...),
+    "epoch": (Count, ...),
+    "changed": (bool | None | list[bool | None], None),
+    **dict.fromkeys(WORDS, (_Word | list[str], None)),
+    **dict.fromkeys(MEASURED, (_Number | list[_Number], None)),
+}
+_Line: Any = create_model("RecordLine", **_FIELDS)
 
 
 def load(run: str | Path) -> DataFrame:

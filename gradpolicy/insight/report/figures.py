@@ -283,14 +283,17 @@ def mask_curves(run: Run) -> Figure | None:
         line = {"color": COLOURS[0]}
         share = held["active"].sum(axis=1) / entries
         _add_curve(figure, share, PANELS["y"][0], line={**line, "shape": "hv"}, **shared)
-        marks = {"mode": "markers" if len(flips) < 200 else "lines", "marker": {**line, "size": 4}}
+        marks: dict[str, Any] = {
+            "mode": "markers" if len(flips) < 200 else "lines",
+            "marker": {**line, "size": 4},
+        }
         _add_curve(figure, flips, PANELS["y2"][0], yaxis="y2", line=line, **marks, **shared)
         means = _means_by_entries(own, AGES, ["step"])
-        edge = {"line": {"width": 0, **line}, "hoverinfo": "skip"}
+        edge: dict[str, Any] = {"line": {"width": 0, **line}, "hoverinfo": "skip"}
         band = {"fill": "tonexty", "fillcolor": _faint(COLOURS[0], 0.25)}
-        for name, look in zip(AGES, (edge, {**edge, **band}, {"line": line}), strict=True):
-            if len(means):
-                _add_curve(figure, means[name], PANELS["y3"][0], yaxis="y3", **look, **shared)
+        looks = [edge, {**edge, **band}, {"line": line}]
+        for name, look in zip(AGES, looks if len(means) else (), strict=False):
+            _add_curve(figure, means[name], PANELS["y3"][0], yaxis="y3", **look, **shared)
     for name, (heading, domain) in PANELS.items():
         axis = {"title": {"text": heading}, "domain": domain, "rangemode": "tozero", "automargin": True}
         if name != "y3":
