@@ -81,8 +81,8 @@ def made(shapes):
     ("kind", "where", "compiled"),
     [
         *((kind, where, False) for kind in POLICIES for where in ("installed", "override")),
-        ("clip", "installed", True),
-        ("scale", "override", True),
+        pytest.param("clip", "installed", True, marks=pytest.mark.mostly_slow),
+        pytest.param("scale", "override", True, marks=pytest.mark.mostly_slow),
     ],
 )
 @pytest.mark.parametrize("call", CALLS)

@@ -83,10 +83,10 @@ def agrees(name, calls, backend):
     return all(torch.allclose(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted({*operation_names(), *in_place_functions()} - RANDOM))
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_code_gives_every_spelling_the_gradient_of_eager_mode_or_refuses_it(name, backend):
     calls = calls_of(name)
     assert not calls or agrees(name, calls, backend)
