@@ -1,4 +1,4 @@
-"""JSON files, read by a model of what they hold."""
+"""Reads JSON files by a model of their content."""
 
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ def read_json(path: Path, model: type[Model]) -> Model:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it does not hold that: the first place that is wrong, and what should be there.
+        ValueError: If the content does not fit: with the first wrong place and the type expected there.
     """
     return parse_json(path.read_bytes(), model)
 

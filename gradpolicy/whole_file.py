@@ -1,4 +1,4 @@
-"""Writes files that are complete or absent, whenever the process or the machine dies."""
+"""Writes files whole or not at all, also if the process or machine dies."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from typing import IO, Any
 def written_whole(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
     """Open a file for writing that replaces the file at `path` once the block has ended without an error.
 
-    Until then the former content stays. The new content is on the disk before it takes the name.
+    Until then the former content stays. The new content is written to the disk before it gets the name.
 
     Args:
         path: The file; its directory must exist.

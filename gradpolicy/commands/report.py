@@ -21,7 +21,7 @@ WRONG_INPUT, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and gives its exit code: 0, or 2 for wrong input."""
+    """Run the program and return its exit code: 0, or 2 for wrong input."""
     options = make_parser().parse_args(arguments)
     try:
         runs = find_runs([Path(given).expanduser() for given in options.runs])
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line of the program."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="gradpolicy report",
         description=__doc__,
@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
-    """The run directories that the command line names, each once.
+    """Return the run directories that the command line names, each once.
 
     Raises:
         PolicyError: For a path that is no run directory and holds none.
@@ -78,7 +78,7 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
 
 
 def default_output(runs: Sequence[Path]) -> Path:
-    """Where the report goes unless told otherwise."""
+    """Return the default path of the report."""
     if len(runs) == 1:
         return runs[0] / REPORT
     return Path(os.path.commonpath([run.parent for run in runs])) / REPORT

@@ -1,4 +1,4 @@
-"""A callback that ends a sweep's job if it does not log what the sweep compares."""
+"""A callback that ends a sweep's job if it does not log the metric that is compared."""
 
 from typing import Any
 

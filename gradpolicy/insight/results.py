@@ -1,4 +1,4 @@
-"""Prints the config before a run, and its results after it."""
+"""The result of a run, and the printing of its config and results."""
 
 import codecs
 import io
@@ -31,13 +31,13 @@ class Result:
     """The result of a run.
 
     Args:
-        overrides: What the command line set.
+        overrides: The overrides of the command line.
         metrics: The last value of each metric.
         optimized: The value that a sweep compares.
         status: ``"completed"``, ``"planned"``, ``"failed"``, or ``"stopped"`` if a signal or Ctrl-C ended it.
-        error: What was wrong, if it failed.
-        directory: Where everything was saved.
-        program: How the program is called that did the run.
+        error: The error, if it failed.
+        directory: The run directory.
+        program: The command that started the run.
         seconds: How long it took.
     """
 
@@ -51,13 +51,13 @@ class Result:
     seconds: float = 0.0
 
     def save(self, path: Path) -> None:
-        """Writes it as JSON."""
+        """Write it as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @staticmethod
     def load(path: Path) -> "Result":
-        """Reads what :meth:`save` wrote.
+        """Read a result that :meth:`save` wrote.
 
         Raises:
             PolicyError: If it is absent, damaged, or something else.
@@ -70,7 +70,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultFile(Result):
-    """The content of ``result.json``: what a result has unless told otherwise, a file must say."""
+    """The content of ``result.json``, in which some keys have no default."""
 
     overrides: list[str] = field()
     metrics: dict[str, float] = field()
@@ -89,7 +89,7 @@ _ShortLists.add_representer(list, _ShortLists.represent_list)
 
 
 def print_config(config: Any, console: Console) -> None:
-    """Prints the composed config as a tree with a branch for each group."""
+    """Print the composed config as a tree with a branch for each group."""
     tree = Tree("Config", guide_style="dim", style="bold")
     plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
     groups = {key: value for key, value in config.items() if isinstance(value, dict) and value}
@@ -104,7 +104,7 @@ def print_results(result: Result, optimized: str | None, report: Path, console: 
     """Print the last lines of a run: its main metrics, the time it took and where its report is.
 
     Args:
-        result: What came of the run. All its metrics are in the report.
+        result: The result. All its metrics are in the report.
         optimized: The metric by which runs are compared.
         report: The report. If it was not written, the directory of the run is named.
         console: Where to print.
@@ -154,7 +154,7 @@ def duration(seconds: float) -> str:
 
 
 def replace_unencodable() -> None:
-    """Writes plain characters where the encoding of an output stream lacks one.
+    """Write plain characters where the encoding of an output stream lacks one.
 
     Otherwise the first dash or ellipsis ends the program where, say, ``PYTHONIOENCODING=ascii`` is set.
     """

@@ -14,7 +14,7 @@ from rich.console import Console
 from gradpolicy.display import WIDTH
 from gradpolicy.errors import PolicyError
 
-# What a run prints is logged here, for the file that Hydra's `job_logging` opens.
+# Logs all that a run prints, into the file that Hydra's `job_logging` opens.
 LOG = logging.getLogger("gradpolicy.run")
 LIGHTNING = tuple(logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric"))
 # Warnings that every small run gives and that need no change.
@@ -34,7 +34,7 @@ def logged_run(*, first_rank: bool = True) -> Iterator[Console]:
     """Log what a run prints, and the error that ends the block.
 
     Args:
-        first_rank: Whether this process prints and logs at all.
+        first_rank: If False, this process neither prints nor logs.
 
     Yields:
         A console for tables, 120 columns wide where the output is no terminal.
@@ -91,7 +91,7 @@ def quieter() -> Iterator[None]:
     levels = [logger.level for logger in LIGHTNING]
     for logger in LIGHTNING:
         logger.setLevel(logging.WARNING)
-    # A profiler's report is what it was asked for.
+    # The user asked for a profiler's report.
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
     with warnings.catch_warnings():
         for message in QUIET:

@@ -1,7 +1,7 @@
 """The summary of a sweep: a table of its jobs, means over seeds, a picture."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ OWN_COLUMNS = ("job", "best", "status", "error", "directory")
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """What the jobs of a sweep set, and what came of it.
+    """The settings of a sweep's jobs, and their results.
 
     Args:
         results: The results of the jobs.
@@ -41,23 +41,24 @@ class SweepSummary:
 
     @property
     def heading(self) -> str:
-        """What the column of values is called."""
+        """The heading of the column of values."""
         return self.metric or "metric"
 
     @property
     def best(self) -> int | None:
         """The index of the best result; None if no job has one."""
+        return self._best([result.optimized for result in self.results])
+
+    def _best(self, values: Iterable[float | None]) -> int | None:
         valued = {
-            index: result.optimized
-            for index, result in enumerate(self.results)
-            if result.optimized is not None and not math.isnan(result.optimized)
+            index: value for index, value in enumerate(values) if value is not None and not math.isnan(value)
         }
         choose = min if self.mode == "min" else max
         return choose(valued, key=valued.__getitem__, default=None)
 
     @cached_property
     def settings(self) -> list[dict[str, str]]:
-        """What each job set: the value of each override by its key."""
+        """The overrides of each job: their values by their keys."""
         return [dict(map(_key_and_value, result.overrides)) for result in self.results]
 
     @property
@@ -71,12 +72,12 @@ class SweepSummary:
         return [key for key in self.keys if len({given.get(key) for given in self.settings}) > 1]
 
     @property
-    def common(self) -> list[str]:
-        """What all jobs set to the same value, as overrides."""
-        return [f"{key}={self.settings[0][key]}" for key in self.keys if key not in self.varied]
+    def runs(self) -> list[Path]:
+        """The directories of the runs that were completed."""
+        return [Path(each.directory) for each in self.results if each.status == "completed"]
 
     def frame(self) -> "pd.DataFrame":
-        """A row for each job, a column for each key that any job set."""
+        """Return a row for each job, with a column for each key that any job set."""
         import pandas as pd
 
         rows = [
@@ -94,11 +95,11 @@ class SweepSummary:
         return pd.DataFrame(rows)
 
     def over_seeds(self) -> "pd.DataFrame | None":
-        """The mean over seeds of each setting, and the spread: the standard deviation of a sample.
+        """Return the mean over seeds of each setting, and the standard deviation of the sample.
 
         Returns:
             A row for each setting with ``mean``, ``std`` (NaN for one seed) and ``count``, in the order of
-            the jobs; None if seeds are not among what differs.
+            the jobs; None if all jobs have the same seed.
         """
         others = [key for key in self.varied if key != SEED]
         if SEED not in self.varied:
@@ -111,55 +112,54 @@ class SweepSummary:
         folded = frame.groupby(by, sort=False, dropna=False)[self.heading].agg(["mean", "std", "count"])
         return folded.reset_index()[[*others, "mean", "std", "count"]]
 
-    @property
-    def runs(self) -> list[Path]:
-        """The directories of the runs that were completed."""
-        return [Path(each.directory) for each in self.results if each.status == "completed"]
-
     # ---- printing and writing
 
     def show(self, console: Console) -> None:
-        """Prints a table of the jobs, what they have in common, and a table over seeds."""
-        table = _table("Sweep")
-        table.add_column("job", justify="right")
-        for key in self.varied:
-            table.add_column(_in_lines(key), overflow="fold")
-        table.add_column(escape(self.heading), justify="right", overflow="fold")
-        table.add_column("best", justify="center")
+        """Print a table of the jobs, the overrides that they have in common, and a table over seeds."""
+        table = self._table("Sweep", self.varied, "best", number="job")
         for index, (result, given) in enumerate(zip(self.results, self.settings, strict=True)):
             value = result.error or "–" if result.optimized is None else f"{result.optimized:.4g}"
+            cells = [three_digits(given.get(key, "–")) for key in self.varied]
             style = "bold green" if index == self.best else "red" if result.status == "failed" else ""
+            best = "*" if index == self.best else ""
             # In overrides brackets are lists, not rich's markup.
-            cells = [escape(three_digits(given.get(key, "–"))) for key in self.varied]
-            table.add_row(str(index), *cells, escape(value), "*" if index == self.best else "", style=style)
+            table.add_row(*map(escape, (str(index), *cells, value, best)), style=style)
         console.print(table)
-        if self.common and len(self.results) > 1:
-            console.print(escape(f"all with {' '.join(sorted(self.common))}"), highlight=False)
+        common = [f"{key}={self.settings[0][key]}" for key in self.keys if key not in self.varied]
+        if common and len(self.results) > 1:
+            console.print(escape(f"all with {' '.join(sorted(common))}"), highlight=False)
         folded = self.over_seeds()
         if folded is not None:
             console.print(self._folded_table(folded))
 
     def _folded_table(self, folded: "pd.DataFrame") -> Table:
-        table = _table("Over seeds: mean ± standard deviation")
         others = list(folded.columns[:-3])
-        for key in others:
-            table.add_column(_in_lines(key), overflow="fold")
-        table.add_column(escape(self.heading), justify="right", overflow="fold")
-        table.add_column("seeds", justify="right")
-        means = folded["mean"]
-        best = None if means.isna().all() else (means.idxmin() if self.mode == "min" else means.idxmax())
-        for index, row in folded.iterrows():
-            cells = [escape("–" if row[key] is None else three_digits(row[key])) for key in others]
+        table = self._table("Over seeds: mean ± standard deviation", others, "seeds")
+        best = self._best(folded["mean"])
+        for index, row in enumerate(folded.to_dict("records")):
+            cells = ["–" if row[key] is None else three_digits(row[key]) for key in others]
             spread = "" if math.isnan(row["std"]) else f" ± {row['std']:.2g}"
             value = "–" if math.isnan(row["mean"]) else f"{row['mean']:.4g}{spread}"
-            table.add_row(*cells, value, f"{row['count']:.0f}", style="bold green" if index == best else "")
+            style = "bold green" if index == best else ""
+            table.add_row(*map(escape, (*cells, value, str(row["count"]))), style=style)
+        return table
+
+    def _table(self, title: str, keys: Sequence[str], last: str, number: str | None = None) -> Table:
+        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+        if number:
+            table.add_column(number, justify="right")
+        for key in keys:
+            # A narrow column.
+            table.add_column(escape(key.replace(".", ".\n")), overflow="fold")
+        table.add_column(escape(self.heading), justify="right", overflow="fold")
+        table.add_column(last, justify="right")
         return table
 
     def write(self, path: Path, console: Console, figures: "Sequence[go.Figure]" = ()) -> None:
-        """Writes the table as CSV, the picture and a report of all runs beside it, and says where.
+        """Write the table as CSV and the picture beside it, and print their paths.
 
         Args:
-            path: Where the CSV goes.
+            path: The file of the CSV.
             console: Where to print.
             figures: More pictures, below that of the jobs.
         """
@@ -167,17 +167,17 @@ class SweepSummary:
         written = [path]
         drawn = [figure for figure in (self.picture(), *figures) if figure is not None]
         if drawn:
-            written.append(path.with_suffix(".html"))
             parts = [
                 figure.to_html(full_html=False, include_plotlyjs=index == 0)
                 for index, figure in enumerate(drawn)
             ]
+            written.append(path.with_suffix(".html"))
             written[-1].write_text(f'<!doctype html><meta charset="utf-8">{"".join(parts)}', "utf-8")
         for file in written:
             console.print(escape(f"saved in {file}"), soft_wrap=True)
 
     def picture(self) -> "go.Figure | None":
-        """A line for each job through what it set and what came of it; None without two to compare."""
+        """Draw a line for each job through its settings and its value; None without two to compare."""
         from gradpolicy.insight.report.figures import parallel_coordinates
 
         frame = self.frame()
@@ -190,7 +190,7 @@ class SweepSummary:
 
 
 def collect(sweep_dir: Path) -> list[Result]:
-    """Reads the results of a sweep's jobs, in the order of the jobs; one that is damaged counts as failed."""
+    """Read the results of a sweep's jobs, in the order of the jobs; one that is damaged counts as failed."""
     paths = [path for path in (sweep_dir / RESULTS).glob("*.json") if path.stem.isdecimal()]
     return [_read(path) for path in sorted(paths, key=lambda path: int(path.stem))]
 
@@ -205,12 +205,3 @@ def _read(path: Path) -> Result:
 def _key_and_value(override: str) -> tuple[str, str]:
     key, given, value = override.partition("=")
     return key.lstrip("+"), value if given else "removed"
-
-
-def _in_lines(key: str) -> str:
-    """A key as the heading of a narrow column."""
-    return escape(key.replace(".", ".\n"))
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", header_style="bold")

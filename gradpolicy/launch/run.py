@@ -20,6 +20,7 @@ from rich.console import Console
 
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.imports import to_install
+from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.required_metric import RequiredMetric
 from gradpolicy.insight.results import (
@@ -30,7 +31,6 @@ from gradpolicy.insight.results import (
     print_config,
     print_results,
 )
-from gradpolicy.insight.run_files import LogRun, name_loggers, write_plan
 from gradpolicy.insight.run_log import logged_run, quieter
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.compose import default_config

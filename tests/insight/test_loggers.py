@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.insight.run_files import LogRun, hyperparameters, name_loggers, write_plan
+from gradpolicy.insight.loggers import LogRun, hyperparameters, name_loggers, write_plan
 
 CONFIG: dict[str, Any] = {
     "policy": {

@@ -1,4 +1,4 @@
-"""What a run says of itself: its plan in files, its config and plan in every logger."""
+"""Give loggers the config and the plan of a run."""
 
 import json
 import re
@@ -12,27 +12,27 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from gradpolicy.planning.plan_table import HEADINGS, Plan, cells
 
 PLAN_JSON, PLAN_TEXT = "plan.json", "plan.txt"
-# Keys of the config that say where a run writes, not what it does.
+# Keys of the config that say where a run writes.
 PLACES = ("paths", "logger", "extras")
 PERMISSIONS = ("allowed_targets", "extensions")
-# What the name of a run leaves out.
+# Keys that the name of a run leaves out.
 UNNAMED = (*PLACES, *PERMISSIONS, "policy", "callbacks", "tags", "ckpt_path", "hydra")
 # The longest name that W&B takes, in characters.
 LONGEST_NAME = 128
-# What MLflow does not take in the name of a parameter.
+# Characters that MLflow refuses in the name of a parameter.
 NOT_IN_KEYS = re.compile(r"[^\w\-. /]", re.ASCII)
 
 
 def write_plan(plan: Plan, directory: Path) -> None:
-    """Writes a plan into a run's directory: ``plan.json`` to be read back, ``plan.txt`` as it is printed."""
+    """Write a plan into a run's directory: ``plan.json`` for programs, ``plan.txt`` as it is printed."""
     (directory / PLAN_JSON).write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
     (directory / PLAN_TEXT).write_text(f"{plan}\n", encoding="utf-8")
 
 
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved config as one number, text or truth value a key, for loggers that filter by these.
+    """Return a resolved config as one number, text or truth value a key, by which loggers filter.
 
-    Callbacks are left out, and where the run writes: they would hide what tells runs apart.
+    Callbacks and the paths of the run are left out: they would hide the keys in which runs differ.
 
     Example:
         >>> hyperparameters({"seed": 3, "policy": {"half": {"mask": {"density": 0.5}}}, "paths": {}})
@@ -43,19 +43,19 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def policies_of(config: Mapping[str, Any]) -> str:
-    """The names of a config's policies, as in ``stop+guided``; ``none`` without any."""
+    """Return the names of a config's policies, as in ``stop+guided``; ``none`` without any."""
     named = config.get("policy") or {}
     return "+".join(name for name, node in named.items() if node is not None) or "none"
 
 
 def name_loggers(config: Mapping[str, Any], overrides: Sequence[str], sweep: str | None) -> None:
-    """Fills in names that the loggers of a config leave open, so that dashboards say what a run is.
+    """Set the names that the loggers of a config leave open.
 
-    A run is named by its policies and what its command line set; its group by the policies, and by the sweep.
+    A run is named by its policies and its overrides; its group by its policies and its sweep.
 
     Args:
         config: The resolved config, which is changed.
-        overrides: What the command line set.
+        overrides: The overrides of the command line.
         sweep: The name of the sweep that it belongs to.
     """
     policies = policies_of(config)
@@ -71,7 +71,7 @@ def name_loggers(config: Mapping[str, Any], overrides: Sequence[str], sweep: str
 
 
 class LogRun(Callback):
-    """Gives every logger the config and the plan when a run begins; only the first rank does.
+    """Gives every logger the config and the plan at the start of a run, on the first rank.
 
     Args:
         config: The resolved config.
@@ -83,30 +83,30 @@ class LogRun(Callback):
         self.config = config
         self.plan = plan
         self.metrics = metrics
-        self._told = False
+        self._logged = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Tells the loggers, once a run."""
-        if self._told or not trainer.is_global_zero:
+        """Log them once a run."""
+        if self._logged or not trainer.is_global_zero:
             return
-        self._told = True
+        self._logged = True
         for logger in trainer.loggers:
-            self._tell(logger)
+            self._log(logger)
 
-    def _tell(self, logger: Logger) -> None:
+    def _log(self, logger: Logger) -> None:
         if isinstance(logger, TensorBoardLogger):
-            self._tell_tensorboard(logger)
+            self._log_tensorboard(logger)
         elif isinstance(logger, MLFlowLogger):
-            self._tell_mlflow(logger)
+            self._log_mlflow(logger)
         else:
             logger.log_hyperparams({"policies": policies_of(self.config), **self.config})
         if isinstance(logger, WandbLogger) and self.plan is not None:
             logger.log_table("plan", list(HEADINGS), [list(cells(row)) for row in self.plan.rows])
 
-    def _tell_tensorboard(self, logger: TensorBoardLogger) -> None:
+    def _log_tensorboard(self, logger: TensorBoardLogger) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # For hparams.yaml. What this writes for the table of runs would need values of the metrics.
+        # This writes hparams.yaml; for the table of runs it would need values of the metrics.
         logger.log_hyperparams(dict(self.config))
         writer = logger.experiment
         for summary in hparams(hyperparameters(self.config), dict.fromkeys(self.metrics)):
@@ -114,9 +114,9 @@ class LogRun(Callback):
         if self.plan is not None:
             writer.add_text("plan", self.plan.to_markdown())
 
-    def _tell_mlflow(self, logger: MLFlowLogger) -> None:
+    def _log_mlflow(self, logger: MLFlowLogger) -> None:
         client, run = logger.experiment, logger.run_id
-        # MLflow lets no parameter change: what a resumed run has changed is in its config.yaml.
+        # MLflow lets no parameter change; the changes of a resumed run are in its config.yaml.
         known = client.get_run(run).data.params
         flat = {NOT_IN_KEYS.sub("_", key): value for key, value in hyperparameters(self.config).items()}
         logger.log_hyperparams({key: value for key, value in flat.items() if key not in known})
@@ -127,7 +127,7 @@ class LogRun(Callback):
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value below a node that is no mapping, with its keys joined by dots; lists as text."""
+    """Yield every value below a node that is no mapping, with its keys joined by dots; lists as text."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
