@@ -33,7 +33,7 @@ Decision = Callable[[Function, tuple, Mapping[str, Any]], bool]
 
 @dataclass(frozen=True)
 class Spelling:
-    """How to read a call of one torch function.
+    """The form of calls of one torch function.
 
     Args:
         name: The function's own name, without underscores at either end.

@@ -1,4 +1,4 @@
-"""Where the steps of rounding operations lie."""
+"""The positions of the steps of rounding operations."""
 
 from typing import Any
 

@@ -76,7 +76,7 @@ def parameter_gradients():
 
 @pytest.fixture
 def same():
-    """Whether two dicts of gradients agree."""
+    """A check that two dicts of gradients agree."""
 
     def check(first, second, tolerance=1e-6):
         assert first.keys() == second.keys()
@@ -110,7 +110,7 @@ def zennit(monkeypatch):
 
 @pytest.fixture
 def snapshot():
-    """What a model is like: its dicts, tables of hooks and flags."""
+    """A function that returns the state of a model: its dicts, tables of hooks and flags."""
 
     def of(model):
         return {

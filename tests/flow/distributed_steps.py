@@ -1,4 +1,4 @@
-"""What the processes of test_distributed.py run."""
+"""The functions that the processes of test_distributed.py run."""
 
 import os
 

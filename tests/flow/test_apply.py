@@ -110,11 +110,11 @@ def test_wrong_gradients_are_an_error(rule, message):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "kind"),
     [("no", "str"), (np.array(["no"]), "an array of <U2"), ((1.0, np.datetime64("2020")), "datetime64")],
 )
-def test_a_forward_must_return_tensors_or_arrays_of_numbers(value, told):
-    with pytest.raises(gp.PolicyError, match=f"returned {told}; it must return"):
+def test_a_forward_must_return_tensors_or_arrays_of_numbers(value, kind):
+    with pytest.raises(gp.PolicyError, match=f"returned {kind}; it must return"):
         gp.apply("identity", lambda x: value, torch.randn(3))
 
 
@@ -248,7 +248,7 @@ def test_a_path_to_no_operation_is_refused(path):
         gp.UseRule(path, ops="round")
 
 
-def test_numpy_code_under_vmap_that_is_not_said_to_be_so_is_told_how_to_say_it():
+def test_numpy_code_under_vmap_that_is_not_said_to_be_so_gets_a_note():
     with pytest.raises(RuntimeError) as error:
         torch.func.vmap(lambda x: gp.apply("identity", lambda tensor: np.sin(tensor), x))(torch.ones(3))
     assert "NumPy code needs numpy=True" in error.value.__notes__[0]

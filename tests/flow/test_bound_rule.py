@@ -1,4 +1,4 @@
-"""What a rule returns is checked, and what it fails with is told with its place."""
+"""The gradients of a rule are checked, and its errors name the place."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Rounded(nn.Module):
         ({"params": "0.weight"}, "parameter '0.weight'"),
     ],
 )
-def test_a_rule_that_fails_is_told_with_policy_rule_module_and_shapes(where, place):
+def test_the_error_of_a_rule_names_policy_rule_module_and_shapes(where, place):
     model = nn.Sequential(nn.Linear(4, 4), Rounded())
     policies = {"odd": gp.UseRule(multiplied_wrongly, **where)}
     if "ops" not in where:
@@ -39,7 +39,7 @@ def test_a_rule_that_fails_is_told_with_policy_rule_module_and_shapes(where, pla
     assert len(message.splitlines()) == 1
 
 
-def test_a_rule_that_refuses_its_inputs_is_told_so_too():
+def test_a_rule_that_refuses_its_inputs_is_named():
     x = torch.ones(3, requires_grad=True)
     with gp.gradient_override({"round": "lsq"}):
         y = torch.round(x)
@@ -91,7 +91,7 @@ def test_an_error_names_the_module_that_goes_on_after_a_part_of_it_ran():
             y.sum().backward()
 
 
-def test_a_gradient_filter_that_returns_none_is_told_so():
+def test_a_gradient_filter_that_returns_none_is_an_error():
     nothing = gp.Rule("nothing", lambda grad, inputs, output: grad, gradient_filter=lambda grad: None)
     x = torch.ones(3, requires_grad=True)
     with gp.gradient_override({"tanh": nothing}):

@@ -173,7 +173,7 @@ class Twice(nn.Module):
 
 
 def encoder_gradients(model, call=None):
-    """What each of the two results passes to the encoder's weight and to the input."""
+    """Return the gradients of each result for the encoder's weight and for the input."""
     found = []
     for index in range(2):
         x = torch.ones(1, 2, requires_grad=True)

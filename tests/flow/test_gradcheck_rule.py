@@ -100,7 +100,7 @@ def test_the_largest_deviation_is_located():
     assert "largest at input 0 [1, 0]" in str(check)
 
 
-def test_each_input_is_told_apart():
+def test_each_input_has_figures_of_its_own():
     def second_is_doubled(grad, inputs, output):
         first, second = own(torch.mul)(grad, inputs, output)
         return first, 2 * second

@@ -145,7 +145,7 @@ def policy_of(kind, place):
 
 
 def expected_part(kind, place, h, weight, gain):
-    """What the part gives by hand, with the gradients that the policy says."""
+    """Return the result of the part, with the gradients of the policy made by hand."""
     change = CHANGES[kind][1] if kind in CHANGES else None
     if place == "input":
         h = altered(h, change)
@@ -193,7 +193,7 @@ def expected(model, kind, place, x):
 
 
 def gradients(result, names, x):
-    """What a backward pass leaves at the input and the parameters."""
+    """Return the gradients of the input and the parameters after a backward pass."""
     leaves = {"x": x, **names}
     for tensor in leaves.values():
         tensor.grad = None
@@ -230,7 +230,7 @@ CASES = [
 
 
 def is_refused(way, place, kind):
-    """Whether nothing can act there, or nobody knows what is meant."""
+    """Return True if nothing can act there, or the meaning is ambiguous."""
     if place == "operation of several inputs" and kind in ("straight through", "the input"):
         return True
     if "bypassed" in way:

@@ -72,7 +72,7 @@ def forgotten():
 
 
 def agrees(name, calls, backend):
-    """Whether each call has the same gradient in compiled code, if that takes it."""
+    """Return True if each call that compiles has the same gradient in compiled code."""
     expected = gradients(name, calls)
     try:
         found = gradients(name, calls, backend)

@@ -1,4 +1,4 @@
-"""What holds for every built-in rule, whatever its formula."""
+"""Properties of every built-in rule, whatever its formula."""
 
 import doctest
 import functools
@@ -129,7 +129,7 @@ def test_a_number_may_be_a_tensor(name):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_what_a_rule_does_not_read_may_be_anything(name):
-    """What is not read is not kept for the backward pass."""
+    """Values that a rule does not read are not kept for the backward pass."""
     rule = configured(name)
     grad, inputs, output = example(name)
     if "inputs" not in rule.reads:

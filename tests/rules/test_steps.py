@@ -57,7 +57,7 @@ def test_rounding_to_decimals_steps_as_often():
     torch.testing.assert_close(x.grad, torch.tensor([1.0, 0.0]))
 
 
-def test_a_forward_of_ones_own_is_told_by_its_name():
+def test_a_forward_of_ones_own_is_known_by_its_name():
     x = torch.tensor([1.5, 2.0], requires_grad=True)
     gp.apply(gp.get_rule("triangular", width=0.5), torch.round, x).sum().backward()
     assert x.grad.tolist() == [1.0, 0.0]
