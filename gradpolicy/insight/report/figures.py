@@ -257,14 +257,14 @@ def settings_and_metric(runs: Sequence[Run], differences: Sequence[Difference]) 
 # One above the other: the axis of each panel, its heading, and its place.
 PANELS = {
     "y": ("entries that train", (0.72, 1.0)),
-    "y2": ("flipped by a change", (0.36, 0.64)),
+    "y2": ("flips per entry", (0.36, 0.64)),
     "y3": ("age in updates", (0.0, 0.28)),
 }
 AGES = ["age_q25", "age_q75", "age_median"]
 
 
 def mask_curves(run: Run) -> Figure | None:
-    """Draw the share of entries that train, the share that a change flips, and ages over the steps."""
+    """Draw the share of entries that train, flips, and ages over the steps."""
     rows = run.rows("freeze")
     if rows.empty:
         return None
@@ -296,13 +296,14 @@ def mask_curves(run: Run) -> Figure | None:
             _add_curve(figure, means[name], PANELS["y3"][0], yaxis="y3", **look, **shared)
     for name, (heading, domain) in PANELS.items():
         axis = {"title": {"text": heading}, "domain": domain, "rangemode": "tozero", "automargin": True}
-        if name != "y3":
+        if name == "y":
             axis |= {"tickformat": ".0%", "range": [0, 1.05]}
         figure.update_layout({name.replace("y", "yaxis"): axis})
     figure.update_xaxes(anchor="y3")
     note = (
-        "A change flips entries that it freezes or thaws. The age of an entry: its updates since its "
-        "optimizer state was last empty; line: the median, band: the middle half, means over the tensors."
+        "A change flips entries that it freezes or thaws; each change since the point before counts. The age "
+        "of an entry: its updates since its optimizer state was last empty; line: the median, band: the "
+        "middle half, means over the tensors."
     )
     return Figure("Share, flips and ages", figure, {"policy": ("policy", policies)}, note, wide=True)
 
@@ -332,7 +333,7 @@ class Quantity(NamedTuple):
 
 QUANTITIES = {
     "active share": Quantity("active_share", "Viridis", top=1.0, of_masks=True),
-    "flipped share": Quantity("flipped_share", "Inferno", held=False, of_masks=True),
+    "flips per entry": Quantity("flips_per_entry", "Inferno", held=False, of_masks=True),
     "gradient norm before": Quantity("gradient_norm_before", "Cividis", logarithmic=True),
     "gradient norm after": Quantity("gradient_norm_after", "Cividis", logarithmic=True),
     "update size": Quantity("update_size", "Cividis", logarithmic=True),
@@ -348,7 +349,7 @@ def timeline(run: Run) -> Figure | None:
     keys = ["policy", "layer", "step"]
     ages = _means_by_entries(run.rows("freeze"), ["age_median"], keys)
     layers = layers.drop(columns="age_median").join(ages, on=keys)
-    layers = layers.assign(flipped_share=layers["flipped"] / layers["entries"].clip(lower=1))
+    layers = layers.assign(flips_per_entry=layers["flipped"] / layers["entries"].clip(lower=1))
     by_layers = _trains_by_layers(layers)
     usable = {
         name: quantity

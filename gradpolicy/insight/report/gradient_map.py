@@ -14,7 +14,8 @@ from gradpolicy.insight.report.reading import Run
 CUT, REPLACED, SCALED, FROZEN = "cut", "replaced", "scaled", "frozen"
 COLOURS = {CUT: "#ef4444", REPLACED: "#a855f7", SCALED: "#f97316", FROZEN: "#3b82f6", "": "#d0d7de"}
 KINDS = {"Stop": CUT, "Scale": SCALED, "Reverse": SCALED, "Clip": SCALED, "Freeze": FROZEN}
-ROW, LEVELS = 34, 5
+# Pixels of a leaf, leaves that set the height, levels shown at a time.
+ROW, MOST, LEVELS = 34, 40, 5
 
 
 def gradient_map(run: Run) -> Figure | None:
@@ -29,7 +30,8 @@ def gradient_map(run: Run) -> Figure | None:
     effects = [_strongest(described.get(name, {}).get("policies", ()), kinds) for name in names]
     measured = _measured(run, names)
     told = _descriptions(run)
-    figure = new_figure("", "", height=60 + ROW * max(6, sum(name not in parents for name in names)))
+    leaves = sum(name not in parents for name in names)
+    figure = new_figure("", "", height=60 + ROW * min(max(leaves, 6), MOST))
     figure.add_icicle(
         ids=[f"root.{name}" for name in names],
         parents=["", *(f"root.{parent}" for parent in parents[1:])],
@@ -38,6 +40,7 @@ def gradient_map(run: Run) -> Figure | None:
         customdata=[_details(name, described.get(name, {}), measured.loc[name], told) for name in names],
         hovertemplate="%{customdata}<extra></extra>",
         textinfo="label+text",
+        textfont={"color": ["#ffffff" if effect else "#1f2328" for effect in effects]},
         marker={"colors": [COLOURS[effect] for effect in effects]},
         leaf={"opacity": 1},
         sort=False,
