@@ -19,7 +19,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.carrying import carry, has_paths, paths_in
 from gradpolicy.flow.operation_rule import OpaqueCall, OperationRule, TableRule
 from gradpolicy.flow.operation_tables import Function
-from gradpolicy.flow.tracing import as_in_tables, mode_at, mode_count, show_to_compiler, skip_alone
+from gradpolicy.flow.tracing import active_modes, as_in_tables, show_to_compiler, skip_alone
 
 # A local name: the attribute look-up takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -155,12 +155,6 @@ class CountedCalls:
                 f"policy {rule.state.name!r}: operation {rule.name!r} ran {times} in the forward of {where}, "
                 f"so there is no call {max(rule.calls)} (calls= counts from 0)"
             )
-
-
-def active_modes() -> list[DispatchMode]:
-    """Return the modes of this package on this thread, the innermost first."""
-    modes = [mode_at(index) for index in range(mode_count() - 1, -1, -1)]
-    return [mode for mode in modes if isinstance(mode, DispatchMode)]
 
 
 def note_taken(operations: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from gradpolicy.flow.tracing import active_tables
+from gradpolicy.flow.tracing import active_modes
 
 # Rules that take logits where the operation takes probabilities.
 OF_LOGITS = ("gumbel", "reinmax")
@@ -43,7 +43,7 @@ def _draw_categories(self: Categorical, sample_shape: Any = ()) -> Tensor:
 
 def _has_rule(function: Any) -> bool:
     """Return True if a block that runs has a rule on a function."""
-    return any(function in table.by_function for table in active_tables())
+    return any(function in mode.table.by_function for mode in active_modes())
 
 
 def scores_of_argmax(result: Tensor, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:

@@ -73,10 +73,10 @@ def in_transform() -> bool:
     return is_compiling() or in_functorch() or forward_ad._current_level >= 0
 
 
-def active_tables() -> list[Any]:
-    """Return the tables of the modes that run on this thread, the innermost first."""
+def active_modes() -> list[Any]:
+    """Return the modes of this package on this thread, the innermost first."""
     modes = [mode_at(index) for index in range(mode_count() - 1, -1, -1)]
-    return [mode.table for mode in modes if hasattr(mode, "table")]
+    return [mode for mode in modes if hasattr(mode, "table")]
 
 
 def show_to_compiler(functions: Collection[Function]) -> None:

@@ -15,7 +15,6 @@ from gradpolicy.flow.dispatch import (
     CountedCalls,
     DispatchMode,
     DispatchTable,
-    active_modes,
     checkpoints_above,
     has_graph,
     may_be_recomputed,
@@ -27,7 +26,7 @@ from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.session import InstallSession
 from gradpolicy.flow.through import Through
-from gradpolicy.flow.tracing import in_transform, mode_at, mode_count, skip_alone
+from gradpolicy.flow.tracing import active_modes, in_transform, mode_at, mode_count, skip_alone
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
