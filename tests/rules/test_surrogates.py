@@ -1,0 +1,77 @@
+"""Surrogates of steps, signs and spikes against their formulas, their stand-ins and snntorch."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from snntorch import surrogate
+
+from gradpolicy import gradcheck_rule
+
+FORMULAS = [
+    ("hardtanh", {}, lambda x: (x.abs() <= 1).double()),
+    ("hardtanh", {"minimum": 0.0, "maximum": 6.0}, lambda x: ((x >= 0) & (x <= 6)).double()),
+    *(("tanh", {"slope": a}, lambda x, a=a: a / torch.cosh(a * x).square()) for a in (0.5, 1.0, 4.0)),
+    *(("sigmoid", {"slope": a}, lambda x, a=a: a / (2 + 2 * torch.cosh(a * x))) for a in (0.5, 1.0, 25.0)),
+    ("approx_sign", {}, lambda x: torch.where(x.abs() <= 1, 2 - 2 * x.abs(), 0.0)),
+    *(
+        (
+            "swish_sign",
+            {"beta": b},
+            lambda x, b=b: b * (2 - b * x * torch.tanh(b * x / 2)) / (1 + torch.cosh(b * x)),
+        )
+        for b in (5.0, 1.5)
+    ),
+    ("triangular", {}, lambda x: (1 - x.abs()).clamp(min=0.0)),
+    ("triangular", {"height": 0.3, "width": 2.0}, lambda x: 0.3 * (1 - x.abs() / 2).clamp(min=0.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "formula"), FORMULAS)
+def test_a_surrogate_follows_its_formula(points, apply_rule, name, parameters, formula):
+    found = apply_rule(name, points, **parameters)
+    torch.testing.assert_close(found, formula(points), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "spike"),
+    [
+        ("fast_sigmoid", {}, surrogate.fast_sigmoid()),
+        ("fast_sigmoid", {"slope": 3.0}, surrogate.fast_sigmoid(slope=3.0)),
+        ("arctan", {}, surrogate.atan()),
+        ("arctan", {"alpha": 0.7}, surrogate.atan(alpha=0.7)),
+    ],
+)
+def test_a_surrogate_agrees_with_snntorch(points, apply_rule, name, parameters, spike):
+    point = points.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(spike(point).sum(), point)
+    torch.testing.assert_close(apply_rule(name, points, **parameters), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "smooth"),
+    [
+        ("hardtanh", F.hardtanh),
+        ("tanh", torch.tanh),
+        ("sigmoid", torch.sigmoid),
+        ("fast_sigmoid", lambda x: x / (1 + 25 * x.abs())),
+        ("arctan", lambda x: torch.arctan(math.pi * x) / math.pi),
+        ("approx_sign", lambda x: 2 * x - x * x.abs()),
+        ("swish_sign", lambda x: 2 * torch.sigmoid(5 * x) * (1 + 5 * x * torch.sigmoid(-5 * x)) - 1),
+    ],
+)
+def test_a_surrogate_is_the_true_gradient_of_its_stand_in(name, smooth):
+    assert gradcheck_rule(name, smooth, torch.tensor([-0.9, -0.2, 0.3, 0.7])).exact
+
+
+@pytest.mark.parametrize("name", ["hardtanh", "triangular"])
+def test_an_infinite_gradient_out_of_range_gives_zero(apply_rule, name):
+    assert apply_rule(name, torch.tensor([2.0]), torch.tensor([math.inf])).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_far_from_zero_nothing_overflows(apply_rule, dtype):
+    x = torch.tensor([-math.inf, -1e4, 1e4, math.inf], dtype=dtype)
+    assert apply_rule("swish_sign", x).abs().max() < 1e-6
+    assert apply_rule("approx_sign", x).abs().max() == 0
