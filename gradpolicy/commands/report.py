@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+# Imported here, so that a package that is not installed is named before any work.
+import gradpolicy.insight.report.page  # noqa: F401
 from gradpolicy.checks import check_free
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.insight.report import REPORT, is_report, looks_like_run, write

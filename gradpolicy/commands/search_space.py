@@ -1,22 +1,31 @@
 """The search space of a sweep, in the format of W&B's sweeps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gradpolicy.errors import PolicyError, unknown
 
-# The bounds that each distribution needs.
-BOUNDS = {
-    "uniform": ("min", "max"),
-    "log_uniform_values": ("min", "max"),
-    "q_uniform": ("min", "max", "q"),
-    "int_uniform": ("min", "max"),
-    "categorical": ("values",),
-    "constant": ("value",),
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+# W&B's distributions: the bounds that each needs, and how Optuna draws from it.
+DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], Callable[["Trial", str, Any], Any]]] = {
+    "uniform": (("min", "max"), lambda trial, key, given: trial.suggest_float(key, given.min, given.max)),
+    "log_uniform_values": (
+        ("min", "max"),
+        lambda trial, key, given: trial.suggest_float(key, given.min, given.max, log=True),
+    ),
+    "q_uniform": (
+        ("min", "max", "q"),
+        lambda trial, key, given: trial.suggest_float(key, given.min, given.max, step=given.q),
+    ),
+    "int_uniform": (("min", "max"), lambda trial, key, given: trial.suggest_int(key, given.min, given.max)),
+    "categorical": (("values",), lambda trial, key, given: trial.suggest_categorical(key, given.values)),
+    "constant": (("value",), lambda trial, key, given: given.value),
 }
 
 
@@ -39,23 +48,27 @@ class Parameter(BaseModel):
             interval = "int_uniform" if whole else "uniform"
             self.distribution = next((kinds[key] for key in kinds if key in named), interval)
 
+    def draw(self, trial: "Trial", key: str) -> Any:
+        """Draw the value of a trial."""
+        return DISTRIBUTIONS[self.distribution][1](trial, key, self)
+
     @property
     def first(self) -> Any:
-        """One of the values, to see whether the overrides compose."""
+        """One of the values, by which the overrides are checked."""
         if self.distribution == "constant":
             return self.value
         return self.values[0] if self.values else self.min
 
 
 class Metric(BaseModel):
-    """What is optimized."""
+    """The metric that is optimized."""
 
     name: str
     goal: Literal["minimize", "maximize"] = "minimize"
 
 
 class SearchSpace(BaseModel):
-    """A sweep: which keys are set, and how their values are drawn."""
+    """A sweep: the keys that it sets, and how their values are drawn."""
 
     model_config = ConfigDict(extra="allow")
     program: str = Field("train.py", description="What an agent of W&B runs.")
@@ -70,7 +83,7 @@ def read_space(name: str, directories: Sequence[Path]) -> SearchSpace:
 
     Args:
         name: Its name.
-        directories: Where it may be; the first that has it counts.
+        directories: The directories to search, in this order.
 
     Raises:
         PolicyError: If there is none, or a distribution in it is unknown or lacks a bound.
@@ -93,9 +106,9 @@ def read_space(name: str, directories: Sequence[Path]) -> SearchSpace:
 def _check(full_key: str, key: str, parameter: Parameter) -> None:
     if key.lstrip("+~").split(".")[0].split("/")[0] in ("hydra", "allowed_targets"):
         raise PolicyError(f"{full_key}: can only be set on the command line")
-    if parameter.distribution not in BOUNDS:
-        raise unknown("distribution", parameter.distribution, BOUNDS, key=full_key)
-    given: Mapping[str, Any] = parameter.model_dump(exclude_unset=True)
-    lacking = [bound for bound in BOUNDS[parameter.distribution] if bound not in given]
+    if parameter.distribution not in DISTRIBUTIONS:
+        raise unknown("distribution", parameter.distribution, DISTRIBUTIONS, key=full_key)
+    bounds, _ = DISTRIBUTIONS[parameter.distribution]
+    lacking = [bound for bound in bounds if bound not in parameter.model_fields_set]
     if lacking:
         raise PolicyError(f"{full_key}: {parameter.distribution} needs {', '.join(lacking)}")

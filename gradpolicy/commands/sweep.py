@@ -11,7 +11,7 @@ Ctrl-C and SIGTERM stop the search: the trial that ran is put back, and is the f
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,8 @@ from gradpolicy.lightning.runs import find_checkpoint
 
 DIRECTORY = "directory"
 PUT_BACK = "put_back"
-# What the table and the report call the states of a trial.
+# The names of the states of a trial in the table and the report.
 STATUSES = {TrialState.COMPLETE: "completed", TrialState.FAIL: "failed"}
-# The distributions of W&B sweeps, as Optuna draws them.
-DISTRIBUTIONS: dict[str, Callable[[Trial, str, Any], Any]] = {
-    "uniform": lambda trial, key, given: trial.suggest_float(key, given.min, given.max),
-    "log_uniform_values": lambda trial, key, given: trial.suggest_float(key, given.min, given.max, log=True),
-    "q_uniform": lambda trial, key, given: trial.suggest_float(key, given.min, given.max, step=given.q),
-    "int_uniform": lambda trial, key, given: trial.suggest_int(key, given.min, given.max),
-    "categorical": lambda trial, key, given: trial.suggest_categorical(key, given.values),
-    "constant": lambda trial, key, given: given.value,
-}
 
 
 def make_pruner() -> optuna.pruners.BasePruner:
@@ -62,7 +53,7 @@ class PruneTrial(PyTorchLightningPruningCallback):
     """Optuna's pruning callback, by arguments that a config can hold.
 
     Args:
-        storage: Where the study is kept, such as ``sqlite:///study.db``.
+        storage: The storage of the study, such as ``sqlite:///study.db``.
         study: The study's name.
         trial: The trial's number in the storage.
         monitor: The metric that is reported after each validation.
@@ -74,24 +65,24 @@ class PruneTrial(PyTorchLightningPruningCallback):
 
 
 class WrongTrialError(Exception):
-    """The overrides themselves are wrong: every other trial would end the same way."""
+    """The overrides are wrong, so that every other trial would fail, too."""
 
 
 class TrialFailedError(Exception):
-    """A trial did not end well; the others go on."""
+    """A trial failed; the others go on."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """A search: what all its trials have in common.
+    """A search: the settings that all its trials share.
 
     Args:
         study: The study.
-        url: Where it is kept.
+        url: The storage of the study.
         space: The sweep config.
-        overrides: What all trials have in common.
-        directory: Where trials go.
-        monitor: The metric that tells whether a trial goes on.
+        overrides: The overrides of all trials.
+        directory: The directory of the trials.
+        monitor: The metric by which trials are pruned.
         config_dir: The directory of configs.
     """
 
@@ -117,7 +108,7 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
         config_dir: The directory of configs.
 
     Returns:
-        The exit code: 0, 2 for wrong input, 130 for Ctrl-C, 143 when told to go.
+        The exit code: 0, 2 for wrong input, 130 for Ctrl-C, 143 for SIGTERM.
     """
     replace_unencodable()
     options = parse(arguments)
@@ -145,10 +136,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="sweep=NAME of conf/sweep, and overrides of a run")
     parser.add_argument("--trials", type=int, default=20, help="how many in all, with those already done")
     parser.add_argument("--study", help="the study's name; the sweep's unless given")
-    parser.add_argument("--storage", help="where it is kept; sqlite:///DIRECTORY/study.db unless given")
-    parser.add_argument("--directory", default="outputs", help="where trials and study go")
-    parser.add_argument("--seed", type=int, default=0, help="seeds what is drawn")
-    parser.add_argument("--monitor", help="prunes by this metric; what is optimised unless given")
+    parser.add_argument("--storage", help="its storage; sqlite:///DIRECTORY/study.db unless given")
+    parser.add_argument("--directory", default="outputs", help="the directory of trials and study")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the sampler")
+    parser.add_argument("--monitor", help="prunes by this metric; the optimised one unless given")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -160,20 +151,12 @@ def split(overrides: list[str]) -> tuple[str, list[str]]:
     return names[0], [line for line in overrides if not line.startswith("sweep=")]
 
 
-def draw(trial: Trial, space: SearchSpace) -> list[str]:
-    """Draw a value for each parameter, as overrides."""
-    return [
-        f"{key}={DISTRIBUTIONS[parameter.distribution](trial, key, parameter)}"
-        for key, parameter in space.parameters.items()
-    ]
-
-
 def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
     """Read the search space, and open the study or create it."""
     name, overrides = split(options.overrides)
     space = read_space(name, [directory / "sweep" for directory in (config_dir, CONFIGS)])
     source = Source(config_dir)
-    # To see whether the overrides compose.
+    # Check the overrides with the first value of each parameter.
     first = [f"{key}={parameter.first}" for key, parameter in space.parameters.items()]
     with limited_to(trusted_packages(overrides, config_dir.parent)), hydra_at(source):
         check_job(compose_job(source, [*overrides, *first]), overrides)
@@ -188,7 +171,7 @@ def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
 def open_study(url: str, name: str, metric: Metric, seed: int) -> optuna.Study:
     """Open a study, or create it; trials whose process is gone count as failed.
 
-    Dashboards call what is optimised by the name of the metric.
+    Dashboards name the objective by the metric.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -199,7 +182,7 @@ def open_study(url: str, name: str, metric: Metric, seed: int) -> optuna.Study:
         study_name=name,
         storage=storage,
         direction=metric.goal,
-        # Another seed for what comes after: the same one would draw the first trials again.
+        # The same seed would draw the first trials again.
         sampler=optuna.samplers.TPESampler(seed=seed + done),
         pruner=make_pruner(),
         load_if_exists=True,
@@ -226,10 +209,10 @@ def run_trials(search: Search, wanted: int) -> int:
 
 
 def run_or_put_back(trial: Trial, search: Search) -> float:
-    """Run a trial. If the program is told to stop, the trial waits for the next call.
+    """Run a trial. If the program is interrupted or terminated, the trial waits for the next call.
 
     Raises:
-        SystemExit: If it is. Optuna lets this one pass; it would take an interrupt for a failed trial.
+        SystemExit: If so. Optuna lets this one pass; it would take an interrupt for a failed trial.
     """
     try:
         return run_trial(trial, search)
@@ -253,7 +236,7 @@ def run_trial(trial: Trial, search: Search) -> float:
     }
     words = [
         *search.overrides,
-        *draw(trial, search.space),
+        *(f"{key}={given.draw(trial, key)}" for key, given in search.space.parameters.items()),
         f"optimized_metric={quoted(search.metric)}",
         f"+callbacks.study={as_override(report)}",
         f"hydra.run.dir={quoted(str(directory))}",
@@ -308,7 +291,7 @@ def show(search: Search) -> None:
 
 
 def importances(study: optuna.Study) -> list[Any]:
-    """Return Optuna's picture of which parameter mattered most, if its trials tell."""
+    """Return Optuna's picture of which parameter mattered most, if it can be computed."""
     try:
         return [optuna.visualization.plot_param_importances(study)]
     except (RuntimeError, ValueError):
