@@ -145,15 +145,6 @@ def test_a_report_without_a_file_says_what_is_missing(run: Path, tmp_path: Path,
         assert re.search(rf"<code>{re.escape(name)}[^<]*</code> is absent, and with it ", page)
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    "name", ["config.yaml", "plan.json", "result.json", "audit.json", "csv/version_0/metrics.csv"]
-)
-def test_a_report_of_a_damaged_file_says_so(run: Path, tmp_path: Path, name: str) -> None:
-    (run / name).write_bytes(b"\x00{ [")
-    assert "cannot be read" in page_of([run], tmp_path / "report.html")
-
-
 @pytest.mark.parametrize(
     ("kind", "heading"),
     [("freeze", "Timeline of masks"), ("flow", "Flow policies"), ("memory", "Optimizer memory")],
@@ -167,13 +158,6 @@ def test_a_record_without_some_rows_leaves_their_figures_out(
     page = page_of([run], tmp_path / "report.html")
     assert heading not in page
     assert "Map of the gradient" in page
-
-
-def test_a_record_that_is_empty_so_far_leaves_its_figures_out(run: Path, tmp_path: Path) -> None:
-    (run / "record.jsonl").write_text('{"kind": "fre')
-    page = page_of([run], tmp_path / "report.html")
-    assert "Timeline of masks" not in page
-    assert "It was not recorded." in page
 
 
 def test_ages_and_norms_that_a_change_does_not_record_are_no_zeros(run: Path) -> None:
@@ -376,14 +360,6 @@ def test_labels_have_three_digits_and_the_names_of_policies(runs: list[Path]) ->
     write_json(runs[0] / "config.yaml", {"optimizer": {"lr": 0.00375619614449984}, "policy": other})
     labels = [group.label for group in groups_of([read_run(path) for path in runs[:2]])]
     assert labels == ["half.density=0.5", "half.density=0.123"]
-
-
-def test_runs_whose_policies_differ_under_the_same_names_are_told_apart(runs: list[Path]) -> None:
-    for path, density in zip(runs, (0.5, 0.1, None), strict=False):
-        half = {"half": {"_target_": "gradpolicy.Freeze", "mask": {"density": density}}}
-        write_json(path / "config.yaml", {"policy": half if density else {}})
-    labels = [group.label for group in groups_of([read_run(path) for path in runs[:3]])]
-    assert len(set(labels)) == 3
 
 
 def test_the_command_that_repeats_a_trial_has_no_keys_of_the_search(run: Path) -> None:
