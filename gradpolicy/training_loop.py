@@ -15,7 +15,7 @@ from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import is_cut
-from gradpolicy.freezing.moving_buffers import copy_buffers
+from gradpolicy.freezing.diagnostics import copy_buffers
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked

@@ -23,7 +23,7 @@ from gradpolicy.flow.install import Installed
 from gradpolicy.flow.policy_checks import check_cuts, remarks
 from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing import Freezer
-from gradpolicy.freezing.moving_buffers import buffer_warnings, changed_buffers, copy_buffers
+from gradpolicy.freezing.diagnostics import buffer_warnings, changed_buffers, copy_buffers
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.measurements import Measured, Measurements
 from gradpolicy.optim import MaskedOptimizer

@@ -2,33 +2,33 @@
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from gradpolicy.errors import PolicyError, shortened, under
-from gradpolicy.freezing.group_norm import guard_group_norms
-from gradpolicy.freezing.missing_gradients import MissingGradients
-from gradpolicy.freezing.policy_masks import PolicyMasks, check_same_options
-from gradpolicy.freezing.requires_grad import FOLLOWS_REQUIRES_GRAD, RequiresGrad, compiled_parameters
+from gradpolicy.errors import PolicyError, nearest, shortened, shown, under
+from gradpolicy.freezing.diagnostics import MissingGradients
+from gradpolicy.freezing.requires_grad import RequiresGrad
 from gradpolicy.freezing.scaled_updates import ScaledUpdates, check_proportional
+from gradpolicy.masks.base import MaskSource, StaticSource
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import Freeze
-from gradpolicy.tensors.mask import Mask, intersect, same_mask
+from gradpolicy.tensors.hashing import derive
+from gradpolicy.tensors.mask import (
+    Mask,
+    active_entries,
+    check_mask,
+    intersect,
+    mask_from_state,
+    mask_to_state,
+    same_mask,
+)
+from gradpolicy.tensors.seeded_mask import RandomMask
 from gradpolicy.tensors.sharding import finite_everywhere
-from gradpolicy.where import named_parameters, once_each, pick
-
-# Why a tensor that a policy lets train may stand still.
-_NO_GRADIENT = (
-    "no gradient gets there: no loss depends on it, something else turned requires_grad off, or code was "
-    "compiled while it was frozen"
-)
-_ONLY_ZEROS = (
-    "only zeros get there: a rounding or another step before the loss passes no other gradient, unless a "
-    "policy such as straight_through gives it one"
-)
+from gradpolicy.when import When
+from gradpolicy.where import named_parameters, pick
 
 
 class MaskObserver(Protocol):
@@ -46,8 +46,8 @@ class Freezer:
 
     A training loop calls, for each effective step, :meth:`begin_step` before the first forward pass,
     :meth:`observe` between backward pass and clipping, and :meth:`finish_step` after the update. Masks change
-    in :meth:`begin_step` only, and only when the count of effective steps has moved on: never within a window
-    of accumulated batches, never after a skipped step.
+    in :meth:`begin_step` only, and only when the count of effective steps has increased: never within a
+    window of accumulated batches, never after a skipped step.
 
     A warning names a tensor that policies let train and that gets no gradient, or only zeros, until it
     freezes again or training ends, or for 100 updates.
@@ -64,8 +64,8 @@ class Freezer:
 
     Attributes:
         parameters: The parameters that policies match, by name.
-        observers: What is called when masks change.
-        scales_gradients: Whether :meth:`observe` scales gradients where a source says so.
+        observers: Objects that are called when masks change.
+        scales_gradients: True if :meth:`observe` scales gradients where a source says so.
 
     Raises:
         PolicyError: If a pattern matches nothing, no optimizer holds what a policy matches, two policies have
@@ -85,12 +85,10 @@ class Freezer:
         self.toggle_requires_grad = toggle_requires_grad
         self.observers: list[MaskObserver] = []
         self.scales_gradients = True
-        self._seed = seed
-        self._model = model
-        self._requires_grad = RequiresGrad({})
-        self._guards: list[RemovableHandle] = []
+        self._seed, self._model = seed, model
+        self._requires_grad = RequiresGrad(model)
         self._missing = MissingGradients()
-        # Empty at first: an optimizer may bring masks of its own from a checkpoint.
+        # Empty at first: an optimizer may have masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
         # The step whose masks are set; None before the first, and after a state is loaded.
         self._step: int | None = None
@@ -99,15 +97,18 @@ class Freezer:
         self._find_parameters()
         _check_sources(policies)
         self._policies = {name: self._bind(name, policy) for name, policy in policies.items()}
-        self._look_up()
+        self._index()
 
     # ---- policies and parameters
 
     def _find_parameters(self) -> None:
         """Find the parameters by name, and the optimizers that hold each."""
         self._named = named_parameters(self._model)
+        self._held = {
+            each: {parameter for group in each.param_groups for parameter in group["params"]}
+            for each in self.optimizers
+        }
         self._optimized = self._count_optimized()
-        self._held = {optimizer: _parameters_of(optimizer) for optimizer in self.optimizers}
 
     def _count_optimized(self) -> int:
         return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
@@ -115,7 +116,7 @@ class Freezer:
     def _holders(self, parameter: Tensor) -> list[MaskedOptimizer]:
         return [optimizer for optimizer, held in self._held.items() if parameter in held]
 
-    def _bind(self, name: str, policy: Freeze) -> PolicyMasks:
+    def _bind(self, name: str, policy: Freeze) -> "BoundPolicy":
         """Find a policy's parameters and set its source up."""
         with under(f"policy.{name}.params"):
             matched = pick(self._named, policy.params)
@@ -128,10 +129,10 @@ class Freezer:
                 check_proportional(
                     policy.mask, {each for p in parameters.values() for each in self._holders(p)}
                 )
-        return PolicyMasks(name, policy, policy.mask, parameters)
+        return BoundPolicy(name, policy, parameters)
 
-    def _look_up(self) -> None:
-        """Find, for the policies as they are bound, what every step needs."""
+    def _index(self) -> None:
+        """Look up, for the policies as they are bound, what every step needs."""
         bound = self._policies.values()
         self.parameters: dict[str, Tensor] = {
             name: p for each in bound for name, p in each.parameters.items()
@@ -145,28 +146,18 @@ class Freezer:
             optimizer: {name: p for name, p in self.parameters.items() if p in held}
             for optimizer, held in self._held.items()
         }
+        changing = {
+            name
+            for name, policies in self._policies_of.items()
+            if not all(masks_never_change(each.policy) for each in policies)
+        }
         self._requires_grad.restore()
-        self._requires_grad = RequiresGrad(once_each(self._named), self._held.values())
+        self._requires_grad = RequiresGrad(self._model, self._held.values(), changing=changing)
         self._wanted: set[str] = set()
         self._updates = ScaledUpdates(self.parameters)
-        self._keep_on = self._compiled_names()
-
-    def _compiled_names(self) -> set[str]:
-        """Return the parameters whose ``requires_grad`` must not change, since they are in compiled code.
-
-        Each change is a reason to compile anew, and after eight torch gives up. Where masks never change
-        there is but one.
-        """
-        compiled = compiled_parameters(self._model)
-        return {
-            name
-            for name, parameter in self.parameters.items()
-            if id(parameter) in compiled
-            and not (FOLLOWS_REQUIRES_GRAD and all(each.never_changes for each in self._policies_of[name]))
-        }
 
     def take_optimizers(self, optimizers: Sequence[MaskedOptimizer]) -> None:
-        """Replace the optimizers; masks are to begin anew.
+        """Replace the optimizers; all masks are set anew at the next step.
 
         Raises:
             PolicyError: If a parameter was replaced too.
@@ -183,10 +174,10 @@ class Freezer:
         self._optimized, self._combined, self._step = -1, {}, None
 
     def _bind_joined(self) -> None:
-        """Bind policies anew to parameters that joined an optimizer, as a finetuning schedule adds them.
+        """Bind policies to parameters that joined an optimizer, as a finetuning schedule adds them.
 
         Raises:
-            PolicyError: If a mask source remembers what it decided without them.
+            PolicyError: If a mask source has gathered gradients, or decided, without them.
         """
         if self._count_optimized() == self._optimized:
             return
@@ -202,7 +193,7 @@ class Freezer:
                 )
             if joined:
                 self._policies[name] = self._bind(name, each.policy)
-        self._look_up()
+        self._index()
 
     # ---- an effective step
 
@@ -213,15 +204,16 @@ class Freezer:
         Args:
             step: Effective optimizer steps taken so far.
             epoch: Epochs completed so far.
-            phase: The phase that runs.
+            phase: The current phase.
         """
         if step == self._step:
             return
         self._bind_joined()
         self._step, self._now = step, (step, epoch)
-        changes = [(each, each.update(step, epoch, phase)) for each in self._policies.values()]
-        changed = set().union(*(names for _, names in changes)) if self._combined else set(self.parameters)
-        resetting = [each for each, _ in changes if each.in_effect and each.source.resets_state]
+        bound = self._policies.values()
+        changes = {each.name: each.update(step, epoch, phase) for each in bound}
+        changed = set().union(*changes.values()) if self._combined else set(self.parameters)
+        resetting = [each for each in bound if each.in_effect and each.source.resets_state]
         reset = set().union(*(each.parameters for each in resetting))
         concerned = changed | reset
         if concerned:
@@ -231,7 +223,7 @@ class Freezer:
             self._update_masks(concerned)
             training = {name for name in self.parameters if self._combined.get(name) is not False}
             self._warn_of_missing(self._missing.follow(training))
-        self._apply([each for each, names in changes if each in resetting or (each.in_effect and names)])
+        self._apply([each for each in bound if each in resetting or (each.in_effect and changes[each.name])])
         self._toggle(bool(changed))
         if concerned:
             for observer in self.observers:
@@ -273,28 +265,22 @@ class Freezer:
         return set().union(*(each.gradient_names(*self._now) for each in self._policies.values()))
 
     def keep_requires_grad(self) -> None:
-        """Turn ``requires_grad`` on again, and off no more."""
+        """Turn ``requires_grad`` on again, and never off from now on."""
         self.toggle_requires_grad = False
         self._requires_grad.restore()
 
     def restore(self) -> None:
         """Give every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
         self._requires_grad.restore()
-        while self._guards:
-            self._guards.pop().remove()
         self._step = None
         self._warn_of_missing(self._missing.finish())
 
-    # ---- what others read
+    # ---- for reports and other callers
 
     @property
     def policies(self) -> list[str]:
         """The names of the policies."""
         return list(self._policies)
-
-    def active_shares(self) -> dict[str, float]:
-        """Return, for each policy, the share of its entries that its own masks let train."""
-        return {name: each.active_share() for name, each in self._policies.items()}
 
     def frozen_tensors(self) -> dict[str, set[str]]:
         """Return the parameters that each policy freezes as a whole, now or later."""
@@ -348,7 +334,7 @@ class Freezer:
         self._set({p: True for name, p in self._named.items() if name in released})
         self._combined, self._step = {}, None
 
-    # ---- the parts
+    # ---- the parts of a step
 
     def _set(self, masks: Mapping[Tensor, Mask], **options: str) -> None:
         """Set masks at each optimizer that holds the parameters."""
@@ -380,7 +366,7 @@ class Freezer:
             self._combined.pop(name, None)
         self._set({self.parameters[name]: False for name in names}, frozen_state="zero")
 
-    def _apply(self, changed: Sequence[PolicyMasks]) -> None:
+    def _apply(self, changed: Sequence["BoundPolicy"]) -> None:
         """Have sources write to the weights what new masks demand."""
         # What one writes, another one on the same parameters may hold at zero.
         pairs = ((each, other) for each in changed for n in each.parameters for other in self._policies_of[n])
@@ -397,18 +383,14 @@ class Freezer:
         if changed or wanted != self._wanted:
             self._wanted = wanted
             frozen = {name for name, mask in self._combined.items() if mask is False}
-            self._requires_grad.turn_off(frozen - wanted - self._keep_on)
-            if frozen and not self._guards:
-                self._guards = guard_group_norms(self._model)
+            self._requires_grad.turn_off(frozen - wanted)
 
     def _warn_of_missing(self, names: Collection[str]) -> None:
         """Warn of tensors that train without a gradient."""
-        alike: dict[tuple[str, str], list[str]] = {}
-        for name in sorted(names, key=[*self.parameters].index):
-            why = _ONLY_ZEROS if name in self._missing.zeros else _NO_GRADIENT
-            alike.setdefault((self._policies_of[name][0].name, why), []).append(name)
-        for (policy, why), own in alike.items():
-            warnings.warn(f"policy.{policy}: lets {shortened(own, most=8)} train, but {why}", stacklevel=3)
+        if names:
+            policy_of = {name: policies[0].name for name, policies in self._policies_of.items()}
+            for line in self._missing.lines(names, policy_of):
+                warnings.warn(line, stacklevel=3)
 
     def _show_gradients(self, own: Mapping[str, Tensor], optimizer: MaskedOptimizer) -> None:
         for each in self._policies.values():
@@ -432,13 +414,148 @@ class Freezer:
         return scales
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+@dataclass(eq=False)
+class BoundPolicy:
+    """A policy with the parameters that it matches and the masks that its source last gave.
+
+    Attributes:
+        name: The policy's name.
+        policy: The policy; its mask source is set up on the parameters.
+        parameters: The parameters by name.
+        masks: The masks that the source last gave, one for each parameter.
+        in_effect: True if the policy's ``when`` lets it act in this step.
+        period: The period of the source's timetable that the masks are of.
+        observed: The ids of the optimizers whose gradients the source got in this step.
+    """
+
+    name: str
+    policy: Freeze
+    parameters: dict[str, Tensor]
+    masks: dict[str, Mask] = field(default_factory=dict)
+    in_effect: bool = False
+    period: int | None = None
+    observed: set[int] = field(default_factory=set)
+
+    @property
+    def source(self) -> MaskSource:
+        """The policy's mask source."""
+        return self.policy.mask
+
+    def update(self, step: int, epoch: int, phase: str) -> set[str]:
+        """Ask the source for new masks where its timetable allows a change.
+
+        Returns:
+            The names of the parameters whose mask has changed.
+        """
+        self.observed.clear()
+        before, self.in_effect = self.in_effect, self.policy.when.active(phase=phase, step=step, epoch=epoch)
+        if not self.in_effect:
+            return set(self.parameters) if before else set()
+        period = self.source.period(step, epoch)
+        # Within an epoch that is due, a source is asked once.
+        due = self.source.timetable.unit == "step" and self.source.due(step, epoch)
+        if before and period == self.period and not due and not self.source.overdue(step, epoch):
+            return set()
+        with under(f"policy.{self.name}"):
+            new = self._checked(self.source.masks(step, epoch))
+        old, self.period, self.masks = self.masks, period, self._copied(new)
+        return {name for name in self.parameters if not before or not same_mask(old[name], self.masks[name])}
+
+    def gradient_names(self, step: int, epoch: int) -> set[str]:
+        """Return the parameters whose gradients the source needs in this step."""
+        return self.source.gradient_names(step, epoch) if self.in_effect else set()
+
+    def show(self, gradients: Mapping[str, Tensor], optimizer: int) -> None:
+        """Give the source gradients of this step; those of several optimizers belong to one step.
+
+        Args:
+            gradients: By parameter name.
+            optimizer: The optimizer's id.
+        """
+        if self.observed and optimizer not in self.observed:
+            self.source.observe_more(gradients)
+        else:
+            self.observed.clear()
+            self.source.observe(gradients)
+        self.observed.add(optimizer)
+
+    def frozen_tensors(self) -> set[str]:
+        """Return the parameters without an active entry, now or at some time that is known beforehand."""
+        idle = {name for name, m in self.masks.items() if not active_entries(m, self.parameters[name].shape)}
+        return idle | self.source.may_freeze()
+
+    def identity(self) -> str:
+        """Return what a saved state must have in common: the kind of the source, and the parameters."""
+        return f"{type(self.source.original).__name__} {derive(*self.parameters):016x}"
+
+    def mask_state(self) -> dict[str, Any] | None:
+        """Return the masks in force and their period; None without any, or if the source can repeat them."""
+        if self.source.repeats_masks or not self.in_effect:
+            return None
+        return {"period": self.period, "masks": {name: mask_to_state(m) for name, m in self.masks.items()}}
+
+    def load_mask_state(self, state: Mapping[str, Any] | None) -> None:
+        """Load what :meth:`mask_state` returned; without it, the source is asked at the next step."""
+        self.period, self.in_effect = None, False
+        if state is not None:
+            devices = {name: parameter.device for name, parameter in self.parameters.items()}
+            masks = {name: mask_from_state(state["masks"][name], device) for name, device in devices.items()}
+            self.masks, self.period, self.in_effect = self._checked(masks), state["period"], True
+
+    def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
+        """Return a mask for each parameter.
+
+        Raises:
+            PolicyError: If a mask does not fit, or is of another parameter.
+        """
+        for name in given:
+            if name not in self.parameters:
+                raise PolicyError(
+                    f"a mask for {name!r}, which the policy does not match; {nearest(name, self.parameters)}"
+                )
+        return {
+            name: _as_flag(check_mask(given.get(name, True), parameter, shown(name)))
+            for name, parameter in self.parameters.items()
+        }
+
+    def _copied(self, masks: Mapping[str, Mask]) -> dict[str, Mask]:
+        """Return the masks with tensors copied, since a source may go on writing to those that it gave.
+
+        A tensor that is equal to the one before is kept, so that it counts as the same mask.
+        """
+        if isinstance(self.source, StaticSource):
+            return dict(masks)
+        copied = dict(masks)
+        for name, mask in masks.items():
+            if isinstance(mask, Tensor):
+                before = self.masks.get(name)
+                kept = isinstance(before, Tensor) and torch.equal(before, mask)
+                copied[name] = before if kept else mask.clone()  # type: ignore[assignment]
+        return copied
 
 
-def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return finite_everywhere(gradient for gradient in gradients if gradient is not None)
+def check_same_options(name: str, policies: Mapping[str, Freeze]) -> None:
+    """Check that the policies on one parameter want the same optimizer state.
+
+    Raises:
+        PolicyError: If they do not; it names both.
+    """
+    (first, one), *rest = policies.items()
+    for other, another in rest:
+        for key in ("frozen_state", "bias_correction"):
+            here, there = getattr(one, key), getattr(another, key)
+            if here != there:
+                raise PolicyError(
+                    f"{name!r}: policy.{first} wants {key}={here!r}, policy.{other} {key}={there!r};"
+                    f" policies on one parameter must agree: give both the same {key}, or different params"
+                )
+
+
+def masks_never_change(policy: Freeze) -> bool:
+    """Return True if the masks of the first step hold all the time."""
+    times = policy.mask.timetable
+    chosen_at_once = times.every is None and not times.start
+    return chosen_at_once and not policy.mask.needs_gradients and policy.when == When()
 
 
 def _check_sources(policies: Mapping[str, Freeze]) -> None:
@@ -452,3 +569,15 @@ def _check_sources(policies: Mapping[str, Freeze]) -> None:
         other = first.setdefault(id(policy.mask.original), name)
         if other != name:
             raise PolicyError(f"policy.{name}: has the mask source of policy.{other}; each needs its own")
+
+
+def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return finite_everywhere(gradient for gradient in gradients if gradient is not None)
+
+
+def _as_flag(mask: Mask) -> Mask:
+    """Return one flag for the whole tensor as a bool, which can be compared and spares the backward pass."""
+    if isinstance(mask, RandomMask) and mask.level == "tensor":
+        return bool(mask.materialize(()))
+    return bool(mask) if isinstance(mask, Tensor) and mask.numel() == 1 else mask

@@ -1,19 +1,23 @@
 """Turns ``requires_grad`` off for a while, so that the backward pass skips frozen tensors."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
+from torch.utils.hooks import RemovableHandle
+
+from gradpolicy.where import named_parameters, once_each
 
 FOLLOWS_REQUIRES_GRAD = torch.__version__ >= (2, 12)  # type: ignore[operator]
-"""True if compiled code is made anew where a parameter's ``requires_grad`` has changed.
+"""True if torch compiles code again where a parameter's ``requires_grad`` has changed.
 
-Torch 2.11 goes on with what it made: a layer that was frozen then gets no gradient when it thaws
+Torch 2.11 keeps the code that it has: a layer that was frozen then gets no gradient when it thaws
 (pytorch#139476).
 """
-# The mark of a parameter whose requires_grad is off for a while: it trains, though not just now.
+# The mark of a parameter whose requires_grad is off for a while: it trains at other times.
 _TURNED_OFF = "_gradient_turned_off"
 
 
@@ -22,52 +26,70 @@ class RequiresGrad:
 
     Parameters whose ``requires_grad`` was off already are never touched. If nothing of an optimizer's
     parameters, which may have a loss of their own, would be left for a backward pass, all of them stay on:
-    masks alone keep the values then.
+    masks alone keep the values then. So do parameters in compiled modules whose masks change: each change of
+    ``requires_grad`` is a reason to compile again, and after eight torch gives up.
 
     Args:
-        parameters: All parameters of the model by name, in model order.
+        model: The model.
         groups: The parameters of each optimizer.
+        changing: The names of the parameters whose masks change during training.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], groups: Iterable[Collection[Tensor]] = ()) -> None:
-        self.parameters = dict(parameters)
-        self._groups = [{name for name, p in parameters.items() if p in group} for group in groups]
+    def __init__(
+        self, model: nn.Module, groups: Iterable[Collection[Tensor]] = (), *, changing: Collection[str] = ()
+    ) -> None:
+        self._model = model
+        self._parameters = once_each(named_parameters(model))
+        self._groups = [{name for name, p in self._parameters.items() if p in group} for group in groups]
+        compiled = compiled_parameters(model)
+        self._constant = {
+            name
+            for name, parameter in self._parameters.items()
+            if id(parameter) in compiled and (name in changing or not FOLLOWS_REQUIRES_GRAD)
+        }
         self._turned_off: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
 
     def turn_off(self, idle: set[str]) -> None:
         """Turn exactly these off; others that were turned off before come on again."""
+        if idle and not self._hooks:
+            self._hooks = guard_group_norms(self._model)
+        idle = idle - self._constant
         for group in self._groups:
             if not any(name not in idle and self._can_train(name) for name in group):
                 idle = idle - group
         for name in sorted(self._turned_off - idle):
-            _turn_on(self.parameters[name])
-            self._turned_off.discard(name)
-        for name in self.parameters:
-            if name in idle and self.parameters[name].requires_grad:
-                self.parameters[name].requires_grad_(False)
-                setattr(self.parameters[name], _TURNED_OFF, True)
+            self._turn_on(name)
+        for name, parameter in self._parameters.items():
+            if name in idle and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                setattr(parameter, _TURNED_OFF, True)
                 # A stale gradient would still count in clipping and in the update.
-                self.parameters[name].grad = None
+                parameter.grad = None
                 self._turned_off.add(name)
 
     def restore(self) -> None:
-        """Turn on again what was turned off here."""
-        for name in self._turned_off:
-            _turn_on(self.parameters[name])
-        self._turned_off = set()
+        """Turn on again all that is off."""
+        for name in sorted(self._turned_off):
+            self._turn_on(name)
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _turn_on(self, name: str) -> None:
+        self._parameters[name].requires_grad_(True)
+        self._parameters[name].__dict__.pop(_TURNED_OFF, None)
+        self._turned_off.discard(name)
 
     def _can_train(self, name: str) -> bool:
-        return self.parameters[name].requires_grad or name in self._turned_off
+        return self._parameters[name].requires_grad or name in self._turned_off
 
 
 def is_turned_off(parameter: Tensor) -> bool:
-    """Return True if a parameter's ``requires_grad`` was turned off here for a while."""
+    """Return True if :class:`RequiresGrad` has turned a parameter's ``requires_grad`` off for a while."""
     return hasattr(parameter, _TURNED_OFF)
 
 
-def _turn_on(parameter: Tensor) -> None:
-    parameter.requires_grad_(True)
-    parameter.__dict__.pop(_TURNED_OFF, None)
+# ---- compiled code
 
 
 def compiled_parameters(model: nn.Module) -> set[int]:
@@ -80,13 +102,14 @@ def compiled_parameters(model: nn.Module) -> set[int]:
         >>> len(compiled_parameters(model))
         2
     """
-    by_class: dict[type, bool] = {}
-    for kind in {type(module) for module in model.modules()}:
-        by_class[kind] = any(_is_compiled(call) for base in kind.__mro__ for call in vars(base).values())
+    kinds = {
+        kind: any(_is_compiled(call) for base in kind.__mro__ for call in vars(base).values())
+        for kind in {type(module) for module in model.modules()}
+    }
     return {
         id(parameter)
         for module in model.modules()
-        if by_class[type(module)] or _compiles_its_own(module)
+        if kinds[type(module)] or _compiles_its_own(module)
         for parameter in module.parameters()
     }
 
@@ -104,3 +127,35 @@ def _is_compiled(call: Any) -> bool:
             return True
         call = getattr(call, "__wrapped__", None) if callable(call) else None
     return False
+
+
+# ---- a crash of torch
+
+
+def guard_group_norms(model: nn.Module) -> list[RemovableHandle]:
+    """Keep GroupNorm from crashing where its input needs no gradient.
+
+    In torch 2.13 the backward pass of GroupNorm on a CPU ends the process where the input is in
+    channels_last, or is a slice of such a tensor, and needs no gradient, and the norm's own parameters do.
+    Exactly there the input is made to require a gradient.
+
+    Returns:
+        The handles of the forward hooks, to be removed.
+    """
+    return [
+        module.register_forward_pre_hook(_require_input_gradient)
+        for module in model.modules()
+        if isinstance(module, nn.GroupNorm) and module.affine
+    ]
+
+
+def _require_input_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not inputs:
+        return None
+    given = inputs[0]
+    # As GroupNorm decides it: by the order of the strides, so that slices count, but not 1 x 1 images.
+    channels_last = suggest_memory_format(given) is not torch.contiguous_format
+    if given.requires_grad or given.device.type != "cpu" or not channels_last:
+        return None
+    trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return (given.detach().requires_grad_(),) if trains else None

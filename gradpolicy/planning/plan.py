@@ -16,8 +16,8 @@ from gradpolicy.flow.install import deactivate, name_policies
 from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.flow.policy_checks import remarks as flow_remarks
 from gradpolicy.flow.policy_report import check_operations
-from gradpolicy.freezing.moving_buffers import buffer_warnings, changed_buffers, copy_buffers
-from gradpolicy.freezing.policy_masks import check_same_options
+from gradpolicy.freezing.diagnostics import buffer_warnings, changed_buffers, copy_buffers
+from gradpolicy.freezing.freezer import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.optim.other_optimizers import put_back_remarks

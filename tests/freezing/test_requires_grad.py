@@ -1,9 +1,15 @@
 """Gradients that nobody needs are turned off, and nothing else."""
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from torch import nn
 
+import gradpolicy as gp
+from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.requires_grad import RequiresGrad
 
 ALL = {
@@ -20,7 +26,7 @@ def off(model: nn.Module) -> set[str]:
 
 @pytest.fixture
 def switch(stack) -> RequiresGrad:
-    return RequiresGrad(dict(stack.named_parameters()), [set(stack.parameters())])
+    return RequiresGrad(stack, [set(stack.parameters())])
 
 
 def test_exactly_the_idle_ones_are_off(stack, switch) -> None:
@@ -50,9 +56,8 @@ def test_something_is_always_left_for_the_backward_pass(stack, switch) -> None:
 
 def test_something_is_left_for_the_backward_pass_of_each_optimizer(stack) -> None:
     """Each may have a loss of its own, as in adversarial training."""
-    named = dict(stack.named_parameters())
     head = set(stack.head.parameters())
-    switch = RequiresGrad(named, [head, set(named.values()) - head])
+    switch = RequiresGrad(stack, [head, set(stack.parameters()) - head])
     switch.turn_off({"head.weight", "head.bias", "embed.weight"})
     assert off(stack) == {"embed.weight"}
     switch.turn_off({"head.weight"})
@@ -65,3 +70,81 @@ def test_a_stale_gradient_goes_when_its_tensor_freezes(stack, switch) -> None:
     switch.turn_off({"head.weight"})
     assert stack.head.weight.grad is None
     assert stack.head.bias.grad is not None
+
+
+# ---- GroupNorm behind frozen layers: torch would crash
+
+NORMS = {
+    "group": lambda: nn.GroupNorm(2, 4),
+    "batch": lambda: nn.BatchNorm2d(4),
+    "instance": lambda: nn.InstanceNorm2d(4, affine=True),
+}
+
+
+def frozen_convolution(norm, memory_format, bias):
+    """Freezes the convolution before a norm that trains, and takes a step."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=bias), NORMS[norm](), nn.Conv2d(4, 2, 3))
+    model.to(memory_format=memory_format)
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    freezer = Freezer(model, [optimizer], {"first": gp.Freeze(gp.masks.Fixed(False), params="0.*")})
+    freezer.begin_step(0)
+    model(torch.ones(2, 3, 8, 8).to(memory_format=memory_format)).square().sum().backward()
+    return model, freezer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_gradient_of_a_frozen_convolution_is_computed(norm, bias):
+    model, _ = frozen_convolution(norm, torch.contiguous_format, bias)
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model[0].parameters())
+    assert all(parameter.grad is not None for parameter in model[1:].parameters())
+
+
+def test_in_channels_last_group_norm_gets_the_gradients_of_the_other_format():
+    program = """
+        import sys, torch
+        sys.path.insert(0, "tests/freezing")
+        from test_requires_grad import frozen_convolution
+        grads = []
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            torch.manual_seed(0)
+            model, freezer = frozen_convolution("group", memory_format, False)
+            assert model[0].weight.grad is None
+            grads.append([parameter.grad for parameter in model[1:].parameters()])
+            freezer.restore()
+            assert not model[1]._forward_pre_hooks
+        for one, other in zip(*grads):
+            torch.testing.assert_close(one, other)
+        print("done")
+    """
+    assert_done(program)
+
+
+def test_the_input_asks_for_a_gradient_exactly_where_torch_crashes():
+    program = """
+        import os, torch
+        from gradpolicy.freezing.requires_grad import guard_group_norms
+        for dimensions, like in ((2, torch.channels_last), (3, torch.channels_last_3d)):
+            for size in (1, 4):
+                full = torch.ones(4, 8, *[size] * dimensions)
+                last = full.to(memory_format=like)
+                for given in (full, full[::2], full[:, :4], last, last[::2], last[:, :4]):
+                    norm = torch.nn.GroupNorm(2, given.shape[1])
+                    if os.fork() == 0:
+                        norm(given).square().sum().backward()
+                        os._exit(0)
+                    crashes = os.wait()[1] != 0
+                    seen = []
+                    guard_group_norms(norm)
+                    norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].requires_grad))
+                    norm(given).square().sum().backward()
+                    assert seen == [crashes], (given.shape, given.stride(), crashes)
+        print("done")
+    """
+    assert_done(program)
+
+
+def assert_done(program):
+    # In a process of its own: where the crash is not prevented, it ends the process.
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert result.stdout.strip() == "done", result.stderr[-2000:]

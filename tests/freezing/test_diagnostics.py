@@ -1,4 +1,4 @@
-"""A tensor that a policy lets train and that gets no gradient for a window of updates is named."""
+"""Warnings of tensors that train without a gradient, and of buffers that change in frozen layers."""
 
 import warnings
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
+from gradpolicy.freezing.diagnostics import buffer_warnings, changed_buffers, copy_buffers
 
 
 class Branches(nn.Module):
@@ -139,3 +140,19 @@ def test_zeros_at_first_are_no_reason_for_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         told(model, policies, 5)
+
+
+def test_a_training_step_of_a_batch_norm_changes_its_statistics():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    before = copy_buffers(model)
+    assert changed_buffers(before, model) == {}
+    model(torch.randn(4, 2))
+    assert changed_buffers(before, model) == {"1": ["running_mean", "running_var", "num_batches_tracked"]}
+
+
+def test_only_a_layer_that_is_frozen_as_a_whole_is_named():
+    changed = {"norm": ["running_mean"]}
+    parameters = ["norm.weight", "norm.bias", "head.weight"]
+    assert not list(buffer_warnings({"half": {"norm.weight"}}, changed, parameters))
+    (line,) = buffer_warnings({"all": {"norm.weight", "norm.bias"}}, changed, parameters)
+    assert line.startswith("all: freezing stops parameters, not buffers: norm goes on changing running_mean")

@@ -1,0 +1,187 @@
+"""Finds tensors that train without a gradient, and buffers that change in frozen layers."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradpolicy.errors import shortened
+from gradpolicy.where import plain_name
+
+MOST_UPDATES = 100
+"""Updates after which a tensor without a gradient is reported, if it does not freeze before."""
+LEAST_UPDATES = 2
+"""Updates that are enough if it does: in a single one, its branch of the model may not have been taken."""
+
+_NO_GRADIENT = (
+    "no gradient gets there: no loss depends on it, something else turned requires_grad off, or code was "
+    "compiled while it was frozen"
+)
+_ONLY_ZEROS = (
+    "only zeros get there: a rounding or another step before the loss passes no other gradient, unless a "
+    "policy such as straight_through gives it one"
+)
+
+
+class MissingGradients:
+    """Finds tensors that should train and never get a gradient, or only zeros.
+
+    A tensor is reported when it freezes or training ends, if it got none in the updates before; and after
+    :data:`MOST_UPDATES` updates without one. Only tensors without a gradient so far are inspected, so that a
+    step costs next to nothing.
+
+    Example:
+        >>> import torch
+        >>> used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        >>> parameters, missing = {"used": used, "unused": unused}, MissingGradients()
+        >>> used.sum().backward()
+        >>> for _ in range(3):
+        ...     found = [*missing.follow(parameters), *missing.update(parameters)]
+        >>> found, missing.finish()
+        ([], ['unused'])
+    """
+
+    def __init__(self) -> None:
+        # How many updates each has had without a gradient. Those that got one are not here.
+        self._without: dict[str, int] = {}
+        self._training: set[str] = set()
+        self._reported: set[str] = set()
+        # Those that got a gradient, but zeros alone.
+        self._zeros: set[str] = set()
+        self._updates = 0
+
+    def follow(self, training: Collection[str]) -> list[str]:
+        """Take the names of the tensors that train from now on.
+
+        Returns:
+            The names of those that no longer do, and got no gradient while they did.
+        """
+        before, self._training = self._training, set(training)
+        self._expect(self._training - before)
+        return self._found(before - self._training, LEAST_UPDATES)
+
+    def note(self, name: str, gradient: Tensor) -> None:
+        """Take a gradient that is masked before :meth:`update` gets it."""
+        if name in self._without and _trains_by(gradient):
+            del self._without[name]
+            self._zeros.discard(name)
+
+    def update(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        """Inspect the gradients of some parameters, before those of frozen entries are removed.
+
+        Returns:
+            The names of those that got none in :data:`MOST_UPDATES` updates.
+        """
+        for name in self._without.keys() & self._training & parameters.keys():
+            gradient = parameters[name].grad
+            self._without[name] += 1
+            if gradient is not None:
+                self._zeros.add(name)
+                self.note(name, gradient)
+        self._updates += 1
+        if self._updates % MOST_UPDATES == 0:
+            self._expect(self._training)
+        return self._found(self._training, MOST_UPDATES)
+
+    def finish(self) -> list[str]:
+        """Return the names of those that got no gradient up to the end of training."""
+        found = self._found(self._training, LEAST_UPDATES)
+        self._without, self._training = {}, set()
+        return found
+
+    def lines(self, names: Collection[str], policy_of: Mapping[str, str]) -> Iterator[str]:
+        """Yield a warning for each policy and reason.
+
+        Args:
+            names: Tensors that were found.
+            policy_of: The first policy of each tensor, in the order of the model.
+        """
+        alike: dict[tuple[str, str], list[str]] = {}
+        for name, policy in policy_of.items():
+            if name in names:
+                why = _ONLY_ZEROS if name in self._zeros else _NO_GRADIENT
+                alike.setdefault((policy, why), []).append(name)
+        for (policy, why), own in alike.items():
+            yield f"policy.{policy}: lets {shortened(own, most=8)} train, but {why}"
+
+    def _expect(self, names: Collection[str]) -> None:
+        for name in names:
+            if name not in self._reported:
+                self._without.setdefault(name, 0)
+
+    def _found(self, names: Collection[str], least: int) -> list[str]:
+        """Return the names of those without a gradient in so many updates, each once."""
+        found = [name for name, count in self._without.items() if name in names and count >= least]
+        for name in found:
+            del self._without[name]
+        self._reported.update(found)
+        return found
+
+
+def _trains_by(gradient: Tensor) -> bool:
+    """Return True for a gradient with an entry other than 0; of shards and sparse gradients, for any."""
+    if isinstance(gradient, DTensor) or gradient.layout != torch.strided or gradient.is_meta:
+        return True
+    return bool(gradient.any())
+
+
+# ---- buffers
+
+
+def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a model's buffers by name."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def changed_buffers(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
+    """Return the buffers that have changed since they were copied, by the module that holds them."""
+    changed: dict[str, list[str]] = {}
+    for raw_name, buffer in model.named_buffers():
+        earlier = before.get(raw_name)
+        if earlier is None or not _same(earlier, buffer):
+            module, _, own = plain_name(raw_name).rpartition(".")
+            changed.setdefault(module, []).append(own)
+    return changed
+
+
+def buffer_warnings(
+    frozen: Mapping[str, Collection[str]], changed: Mapping[str, list[str]], parameters: Iterable[str]
+) -> Iterator[str]:
+    """Yield a line for each freeze policy under which a layer's parameters freeze and its buffers change.
+
+    Args:
+        frozen: For each policy, the parameters that it freezes as a whole, now or at some time.
+        changed: The buffers that a training step changed, by module.
+        parameters: The names of all parameters that train or that a policy freezes.
+    """
+    names = list(parameters)
+    for policy, keys in frozen.items():
+        modules = {
+            module: buffers
+            for module, buffers in changed.items()
+            if (own := _own_parameters(module, names)) and set(own) <= set(keys)
+        }
+        if modules:
+            buffers = list(dict.fromkeys(buffer for found in modules.values() for buffer in found))
+            yield (
+                f"{policy}: freezing stops parameters, not buffers: {shortened(list(modules), most=8)} "
+                f"{'goes' if len(modules) == 1 else 'go'} on changing {', '.join(buffers)} while frozen; "
+                "call eval() on what is to stand still as a whole"
+            )
+
+
+def _own_parameters(module: str, names: list[str]) -> list[str]:
+    """Return the parameters of a module, or of the nearest one around it that has any."""
+    while True:
+        own = [name for name in names if not module or name.startswith(f"{module}.")]
+        if own or not module:
+            return own
+        module = module.rpartition(".")[0]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta or other.is_meta or one.shape != other.shape:
+        return one.shape == other.shape
+    equal = (one == other) | (one.isnan() & other.isnan())
+    return bool(equal.all())
