@@ -9,13 +9,27 @@ from typing import Any
 from torch import Tensor
 
 from gradpolicy.errors import NAMED, PolicyError, refuse_unknown_arguments, shown
-from gradpolicy.masks.layers import Layer
 from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.when import Timetable
 
 # The arguments that all sources share; a repr leaves out those that have these values.
 _DEFAULTS = {"every": None, "unit": "step", "start": 0, "stop": None, "seed": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Parameters that are frozen and thawed together.
+
+    Attributes:
+        name: The module that holds them; between the numbered layers, the names of the modules.
+        parameters: The parameters' names, in model order.
+        numbered: True for a member of a stack, such as ``layers.3``; False for the embedding or the head.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    numbered: bool
 
 
 class MaskSource:

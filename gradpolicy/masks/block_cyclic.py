@@ -1,25 +1,24 @@
 """BAdam: one block of layers after the other trains."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from gradpolicy.checks import check_choice, check_whole
 from gradpolicy.errors import PolicyError
-from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.layers import Groups, Layer, find_layers, layers_of, read_groups
+from gradpolicy.masks.base import Layer
+from gradpolicy.masks.layers import Groups, LayerSource, find_layers, layers_of, read_groups
 from gradpolicy.tensors.hashing import shuffled
-from gradpolicy.tensors.mask import Mask
 from gradpolicy.where import match_any
 
 ORDERS = ("forward", "reverse", "random")
 
 
-class BlockCyclic(MaskSource):
-    """One block trains for ``every`` steps, then the next; after the last a new cycle begins.
+class BlockCyclic(LayerSource):
+    """One block trains for ``every`` steps, then the next; after the last comes the first again.
 
     A block is a layer (see :func:`~gradpolicy.masks.layers.find_layers`), or ``size`` neighbouring ones.
     Everything lies in exactly one block: what comes before, between and after the numbered layers makes
-    blocks of its own. With ``frozen_state="zero"`` Adam starts each turn of a block anew, as BAdam does.
+    blocks of its own. With ``frozen_state="zero"`` each turn starts with empty optimizer state, as in BAdam.
 
     Args:
         order: ``"forward"`` (from the input to the output), ``"reverse"``, or ``"random"`` (a new permutation
@@ -28,7 +27,7 @@ class BlockCyclic(MaskSource):
         blocks: Each block as a list of globs, instead of the layers. What is in none of them does not train.
         always: Globs of parameters that train at all times.
         every: How many steps (or epochs) a turn takes; BAdam's ``K``.
-        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
+        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
 
     Raises:
         PolicyError: For an unknown order, or a glob that matches nothing.
@@ -42,8 +41,6 @@ class BlockCyclic(MaskSource):
         >>> [source.active_block(step, epoch=0).name for step in (0, 9, 10, 20, 30)]
         ['h.2', 'h.2', 'h.1', 'h.0', 'h.2']
     """
-
-    repeats_masks = True
 
     def __init__(
         self,
@@ -62,7 +59,6 @@ class BlockCyclic(MaskSource):
         if self.blocks is not None and size != 1:
             raise PolicyError("BlockCyclic: size goes with layers, not with blocks that are given")
         self.always = always
-        self._always: set[str] = set()
 
     def prepare(self) -> None:
         """Find the blocks."""
@@ -83,14 +79,13 @@ class BlockCyclic(MaskSource):
             turn = shuffled(count, self.seed, cycle, "block_cyclic")[turn]
         return self.layer_groups[turn]
 
-    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return True for the block that trains."""
-        chosen = {*self.active_block(step, epoch).parameters, *self._always}
-        return {name: name in chosen for name in self.parameters}
+    def frozen_names(self, step: int, epoch: int) -> set[str]:
+        """Return the parameters outside the block that trains."""
+        return self.parameters.keys() - self.active_block(step, epoch).parameters
 
     def may_freeze(self) -> set[str]:
         """Return the parameters that do not always train."""
-        return set(self.parameters) - self._always if len(self.layer_groups) > 1 else set()
+        return self.parameters.keys() - self._always if len(self.layer_groups) > 1 else set()
 
 
 def _joined(layers: list[Layer]) -> Layer:

@@ -1,4 +1,4 @@
-"""Gradients gathered over a window of effective steps, for the sources that decide by them."""
+"""Gradients summed over a window of effective steps, for sources that decide by them."""
 
 import math
 import warnings
@@ -13,34 +13,6 @@ from gradpolicy.masks.base import MaskSource
 from gradpolicy.tensors.sharding import full_tensor, shard_like
 
 
-class GradientSums:
-    """Sums of a statistic of the gradients, one tensor a parameter, in float32 or wider."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.steps = 0
-
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add what a step gave, or one of its optimizers."""
-        for name, value in values.items():
-            if name in self.sums:
-                self.sums[name] += value
-            else:
-                self.sums[name] = value.clone()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums and how many steps are in them."""
-        return {
-            "sums": {name: full_tensor(tensor) for name, tensor in self.sums.items()},
-            "steps": self.steps,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-        """Take up sums that were saved, laid out as the parameters are."""
-        self.sums = {name: shard_like(tensor, parameters[name]) for name, tensor in state["sums"].items()}
-        self.steps = state["steps"]
-
-
 class GradientSource(MaskSource):
     """A mask source that decides by gradients of the steps before each change.
 
@@ -52,6 +24,12 @@ class GradientSource(MaskSource):
     Args:
         window: How many steps (or epochs) of gradients go into a decision; None: all since the last one.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
+
+    Attributes:
+        sums: The sums of :meth:`statistic` since the last decision, by parameter name.
+        steps: The number of effective steps that are in the sums.
+        decided: The period whose masks are in force; −1 before the first decision.
+        decided_at: The count of the last decision.
     """
 
     needs_gradients = True
@@ -61,15 +39,13 @@ class GradientSource(MaskSource):
         super().__init__(**timetable)
         kind = type(self).__name__
         self.window = None if window is None else check_whole(f"{kind}.window", window, least=1)
-        self.gathered = GradientSums()
-        # The period whose masks are in force; −1 before the first decision.
-        self.decided = -1
-        # The count at which they were decided, from which on gradients are gathered anew.
-        self.decided_at = 0
+        self.sums: dict[str, Tensor] = {}
+        self.steps = 0
+        self.decided, self.decided_at = -1, 0
 
     def prepare(self) -> None:
-        """Starts without gradients and decisions."""
-        self.gathered = GradientSums()
+        """Discard gradients and decisions."""
+        self.sums, self.steps = {}, 0
         self.decided, self.decided_at = -1, 0
         times = self.timetable
         if self.needs_gradients and (self.window or 0) > (times.every or math.inf):
@@ -84,7 +60,7 @@ class GradientSource(MaskSource):
         return gradient
 
     def wants_gradients(self, step: int, epoch: int) -> bool:
-        """In the last ``window`` counts before a change, and while a change waits for gradients."""
+        """Return True in the last ``window`` counts before a change, and while a change waits."""
         if not self.needs_gradients:
             return False
         count = self.count(step, epoch)
@@ -100,37 +76,42 @@ class GradientSource(MaskSource):
         if not self.needs_gradients:
             return True
         if self.timetable.unit == "epoch":
-            return self.gathered.steps > 0 and epoch >= self.decided_at + (self.window or 0)
-        return self.gathered.steps >= (self.window or 1)
+            return self.steps > 0 and epoch >= self.decided_at + (self.window or 0)
+        return self.steps >= (self.window or 1)
 
     def decide(self, step: int, epoch: int) -> None:
-        """Take note of a decision: the next one goes by gradients of its own."""
+        """Note that a decision was made: the next one goes by gradients of its own."""
         self.decided, self.decided_at = self.period(step, epoch), self.count(step, epoch)
-        self.gathered = GradientSums()
+        self.sums, self.steps = {}, 0
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
         """Add the gradients of an effective step."""
         self.observe_more(gradients)
-        self.gathered.steps += 1
+        self.steps += 1
 
     @torch.no_grad()
     def observe_more(self, gradients: Mapping[str, Tensor]) -> None:
         """Add further gradients of the same step."""
-        self.gathered.add(
-            {
-                name: self.statistic(wide(self.parameters[name].detach()), wide(gradient))
-                for name, gradient in gradients.items()
-            }
-        )
+        for name, gradient in gradients.items():
+            value = self.statistic(wide(self.parameters[name].detach()), wide(gradient))
+            if name in self.sums:
+                self.sums[name] += value
+            else:
+                self.sums[name] = value.clone()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients gathered so far, and the last decision."""
-        decided = {"decided": self.decided, "decided_at": self.decided_at}
-        return {"gathered": self.gathered.state_dict(), **decided}
+        return {
+            "sums": {name: full_tensor(tensor) for name, tensor in self.sums.items()},
+            "steps": self.steps,
+            "decided": self.decided,
+            "decided_at": self.decided_at,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where :meth:`state_dict` left off."""
-        self.gathered.load_state_dict(state["gathered"], self.parameters)
+        """Load what :meth:`state_dict` returned."""
+        self.sums = {name: shard_like(each, self.parameters[name]) for name, each in state["sums"].items()}
+        self.steps = state["steps"]
         self.decided, self.decided_at = state["decided"], state["decided_at"]
 
 

@@ -1,17 +1,14 @@
 """ULMFiT: unfreezes one layer group after the other, from the output to the input."""
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.layers import Groups, find_layers, layers_of, names_in, read_groups
-from gradpolicy.tensors.mask import Mask
+from gradpolicy.masks.layers import Groups, LayerSource, find_layers, layers_of, names_in, read_groups
 
 
-class Gradual(MaskSource):
+class Gradual(LayerSource):
     """Gradual unfreezing: at first the last layer group trains, then one more from the top at each change.
 
     In epoch ``e`` the last ``initial + e`` groups train (with the defaults), until all do.
@@ -21,7 +18,7 @@ class Gradual(MaskSource):
         groups: The groups from the input to the output, each as globs; None: the model's layers.
         every: After how many epochs (or steps) one more group trains.
         unit: ``"epoch"``, as in the paper, or ``"step"``.
-        **timetable: ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
+        **timetable: ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
 
     Raises:
         PolicyError: If a glob matches nothing, a parameter is in no group or in two.
@@ -36,8 +33,6 @@ class Gradual(MaskSource):
         >>> [sum(source.masks(step=0, epoch=epoch).values()) for epoch in range(5)]
         [1, 2, 3, 4, 4]
     """
-
-    repeats_masks = True
 
     def __init__(
         self,
@@ -63,10 +58,9 @@ class Gradual(MaskSource):
             if members[name] != 1:
                 raise PolicyError(f"Gradual.groups: {shown(name)} must be in one group, not {members[name]}")
 
-    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return True for the groups that train already."""
-        thawed = names_in(self.layer_groups[-self.initial - max(self.period(step, epoch), 0) :])
-        return {name: name in thawed for name in self.parameters}
+    def frozen_names(self, step: int, epoch: int) -> set[str]:
+        """Return the parameters of the groups that do not train yet."""
+        return names_in(self.layer_groups[: -self.initial - max(self.period(step, epoch), 0)])
 
     def may_freeze(self) -> set[str]:
         """Return the parameters that do not train from the beginning."""

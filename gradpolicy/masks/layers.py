@@ -1,29 +1,35 @@
-"""Finds the layers of a model from the names of its parameters."""
+"""Layers, found from the names of parameters, and the base class of sources that freeze them."""
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 
 from gradpolicy.errors import PolicyError, shown
+from gradpolicy.masks.base import Layer, MaskSource
+from gradpolicy.tensors.mask import Mask
 from gradpolicy.where import as_patterns, match_names
 
 Groups = Iterable[str | Iterable[str]] | None
 """Groups of parameters from the input to the output, each as globs; None: the layers of the model."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Parameters that are frozen and thawed together.
+class LayerSource(MaskSource):
+    """A mask source by which whole layers freeze and thaw together.
 
-    Attributes:
-        name: The module that holds them; between the numbered layers, the names of the modules.
-        parameters: The parameters' names, in model order.
-        numbered: True for a member of a stack, such as ``layers.3``; False for the embedding or the head.
+    A subclass sets ``layer_groups`` in :meth:`prepare`, and defines :meth:`frozen_names`.
     """
 
-    name: str
-    parameters: tuple[str, ...]
-    numbered: bool
+    repeats_masks = True
+    # The parameters that train at all times.
+    _always: Collection[str] = ()
+
+    def frozen_names(self, step: int, epoch: int) -> set[str]:
+        """Return the parameters of the layers that do not train."""
+        raise NotImplementedError
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """Return one flag for each parameter."""
+        frozen = self.frozen_names(step, epoch).difference(self._always)
+        return {name: name not in frozen for name in self.parameters}
 
 
 def names_in(layers: Iterable[Layer]) -> set[str]:

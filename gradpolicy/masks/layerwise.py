@@ -1,18 +1,16 @@
 """LISA: a few sampled layers train at a time, the embeddings and the head always."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
-from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.layers import find_layers, names_in
+from gradpolicy.masks.layers import LayerSource, find_layers, names_in
 from gradpolicy.tensors.hashing import shuffled
-from gradpolicy.tensors.mask import Mask
 from gradpolicy.where import match_any
 
 
-class Layerwise(MaskSource):
+class Layerwise(LayerSource):
     """``active`` layers, sampled without replacement every ``every`` steps; the rest of the stack is frozen.
 
     Layers are the members of numbered containers (``layers.0``, ``h.3``, ``blocks.1``). What lies outside
@@ -24,7 +22,7 @@ class Layerwise(MaskSource):
         always: Globs of parameters that train at all times, besides those outside the stack.
         layers: The containers that count, as globs; None: the outermost numbered ones.
         every: After how many steps (or epochs) the layers are sampled anew.
-        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
+        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
 
     Raises:
         PolicyError: If there are fewer layers than ``active``, or a glob matches nothing.
@@ -42,8 +40,6 @@ class Layerwise(MaskSource):
         (True, True, 1)
     """
 
-    repeats_masks = True
-
     def __init__(
         self,
         active: int = 2,
@@ -57,7 +53,6 @@ class Layerwise(MaskSource):
         self.active = check_whole("Layerwise.active", active, least=1)
         self.always = always
         self.layers = layers
-        self._always: set[str] = set()
 
     def prepare(self) -> None:
         """Find the layers."""
@@ -76,13 +71,12 @@ class Layerwise(MaskSource):
         chosen = sorted(shuffled(len(self.layer_groups), self.seed, period, "layerwise")[: self.active])
         return [self.layer_groups[place].name for place in chosen]
 
-    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return True for the chosen layers and what lies outside the stack."""
+    def frozen_names(self, step: int, epoch: int) -> set[str]:
+        """Return the parameters of the layers that were not sampled."""
         chosen = self.active_layers(step, epoch)
-        frozen = names_in(layer for layer in self.layer_groups if layer.name not in chosen)
-        return {name: name not in frozen or name in self._always for name in self.parameters}
+        return names_in(layer for layer in self.layer_groups if layer.name not in chosen)
 
     def may_freeze(self) -> set[str]:
         """Return the parameters that do not always train."""
         stack = self.layer_groups if self.active < len(self.layer_groups) else []
-        return names_in(stack) - self._always
+        return names_in(stack).difference(self._always)

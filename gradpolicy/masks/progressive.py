@@ -6,14 +6,13 @@ from typing import Any
 
 from gradpolicy.checks import check_choice, check_flag, check_share, check_whole
 from gradpolicy.errors import PolicyError
-from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.layers import Layer, find_layers
-from gradpolicy.tensors.mask import Mask
+from gradpolicy.masks.base import Layer
+from gradpolicy.masks.layers import LayerSource, find_layers
 
 POWERS = {"linear": 1, "squared": 2, "cubic": 3}
 
 
-class Progressive(MaskSource):
+class Progressive(LayerSource):
     """Layer ``i`` of ``L`` trains up to the share ``tᵢ`` of the training, then it is frozen.
 
     ``tᵢ = (first + (1 − first) · i / (L − 1)) ^ p`` with ``p`` = 1 for ``"linear"``, 3 for ``"cubic"``: the
@@ -33,8 +32,8 @@ class Progressive(MaskSource):
         anneal: Anneal the learning rates as above; otherwise only freeze.
         scale: Start with ``α / tᵢ``; only with ``anneal``.
         every: After how many steps (or epochs) masks and learning rates change.
-        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. ``total`` is
-            counted from ``start``.
+        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see
+            :class:`~gradpolicy.masks.MaskSource`. ``total`` is counted from ``start``.
 
     Raises:
         PolicyError: For an unknown curve or a share that is 0; with ``anneal``, under an optimizer whose
@@ -51,8 +50,6 @@ class Progressive(MaskSource):
         >>> list(source.masks(step=60, epoch=0).values())
         [False, True, True]
     """
-
-    repeats_masks = True
 
     def __init__(
         self,
@@ -87,10 +84,10 @@ class Progressive(MaskSource):
             self.shares[layer.name] = share
             self._share_of.update(dict.fromkeys(layer.parameters, share))
 
-    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return True for the layers whose share of the training is not over."""
+    def frozen_names(self, step: int, epoch: int) -> set[str]:
+        """Return the parameters of the layers whose share of the training is over."""
         passed = self._passed(step, epoch)
-        return {name: passed < self._share_of[name] for name in self.parameters}
+        return {name for name, share in self._share_of.items() if passed >= share}
 
     def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
         """Return ``αᵢ(t) / α`` for each parameter that trains."""

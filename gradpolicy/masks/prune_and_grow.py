@@ -9,12 +9,18 @@ from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_share
 from gradpolicy.errors import PolicyError
-from gradpolicy.masks.density import DISTRIBUTIONS, Density, as_density, densities, density_at
-from gradpolicy.masks.drop_and_grow import DROPS, grown_at_random, grown_entries, kept_entries, normal_values
 from gradpolicy.masks.gradient_source import GradientSource, wide
-from gradpolicy.masks.selection import ROUNDING
+from gradpolicy.masks.selection import (
+    DISTRIBUTIONS,
+    ROUNDING,
+    Density,
+    as_density,
+    densities,
+    density_at,
+    highest,
+)
 from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
-from gradpolicy.tensors.hashing import derive
+from gradpolicy.tensors.hashing import bernoulli, derive, words_at
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like, write_entries
 from gradpolicy.where import match_any
@@ -24,12 +30,13 @@ RULES = {
     "random": {"drop": "sign", "grow_init": "random", "anneal": "constant"},
 }
 """What belongs to each way of growing: RigL's and SET's."""
+DROPS = ("magnitude", "sign")
 INITS = ("zero", "random")
 ANNEALS: dict[str, type[Ramp]] = {"cosine": Cosine, "linear": Linear}
 
 
 class PruneAndGrow(GradientSource):
-    """Trains a sparse network: now and then the smallest weights go, and as many others come.
+    """Trains a sparse network: now and then the smallest weights are dropped, and as many others grown.
 
     At first each weight tensor has a random mask of its density. At each change, of its ``n`` active entries
 
@@ -118,7 +125,7 @@ class PruneAndGrow(GradientSource):
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._active: dict[str, Tensor] = {}
         self._deviations: dict[str, float] = {}
-        self._begun: dict[str, tuple[Tensor, Tensor]] = {}
+        self._first_values: dict[str, tuple[Tensor, Tensor]] = {}
 
     def prepare(self) -> None:
         """Draw the first masks."""
@@ -140,7 +147,7 @@ class PruneAndGrow(GradientSource):
         self._active = {
             name: grown_at_random(self._nothing(name), self._key(name, -1), targets[name]) for name in shapes
         }
-        self._begun = {}
+        self._first_values = {}
         self._deviations = {}
         if self.grow_init == "random":
             weights = {name: wide(full_tensor(self.parameters[name].detach())) for name in shapes}
@@ -180,11 +187,11 @@ class PruneAndGrow(GradientSource):
         """Set grown entries to their first values, and those outside the mask to zero."""
         for name, active in self._active.items():
             parameter = self.parameters[name].detach()
-            if name in self._begun:
-                write_entries(parameter, *self._begun[name])
+            if name in self._first_values:
+                write_entries(parameter, *self._first_values[name])
             own = local_shard(parameter)
             torch.where(local_shard(shard_like(active, parameter)), own, own.new_zeros(()), out=own)
-        self._begun = {}
+        self._first_values = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the topology, the gradients gathered so far, and the deviations of first values."""
@@ -197,27 +204,27 @@ class PruneAndGrow(GradientSource):
         self._active = {
             name: active.to(self.parameters[name].device) for name, active in state["active"].items()
         }
-        self._deviations = {**self._deviations, **state.get("deviations", {})}
+        self._deviations |= state["deviations"]
 
     def _exchange(self, period: int) -> None:
         count = self.timetable.begins(period)
         targets, fraction = self.targets(count), self.fraction_at(count)
         for name, active in self._active.items():
             weight = full_tensor(self.parameters[name].detach())
-            if self.grow == "gradient" and name not in self.gathered.sums:
+            if self.grow == "gradient" and name not in self.sums:
                 continue
             kept = kept_entries(active, weight, fraction, targets[name], self.drop)
             if self.grow == "random":
                 grown = grown_at_random(kept, self._key(name, period), targets[name])
             else:
-                grown = grown_entries(kept, full_tensor(self.gathered.sums[name]), targets[name])
+                grown = grown_entries(kept, full_tensor(self.sums[name]), targets[name])
             self._active[name] = kept | grown
             if self.grow_init == "random":
                 # RigL's rule leaves what comes back at once its value, SET's gives it a new one.
                 new = grown if self.grow == "random" else grown & ~active
                 indices = new.flatten().nonzero().flatten()
                 key = derive(self.seed, period, name, "prune_and_grow", "init")
-                self._begun[name] = (indices, normal_values(key, indices, self._deviations[name]))
+                self._first_values[name] = (indices, normal_values(key, indices, self._deviations[name]))
 
     def _key(self, name: str, period: int) -> int:
         return derive(self.seed, period, name, "prune_and_grow")
@@ -225,3 +232,91 @@ class PruneAndGrow(GradientSource):
     def _nothing(self, name: str) -> Tensor:
         """Return a mask without an active entry."""
         return torch.zeros(self._shapes[name], dtype=torch.bool, device=self.parameters[name].device)
+
+
+# ---- one exchange
+
+
+def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, drop: str) -> Tensor:
+    """Return the active entries that are not dropped.
+
+    Args:
+        active: The mask so far.
+        weight: Values of the same shape.
+        fraction: The share ``ζ`` to drop (rounded down).
+        target: The most that may be active before the share is dropped; what has the smallest ``|w|`` goes.
+        drop: ``"magnitude"``: the share with the smallest ``|w|``; ``"sign"``: the share of the positive
+            entries that are smallest, and the share of the negative ones that are largest.
+
+    Returns:
+        The mask of what stays.
+    """
+    weight = weight.flatten()
+    indices = active.flatten().nonzero().flatten()
+    if len(indices) > target:
+        indices = indices[highest(weight[indices].abs(), target)]
+    parts = [indices]
+    if drop == "sign":
+        negative = weight[indices] < 0
+        parts = [indices[negative], indices[~negative]]
+    kept = torch.zeros_like(active).flatten()
+    for part in parts:
+        stay = highest(weight[part].abs(), len(part) - int(len(part) * fraction))
+        kept[part[stay]] = True
+    return kept.reshape(active.shape)
+
+
+def grown_entries(kept: Tensor, gradient: Tensor, target: int) -> Tensor:
+    """Return the entries with the largest ``|gradient|`` that are not kept, until ``target`` are active.
+
+    Args:
+        kept: Which entries are active already.
+        gradient: Of the same shape, without NaN.
+        target: How many entries are active then.
+    """
+    wanted = target - int(torch.count_nonzero(kept))
+    if wanted >= kept.numel() - (target - wanted):
+        return ~kept
+    return highest(gradient.abs().masked_fill_(kept, -1.0), wanted)
+
+
+def grown_at_random(kept: Tensor, key: int, target: int) -> Tensor:
+    """Return as many entries as :func:`grown_entries`, those of the highest random words.
+
+    Args:
+        kept: Which entries are active already.
+        key: 64 bits; the same key gives the same entries.
+        target: How many entries are active then.
+    """
+    wanted = target - int(torch.count_nonzero(kept))
+    among = ~kept.flatten()
+    candidates = max(int(torch.count_nonzero(among)), 1)
+    share = wanted / candidates
+    # Coins leave few words to compare; a little more than wanted, so that they nearly always suffice.
+    share += 6.0 * math.sqrt(share / candidates)
+    while True:
+        low = bernoulli(key, max(1.0 - share, 0.0), 0, among.numel(), among.device)
+        indices = (among & ~low).nonzero().flatten()
+        if len(indices) >= wanted or share >= 1.0:
+            break
+        share *= 2.0
+    grown = torch.zeros_like(among)
+    grown[indices[highest(words_at(key, indices), wanted)]] = True
+    return grown.reshape(kept.shape)
+
+
+def normal_values(key: int, indices: Tensor, deviation: float) -> Tensor:
+    """Return normal values with mean 0 that depend on the key and each index alone, on every device alike.
+
+    Args:
+        key: 64 bits.
+        indices: Flat indices, ascending.
+        deviation: The standard deviation.
+
+    Returns:
+        A float64 tensor, one value an index.
+    """
+    # Computed where every process computes alike: erfinv differs between devices in its last bits.
+    words = words_at(key, indices.cpu())
+    drawn = math.sqrt(2.0) * deviation * torch.erfinv((2.0 * words + 1.0) / 2.0**32 - 1.0)
+    return drawn.to(indices.device)

@@ -5,7 +5,7 @@ from typing import Any
 
 from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.density import Density, as_density, density_at
+from gradpolicy.masks.selection import Density, as_density, density_at
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.seeded_mask import LEVELS, RandomMask
 

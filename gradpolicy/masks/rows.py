@@ -52,7 +52,7 @@ class Rows(StaticSource):
         for part in self._parts:
             if isinstance(part, bool) or (not isinstance(part, int | slice) and part is not ...):
                 hint = '; an index is written as text: "2, 0, 3:"' if isinstance(part, Mapping) else ""
-                raise _unreadable(part, hint)
+                raise PolicyError(f"Rows: {shown(part)} is no number, no slice and no '...'{hint}")
         self.size = check_whole("Rows.size", size, least=1)
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise PolicyError(f"Rows.dim: must be a whole number, got {shown(dim)}")
@@ -104,34 +104,27 @@ class Rows(StaticSource):
 
 
 def _read(rows: Any) -> tuple[list[Any], bool]:
-    """Return numbers and slices, and whether they are together one index of several dimensions."""
+    """Return the parts of what was given, and True if they are together one index of several dimensions."""
     if isinstance(rows, str):
         parts = [_read_part(part) for part in rows.strip().removeprefix("[").removesuffix("]").split(",")]
         return parts, len(parts) > 1 or ... in parts
-    if isinstance(rows, tuple) and any(isinstance(part, slice) or part is ... for part in rows):
-        return list(rows), True
     if isinstance(rows, int | slice):
-        rows = [rows]
+        return [rows], False
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping):
         raise PolicyError(f"Rows: must be numbers, a slice or an index, got {shown(rows)}")
-    return [_read_part(part) if isinstance(part, str) else part for part in rows], False
+    parts = [_read_part(part) if isinstance(part, str) else part for part in rows]
+    return parts, isinstance(rows, tuple) and any(isinstance(part, slice) or part is ... for part in rows)
 
 
 def _read_part(text: str) -> Any:
-    """Return a number, a slice or an ellipsis, as Python writes them between brackets."""
-    text = text.strip()
-    if text == "...":
+    """Return a number, a slice or an ellipsis, as Python writes them between brackets; else the text."""
+    numbers = [number.strip() for number in text.split(":")]
+    if numbers == ["..."]:
         return ...
     try:
-        if ":" not in text:
-            return int(text)
-        bounds = [int(part) if part.strip() else None for part in text.split(":")]
-        if len(bounds) > 3 or bounds[2:] == [0]:
-            raise ValueError(text)
-        return slice(*bounds)
-    except ValueError as error:
-        raise _unreadable(text) from error
-
-
-def _unreadable(part: object, hint: str = "") -> PolicyError:
-    return PolicyError(f"Rows: {shown(part)} is no number, no slice and no '...'{hint}")
+        bounds = [int(number) if number else None for number in numbers]
+    except ValueError:
+        return text
+    if len(bounds) == 1:
+        return text if bounds[0] is None else bounds[0]
+    return text if len(bounds) > 3 or bounds[2:] == [0] else slice(*bounds)

@@ -1,16 +1,78 @@
-"""Exact selection of the highest scores, the same on every rank."""
+"""How many entries are chosen, and which: densities, and exact selection by score."""
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from gradpolicy.checks import check_call, check_share
+from gradpolicy.schedules import Constant, Ramp
+
+Density = Callable[[int], float]
+"""A schedule: the share at a count of effective steps (or epochs, as the source's ``unit`` says)."""
+DISTRIBUTIONS = ("uniform", "erk")
 ROUNDING = 1e-14
-"""A product of a share and a count may miss a whole number by so large a part of it."""
-# So many scores tell whether one value is common among all.
-_SAMPLE = 1 << 12
+"""By so large a part of it the product of a share and a count may miss a whole number."""
+
+
+def as_density(key: str, value: float | Density) -> Density:
+    """Return a schedule; a number becomes a constant one.
+
+    Args:
+        key: The argument that an error names.
+        value: A function of the count, or a share.
+
+    Raises:
+        PolicyError: If it is neither a share between 0 and 1 nor a function of the count, or a ready-made
+            schedule leaves the shares.
+    """
+    if not callable(value):
+        return Constant(check_share(key, value))
+    check_call(key, value, 0, takes="the count alone")
+    if isinstance(value, Constant | Ramp):
+        for name in {"value", "start", "stop"} & vars(value).keys():
+            check_share(f"{key}: {type(value).__name__}.{name}", vars(value)[name])
+    return value
+
+
+def density_at(density: Density, count: int) -> float:
+    """Return the density at a count.
+
+    Raises:
+        PolicyError: If a schedule of the user's gives a value outside [0, 1].
+    """
+    return check_share(f"density at {count}", density(count))
+
+
+def densities(shapes: Mapping[str, Sequence[int]], density: float, distribution: str) -> dict[str, float]:
+    """Return the density of each tensor.
+
+    Args:
+        shapes: The tensors' shapes by name.
+        density: The density of all of them together.
+        distribution: ``"uniform"``: the same for all. ``"erk"``: proportional to
+            ``Σ shape / Π shape`` (Erdős–Rényi–kernel), with no tensor above 1.
+
+    Source: Evci et al. 2020, arXiv:1911.11134, section 3 and appendix; Mocanu et al. 2018 for layers without
+    kernels.
+    """
+    if distribution == "uniform":
+        return dict.fromkeys(shapes, density)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
+    wanted = density * sum(sizes.values())
+    full: set[str] = set()
+    while len(full) < len(shapes):
+        left = wanted - sum(sizes[name] for name in full)
+        factor = left / sum(raw[name] * sizes[name] for name in shapes if name not in full)
+        over = {name for name in shapes if name not in full and factor * raw[name] > 1.0}
+        if not over:
+            break
+        # One at a time, the densest: filling it changes the factor for the others.
+        full.add(max(over, key=raw.__getitem__))
+    return {name: 1.0 if name in full else factor * raw[name] for name in shapes}
 
 
 def kept_count(density: float, count: int) -> int:
@@ -24,8 +86,11 @@ def kept_count(density: float, count: int) -> int:
     return min(1 + math.floor(density * (count - 1) * (1.0 + ROUNDING)), count)
 
 
+# ---- which entries
+
+
 def highest(scores: Tensor, kept: int) -> Tensor:
-    """Marks the ``kept`` highest scores; of equal ones those with the lowest index. NaN comes last.
+    """Mark the ``kept`` highest scores; of equal ones those with the lowest index. NaN comes last.
 
     Args:
         scores: Any shape.
@@ -38,7 +103,7 @@ def highest(scores: Tensor, kept: int) -> Tensor:
 
 
 def highest_together(scores: Mapping[str, Tensor], kept: int) -> dict[str, Tensor]:
-    """Marks the ``kept`` highest scores of all tensors taken together, as :func:`highest` does."""
+    """Mark the ``kept`` highest scores of all tensors taken together, as :func:`highest` does."""
     total = sum(tensor.numel() for tensor in scores.values())
     if kept <= 0 or kept >= total:
         return {name: torch.full_like(tensor, kept > 0, dtype=torch.bool) for name, tensor in scores.items()}
@@ -71,27 +136,9 @@ def _comparable(scores: Mapping[str, Tensor]) -> list[Tensor]:
 
 def _smallest(parts: list[Tensor], place: int) -> Tensor:
     """Return the value at a place of all scores sorted together, from 0."""
-    left = torch.cat(parts)
-    if left.device.type != "cpu" or left.dtype not in (torch.float32, torch.float64):
-        return torch.kthvalue(left, place + 1).values
-    # Numpy partitions many times as fast as torch, but not where one value is most of all there is.
-    while (common := _common_value(left)) is not None:
-        below, above = left < common, left > common
-        less, more = int(torch.count_nonzero(below)), int(torch.count_nonzero(above))
-        if less <= place < left.numel() - more:
-            return common
-        if place < less:
-            left = left[below]
-        else:
-            place -= left.numel() - more
-            left = left[above]
-    left.numpy().partition(place)
-    return left[place].clone()
-
-
-def _common_value(scores: Tensor) -> Tensor | None:
-    """Return a value that makes up more than an eighth of a sample; None where there is none."""
-    sample = scores[:: max(scores.numel() // _SAMPLE, 1)]
-    values, counts = sample.unique(return_counts=True)
-    most = counts.argmax()
-    return values[most] if int(counts[most]) * 8 > sample.numel() else None
+    scores = torch.cat(parts)
+    if scores.device.type != "cpu" or scores.dtype not in (torch.float32, torch.float64):
+        return torch.kthvalue(scores, place + 1).values
+    # Twenty times as fast as torch where few scores are equal.
+    scores.numpy().partition(place)
+    return scores[place].clone()

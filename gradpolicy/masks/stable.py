@@ -8,12 +8,12 @@ import torch
 from gradpolicy.checks import check_share, check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.gradient_source import GradientSource
-from gradpolicy.masks.layers import find_layers, names_in
+from gradpolicy.masks.layers import LayerSource, find_layers, names_in
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import full_tensor
 
 
-class Stable(GradientSource):
+class Stable(GradientSource, LayerSource):
     """Freezes the layers before the first one whose gradient still changes.
 
     Over each interval of ``every`` steps the gradients are summed. With ``Gₗ`` the L1 norm of layer ``l``'s
@@ -53,15 +53,18 @@ class Stable(GradientSource):
         self.frozen, self.norms = 0, []
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return False for the layers that have settled."""
+        """Return one flag for each parameter; compare the interval before, if one is over."""
         period = self.period(step, epoch)
         if period == 0 and self.decided < 0:
             self.decide(step, epoch)  # the first interval begins
         elif period > 0 and self.overdue(step, epoch):
             self._compare()
             self.decide(step, epoch)
-        settled = names_in(self.layer_groups[: self.frozen]) | (self._front if self.frozen else set())
-        return {name: name not in settled for name in self.parameters}
+        return super().masks(step, epoch)
+
+    def frozen_names(self, step: int, epoch: int) -> set[str]:
+        """Return the parameters of the layers that have settled."""
+        return names_in(self.layer_groups[: self.frozen]) | (self._front if self.frozen else set())
 
     def wants_gradients(self, step: int, epoch: int) -> bool:
         """Return True from ``start`` on, as long as another comparison is to come."""
@@ -89,7 +92,7 @@ class Stable(GradientSource):
 
     def _compare(self) -> None:
         """Take the interval's norms, and freeze what has settled since the interval before."""
-        sums = self.gathered.sums
+        sums = self.sums
         norms = [
             sum(float(full_tensor(sums[name].abs().sum())) for name in layer.parameters if name in sums)
             for layer in self.layer_groups

@@ -9,9 +9,15 @@ from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.errors import PolicyError
-from gradpolicy.masks.density import Density, as_density, density_at
 from gradpolicy.masks.gradient_source import GradientSource, wide
-from gradpolicy.masks.selection import highest, highest_together, kept_count
+from gradpolicy.masks.selection import (
+    Density,
+    as_density,
+    density_at,
+    highest,
+    highest_together,
+    kept_count,
+)
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.seeded_mask import LEVELS
 from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like
@@ -162,7 +168,7 @@ class TopK(GradientSource):
             return weight.abs()
         if self.by == "change":
             return (weight - wide(self._initial[name])).abs()
-        gathered = self.gathered.sums.get(name)
+        gathered = self.sums.get(name)
         if gathered is None:
             return torch.full_like(weight.real, -math.inf)
         return gathered.abs() if self.by == "gradient" else gathered

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
+from gradpolicy.masks.prune_and_grow import grown_entries, kept_entries, normal_values
 
 
 def sources(**changes) -> gp.masks.PruneAndGrow:
@@ -177,15 +178,6 @@ def test_biases_and_named_tensors_stay_dense(prepared, stack) -> None:
     assert int(masks["head.weight"].sum()) == 12 - int(0.6 * 12)
 
 
-def test_erk_meets_the_density_of_the_whole(prepared) -> None:
-    weights = {"a": torch.randn(4, 4), "b": torch.randn(30, 40), "c": torch.randn(8, 8, 3, 3)}
-    masks = prepared(sources(density=0.2, distribution="erk"), weights).masks(0, 0)
-    active = sum(int(mask.sum()) for mask in masks.values())
-    assert abs(active - 0.2 * (16 + 1200 + 576)) <= 3
-    assert masks["a"].all()
-    assert masks["c"].float().mean() < masks["a"].float().mean()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_random_start_values_have_the_parameters_dtype(prepared, dtype: torch.dtype) -> None:
     weight = torch.randn(20, 20).to(dtype)
@@ -265,3 +257,67 @@ def test_it_tells_what_stays_dense() -> None:
 def test_a_share_is_rounded_up_to_whole_entries(prepared, density: float, active: int) -> None:
     source = prepared(gp.masks.PruneAndGrow(density), {"w": torch.zeros(10, 10)})
     assert int(source.masks(0, 0)["w"].sum()) == active
+
+
+# ---- one exchange
+
+
+def exchange(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float, target: int) -> Tensor:
+    kept = kept_entries(mask, weight, fraction, target, "magnitude")
+    return kept | grown_entries(kept, gradient, target)
+
+
+def published_mask(weight: np.ndarray, gradient: np.ndarray, mask: np.ndarray, fraction: float) -> np.ndarray:
+    """RigL's: the highest ``|w|`` stay, of all others the highest ``|g|`` come."""
+    active = int(mask.sum())
+    pruned = int(active * fraction)
+    kept = np.zeros(mask.size, dtype=bool)
+    kept[np.argsort(-np.abs(weight).ravel(), kind="stable")[: active - pruned]] = True
+    scores = np.where(kept, -1.0, np.abs(gradient).ravel())
+    kept[np.argsort(-scores, kind="stable")[:pruned]] = True
+    return kept.reshape(mask.shape)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+def test_one_exchange_is_that_of_the_published_code(seed: int, fraction: float) -> None:
+    torch.manual_seed(seed)
+    mask = torch.rand(6, 5) < 0.4
+    weight, gradient = torch.randn(6, 5) * mask, torch.randn(6, 5)
+    expected = published_mask(weight.numpy(), gradient.numpy(), mask.numpy(), fraction)
+    given = exchange(mask, weight, gradient, fraction, int(mask.sum()))
+    assert np.array_equal(given.numpy(), expected)
+
+
+def test_an_active_entry_of_weight_zero_stays_ahead_of_inactive_ones() -> None:
+    """Where rigl-torch errs: a grown entry that is still zero ties with all inactive ones there."""
+    mask = torch.tensor([False, False, True, True, True])
+    weight = torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0])
+    given = exchange(mask, weight, torch.tensor([5.0, 4.0, 0.0, 0.0, 0.0]), 0.0, 3)
+    assert torch.equal(given, mask)
+
+
+def test_signs_lose_their_share_each() -> None:
+    weight = torch.tensor([0.1, 0.2, 0.3, 0.4, -5.0, -6.0, -7.0, -8.0, 0.0])
+    mask = weight != 0
+    kept = kept_entries(mask, weight, 0.5, 8, "sign")
+    assert kept.tolist() == [False, False, True, True, False, False, True, True, False]
+    kept = kept_entries(mask, weight, 0.5, 8, "magnitude")
+    assert kept.tolist() == [False] * 4 + [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("drop", ["magnitude", "sign"])
+def test_a_lower_target_takes_the_smallest_away(drop: str) -> None:
+    weight = torch.tensor([3.0, -1.0, 2.0, -4.0])
+    kept = kept_entries(torch.ones(4, dtype=torch.bool), weight, 0.0, 2, drop)
+    assert kept.tolist() == [True, False, False, True]
+
+
+def test_values_of_grown_entries_are_normal_and_depend_on_key_and_place() -> None:
+    places = torch.arange(0, 200_000, 2)
+    values = normal_values(7, places, deviation=0.5)
+    drawn = values / 0.5
+    for moment, expected in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
+        assert drawn.pow(moment).mean().item() == pytest.approx(expected, abs=0.08)
+    assert torch.equal(normal_values(7, places[30::5], 0.5), values[30::5])
+    assert not torch.equal(normal_values(8, places, 0.5), values)

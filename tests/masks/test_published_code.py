@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
-from gradpolicy.masks.drop_and_grow import kept_entries
+from gradpolicy.masks.prune_and_grow import kept_entries
 
 STEPS, EVERY, END = 40, 4, 30
 RECORDED = Path(__file__).parent / "recorded"

@@ -294,7 +294,7 @@ def test_the_random_state_is_left_alone_where_the_model_draws(batch):
 def test_the_policys_own_source_is_not_set_up(two_layers, batch):
     source = gp.masks.TopK(0.5)
     plan_of(two_layers, batch, {"top": gp.Freeze(source, params="head.*")})
-    assert (source.parameters, source.gathered.sums, source.decided) == ({}, {}, -1)
+    assert (source.parameters, source.sums, source.decided) == ({}, {}, -1)
 
 
 def test_masks_are_those_of_the_epoch_at_which_a_policy_starts(two_layers, batch):
