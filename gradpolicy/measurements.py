@@ -22,11 +22,12 @@ Measured = dict[str, dict[str, Any]]
 
 SAMPLE = 4096
 """From how many entries of a parameter, at most, the quartiles of its ages are taken."""
+SUMS = ("entries", "active", "flipped", "state_bytes")
 NORMS = ("weight_norm", "update_norm", "gradient_norm_before", "gradient_norm_after")
 AGES = ("age_min", "age_q25", "age_median", "age_q75", "age_max")
 
 Flags = tuple[Tensor, int]
-"""Whether each block of consecutive entries is active, and how many entries are in a block."""
+"""One flag for each block of consecutive entries, True if it is active, and the entries in a block."""
 
 
 class Measurements:
@@ -46,7 +47,7 @@ class Measurements:
         # Before the update that is measured: weights, and the norms of gradients by column and parameter.
         self._weights: dict[str, Tensor] = {}
         self._gradients: dict[str, dict[str, Tensor]] = {}
-        # By phase: how often each flow policy had been met when it began.
+        # By phase: how many operations of each flow policy were counted when it began.
         self._operations: dict[str, Counter[str]] = {}
         self._restored: Counter[str] = Counter()
         if freezer is not None:
@@ -88,7 +89,7 @@ class Measurements:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Load what :meth:`state` returned."""
         self._flips = {str(name): int(n) for name, n in state.get("flips", {}).items()}
         self._first = set(map(str, state.get("first", ())))
         self._restored = Counter({str(name): int(n) for name, n in state.get("operations", {}).items()})
@@ -96,7 +97,7 @@ class Measurements:
     # ---- the update that is measured
 
     def begin(self, phase: str = "fit") -> None:
-        """Begin an update, or the evaluation of a phase."""
+        """Start to count for an update, or for the evaluation of a phase."""
         if self._installed is not None:
             self._operations[phase] = Counter(self._installed.operation_counts)
         if phase == "fit":
@@ -104,7 +105,7 @@ class Measurements:
             self._weights, self._gradients, self._restored = {}, {}, Counter()
 
     def _met(self, phase: str) -> Counter[str]:
-        """Return how often each flow policy was met since a phase began."""
+        """Return how many operations of each flow policy were counted since a phase began."""
         counts = Counter(self._installed.operation_counts if self._installed is not None else {})
         counts.subtract(self._operations[phase])
         return counts
@@ -139,14 +140,14 @@ class Measurements:
         Of shards the processes add up what they hold. Norms of flow policies are those of the loss averaged
         over the processes.
         """
-        flow, freeze = self._measure_flow(phase), self._measure_freeze() if phase == "fit" else {}
+        freeze = self._measure_freeze(self._freezer) if phase == "fit" and self._freezer is not None else {}
+        parts: list[Any] = [(self._measure_flow(phase), freeze)]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            parts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, (flow, freeze))
-        else:
-            parts = [(flow, freeze)]
-        measured = self._by_policy(_freeze_quantities([part[1] for part in parts])) if freeze else {}
-        return measured | _flow_quantities([part[0] for part in parts], phase)
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, parts[0])
+            parts = gathered
+        flow, rows = ([part[place] for part in parts] for place in (0, 1))
+        return self._by_policy(_add_rows(rows)) | _flow_quantities(flow, phase)
 
     def _measure_flow(self, phase: str) -> dict[str, dict[str, float]]:
         """Return this process's counts, squared norms and zeros of each flow policy."""
@@ -154,7 +155,7 @@ class Measurements:
             return {}
         counts = self._met(phase)
         del self._operations[phase]
-        # What an evaluation within an update met does not belong to the update.
+        # What an evaluation within an update counted does not belong to the update.
         for other in self._operations.values():
             other.update(counts)
         found: dict[str, dict[str, float]] = {
@@ -162,78 +163,69 @@ class Measurements:
             for name in self._installed.operation_counts
         }
         norms, zeros = self._installed.gradient_norms, self._installed.zeros_passed
-        values = iter(_numbers([norm for pair in norms.values() for norm in pair]))
+        values = iter(
+            _numbers([*(n for pair in norms.values() for n in pair), *(n for n, _ in zeros.values())])
+        )
         for name in norms:
             found[name] |= {"before": next(values) ** 2, "after": next(values) ** 2}
-        for (name, (_, entries)), count in zip(
-            zeros.items(), _numbers([n for n, _ in zeros.values()]), strict=True
-        ):
-            found[name] |= {"zeros": count, "entries": entries}
+        for name, (_, entries) in zeros.items():
+            found[name] |= {"zeros": next(values), "entries": entries}
         return found
 
-    def _measure_freeze(self) -> dict[str, list[Any]]:
-        """Return what this process holds of all parameters of freeze policies, by column; norms squared.
+    def _measure_freeze(self, freezer: Freezer) -> dict[str, dict[str, Any]]:
+        """Return what this process holds of each parameter of freeze policies; norms squared.
 
-        Of processes that hold the same entries, the first alone has values; the others have 0 or None.
+        Of processes that hold the same entries, the first alone has values.
         """
-        if self._freezer is None:
-            return {}
-        columns: dict[str, list[Any]] = {"parameter": list(self._freezer.parameters)}
-        held = {}
-        for name, parameter in self._freezer.parameters.items():
+        rows: dict[str, dict[str, Any]] = {}
+        held: dict[str, Tensor] = {}
+        for name, parameter in freezer.parameters.items():
             optimizer, masked = self._find(name)
             assert optimizer is not None
             assert masked is not None
-            is_first, parts = _is_first_replica(parameter), 2 if parameter.is_complex() else 1
-            own: dict[str, Any] = {
+            state_bytes = optimizer.state_bytes(parameter)
+            if not _is_first_replica(parameter):
+                # Under ZeRO another process has other state.
+                rows[name] = {"state_bytes": state_bytes if isinstance(optimizer, MaskedZero) else 0}
+                continue
+            held[name], parts = local_shard(parameter), 2 if parameter.is_complex() else 1
+            rows[name] = {
                 "entries": masked.layout.size // parts,
                 "active": masked.ages.active // parts,
                 "flipped": int(self._flips.get(name, 0)) // parts,
                 "ages": sampled_ages(masked, parameter.numel() * parts),
-                "state_bytes": optimizer.state_bytes(parameter),
+                "state_bytes": state_bytes,
+                # What is frozen as a whole neither moves nor keeps a gradient.
+                "update_norm": 0.0,
+                "gradient_norm_after": 0.0,
             }
-            if is_first:
-                held[name] = local_shard(parameter)
-            else:
-                # Another process has the same; under ZeRO not the same state.
-                bytes_held = own["state_bytes"] if isinstance(optimizer, MaskedZero) else 0
-                own = {**dict.fromkeys(own, 0), "ages": own["ages"][:0], "state_bytes": bytes_held}
-            for key, value in own.items():
-                columns.setdefault(key, []).append(value)
         moved = {name: weight for name, weight in self._weights.items() if name in held}
         norms = {"weight_norm": _norms({**held, **moved})}
         if moved:
             torch._foreach_sub_(list(moved.values()), [held[name] for name in moved])
         norms["update_norm"] = _norms(moved)
-        for column in NORMS[2:]:
-            taken = self._gradients.get(column, {})
-            norms[column] = {name: local_shard(taken[name]) for name in held if name in taken}
+        for column, taken in self._gradients.items():
+            norms[column] = {name: local_shard(norm) for name, norm in taken.items() if name in held}
         values = iter(_numbers([norm for each in norms.values() for norm in each.values()]))
         for column, each in norms.items():
-            squares: dict[str, float | None] = {name: next(values) ** 2 for name in each}
-            if column in ("update_norm", "gradient_norm_after"):
-                # What is frozen as a whole neither moves nor keeps a gradient.
-                squares = {**dict.fromkeys(held, 0.0), **squares}
-            columns[column] = [squares.get(name) for name in columns["parameter"]]
-        return columns
+            for name in each:
+                rows[name][column] = next(values) ** 2
+        return rows
 
-    def _by_policy(self, columns: Mapping[str, Sequence[Any]]) -> Measured:
-        """Return the columns of each policy's parameters; what was counted since the last time is done."""
-        assert self._freezer is not None
-        names = columns["parameter"]
-        changed = [
-            name in self._first or flips > 0 for name, flips in zip(names, columns["flipped"], strict=True)
-        ]
-        found = [self._find(name)[1] for name in names]
-        states = [masked.options.frozen_state if masked is not None else None for masked in found]
-        columns = {**columns, "changed": changed, "frozen_state": states}
-        self._flips, self._first, self._weights = {}, set(), {}
+    def _by_policy(self, rows: Mapping[str, dict[str, Any]]) -> Measured:
+        """Return the columns of each policy's parameters, and start to count anew."""
         measured: Measured = {}
+        if self._freezer is None or not rows:
+            return measured
+        for name, row in rows.items():
+            masked = self._find(name)[1]
+            row["changed"] = name in self._first or row["flipped"] > 0
+            row["frozen_state"] = masked.options.frozen_state if masked is not None else None
+        self._flips, self._first, self._weights = {}, set(), {}
         for policy in self._freezer.policies:
-            own = self._freezer.parameters_of(policy)
-            places = [place for place, name in enumerate(names) if name in own]
-            chosen = {key: [values[place] for place in places] for key, values in columns.items()}
-            measured[policy] = {"kind": "freeze", **chosen}
+            names = [name for name in rows if name in self._freezer.parameters_of(policy)]
+            columns = {key: [rows[name][key] for name in names] for key in rows[names[0]]}
+            measured[policy] = {"kind": "freeze", "parameter": names, **columns}
         return measured
 
     def _find(self, name: str) -> tuple[MaskedOptimizer | None, MaskedParameter | None]:
@@ -302,26 +294,19 @@ def _flow_quantities(of_ranks: Sequence[dict[str, dict[str, float]]], phase: str
     return measured
 
 
-def _freeze_quantities(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
-    """Return the columns of all processes together."""
-    columns: dict[str, list[Any]] = {"parameter": list(of_ranks[0]["parameter"])}
-    for key in of_ranks[0]:
-        if key not in ("parameter", "ages"):
-            values = zip(*(part[key] for part in of_ranks), strict=True)
-            columns[key] = [_sum(each) for each in values]
-    for key in NORMS:
-        columns[key] = [None if square is None else math.sqrt(square) for square in columns[key]]
-    samples = [np.concatenate(each) for each in zip(*(part["ages"] for part in of_ranks), strict=True)]
-    quartiles = [
-        np.quantile(each, (0, 0.25, 0.5, 0.75, 1), method="lower").tolist() if len(each) else [None] * 5
-        for each in samples
-    ]
-    return columns | dict(zip(AGES, map(list, zip(*quartiles, strict=True)), strict=True))
-
-
-def _sum(values: Iterable[Any]) -> Any:
-    present = [value for value in values if value is not None]
-    return sum(present) if present else None
+def _add_rows(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the rows of all processes together: sums, norms and quartiles of the ages."""
+    added: dict[str, dict[str, Any]] = {}
+    for name in of_ranks[0]:
+        own = [rows[name] for rows in of_ranks]
+        row = added[name] = {}
+        for key in (*SUMS, *NORMS):
+            values = [each[key] for each in own if key in each]
+            row[key] = (math.sqrt(sum(values)) if key in NORMS else sum(values)) if values else None
+        ages = np.concatenate([each["ages"] for each in own if "ages" in each])
+        quartiles = np.quantile(ages, (0, 0.25, 0.5, 0.75, 1), method="lower").tolist() if len(ages) else ()
+        row |= dict(zip(AGES, quartiles or [None] * 5, strict=True))
+    return added
 
 
 def sampled_ages(masked: MaskedParameter, entries: int) -> np.ndarray:
@@ -368,7 +353,7 @@ def _numbers(values: Sequence[Tensor]) -> list[float]:
 
 
 def _is_first_replica(parameter: Tensor) -> bool:
-    """Return whether this process is the first of those that hold the same entries."""
+    """Return True if this process is the first of those that hold the same entries."""
     if not dist.is_initialized():
         return True
     if not is_sharded(parameter):

@@ -1,6 +1,5 @@
-"""Flow and freeze policies together in a training loop of one's own."""
+"""Policies in a plain PyTorch training loop: ``gradpolicy.training``."""
 
-import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,17 +15,18 @@ from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import is_cut
 from gradpolicy.freezing.diagnostics import copy_buffers
+from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
 from gradpolicy.policies import Freeze, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded
-from gradpolicy.training_policies import STATE, TrainingPolicies
+from gradpolicy.training_policies import STATE, TrainingPolicies, calling
 from gradpolicy.where import named_parameters
 
 Policies = Mapping[str, Policy | None] | Iterable[Policy]
-# The optimizers of all blocks that have not ended.
+# The optimizers of all blocks that are open.
 _TRAINING: weakref.WeakSet[MaskedOptimizer] = weakref.WeakSet()
 
 
@@ -70,13 +70,13 @@ def training(
     - New masks are set by the first forward pass after a step, before it runs. Gradients of several backward
       passes add up under the same masks.
     - Gradients of frozen entries are removed as they arrive, so that they do not count where gradients are
-      clipped or logged; but not in a step in which a mask source, such as ``TopK``, looks at them.
-    - A step that ``GradScaler`` skips is none.
-    - The optimizer's ``state_dict`` holds masks, ages and what mask sources remember.
+      clipped or logged; but not in a step in which a mask source, such as ``TopK``, needs them.
+    - A step that ``GradScaler`` skips does not count.
+    - The optimizer's ``state_dict`` holds masks, ages and the state of mask sources.
     - At the end of the block masks are lifted, and the model is as it was found.
 
     With several optimizers, new masks are set once each has stepped, or when one steps again; the first one's
-    ``state_dict`` has what mask sources remember.
+    ``state_dict`` holds the state of mask sources.
 
     Args:
         model: The model; under DistributedDataParallel, what that gives.
@@ -129,7 +129,7 @@ def training(
 
 
 class _Loop(TrainingPolicies):
-    """Policies that follow what the model and the optimizers of a loop do."""
+    """The policies of a plain loop: hooks on the model, on gradients and on optimizers call them."""
 
     def __init__(
         self,
@@ -147,15 +147,15 @@ class _Loop(TrainingPolicies):
         self._outer, self._ddp = model, whole if isinstance(whole, DistributedDataParallel) else None
         self.model = model if self._ddp is None else self._ddp.module
         self._owner: dict[Tensor, MaskedOptimizer] = {}
-        # Of the update that is being prepared: factors on gradients, and gradients that sources want whole.
+        # In this update: factors on gradients, and parameters whose whole gradients sources need.
         self._scales: Mapping[str, float] = {}
         self._wanted: set[Tensor] = set()
-        # The updates before this one, and the optimizers that have taken it.
+        # The number of updates before this one, and the optimizers that have taken this one.
         self._time = 0
         self._stepped: set[MaskedOptimizer] = set()
         self._counts: dict[MaskedOptimizer, int] = {}
         self._loaded: dict[MaskedOptimizer, dict[str, Any]] = {}
-        self._has_loaded = self._may_toggle = False
+        self._has_loaded = False
         self._check_times()
 
     def _check_times(self) -> None:
@@ -191,7 +191,10 @@ class _Loop(TrainingPolicies):
         for each in wrapped:
             # Before the hooks of the freezer, which refuses a step without masks.
             self._hooks.append(each.register_step_pre_hook(self._before_step))
-        self._install_freeze(self.model, wrapped, toggle_requires_grad=False)
+        # Before DistributedDataParallel is made, all that trains must require a gradient.
+        alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        toggles = toggle_requires_grad and (alone or self._ddp is not None) and len(wrapped) == 1
+        self._install_freeze(self.model, wrapped, toggle_requires_grad=toggles)
         if self.freezer is not None:
             # Hooks of sharded parameters are not called.
             self.freezer.scales_gradients = any(map(is_sharded, self.freezer.parameters.values()))
@@ -201,9 +204,6 @@ class _Loop(TrainingPolicies):
             self._hook_steps()
         self._check_installed(self.model, wrapped)
         self._join_ranks(self.model, self._ddp)
-        # Before DistributedDataParallel is made, all that trains must ask for a gradient.
-        alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-        self._may_toggle = toggle_requires_grad and (alone or self._ddp is not None) and len(wrapped) == 1
         self._stepped = set(wrapped)
         self._hook_forward()
         for each, state in zip(wrapped, loaded, strict=True):
@@ -235,7 +235,7 @@ class _Loop(TrainingPolicies):
         self._hooks.append(self._outer.register_forward_pre_hook(before_forward))
 
     def _hook_gradients(self) -> None:
-        """Hook what freeze policies match, also what joined an optimizer meanwhile."""
+        """Register hooks on the parameters of freeze policies, also on those that joined later."""
         assert self.freezer is not None
         for name, parameter in self.freezer.parameters.items():
             if parameter not in self._owner and parameter.requires_grad:
@@ -247,14 +247,8 @@ class _Loop(TrainingPolicies):
 
     # ---- an update
 
-    def _let_toggle(self) -> None:
-        """Let the freezer turn ``requires_grad`` off: masks are known to be set before a forward pass."""
-        if self.freezer is not None and self._may_toggle:
-            self.freezer.toggle_requires_grad = True
-
     @torch.compiler.disable
     def _before_forward(self) -> None:
-        self._let_toggle()
         if self.installed is not None and self.scaler is not None:
             self.installed.set_loss_scale(float(self.scaler.get_scale()))
         self._begin_if_over()
@@ -268,16 +262,18 @@ class _Loop(TrainingPolicies):
         """Set the masks of an update.
 
         Args:
-            over: Whether the update before is over; else masks that were loaded go on.
-            late: Whether the backward pass has begun, or is over.
+            over: True if the previous update is over; else this one continues, with masks that were loaded.
+            late: True if the backward pass is running or over.
         """
-        if late and self.freezer is not None and self.freezer.toggle_requires_grad:
-            self._may_toggle = False
+        if late and self.freezer is not None:
+            # Masks come too late for this forward pass: a tensor that thaws may get no gradient.
+            if any(map(is_turned_off, self.freezer.parameters.values())):
+                self._warn(
+                    "gradpolicy.training: the model was not called before a backward pass, so that tensors "
+                    "that thaw get no gradient in this update; call the model itself, not its parts or other "
+                    "methods"
+                )
             self.freezer.keep_requires_grad()
-            self._warn(
-                "gradpolicy.training: the model was not called before a backward pass, so that tensors that "
-                "thaw get no gradient in this update; call the model itself, not its parts or other methods"
-            )
         if over:
             self._time = max(each.effective_steps for each in self.masked_optimizers)
             self._stepped.clear()
@@ -307,7 +303,7 @@ class _Loop(TrainingPolicies):
 
     @torch.compiler.disable
     def _mask_gradient(self, parameter: Tensor) -> None:
-        """Remove what is frozen from a gradient, unless new masks may be set before the step."""
+        """Remove frozen entries from a gradient, unless new masks may be set before the step."""
         if parameter not in self._wanted and not self._stepped:
             self._owner[parameter].mask_gradient(parameter)
 
@@ -318,8 +314,6 @@ class _Loop(TrainingPolicies):
         if self.scaler is None and optimizer not in self._counts:
             self._check_scaler()
         (closure,) = (*arguments[1:], *named.values()) or (None,)
-        if closure is not None:
-            self._let_toggle()
         over = optimizer in self._stepped
         if over or self._has_loaded:
             self._begin(over, late=closure is None)
@@ -336,7 +330,7 @@ class _Loop(TrainingPolicies):
         return arguments[:1], {"closure": observed}
 
     def _check_scaler(self) -> None:
-        """Make sure, before the first update, that a loss scale which bounds must follow is known.
+        """Check, before the first update, that a loss scale which bounds must follow is known.
 
         Raises:
             PolicyError: If a loss scaler takes this step that was not given to the loop.
@@ -346,18 +340,15 @@ class _Loop(TrainingPolicies):
             for name, policy in self.flow_policies.items()
             if "loss_scale" in (keyword_names(policy.rule.function) or ())
         ]
-        frame = inspect.currentframe() if bounded else None
-        while frame is not None:
-            scaler = frame.f_locals.get("self")
-            if isinstance(scaler, torch.amp.GradScaler) and scaler.get_scale() != 1.0:
-                raise PolicyError(
-                    f"policy.{bounded[0]}: its bound must follow the loss scale, which a GradScaler sets; "
-                    "name it: gradpolicy.training(..., scaler=scaler)"
-                )
-            frame = frame.f_back
+        scaler = calling(torch.amp.GradScaler) if bounded else None
+        if scaler is not None and scaler.get_scale() != 1.0:
+            raise PolicyError(
+                f"policy.{bounded[0]}: its bound must follow the loss scale, which a GradScaler sets; "
+                "name it: gradpolicy.training(..., scaler=scaler)"
+            )
 
     def _observe(self, optimizer: Any) -> None:
-        """Show sources the gradients, without the loss scale that a fused optimizer gets them with."""
+        """Show sources the gradients, without the loss scale, which a fused optimizer removes in its step."""
         if self.freezer is None or optimizer.is_probed:
             return
         if self._wanted and getattr(optimizer, "grad_scale", None) is not None:
@@ -383,7 +374,7 @@ class _Loop(TrainingPolicies):
     # ---- checkpoints
 
     def _save(self, optimizer: Any, saved: dict[str, Any]) -> None:
-        """Add to a state_dict how far the loop is, and to the first optimizer's what sources remember."""
+        """Add the progress of the loop to a state_dict, and to the first optimizer's the state of sources."""
         state = {
             "effective_steps": optimizer.effective_steps,
             "stepped": optimizer in self._stepped,
@@ -405,7 +396,7 @@ class _Loop(TrainingPolicies):
         self._time = state.get("time", self._time)
         (self._stepped.add if state.get("stepped", True) else self._stepped.discard)(optimizer)
         if self.freezer is not None:
-            # The masks that it has set are gone.
+            # Loading has replaced the masks that it set.
             self.freezer.take_optimizers(self.masked_optimizers)
         if "freezer" in state:
             self._apply_restored(state)

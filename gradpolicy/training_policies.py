@@ -1,12 +1,14 @@
-"""What a training run does with its policies, whichever library runs it.
+"""Installs policies for a training run, updates, measures and removes them, under any library.
 
-:class:`~gradpolicy.GradientPolicies` says when, under Lightning, and
-``gradpolicy.integrations.transformers.GradientPoliciesCallback`` under Hugging Face's Trainer.
+Three classes call it at the right moments: :class:`~gradpolicy.GradientPolicies` under Lightning,
+``gradpolicy.integrations.transformers.GradientPoliciesCallback`` under Hugging Face's Trainer, and
+:func:`gradpolicy.training` in a plain loop.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,8 @@ from gradpolicy.optim.zero_redundancy import as_masked
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.where import named_parameters, once_each, pick_each
 
+Kind = TypeVar("Kind")
+
 STATE = "gradient_policies"
 """The key of the policies' state in the first param group of a saved optimizer."""
 
@@ -42,7 +46,7 @@ class TrainingPolicies:
     Args:
         policies: The policies by name. Those that are None (``null`` in YAML) are left out.
         seed: Seeds the mask sources that have no seed of their own.
-        log: Whether to log what the policies do.
+        log: Log what the policies do.
         agreement_every: On many processes: the number of updates after which the ranks compare checksums of
             masks, ages and weights; None never compares.
 
@@ -75,7 +79,7 @@ class TrainingPolicies:
         self.installed: Installed | None = None
         self.freezer: Freezer | None = None
         self.masked_optimizers: list[MaskedOptimizer] = []
-        # Receive what is measured: the phase, the updates so far, and the quantities of each policy.
+        # Called with each measurement: the phase, the updates so far, and the quantities of each policy.
         self.sinks: list[Callable[[str, int, Measured], None]] = []
         self._measurements: Measurements | None = None
         self._hooks: list[RemovableHandle] = []
@@ -114,7 +118,7 @@ class TrainingPolicies:
         *,
         toggle_requires_grad: bool = True,
     ) -> list[torch.optim.Optimizer]:
-        """Gives the optimizers to train with: those that hold what a freeze policy matches are wrapped."""
+        """Wrap the optimizers that hold what a freeze policy matches, and return all to train with."""
         policies = self.freeze_policies
         if not policies:
             return list(optimizers)
@@ -140,7 +144,7 @@ class TrainingPolicies:
         return wrapped
 
     def _hook_steps(self) -> None:
-        # At once after the update: others may save or average the weights, or compute another loss with them.
+        # Right after the update, before others save or average the weights or compute a loss with them.
         for optimizer in self.masked_optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._finish_step))
         self._hooks.append(register_optimizer_step_pre_hook(self._refuse_other_step))
@@ -148,7 +152,7 @@ class TrainingPolicies:
     def _follow_optimizers(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Gives the optimizers to go on with where somebody has put others in place during the training."""
+        """Return the optimizers to train with, wrapped if they were replaced during the training."""
         masked = [each for each in optimizers if isinstance(each, MaskedOptimizer)]
         if self.freezer is None or masked == self.masked_optimizers:
             return optimizers
@@ -165,10 +169,10 @@ class TrainingPolicies:
         return wrapped
 
     def _refuse_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Is called before each step of any optimizer.
+        """Refuse, before a step of any optimizer, one that would update masked parameters without masks.
 
         Raises:
-            PolicyError: If it is not one of those that know the masks, and would update what they mask.
+            PolicyError: If the optimizer is such a one.
         """
         if any(optimizer is each or each.steps_inner for each in self.masked_optimizers):
             return
@@ -182,7 +186,7 @@ class TrainingPolicies:
             )
 
     def _held_parameters(self) -> Mapping[str, Tensor]:
-        """What only the optimizers of the policies may update."""
+        """Return the parameters that only the wrapped optimizers may update."""
         return self.freezer.parameters if self.freezer is not None else {}
 
     def _check_installed(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -198,7 +202,7 @@ class TrainingPolicies:
     def _join_ranks(
         self, model: nn.Module, wrapped: nn.Module | None, communication: ActiveEntries | None = None
     ) -> None:
-        """Prepares what many processes need; ``wrapped`` is the model as DistributedDataParallel has it."""
+        """Prepare the work of many processes; ``wrapped`` is the model within DistributedDataParallel."""
         self.ranks = Ranks(
             wrapped,
             once_each(named_parameters(model)),
@@ -211,17 +215,17 @@ class TrainingPolicies:
     def _finish_step(self, *_: Any) -> None:
         if self.freezer is not None:
             self.freezer.finish_step()
-            self._warn_of_moving_buffers()
+            self._warn_of_changed_buffers(self.freezer)
 
-    def _warn_of_moving_buffers(self) -> None:
-        """Warns, after the first step, of buffers that moved although their layer's parameters freeze."""
-        if self._buffers is None or self.freezer is None:
+    def _warn_of_changed_buffers(self, freezer: Freezer) -> None:
+        """Warn, after the first step, of buffers that changed although their layer's parameters freeze."""
+        if self._buffers is None:
             return
         (model, before), self._buffers = self._buffers, None
         changed = changed_buffers(before, model)
         names = [name for name, p in named_parameters(model).items() if p.requires_grad or is_turned_off(p)]
         if changed:
-            self._warn_of(buffer_warnings(self.freezer.frozen_tensors(), changed, names))
+            self._warn_of(buffer_warnings(freezer.frozen_tensors(), changed, names))
 
     def _remove(self, *, quiet: bool = True) -> None:
         if self.installed is not None:
@@ -244,7 +248,7 @@ class TrainingPolicies:
     # ---- an update
 
     def _begin_update(self, updates: int, epoch: int) -> bool:
-        """Updates the policies, once for each update; whether it was now."""
+        """Prepare the policies for an update; return False if that was done before."""
         if updates == self._updates_seen:
             return False
         if self.installed is not None:
@@ -260,31 +264,36 @@ class TrainingPolicies:
         return True
 
     def _wanted_gradients(self) -> set[str]:
-        """The parameters whose whole gradients mask sources need."""
+        """Return the parameters whose whole gradients mask sources need."""
         return self.freezer.wanted_gradients() if self.freezer is not None else set()
 
     def _check_operations_met(self, phase: str, *, thaws: bool) -> None:
-        """Raises, after the first batch of a phase, for a policy that met none of the operations it names.
+        """Check, after the first batch of a phase, that the operations that policies name were executed.
 
-        Of one that met only some of them it warns.
+        Args:
+            phase: The phase.
+            thaws: True if parameters that are frozen in this batch may train in later ones.
+
+        Raises:
+            PolicyError: If a policy acted at no operation. If it acted only at some, that is a warning.
         """
         if self.installed is None or phase in self._checked_phases:
             return
         self._checked_phases.add(phase)
-        # What rests in this step may thaw; if not, the end of the training says so.
+        # Operations behind frozen layers may run later; if not, there is a warning at the end of training.
         frozen = self.freezer.parameters.values() if self.freezer is not None else ()
-        tells = phase == "fit" and not any(map(is_turned_off, frozen))
+        warns = phase == "fit" and not any(map(is_turned_off, frozen))
         for row in self.installed.report().rows:
             policy = self.flow_policies[row.name]
             if row.active and policy.when.active(phase=phase):
                 message = check_operations(row, may_get_gradient=thaws)
                 # In a test gradients are recorded only where a callback enables them.
-                if message and tells and f"{row.name}: {message}" not in self.shown_warnings:
+                if message and warns and f"{row.name}: {message}" not in self.shown_warnings:
                     self._warn(f"policy {row.name!r}: {message}")
                     self._warned_of_unmet = True
 
     def _check_cuts(self) -> None:
-        """Names the policy that cut the loss off from all parameters, which torch says less clearly.
+        """Check that no policy cut the loss off from all parameters, of which torch's error is less clear.
 
         Raises:
             PolicyError: If there is such a policy.
@@ -312,7 +321,7 @@ class TrainingPolicies:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the mask sources, and the policies of the run."""
+        """Return the state of the mask sources, and the policies of the run."""
         return {
             "policies": {name: repr(policy) for name, policy in self.policies.items()},
             "freezer": self.freezer.state_dict() if self.freezer is not None else {},
@@ -328,21 +337,36 @@ class TrainingPolicies:
             self.freezer.load_state_dict(state["freezer"])
 
     def _add_former_steps(self, steps: int) -> None:
-        """Adds the steps that were taken without masks, in a former fit or before a checkpoint."""
+        """Count the steps that were taken without masks, in a former fit or before a checkpoint."""
         for optimizer in self.masked_optimizers:
             if not optimizer.effective_steps:
                 optimizer.effective_steps = steps
 
     def _warn_of(self, lines: Iterable[str]) -> None:
-        """Warns of what a plan warns of as well, unless one has been shown."""
+        """Give warnings, but for those that a plan has shown."""
         for line in lines:
             if line not in self.shown_warnings:
                 self._warn(f"policy {line}")
 
     def _warn(self, line: str) -> None:
-        """Warns on one process only."""
+        """Give a warning, on one process only."""
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             warnings.warn(line, stacklevel=2)
+
+
+def calling(kind: type[Kind]) -> Kind | None:
+    """Return the nearest object of a class whose method is running, where none is passed on.
+
+    Args:
+        kind: The class, such as ``torch.amp.GradScaler`` during ``optimizer.step()``.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kind):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 def _acts_in(policy: Policy, phase: str) -> bool:
@@ -356,7 +380,7 @@ def _cuts(policy: Policy) -> bool:
 
 
 def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
-    """Wraps an optimizer that holds any of the wanted parameters."""
+    """Return an optimizer, wrapped if it holds any of the wanted parameters."""
     optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if wanted.isdisjoint(map(id, optimized)):
         return optimizer

@@ -1,6 +1,5 @@
 """Asks mask sources at each step, intersects their masks and sets them at the optimizers."""
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -8,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, nearest, shortened, shown, under
+from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, warn_user
 from gradpolicy.freezing.diagnostics import MissingGradients
 from gradpolicy.freezing.requires_grad import RequiresGrad
 from gradpolicy.freezing.scaled_updates import ScaledUpdates, check_proportional
@@ -321,10 +320,9 @@ class Freezer:
             own = each.identity()
             known = name in saved
             if known and identities.get(name, own) != own:
-                warnings.warn(
+                warn_user(
                     f"policy.{name}: was saved with another kind of mask source or other parameters; "
-                    "it starts anew",
-                    stacklevel=2,
+                    "it starts anew"
                 )
                 known = False
             if known:
@@ -390,7 +388,7 @@ class Freezer:
         if names:
             policy_of = {name: policies[0].name for name, policies in self._policies_of.items()}
             for line in self._missing.lines(names, policy_of):
-                warnings.warn(line, stacklevel=3)
+                warn_user(line)
 
     def _show_gradients(self, own: Mapping[str, Tensor], optimizer: MaskedOptimizer) -> None:
         for each in self._policies.values():

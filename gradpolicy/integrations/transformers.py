@@ -1,6 +1,5 @@
 """The callback for Hugging Face's Trainer, and for those that are one, such as TRL's SFTTrainer."""
 
-import inspect
 from collections.abc import Iterable
 from functools import wraps
 from typing import Any
@@ -16,7 +15,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.policy_checks import is_cut
 from gradpolicy.measurements import Measured, summary
 from gradpolicy.optim.zero_redundancy import deepspeed_refused
-from gradpolicy.training_policies import STATE, TrainingPolicies
+from gradpolicy.training_policies import STATE, TrainingPolicies, calling
 
 
 class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
@@ -287,13 +286,10 @@ def _calling_trainer() -> Trainer:
     Raises:
         PolicyError: If none is.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Trainer):
-            return caller
-        frame = frame.f_back
-    raise PolicyError("GradientPoliciesCallback: no Trainer calls it; give it to one as callbacks=[...]")
+    trainer = calling(Trainer)
+    if trainer is None:
+        raise PolicyError("GradientPoliciesCallback: no Trainer calls it; give it to one as callbacks=[...]")
+    return trainer
 
 
 def _check_supported(trainer: Trainer) -> None:
