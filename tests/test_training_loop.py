@@ -112,11 +112,19 @@ def by_hand(steps, frozen_state="keep", parts=1, clip=None, skipped=(), mask=mas
     return model
 
 
-def train(model, optimizer, steps, first=0, forward=None):
+def backward(number, *models):
+    """Computes the gradients of one batch."""
+    x, y = batch(number)
+    for model in models:
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+
+
+def train(model, optimizer, steps, first=0):
     """The shortest loop."""
     for step in range(first, first + steps):
         x, y = batch(step)
-        cross_entropy((forward or model)(x), y).backward()
+        cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -142,10 +150,7 @@ def test_both_kinds_of_policies_train_what_the_loop_by_hand_does(frozen_state, l
     with gp.training(model, adamw(model), [*policies.values()] if listed else policies, seed=0) as optimizer:
         for step in range(9):
             before = bits(model)
-            x, y = batch(step)
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, 1, first=step)
             for name, p in model.named_parameters():
                 assert not (p != before[name])[~mask_at(name, p, step)].any()
                 assert torch.equal(optimizer.get_mask(p), mask_at(name, p, step))
@@ -249,50 +254,25 @@ def sgd(layer, prefix, rate, step):
         p -= rate * p.grad * mask_at(f"{prefix}.{name}", p, step)
 
 
-def test_several_optimizers_that_step_together_have_the_masks_of_one_update():
+@pytest.mark.parametrize(
+    ("steps_at", "mask_step"),
+    [
+        pytest.param(lambda update: (0, 1), lambda update: update, id="together"),
+        pytest.param(lambda update: (update % 2,), lambda update: update // 2, id="in turn"),
+        pytest.param(
+            lambda update: (0, 1) if update % 3 == 2 else (0,), lambda update: update, id="one more often"
+        ),
+    ],
+)
+def test_several_optimizers_get_new_masks_once_each_has_stepped_or_one_steps_again(steps_at, mask_step):
     model, plain = Net(), NetByHand()
-    policies = {**flow(), "third": gp.Freeze(mask_at)}
-    with gp.training(model, several(model), policies) as (first, second):
-        for step in range(6):
-            x, y = batch(step)
-            for each in (model, plain):
-                each.zero_grad()
-                cross_entropy(each(x), y).backward()
-            first.step()
-            second.step()
-            sgd(plain.trunk, "trunk", 0.1, step)
-            sgd(plain.head, "head", 0.2, step)
-    assert_close(model, plain)
-
-
-def test_optimizers_that_take_turns_have_the_masks_of_one_update_in_a_round():
-    model, plain = Net(), NetByHand()
-    policies = {**flow(), "third": gp.Freeze(mask_at)}
-    with gp.training(model, several(model), policies) as optimizers:
-        for turn in range(10):
-            x, y = batch(turn)
-            for each in (model, plain):
-                each.zero_grad()
-                cross_entropy(each(x), y).backward()
-            optimizers[turn % 2].step()
-            layer = ("trunk", "head")[turn % 2]
-            sgd(getattr(plain, layer), layer, (0.1, 0.2)[turn % 2], turn // 2)
-    assert_close(model, plain)
-
-
-def test_an_optimizer_that_steps_more_often_than_another_has_new_masks_each_time():
-    model, plain = Net(), NetByHand()
-    with gp.training(model, several(model), {**flow(), "third": gp.Freeze(mask_at)}) as (first, second):
-        for update in range(9):
-            x, y = batch(update)
-            for each in (model, plain):
-                each.zero_grad()
-                cross_entropy(each(x), y).backward()
-            first.step()
-            sgd(plain.trunk, "trunk", 0.1, update)
-            if update % 3 == 2:
-                second.step()
-                sgd(plain.head, "head", 0.2, update)
+    with gp.training(model, several(model), {**flow(), "third": gp.Freeze(mask_at)}) as optimizers:
+        for update in range(10):
+            backward(update, model, plain)
+            for place in steps_at(update):
+                optimizers[place].step()
+                layer = ("trunk", "head")[place]
+                sgd(getattr(plain, layer), layer, (0.1, 0.2)[place], mask_step(update))
     assert_close(model, plain)
 
 
@@ -536,8 +516,7 @@ def test_steps_that_pass_the_policies_by_are_refused_and_allowed_after_the_block
     wrapped = gp.MaskedOptimizer(torch.optim.SGD(model.trunk.parameters(), lr=0.1))
     for policies in ([gp.Freeze(gp.masks.Random(0.1))], [gp.StraightThrough(ops=["round"])]):
         with gp.training(model, plain, policies) as optimizer:
-            x, y = batch(0)
-            cross_entropy(model(x), y).backward()
+            backward(0, model)
             before = bits(model)
             for other in (plain, adamw(model), torch.optim.SGD(model.head.parameters()), wrapped):
                 with pytest.raises(
@@ -598,11 +577,18 @@ def test_what_is_frozen_as_a_whole_is_left_out_of_the_backward_pass_and_comes_ba
 
 
 @pytest.mark.parametrize(
-    "way", ["torch.compile", "in place", "before", "another method", "a copy is called too"]
+    ("way", "clips"),
+    [
+        ("torch.compile", True),
+        ("in place", True),
+        ("before", True),
+        ("another method", False),
+        ("another method", True),
+        ("a copy is called too", True),
+    ],
 )
-@pytest.mark.parametrize("clips", [False, True])
 def test_however_the_model_is_entered(way, clips):
-    """Compiled code does not tell of its forward pass, nor does another method."""
+    """Hooks of the forward pass are called neither in compiled code nor by another method."""
 
     def whole(name, parameter, step):
         return True if name.startswith(("trunk", "head")[step // 2 % 2]) else mask_at(name, parameter, step)
@@ -712,10 +698,7 @@ def test_learning_rate_schedules_follow_the_steps():
     with gp.training(model, inner, {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
         schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 2, 1.0))
         for step in range(4):
-            x, y = batch(step)
-            for each in (model, plain):
-                each.zero_grad()
-                cross_entropy(each(x), y).backward()
+            backward(step, model, plain)
             optimizer.step()
             for name, p in plain.named_parameters():
                 p.grad *= mask_at(name, p, step)
@@ -729,66 +712,46 @@ def test_learning_rate_schedules_follow_the_steps():
     assert_close(model, plain)
 
 
-def test_a_policy_that_cuts_the_loss_off_is_named():
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [({"cut": gp.Stop(ops=["round"])}, "cut"), ({"guided": gp.Guided(ops=["relu"])}, "relu")],
+    ids=["the loss is cut off", "an operation is never executed"],
+)
+def test_what_cannot_act_as_written_is_an_error_in_the_first_step(policies, message):
     model = Net()
-    policies = {"cut": gp.Stop(ops=["round"]), "head": gp.Freeze(False, params="head.*")}
-    model.head.requires_grad_(False)
+    model.head.requires_grad_("cut" not in policies)
     with (
-        pytest.raises(gp.PolicyError, match="cut"),
-        gp.training(model, adamw(model), {"cut": policies["cut"]}) as optimizer,
-    ):
-        train(model, optimizer, 1)
-
-
-def test_an_operation_that_is_never_met_is_an_error_after_the_first_step():
-    model = Net()
-    with (
-        pytest.raises(gp.PolicyError, match="relu"),
-        gp.training(model, adamw(model), {"guided": gp.Guided(ops=["relu"])}) as optimizer,
+        pytest.raises(gp.PolicyError, match=message),
+        gp.training(model, adamw(model), policies) as optimizer,
     ):
         train(model, optimizer, 1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("given", "message"),
     [
-        (([gp.Stop(modules="head", when=gp.When(phases="test"))],), "phases test alone"),
-        ((gp.Stop(modules="head"),), "needs a list or dict of policies, got Stop"),
-        ((None,), "needs a list or dict of policies, got None"),
-        (({"a": 3},), r"policy.a: must be a gradient policy, got int"),
-        (([gp.Freeze(False, params="tail.*")],), "tail"),
-        (([gp.Stop(modules="tail")],), "tail"),
+        ({"policies": [gp.Stop(modules="head", when=gp.When(phases="test"))]}, "phases test alone"),
+        ({"policies": gp.Stop(modules="head")}, "needs a list or dict of policies, got Stop"),
+        ({"policies": None}, "needs a list or dict of policies, got None"),
+        ({"policies": {"a": 3}}, r"policy.a: must be a gradient policy, got int"),
+        ({"policies": [gp.Freeze(False, params="tail.*")]}, "tail"),
+        ({"policies": [gp.Stop(modules="tail")]}, "tail"),
+        *(
+            ({"optimizer": optimizer}, "needs an optimizer, or a list of them")
+            for optimizer in (None, "adamw", [], [nn.Linear(1, 1)], Net().parameters())
+        ),
+        ({"model": adamw(Net())}, "needs the model first"),
+        ({"steps_per_epoch": 0}, r"training.steps_per_epoch"),
     ],
 )
-def test_wrong_policies_are_refused_and_leave_nothing_behind(arguments, message):
+def test_wrong_arguments_are_refused_and_leave_nothing_behind(given, message):
     model = Net()
     plain = adamw(model)
-    with pytest.raises(gp.PolicyError, match=message), gp.training(model, plain, *arguments):
+    arguments = {"model": model, "optimizer": plain, "policies": [], **given}
+    with pytest.raises(gp.PolicyError, match=message), gp.training(**arguments):
         pass
     assert not model._forward_pre_hooks
     train(model, plain, 1)
-
-
-@pytest.mark.parametrize("optimizer", [None, "adamw", [], [nn.Linear(1, 1)], Net().parameters()])
-def test_what_is_no_optimizer_is_refused(optimizer):
-    with (
-        pytest.raises(gp.PolicyError, match="needs an optimizer, or a list of them"),
-        gp.training(Net(), optimizer, []),
-    ):
-        pass
-
-
-def test_what_is_no_model_is_refused():
-    with pytest.raises(gp.PolicyError, match="needs the model first"), gp.training(adamw(Net()), Net(), []):
-        pass
-
-
-def test_steps_per_epoch_is_a_whole_number():
-    with (
-        pytest.raises(gp.PolicyError, match=r"training.steps_per_epoch"),
-        gp.training(Net(), adamw(Net()), [], steps_per_epoch=0),
-    ):
-        pass
 
 
 def test_it_trains_what_lightnings_callback_does(make_trainer, loader, two_layers):

@@ -30,12 +30,6 @@ def test_masks_may_change_at_the_counts_of_the_timetable(timetable: dict, expect
     assert [step for step in changes if step in range(8) and source.period(step, 0) >= 0] == expected
 
 
-def test_epochs_count_where_the_unit_says_so() -> None:
-    source = MaskSource(every=2, unit="epoch")
-    assert [epoch for epoch in range(5) if source.due(step=7, epoch=epoch)] == [0, 2, 4]
-    assert source.period(step=1000, epoch=3) == 1
-
-
 def test_the_first_masks_hold_before_start_and_the_last_after_stop() -> None:
     source = MaskSource(every=2, start=3, stop=8)
     assert [source.period(step, 0) for step in range(11)] == [-1, -1, -1, 0, 0, 1, 1, 2, 2, 2, 2]

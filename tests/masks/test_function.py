@@ -71,11 +71,6 @@ def test_a_tensor_and_a_dict_are_fixed_masks(prepared) -> None:
     assert prepared(as_source({"head.*": False})).masks(0, 0)["head.bias"] is False
 
 
-def test_a_source_stays_what_it_is() -> None:
-    source = gp.masks.Random()
-    assert as_source(source) is source
-
-
 def test_what_is_no_source_is_an_error(prepared) -> None:
     with pytest.raises(PolicyError, match="must be a mask source"):
         as_source(3)

@@ -47,13 +47,6 @@ def test_a_density_keeps_what_lies_at_or_above_the_percentile(density: float, co
     assert kept_count(density, count) == kept
 
 
-@pytest.mark.parametrize(
-    ("density", "count", "kept"), [(0.5, 10, 5), (0.1, 1000, 100), (1, 7, 7), (0, 7, 0), (0.3, 0, 0)]
-)
-def test_a_whole_share_is_kept_exactly(density: float, count: int, kept: int) -> None:
-    assert kept_count(density, count) == kept
-
-
 def test_together_means_the_highest_of_all() -> None:
     scores = {"a": torch.tensor([[1.0, 9.0], [2.0, 8.0]]), "b": torch.tensor([7.0, 0.0])}
     marked = highest_together(scores, 3)
@@ -101,10 +94,6 @@ def test_the_count_is_that_of_exact_arithmetic(density: str, count: int) -> None
 
 
 # ---- densities
-
-
-def test_a_number_is_a_constant_schedule() -> None:
-    assert [as_density("Random.density", 0.25)(count) for count in (0, 1000)] == [0.25, 0.25]
 
 
 def test_any_function_of_the_count_is_a_schedule() -> None:

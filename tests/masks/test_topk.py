@@ -229,11 +229,6 @@ def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
         gp.masks.TopK(**arguments)
 
 
-def test_its_repr_has_all_arguments():
-    written = "TopK(density=0.1, by='fisher', scope='global', level='entry', window=8, before='freeze', "
-    assert repr(gp.masks.TopK(0.1, by="fisher", window=8, before="freeze")) == f"{written}rewind=False)"
-
-
 @pytest.mark.parametrize("by", ["gradient", "weight", "fisher", "movement"])
 def test_a_complex_entry_scores_by_both_its_parts(prepared, by: str) -> None:
     weight, *gradients = (torch.randn(3, 4, dtype=torch.complex64) for _ in range(4))
