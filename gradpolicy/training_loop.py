@@ -397,7 +397,7 @@ class _Loop(TrainingPolicies):
         (self._stepped.add if state.get("stepped", True) else self._stepped.discard)(optimizer)
         if self.freezer is not None:
             # Loading has replaced the masks that it set.
-            self.freezer.take_optimizers(self.masked_optimizers)
+            self.freezer.set_anew()
         if "freezer" in state:
             self._apply_restored(state)
         self._has_loaded, self._updates_seen = True, -1

@@ -170,7 +170,8 @@ class Freezer:
                 "know only the parameters that the model had when it began"
             )
         # As if all parameters had joined just now.
-        self._optimized, self._combined, self._step = -1, {}, None
+        self._optimized = -1
+        self.set_anew()
 
     def _bind_joined(self) -> None:
         """Bind policies to parameters that joined an optimizer, as a finetuning schedule adds them.
@@ -263,6 +264,10 @@ class Freezer:
         """Return the parameters whose whole gradients mask sources need in this step."""
         return set().union(*(each.gradient_names(*self._now) for each in self._policies.values()))
 
+    def set_anew(self) -> None:
+        """Set all masks again at the next step, since loading a state has replaced them."""
+        self._combined, self._step = {}, None
+
     def keep_requires_grad(self) -> None:
         """Turn ``requires_grad`` on again, and never off from now on."""
         self.toggle_requires_grad = False
@@ -330,7 +335,7 @@ class Freezer:
             each.load_mask_state(masks.get(name) if known else None)
         released = set(state.get("parameters", ())) - set(self.parameters)
         self._set({p: True for name, p in self._named.items() if name in released})
-        self._combined, self._step = {}, None
+        self.set_anew()
 
     # ---- the parts of a step
 
