@@ -27,9 +27,8 @@ from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.checks import check_free
 from gradpolicy.delta.change import Change, widths_of
 from gradpolicy.delta.gaps import decode, encode
-from gradpolicy.delta.state import DTYPES, Print, Prints, fingerprint
+from gradpolicy.delta.state import DTYPES, Print, Prints, content_of, fingerprint
 from gradpolicy.errors import PolicyError, brief, shown
-from gradpolicy.tensors.hashing import content
 
 FORMAT = "gradpolicy.delta 2"
 # The metadata that tells a delta, of any version, and the base that a run keeps beside it.
@@ -243,5 +242,5 @@ def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str
     found = hashlib.blake2b(json.dumps(sorted(metadata.items())).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(content(tensor))
+        found.update(content_of(tensor))
     return found.hexdigest()

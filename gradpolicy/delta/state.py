@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, nearest, shortened, shown
-from gradpolicy.tensors.hashing import content
 from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard, shard_like
 from gradpolicy.where import plain_name
 
@@ -75,7 +74,7 @@ def print_of(tensor: Tensor) -> Print:
     """Return the fingerprint of a tensor, whole and on the CPU."""
     kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     found = hashlib.blake2b(f"{kind} {shape} ".encode(), digest_size=8)
-    found.update(content(tensor))
+    found.update(content_of(tensor))
     return Print(found.hexdigest(), kind, shape)
 
 
@@ -103,3 +102,8 @@ def check_same_tensors(names: Iterable[str], expected: Iterable[str], owner: str
         raise PolicyError(f"{owner} has no tensor {shortened(missing)}, which {other} has; {hint}")
     if added:
         raise PolicyError(f"{owner} has {shortened(added)}, which {other} has not")
+
+
+def content_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradpolicy.errors import PromiseError
-from gradpolicy.tensors.hashing import derive
+from gradpolicy.tensors.seeded import derive
 
 # The number of columns; a prime, so that swapped rows of a matrix fall into different columns.
 _COLUMNS = 509

@@ -14,7 +14,6 @@ from gradpolicy.freezing.scaled_updates import ScaledUpdates, check_proportional
 from gradpolicy.masks.base import MaskSource, StaticSource
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import Freeze
-from gradpolicy.tensors.hashing import derive
 from gradpolicy.tensors.mask import (
     Mask,
     active_entries,
@@ -24,7 +23,7 @@ from gradpolicy.tensors.mask import (
     mask_to_state,
     same_mask,
 )
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask, derive
 from gradpolicy.tensors.sharding import finite_everywhere
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, pick

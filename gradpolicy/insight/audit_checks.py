@@ -13,8 +13,8 @@ from gradpolicy.freezing import Freezer
 from gradpolicy.insight.file_models import AuditDifference, OperationChecks, StopChecks
 from gradpolicy.optim.layout import local_mask
 from gradpolicy.optim.other_optimizers import entry_state
-from gradpolicy.tensors.hashing import derive
 from gradpolicy.tensors.mask import as_tensor
+from gradpolicy.tensors.seeded import derive
 from gradpolicy.tensors.sharding import local_shard
 
 # Indices that a difference lists.

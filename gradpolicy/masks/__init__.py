@@ -17,7 +17,7 @@ from gradpolicy.schedules import Constant as Constant
 from gradpolicy.schedules import Cosine as Cosine
 from gradpolicy.schedules import Cubic as Cubic
 from gradpolicy.schedules import Linear as Linear
-from gradpolicy.tensors.seeded_mask import RandomMask as RandomMask
+from gradpolicy.tensors.seeded import RandomMask as RandomMask
 
 SOURCES: dict[str, type[MaskSource]] = {
     name: value

@@ -126,7 +126,7 @@ class MaskSource:
 
         Returns:
             By parameter name: True or False (the whole tensor), a bool tensor (``(n, 1, …)`` for rows,
-            the full shape for entries) or a :class:`~gradpolicy.tensors.seeded_mask.RandomMask`.
+            the full shape for entries) or a :class:`~gradpolicy.tensors.seeded.RandomMask`.
         """
         raise TypeError(f"{type(self).__name__} must define masks(step, epoch)")
 

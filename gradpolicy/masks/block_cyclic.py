@@ -7,7 +7,7 @@ from gradpolicy.checks import check_choice, check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import Layer
 from gradpolicy.masks.layers import Groups, LayerSource, find_layers, layers_of, read_groups
-from gradpolicy.tensors.hashing import shuffled
+from gradpolicy.tensors.seeded import shuffled
 from gradpolicy.where import match_any
 
 ORDERS = ("forward", "reverse", "random")

@@ -6,7 +6,7 @@ from typing import Any
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.layers import LayerSource, find_layers, names_in
-from gradpolicy.tensors.hashing import shuffled
+from gradpolicy.tensors.seeded import shuffled
 from gradpolicy.where import match_any
 
 

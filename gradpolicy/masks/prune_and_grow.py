@@ -20,8 +20,8 @@ from gradpolicy.masks.selection import (
     highest,
 )
 from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
-from gradpolicy.tensors.hashing import bernoulli, derive, words_at
 from gradpolicy.tensors.mask import Mask
+from gradpolicy.tensors.seeded import bernoulli, derive, words_at
 from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like, write_entries
 from gradpolicy.where import match_any
 

@@ -7,7 +7,7 @@ from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.selection import Density, as_density, density_at
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.seeded_mask import LEVELS, RandomMask
+from gradpolicy.tensors.seeded import LEVELS, RandomMask
 
 
 class Random(MaskSource):

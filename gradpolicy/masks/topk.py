@@ -19,7 +19,7 @@ from gradpolicy.masks.selection import (
     kept_count,
 )
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.seeded_mask import LEVELS
+from gradpolicy.tensors.seeded import LEVELS
 from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like
 
 SCORES = ("gradient", "weight", "fisher", "movement", "change")

@@ -28,7 +28,6 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.other_optimizers import first_step_state, is_torchs_own
 from gradpolicy.optim.wrapped import Wrapped
-from gradpolicy.tensors.hashing import content
 from gradpolicy.tensors.sharding import is_sharded
 
 Record = dict[str, Any]
@@ -183,7 +182,7 @@ def _checksum(state: dict[str, Any]) -> int:
         ):  # torch casts what it counts beside the steps to the parameter's dtype
             places = torch.arange(0, value.numel(), max(value.numel() // _SAMPLED, 1), device=value.device)
             sampled = value[torch.unravel_index(places, value.shape)] if value.dim() else value.reshape(1)
-            found = zlib.crc32(content(sampled.cpu()), found)
+            found = zlib.crc32(sampled.detach().cpu().view(torch.uint8).numpy().data, found)
     return found
 
 

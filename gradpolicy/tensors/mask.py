@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask
 from gradpolicy.tensors.sharding import full_tensor
 
 Mask = bool | Tensor | RandomMask

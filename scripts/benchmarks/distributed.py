@@ -28,7 +28,7 @@ from gradpolicy.distributed.reducer import ReducerUpdater
 from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.lightning.checkpoints import write_checkpoint
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask
 
 SHARES = (1.0, 0.5, 0.1, 0.01)
 AGREEMENT_EVERY = 100

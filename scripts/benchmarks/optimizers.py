@@ -24,7 +24,7 @@ from benchmarks.device import HERE
 from gradpolicy import MaskedOptimizer
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim.kernels import native, reference
-from gradpolicy.tensors.hashing import bernoulli, derive
+from gradpolicy.tensors.seeded import bernoulli, derive
 
 Row = dict[str, Any]
 Step = Callable[[], object]

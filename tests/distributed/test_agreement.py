@@ -5,7 +5,7 @@ from process_pool import ProcessPool, RemoteError, here
 
 from gradpolicy import PolicyError
 from gradpolicy.distributed.agreement import check_agreement, checksum
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.uint8, torch.int16]
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.distributed.sharded_checkpoint import cut_as
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask
 
 STEPS, SAVED_AT = 10, 5
 OPTIMIZERS = {

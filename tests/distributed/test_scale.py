@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradpolicy as gp
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask
 
 WIDTH, KEYS, HIDDEN, LAYERS, WORDS = 8192, 1024, 28672, 80, 128256
 

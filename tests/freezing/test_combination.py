@@ -5,7 +5,7 @@ import torch
 
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask
 from tests.freezing.conftest import FakeOptimizer, masked
 
 

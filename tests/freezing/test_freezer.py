@@ -11,7 +11,7 @@ import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
 from gradpolicy.masks import MaskSource
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask
 from tests.freezing.conftest import FakeOptimizer, masked
 
 

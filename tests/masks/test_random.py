@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gradpolicy as gp
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask
 
 
 def test_masks_are_seeded_by_seed_step_and_name(prepared) -> None:

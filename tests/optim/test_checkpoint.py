@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask
 
 KINDS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, amsgrad=True),

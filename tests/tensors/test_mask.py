@@ -13,7 +13,7 @@ from gradpolicy.tensors.mask import (
     mask_to_state,
     same_mask,
 )
-from gradpolicy.tensors.seeded_mask import RandomMask
+from gradpolicy.tensors.seeded import RandomMask
 
 SHAPE = (4, 3)
 ROWS = torch.tensor([[True], [False], [True], [False]])

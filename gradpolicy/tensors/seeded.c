@@ -1,4 +1,4 @@
-/* Coins from hashed indices, for a CPU: the arithmetic of hashing.py, compiled. */
+/* Random bits from hashed indices, for a CPU: the arithmetic of seeded.py, compiled. */
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>

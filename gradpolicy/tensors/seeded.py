@@ -1,20 +1,29 @@
-"""Random numbers that need no state: integer hashes of (seed, step, name, index).
+"""Random masks and keys from integer hashes of (seed, step, name, index).
 
 Every rank, every device and every resumed run gets the same bits, and any part of a tensor can be had
 without the rest. The 32-bit finalizer is Wellons' ``triple32`` (Hash Prospector, public domain), with the
 second half of the key added between its rounds, so that two keys never give shifted copies of one stream.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
+import math
 import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradpolicy.checks import check_choice
 from gradpolicy.compiling import compiled
+from gradpolicy.errors import PolicyError, shown
 
+LEVELS = ("entry", "row", "tensor")
 _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
 _MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
@@ -22,6 +31,86 @@ _SHIFTS = (17, 11, 15, 14)
 # Entries hashed at a time: on a CPU small enough that a chunk's words stay in a core's cache.
 _CPU_CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 26
+
+
+@dataclass(frozen=True)
+class RandomMask:
+    """A random mask that is drawn when it is needed, so that no checkpoint has to hold it.
+
+    Each entry, row or tensor is active with the chance ``density``, independently; the bits depend on
+    (seed, step, name, index) only and are the same on every device.
+
+    Attributes:
+        seed: The run's seed, or the mask source's own.
+        step: The effective step (or epoch) at which the mask was drawn.
+        name: The parameter's name.
+        density: The chance of being active, from 0 to 1.
+        level: What is drawn together: ``"entry"``, ``"row"`` (an index of the first dimension) or
+            ``"tensor"``.
+
+    Example:
+        >>> mask = RandomMask(seed=0, step=40, name="fc.weight", density=0.5)
+        >>> whole = mask.materialize((8, 4))
+        >>> bool((mask.materialize((8, 4), start=2, stop=5) == whole[2:5]).all())
+        True
+    """
+
+    seed: int
+    step: int
+    name: str
+    density: float
+    level: str = "entry"
+
+    def __post_init__(self) -> None:
+        check_choice("RandomMask.level", self.level, LEVELS)
+        if not 0.0 <= self.density <= 1.0:
+            raise PolicyError(f"RandomMask.density: must lie between 0 and 1, got {shown(self.density)}")
+
+    def materialize(
+        self,
+        shape: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> Tensor:
+        """Return the mask.
+
+        Args:
+            shape: The whole parameter's shape.
+            device: The device of the mask.
+            start: First index of dimension 0 that is wanted.
+            stop: The index after the last; None means all.
+
+        Returns:
+            A bool tensor: for ``"entry"`` of the shape ``(stop - start, *shape[1:])``, for ``"row"``
+            ``(stop - start, 1, …)``, for ``"tensor"`` ``(1, 1, …)``.
+        """
+        shape = tuple(shape)
+        key = derive(self.seed, self.step, self.name)
+        if self.level == "tensor" or not shape:
+            return bernoulli(key, self.density, 0, 1, device).reshape((1,) * len(shape))
+        begin, end, _ = slice(start, stop).indices(shape[0])
+        width = math.prod(shape[1:]) if self.level == "entry" else 1
+        drawn = bernoulli(key, self.density, begin * width, end * width, device)
+        inner = shape[1:] if self.level == "entry" else (1,) * (len(shape) - 1)
+        return drawn.reshape(max(end - begin, 0), *inner)
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers as a plain dict, which a checkpoint holds under ``weights_only=True``."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RandomMask:
+        """Return the mask of a state of :meth:`state`.
+
+        Raises:
+            PolicyError: If an entry is missing or not known.
+        """
+        try:
+            return cls(**state)
+        except TypeError as error:
+            raise PolicyError(f"seeded mask {shown(dict(state))}: {error}") from error
 
 
 def mix(value: int) -> int:
@@ -46,18 +135,13 @@ def derive(*parts: int | str) -> int:
     return key
 
 
-def content(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def shuffled(items: int, *parts: int | str) -> list[int]:
     """Return a permutation of ``range(items)`` that depends on the parts alone."""
     return sorted(range(items), key=lambda item: (derive(*parts, item), item))
 
 
 def bernoulli(key: int, density: float, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
-    """Draws independent coins for the indices from start to stop.
+    """Draw a bool for each index from start to stop, independently.
 
     Args:
         key: 64 bits, as :func:`derive` gives them.
@@ -105,7 +189,7 @@ def words_at(key: int, indices: Tensor) -> Tensor:
 
 
 def _segments(key: int, start: int, stop: int) -> list[tuple[int, int, tuple[int, int]]]:
-    """Cuts a range of indices where their upper 32 bits change; each piece gets a key of its own."""
+    """Cut a range of indices where their upper 32 bits change; each piece gets a key of its own."""
     pieces = []
     while start < stop:
         upper = start >> 32
@@ -118,8 +202,8 @@ def _segments(key: int, start: int, stop: int) -> list[tuple[int, int, tuple[int
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Return hashing.c, compiled; None if that cannot be done."""
-    library = compiled(Path(__file__).with_name("hashing.c"))
+    """Return seeded.c, compiled; None if that cannot be done."""
+    library = compiled(Path(__file__).with_name("seeded.c"))
     if library is not None:
         word = ctypes.c_uint32
         arguments = (ctypes.c_void_p, ctypes.c_int64, word, word, word, word, ctypes.c_int32)
@@ -129,7 +213,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _draw(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> None:
-    """Writes True for each index from ``first`` on whose hash is below the threshold."""
+    """Write True for each index from ``first`` on whose hash is below the threshold."""
     size = _CPU_CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
     for begin in range(0, out.numel(), size):
         part = out[begin : begin + size]
@@ -140,7 +224,7 @@ def _draw(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> None
 
 
 def _scramble(words: Tensor, key: tuple[int, int]) -> None:
-    """Replaces indices by their hashes in place, in wrapping signed words, which every device has."""
+    """Replace indices by their hashes in place, in wrapping signed words, which every device has."""
     words.bitwise_xor_(_signed(key[0]))
     for turn, (shift, multiplier) in enumerate(zip(_SHIFTS[:3], _MULTIPLIERS, strict=True)):
         _fold(words, shift).mul_(_signed(multiplier))
@@ -150,7 +234,7 @@ def _scramble(words: Tensor, key: tuple[int, int]) -> None:
 
 
 def _fold(words: Tensor, shift: int) -> Tensor:
-    """``words ^= words >>> shift`` with zeros shifted in."""
+    """Compute ``words ^= words >>> shift`` in place, with zeros shifted in."""
     return words.bitwise_xor_((words >> shift).bitwise_and_((1 << (32 - shift)) - 1))
 
 
