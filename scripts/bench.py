@@ -1,135 +1,103 @@
-"""The one place for benchmarks: ``python scripts/bench.py NAME`` prints a table and writes JSON.
+"""Run benchmarks: ``python scripts/bench.py NAME ...`` prints tables and writes JSON files.
 
-Every figure is a ratio against a baseline that was taken in turn in the same run.
+Every figure is a ratio to a baseline that was timed in turn in the same run. Without a name, the benchmarks
+are listed.
 """
 
 import argparse
 import importlib
 import json
-import os
 import pkgutil
 import platform
-import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import benchmarks
+from benchmarks.measure import Row
 from gradpolicy.errors import PolicyError, unknown
 
-Benchmark = Callable[[], list[dict[str, Any]]]
+Benchmark = Callable[[], list[Row]]
+SPANS = {"95 %": ("at_least", "at_most"), "quartiles": ("low", "high")}
+NUMBERS = {
+    "fastest": "fastest",
+    "target": "target",
+    "ms": "milliseconds",
+    "baseline ms": "baseline_milliseconds",
+}
 
 
 def discover() -> dict[str, Benchmark]:
-    """Finds every benchmark of the files in ``scripts/benchmarks``."""
+    """Return every benchmark of the files in ``scripts/benchmarks``."""
     found: dict[str, Benchmark] = {}
     for module in pkgutil.iter_modules(benchmarks.__path__):
         found |= getattr(importlib.import_module(f"benchmarks.{module.name}"), "BENCHMARKS", {})
     return found
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else platform.processor() or "cpu",
-    }
-
-
-def table(name: str, rows: list[dict[str, Any]]) -> Table:
-    """Lays the rows out, the ratio beside its target."""
-    drawn = Table(title=f"{name} (ratio to a baseline taken in turn)", title_justify="left")
+def table(name: str, rows: list[Row]) -> Table:
+    """Return the rows as a table; a ratio is green within its target, red above it, yellow if unclear."""
+    drawn = Table(title=f"{name} (ratio to a baseline timed in turn)", title_justify="left")
     drawn.add_column("what", overflow="fold")
-    for heading in (
-        "ratio",
-        "95 %",
-        "quartiles",
-        "fastest",
-        "target",
-        "unit",
-        "ms",
-        "baseline ms",
-    ):
+    for heading in ("ratio", "unit", *SPANS, *NUMBERS):
         drawn.add_column(heading, justify="right")
     for row in rows:
-        target = row.get("target")
-        colour = "" if target is None else _colour(row, target)
-        drawn.add_row(
-            str(row["what"]),
-            f"[{colour}]{row['ratio']:.3f}[/]" if colour else f"{row['ratio']:.3f}",
-            _span(row, "at_least", "at_most"),
-            _span(row, "low", "high"),
-            f"{row['fastest']:.3f}" if "fastest" in row else "",
-            "" if target is None else f"≤ {target:g}",
-            str(row.get("unit", "")),
-            f"{row['milliseconds']:.2f}" if "milliseconds" in row else "",
-            f"{row['baseline_milliseconds']:.2f}" if "baseline_milliseconds" in row else "",
-        )
+        spans = (f"{row[low]:.3f}–{row[high]:.3f}" if low in row else "" for low, high in SPANS.values())
+        numbers = ("" if row.get(key) is None else f"{row[key]:.3g}" for key in NUMBERS.values())
+        drawn.add_row(row["what"], f"[{_colour(row)}]{row['ratio']:.3f}[/]", row["unit"], *spans, *numbers)
     return drawn
 
 
-def _colour(row: dict[str, Any], target: float) -> str:
-    """Green within the target, red beyond it, yellow where the measurement cannot tell."""
-    if row.get("at_least", row["ratio"]) <= target < row.get("at_most", row["ratio"]):
+def _colour(row: Row) -> str:
+    target, ratio = row.get("target"), row["ratio"]
+    if target is None:
+        return "default"
+    if row.get("at_least", ratio) <= target < row.get("at_most", ratio):
         return "yellow"
-    return "green" if row["ratio"] <= target else "red"
+    return "green" if ratio <= target else "red"
 
 
-def _span(row: dict[str, Any], low: str, high: str) -> str:
-    return f"{row[low]:.3f}–{row[high]:.3f}" if low in row else ""
-
-
-def parse(arguments: list[str], valid: list[str]) -> argparse.Namespace:
-    """Reads the command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmarks that were named, or list them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or several of: {', '.join(valid)}")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument(
-        "--out", type=Path, default=Path("outputs/bench"), help="the folder for the JSON files"
+        "--out", type=Path, default=Path("outputs/bench"), help="the folder of the JSON files"
     )
     parsed = parser.parse_args(arguments)
-    for name in parsed.names:
-        if name not in valid:
-            raise unknown("benchmark", name, valid)
-    return parsed
-
-
-def main(arguments: list[str]) -> int:
-    """Runs the benchmarks that were named, or lists them."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    found = discover()
+    console, found = Console(width=None if sys.stdout.isatty() else 150), discover()
+    machine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+    }
+    if not parsed.names:
+        console.print("Benchmarks: " + ", ".join(sorted(found)))
     try:
-        parsed = parse(arguments, sorted(found))
+        for name in parsed.names:
+            if name not in found:
+                raise unknown("benchmark", name, found)
+        for name in parsed.names:
+            rows = found[name]()
+            console.print(table(name, rows))
+            path = parsed.out / f"{name}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(
+                json.dumps({"benchmark": name, "machine": machine, "rows": rows}, indent=2) + "\n"
+            )
+            console.print(f"written to {path}")
     except PolicyError as error:
         console.print(str(error), style="red", markup=False)
         return 2
-    if not parsed.names:
-        console.print("Benchmarks: " + ", ".join(sorted(found)))
-        return 0
-    parsed.out.mkdir(parents=True, exist_ok=True)
-    for name in parsed.names:
-        rows = found[name]()
-        console.print(table(name, rows))
-        path = parsed.out / f"{name}.json"
-        path.write_text(json.dumps({"benchmark": name, "machine": machine(), "rows": rows}, indent=2) + "\n")
-        console.print(f"written to {path}")
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -5,9 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import device
-from benchmarks.device import HERE
-from benchmarks.measure import Row, paired_ratio
+from benchmarks.measure import HERE, Row, device_seconds, paired_ratio
 from benchmarks.optimizers import unmasked
 from gradpolicy import masks
 from gradpolicy.masks.gradient_source import GradientSource
@@ -42,7 +40,7 @@ def mask_choice() -> list[Row]:
         "PruneAndGrow at random (SET)": masks.PruneAndGrow(0.1, grow="random", every=1),
     }
     return [
-        paired_ratio(name, decision(source), baseline, rounds=7, warmup=1, seconds=device.seconds)
+        paired_ratio(name, decision(source), baseline, rounds=7, warmup=1, seconds=device_seconds)
         for name, source in sources.items()
     ]
 

@@ -20,12 +20,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import Row, paired_ratio
-from benchmarks.slow_link import DelayedLink, own_network
 from gradpolicy.distributed.agreement import check_agreement
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.reducer import ReducerUpdater
 from gradpolicy.distributed.sharded_checkpoint import save_whole
+from gradpolicy.errors import PolicyError
 from gradpolicy.lightning.checkpoints import write_checkpoint
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.seeded import RandomMask
@@ -42,18 +42,22 @@ def agreement() -> list[Row]:
 def traffic() -> list[Row]:
     """Bytes and time of a step over a link of 1 Gbit/s, by the share of entries that train.
 
-    The ranks run in a network of their own with a rate limit; where that is not permitted, each all-reduce
-    waits as long as its bytes would take.
+    Both ranks run in a network namespace with a rate limit.
+
+    Raises:
+        PolicyError: If this machine does not permit one (Linux with ``unshare``, ``ip`` and ``tc``).
     """
-    network = own_network()
-    if network is None:
-        return _on_two_ranks(_traffic_over_delays)
-    program = [*network, sys.executable, "-m", "benchmarks.distributed", "_traffic"]
-    scripts = str(Path(__file__).parents[1])
-    path = os.pathsep.join([scripts, str(Path(scripts).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        program, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=True
-    )
+    # What the loopback device carries is the sum of both directions.
+    limit = "rate 2gbit burst 256kb latency 400ms"
+    set_up = f"ip link set lo up && tc qdisc add dev lo root tbf {limit}"
+    namespace = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*namespace, set_up], capture_output=True).returncode:
+        raise PolicyError("traffic: needs a network namespace with a rate limit (unshare, ip and tc)")
+    program = [sys.executable, "-m", "benchmarks.distributed"]
+    command = [*namespace, f'{set_up} && GLOO_SOCKET_IFNAME=lo exec "$@"', "sh", *program]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
     return rows
 
@@ -176,11 +180,6 @@ def _traffic() -> list[Row]:
     return rows
 
 
-def _traffic_over_delays() -> list[Row]:
-    with DelayedLink():
-        return _traffic()
-
-
 def _hooked(share: float, dtype: str | None) -> tuple[Callable[[], None], ActiveEntries]:
     plain = _network(depth=4)
     model = DistributedDataParallel(plain)
@@ -245,4 +244,4 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
 }
 
 if __name__ == "__main__":
-    print(json.dumps(_on_two_ranks(globals()[sys.argv[1]])))
+    print(json.dumps(_on_two_ranks(_traffic)))

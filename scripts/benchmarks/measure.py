@@ -1,8 +1,8 @@
-"""Ratios against a baseline taken in turn, so that a machine's changing speed touches both alike.
+"""Ratios of a candidate's time to that of a baseline, both timed in turn.
 
-A round takes candidate, baseline, baseline, candidate: what rises or falls steadily cancels in its ratio.
-Over the rounds the median counts, with its quartiles and a bootstrapped 95 % interval. Beside it stands the
-ratio of the fastest times: a machine with other work to do adds to some times and never takes away.
+A round times candidate, baseline, baseline, candidate, so that a steady change of the machine's speed cancels
+in its ratio. The result is the median over the rounds, with its quartiles and a bootstrapped 95 % interval,
+and the ratio of the fastest times: other work on a machine adds to some times and never shortens one.
 """
 
 import contextlib
@@ -16,34 +16,54 @@ import torch
 from scipy.stats import bootstrap
 
 Row = dict[str, Any]
+Step = Callable[[], Any]
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def wall_seconds(function: Callable[[], Any]) -> float:
-    """How long a call takes."""
+def wall_seconds(function: Step) -> float:
+    """Return how long a call takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
-def paired_times(
-    candidate: Callable[[], Any],
-    baseline: Callable[[], Any],
+def device_seconds(function: Step, calls: int = 20) -> float:
+    """Return how long a call takes on the device there is.
+
+    A GPU computes while Python goes on, so the time is that of many calls, until the last has ended.
+    """
+    if HERE.type == "cpu":
+        return wall_seconds(function)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
+
+
+def paired_ratio(
+    what: str,
+    candidate: Step,
+    baseline: Step,
     *,
+    target: float | None = None,
     rounds: int = 15,
     warmup: int = 3,
-    seconds: Callable[[Callable[[], Any]], float] = wall_seconds,
-) -> tuple[list[float], list[float]]:
-    """Times two callables in turn.
+    seconds: Callable[[Step], float] = wall_seconds,
+) -> Row:
+    """Return how long a candidate takes relative to a baseline, as a row of a benchmark's table.
 
     Args:
-        candidate: What is measured; it must wait for its device itself.
+        what: What is measured, in words.
+        candidate: What is measured.
         baseline: What it is measured against.
-        rounds: How often each is timed at least; two make a round.
+        target: The largest ratio that is acceptable.
+        rounds: How often each is timed at least; two timings make a round.
         warmup: How often both run untimed before.
-        seconds: Runs one of them and says how long it took.
-
-    Returns:
-        Seconds of the candidate and of the baseline, each two a round.
+        seconds: Runs one of them and returns how long it took.
     """
     for _ in range(warmup):
         candidate()
@@ -53,41 +73,10 @@ def paired_times(
         taken.append(seconds(candidate))
         against += [seconds(baseline), seconds(baseline)]
         taken.append(seconds(candidate))
-    return taken, against
-
-
-def paired_ratio(
-    what: str,
-    candidate: Callable[[], Any],
-    baseline: Callable[[], Any],
-    *,
-    target: float | None = None,
-    rounds: int = 15,
-    warmup: int = 3,
-    seconds: Callable[[Callable[[], Any]], float] = wall_seconds,
-    **more: Any,
-) -> Row:
-    """Measures how long a candidate takes against a baseline, as a row of a benchmark's table.
-
-    The ratio is the median over the rounds; ``low`` and ``high`` are its quartiles, ``at_least`` and
-    ``at_most`` the ends of its 95 % interval; ``fastest`` is the ratio of the fastest fifths.
-
-    Args:
-        what: What is measured, in words.
-        candidate: What is measured.
-        baseline: What it is measured against.
-        target: The most that the ratio should be.
-        rounds: How often each is timed at least.
-        warmup: How often both run untimed before.
-        seconds: Runs one of them and says how long it took.
-        **more: Further entries of the row.
-    """
-    taken, against = paired_times(candidate, baseline, rounds=rounds, warmup=warmup, seconds=seconds)
     ratios = [sum(taken[i : i + 2]) / sum(against[i : i + 2]) for i in range(0, len(taken), 2)]
     return {
         **time_row(what, ratios, taken, against, target),
         "fastest": _fastest(taken) / _fastest(against),
-        **more,
     }
 
 
@@ -98,17 +87,21 @@ def time_row(
     against: Sequence[float],
     target: float | None = None,
 ) -> Row:
-    """The row of several ratios of times; see :func:`paired_ratio`.
+    """Return the row of the ratios of several rounds.
+
+    ``ratio`` is their median, ``low`` and ``high`` are their quartiles, ``at_least`` and ``at_most`` the ends
+    of the median's 95 % interval.
 
     Args:
         what: What was measured, in words.
-        ratios: A ratio for each round.
-        taken: Seconds of what was measured.
-        against: Seconds of what it was measured against.
-        target: The most that the ratio should be.
+        ratios: The ratio of each round.
+        taken: Seconds of the candidate.
+        against: Seconds of the baseline.
+        target: The largest ratio that is acceptable.
     """
     low, middle, high = statistics.quantiles(ratios, n=4)
-    at_least, at_most = interval_of_median(ratios)
+    rng = np.random.default_rng(0)
+    interval = bootstrap((ratios,), np.median, method="percentile", rng=rng).confidence_interval
     return {
         "what": what,
         "ratio": middle,
@@ -116,28 +109,16 @@ def time_row(
         "unit": "time",
         "low": low,
         "high": high,
-        "at_least": at_least,
-        "at_most": at_most,
+        "at_least": float(interval.low),
+        "at_most": float(interval.high),
         "milliseconds": 1e3 * statistics.median(taken),
         "baseline_milliseconds": 1e3 * statistics.median(against),
     }
 
 
-def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of a median, by resampling.
-
-    Example:
-        >>> interval_of_median([1.0] * 19 + [9.0])
-        (1.0, 1.0)
-    """
-    found = bootstrap((values,), np.median, method="percentile", rng=np.random.default_rng(0))
-    low, high = found.confidence_interval
-    return float(low), float(high)
-
-
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Lets torch compute on one thread within: what little a step costs more is not lost in their meeting."""
+    """Let torch compute on one thread, so that threads waiting for each other do not hide small costs."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -147,4 +128,5 @@ def one_thread() -> Iterator[None]:
 
 
 def _fastest(times: Sequence[float]) -> float:
+    """Return the mean of the fastest fifth."""
     return statistics.mean(sorted(times)[: max(len(times) // 5, 1)])

@@ -4,30 +4,26 @@ Times are ratios to the same optimizer's fastest form in torch, on the same entr
 """
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
 from math import prod
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import gradpolicy as gp
-from benchmarks import device, measure
-from benchmarks.device import HERE
+from benchmarks.measure import HERE, Row, Step, device_seconds, one_thread, paired_ratio
 from gradpolicy import MaskedOptimizer
 from gradpolicy.freezing import Freezer
-from gradpolicy.optim.kernels import native, reference
+from gradpolicy.optim.kernels import native
 from gradpolicy.tensors.seeded import bernoulli, derive
 
-Row = dict[str, Any]
-Step = Callable[[], object]
 Shapes = Sequence[tuple[int, ...]]
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -136,9 +132,9 @@ def changing(optimizer: MaskedOptimizer, density: float) -> Step:
 
 
 def ratio(what: str, candidate: Step, baseline: Step, target: float | None = None, rounds: int = 15) -> Row:
-    """`measure.paired_ratio` on the device there is."""
-    return measure.paired_ratio(
-        what, candidate, baseline, target=target, rounds=rounds, warmup=2, seconds=device.seconds
+    """`paired_ratio` on the device there is."""
+    return paired_ratio(
+        what, candidate, baseline, target=target, rounds=rounds, warmup=2, seconds=device_seconds
     )
 
 
@@ -188,13 +184,13 @@ def many_tensors() -> Iterator[Row]:
 def mask_changes() -> Iterator[Row]:
     """New masks of entries, against one fused step."""
     baseline = unmasked()
-    for state, density in product(("keep", "zero", "drop"), (0.1, 0.5, 0.9)):
+    for state, density in itertools.product(("keep", "zero", "drop"), (0.1, 0.5, 0.9)):
         change = changing(masked(density=density, frozen_state=state), density)
         yield ratio(f"new entry masks, {state}, {density:.0%} active", change, baseline, 2.0)
     tensors = [(64,)] * 5000
     for state in ("keep", "zero", "drop"):
         change = changing(masked(shapes=tensors, frozen_state=state, changes=1), 0.5)
-        seconds = min(device.seconds(change, calls=1) for _ in range(7))
+        seconds = min(device_seconds(change, calls=1) for _ in range(7))
         yield {
             "what": f"set_masks for 5,000 tensors of 64, {state}",
             "ratio": seconds,
@@ -263,6 +259,13 @@ def _resident(name: str) -> int:
     return int(found[1]) * 1024
 
 
+def _freezer_step(freezer: Freezer, optimizer: MaskedOptimizer, steps: Iterator[int]) -> None:
+    freezer.begin_step(next(steps))
+    freezer.observe(optimizer)
+    optimizer.step()
+    freezer.finish_step()
+
+
 def freezer_step() -> Iterator[Row]:
     """A whole step of a freeze policy without clipping, beside the update alone."""
     baseline = unmasked()
@@ -273,47 +276,19 @@ def freezer_step() -> Iterator[Row]:
         model = torch.nn.Module()
         model.register_parameter("weight", parameters[0])
         freezer = Freezer(model, [optimizer], {"trunk": policy})
-        steps = iter(range(1 << 30))
 
-        def step(
-            freezer: Freezer = freezer,
-            optimizer: MaskedOptimizer = optimizer,
-            steps: Iterator[int] = steps,
-        ) -> None:
-            freezer.begin_step(next(steps))
-            freezer.observe(optimizer)
-            optimizer.step()
-            freezer.finish_step()
-
+        step = functools.partial(_freezer_step, freezer, optimizer, itertools.count())
         step()
         alone = ratio(f"{what}: the update alone", optimizer.step, baseline)
         yield alone
         yield ratio(f"{what}: begin_step, observe, step", step, baseline, round(alone["ratio"] + 0.1, 3))
 
 
-def no_compiler() -> Any:
-    """As with GRADPOLICY_NATIVE=0, within."""
-    return mock.patch.object(native, "supports", return_value=False)
-
-
-def python_time() -> Iterator[Row]:
-    """Python's time on an accelerator's path: tiny tensors on the CPU, through `torch.compile`."""
-    shapes = [(16,)] * 100
-    compiles = mock.patch.object(reference, "compiles", return_value=True)
-    for name, small in (("joined", reference.JOINED), ("too large to be joined", 0)):
-        joining = mock.patch.object(reference, "JOINED", small)
-        with no_compiler(), compiles, joining, measure.one_thread():
-            baseline = unmasked(shapes=shapes)
-            for correction in ("tensor", "entry"):
-                step = masked(shapes=shapes, bias_correction=correction).step
-                what = f"Python's time for 100 tensors, {name} (tiny ones on a CPU, compiled): {correction}"
-                yield ratio(what, step, baseline, 3.0)
-
-
 def without_compiler() -> Iterator[Row]:
     """What the reference takes on a CPU, on one thread: most of torch's operations here use no more."""
     shapes = [(1000, 4000)]
-    with no_compiler(), measure.one_thread():
+    # As with GRADPOLICY_NATIVE=0.
+    with mock.patch.object(native, "supports", return_value=False), one_thread():
         baseline = unmasked(shapes=shapes)
         tried: dict[str, Step] = {
             "entries, tensor": masked(shapes=shapes, bias_correction="tensor").step,
@@ -328,12 +303,11 @@ def without_compiler() -> Iterator[Row]:
 
 
 PARTS = [entry_masks, row_masks, many_tensors, mask_changes, memory, freezer_step]
-CPU_PARTS = [python_time, without_compiler]
 
 
 def optimizers() -> list[Row]:
     """Every figure that has a bound, and what goes without a compiler."""
-    parts = PARTS + (CPU_PARTS if HERE.type == "cpu" else [])
+    parts = PARTS + ([without_compiler] if HERE.type == "cpu" else [])
     return [row for part in parts for row in part()]
 
 

@@ -1,0 +1,207 @@
+"""The cost of importing gradpolicy, and of its callbacks in a training step."""
+
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradpolicy as gp
+from benchmarks.measure import Row, one_thread, paired_ratio, time_row
+from gradpolicy.insight.audit import Audit
+from gradpolicy.insight.record import Record
+from gradpolicy.policies import Policy
+from gradpolicy.tasks.classification import Classifier
+from gradpolicy.tasks.digits import DigitsDataModule
+from gradpolicy.tasks.models import QuantizedConvNet
+
+# Steps of a run, those that do not count, and those that are averaged: not each writes to a file.
+STEPS, WARMUP, WINDOW = 1020, 20, 100
+HOOKS = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
+OBSERVED = ("before_masks", "after_masks", "take_gradients", "measure")
+Policies = Mapping[str, Policy]
+
+
+def import_time() -> list[Row]:
+    """``import gradpolicy`` against ``import torch``, each in a fresh interpreter."""
+
+    def importing(name: str) -> Callable[[], object]:
+        return lambda: subprocess.run([sys.executable, "-c", f"import {name}"], check=True)
+
+    what = "import gradpolicy / import torch"
+    return [paired_ratio(what, importing("gradpolicy"), importing("torch"), target=1.10, rounds=11, warmup=1)]
+
+
+class Clock(Callback):
+    """Takes the time of each step, and how much of it was spent in a callback. It must come last.
+
+    Args:
+        callback: The callback.
+        observer: Returns what the callback lets a freezer call, once training has started, or None.
+    """
+
+    def __init__(self, callback: Callback, observer: Callable[[], object]) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self._spent = self._began = 0.0
+        self._observer = observer
+        self._time(callback, HOOKS)
+
+    def _time(self, called: object, methods: Iterable[str]) -> None:
+        for method in methods:
+            if hasattr(called, method):
+                setattr(called, method, partial(self._timed, getattr(called, method)))
+
+    def _timed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            self._spent += time.perf_counter() - began
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Time what the freezer calls, too."""
+        self._time(self._observer(), OBSERVED)
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        """End a step where the next begins."""
+        now = time.perf_counter()
+        self.steps.append((now - self._began, self._spent))
+        self._began, self._spent = now, 0.0
+
+    def row(self, what: str, target: float | None = None) -> Row:
+        """Return the row of a table: the steps with the callback, against their rest without it.
+
+        Args:
+            what: What was measured, in words.
+            target: The largest ratio that is acceptable.
+        """
+        steps = self.steps[WARMUP:]
+        windows = [steps[first : first + WINDOW] for first in range(0, len(steps), WINDOW)]
+        taken = [sum(step for step, _ in window) / len(window) for window in windows]
+        without = [sum(step - spent for step, spent in window) / len(window) for window in windows]
+        ratios = [with_it / rest for with_it, rest in zip(taken, without, strict=True)]
+        return time_row(what, ratios, taken, without, target)
+
+
+def train(
+    clock: Clock,
+    callbacks: list[Callback],
+    model: LightningModule,
+    data: DataLoader | LightningDataModule,
+    folder: str,
+    **settings: Any,
+) -> None:
+    """Train with these callbacks and the clock, on one thread."""
+    trainer = Trainer(
+        devices=1,
+        max_steps=STEPS,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, clock],
+        **settings,
+    )
+    with one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, data)
+
+
+class Perceptron(LightningModule):
+    """Four layers of 512 units, 0.9 M entries, on 64 samples a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [512] * 4
+        self.trunk = nn.Sequential(*(part for width in widths for part in (nn.LazyLinear(width), nn.ReLU())))
+        self.head, self.probe = nn.Linear(512, 10), nn.Linear(512, 10)
+        self.trunk(torch.zeros(1, 256))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of the head and of a probe beside it."""
+        features = self.trunk(batch[0])
+        losses = [nn.functional.cross_entropy(part(features), batch[1]) for part in (self.head, self.probe)]
+        return losses[0] + losses[1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def audit_cost(what: str, policies: Policies, target: float | None = None, **settings: Any) -> Row:
+    """Return what an audit with these settings costs."""
+    torch.manual_seed(0)
+    samples = TensorDataset(torch.randn(STEPS * 64, 256), torch.randint(10, (STEPS * 64,)))
+    with tempfile.TemporaryDirectory() as folder:
+        audit = Audit(folder, **settings)
+        clock = Clock(audit, lambda: audit._frozen)
+        callbacks = [audit, gp.GradientPolicies(policies)]
+        train(clock, callbacks, Perceptron(), DataLoader(samples, batch_size=64), folder, logger=False)
+    return clock.row(what, target)
+
+
+def masks(every: int | None = None) -> Policies:
+    """Return policies that train half of the trunk's entries or one layer, and stop the probe's gradient."""
+    mask = gp.masks.Random(0.5, every=every) if every else gp.masks.Layerwise(active=1, every=10_000)
+    return {"trunk": gp.Freeze(mask, params="trunk.*", frozen_state="keep"), "cut": gp.Stop(modules="probe")}
+
+
+def audit() -> list[Row]:
+    """The default audit where masks stay, change at times, and change at each step; then the full one."""
+    return [
+        audit_cost("sampled, whole layers frozen, masks stay", masks(), 1.01),
+        audit_cost("sampled, entries, masks change every 5 steps", masks(5), 1.01),
+        audit_cost("sampled, entries, masks change every step", masks(1), 1.01),
+        audit_cost("full, entries, masks change every 20 steps", masks(20), entries=None, every=100),
+    ]
+
+
+def record_cost(what: str, policies: Policies, target: float | None = None) -> Row:
+    """Return what a record costs the default job's network."""
+    torch.manual_seed(0)
+    network = QuantizedConvNet(channels=1, size=8, classes=10, width=32, levels=4, dropout=0.25)
+    with tempfile.TemporaryDirectory() as folder:
+        record, callback = Record(folder), gp.GradientPolicies(policies)
+        clock = Clock(record, lambda: callback._measurements)
+        train(
+            clock,
+            [record, callback],
+            Classifier(network, partial(torch.optim.AdamW, lr=1e-3)),
+            DigitsDataModule(batch_size=64, seed=0),
+            folder,
+            accelerator="cpu",
+            # As conf/trainer/default.yaml.
+            log_every_n_steps=10,
+            limit_val_batches=0,
+            logger=CSVLogger(folder),
+        )
+    return clock.row(what, target)
+
+
+def record() -> list[Row]:
+    """The default job, and one whose masks change at every step."""
+    # As conf/train.yaml.
+    default = {
+        "stop": gp.Stop(modules="model.probe"),
+        "straight_through": gp.StraightThrough(ops=["round"]),
+        "random_freeze": gp.Freeze(
+            gp.masks.Random(density=0.5, every=5), params="model.trunk.*", frozen_state="zero"
+        ),
+    }
+    each_step = {"random": gp.Freeze(gp.masks.Random(density=0.1, every=1), params="*")}
+    return [
+        record_cost("the default job", default, 1.01),
+        record_cost("masks of all parameters anew each step", each_step),
+    ]
+
+
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"import": import_time, "audit": audit, "record": record}
