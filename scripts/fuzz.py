@@ -3,19 +3,19 @@
     python scripts/fuzz.py --cases 2000
     python scripts/fuzz.py --seed 3 --kind checkpoint
 
-Three things may come of a case: it is accepted and right, it is refused in one clear line, and all else is a
-fault: a traceback, another exit code, a hang, a crash, something left behind, code that ran, a value that is
-not held, nonsense that was accepted. Hypothesis keeps a fault in `.hypothesis` and tries it first in the next
-call; one that was mended belongs in `scripts/fuzzing/examples.yaml`. The exit code is 1 if there was a fault.
+A case has three possible results: it is accepted and right, it is refused in one clear line, and anything
+else is a fault: a traceback, another exit code, a hang, a crash, a file left behind, code that ran, a value
+that is not held, nonsense that was accepted. Hypothesis keeps a fault in `.hypothesis` and tries it first in
+the next call; one that was mended belongs in `scripts/fuzzing/examples.yaml`. The exit code is 1 if there was
+a fault.
 
 A case runs in a fork of this process, in a folder of its own, with everything imported: what depends on a
-fresh process, on more than one rank or on a GPU is not tried here. Of an accepted case is known that it held
-the values it was given, did nothing forbidden and left nothing behind, not that all of it is right.
+fresh process, on more than one rank or on a GPU is not tried here. An accepted case held the values that it
+was given, did nothing forbidden and left nothing behind; that does not mean that all of it is right.
 """
 
 import argparse
 import gc
-import json
 import os
 import re
 import shlex
@@ -24,7 +24,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,26 +35,21 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.strategies import SearchStrategy
 
-# Everything that a run imports is imported once, here; each case is a fork.
-import gradpolicy.launch.run  # noqa: F401
 from fuzzing import checkpoints, commands, policies
 from fuzzing.case import Case
-from fuzzing.judging import ACCEPTED, FAULT, REFUSED, judge
+from fuzzing.judging import FAULT, RESULTS, judge
 from fuzzing.running import run_case
 from gradpolicy.launch.app import main as train
 
 KINDS = ("command", "policy", "checkpoint")
 KEPT = Path(__file__).resolve().parents[1] / ".hypothesis" / "fuzz"
+# The strategies that the processes draw from; set before they are forked.
+STRATEGIES: dict[str, SearchStrategy[Case]] = {}
 
 
 def program(arguments: Sequence[str]) -> int:
     """Run what is tried."""
     return train(commands.CONF, arguments)
-
-
-def strategies(material: checkpoints.Material) -> dict[str, SearchStrategy[Case]]:
-    """Return the strategy of each kind of case."""
-    return dict(zip(KINDS, (commands.cases(), policies.cases(), checkpoints.cases(material)), strict=True))
 
 
 def fuzz(strategy: SearchStrategy[Case], number: int, cases: int, limit: float) -> Counter[str]:
@@ -75,10 +72,12 @@ def fuzz(strategy: SearchStrategy[Case], number: int, cases: int, limit: float) 
     @given(strategy)
     def every_case_is_right_or_refused(case: Case) -> None:
         outcome = run_case(case, program, limit)
-        verdict = judge(case, outcome)
-        counts[verdict.result] += 1
-        if verdict.result == FAULT:
-            raise fault_of(verdict.complaint)(description(case, verdict.complaint, outcome.out + outcome.err))
+        result, complaint = judge(case, outcome)
+        counts[result] += 1
+        if result == FAULT:
+            # Hypothesis shrinks each type of error by itself.
+            sort = re.sub(r"'[^']*'|0x[0-9a-f]+|\d+", "…", complaint)[:60]
+            raise _fault(sort)(description(case, complaint, outcome.out + outcome.err))
 
     try:
         every_case_is_right_or_refused()
@@ -94,20 +93,19 @@ def _fault(sort: str) -> type[AssertionError]:
     return type("Fault", (AssertionError,), {"sort": sort})
 
 
-def fault_of(complaint: str) -> type[AssertionError]:
-    """Return the error of a sort of complaints: Hypothesis shrinks each sort by itself."""
-    return _fault(re.sub(r"'[^']*'|0x[0-9a-f]+|\d+", "…", complaint)[:60])
-
-
-def description(case: Case, complaint: str, said: str) -> str:
+def description(case: Case, complaint: str, output: str) -> str:
     """Describe a fault and what brings it about."""
     lines = [f"fault: {complaint[:600]}", f"  {case.what}, which {case.expectation}"]
     lines.append(f"  python train.py {shlex.join(case.arguments)[:1500]}")
     for name, content in case.files.items():
         if name.endswith(".yaml"):
             lines.append(f"  {name}:\n{content.decode(errors='backslashreplace')[:1500]}")
-    lines += ["  it said:", *(f"    {line[:300]}" for line in said.strip().splitlines()[-12:])]
+    lines += ["  its output:", *(f"    {line[:300]}" for line in output.strip().splitlines()[-12:])]
     return "\n".join(lines).encode("utf-8", "backslashreplace").decode()
+
+
+def _share(kind: str, number: int, cases: int, limit: float) -> Counter[str]:
+    return fuzz(STRATEGIES[kind], number, cases, limit)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -121,43 +119,27 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a case (default: %(default)s)")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "first").mkdir()
-        material = checkpoints.prepare(program, folder / "first")
-        chosen = {kind: each for kind, each in strategies(material).items() if options.kind in (None, kind)}
-        # What is there now needs no counting in the forks, whose memory would be copied for it.
-        gc.collect()
-        gc.freeze()
-        began = time.monotonic()
-        workers = [_start(job, chosen, options, folder) for job in range(options.jobs)]
-        failed = [os.waitpid(worker, 0)[1] != 0 for worker in workers]
-        counts = sum((Counter(json.loads(file.read_text())) for file in folder.glob("*.json")), Counter())
+    with tempfile.TemporaryDirectory() as folder:
+        material = checkpoints.prepare(program, Path(folder))
+    strategies = (commands.cases(), policies.cases(), checkpoints.cases(material))
+    STRATEGIES.update(zip(KINDS, strategies, strict=True))
+    kinds = [options.kind] if options.kind else KINDS
+    cases = max(1, options.cases // options.jobs // len(kinds))
+    # What there is now needs no counting in the forks, whose memory would be copied for it.
+    gc.collect()
+    gc.freeze()
+    began = time.monotonic()
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("fork")) as pool:
+        shares = [
+            pool.submit(_share, kind, options.seed * 1000 + job, cases, options.limit)
+            for kind in kinds
+            for job in range(options.jobs)
+        ]
+        counts = sum((share.result() for share in shares), Counter[str]())
     minutes = (time.monotonic() - began) / 60
-    total = ", ".join(f"{counts[result]} {result}" for result in (ACCEPTED, REFUSED, FAULT))
+    total = ", ".join(f"{counts[result]} {result}" for result in RESULTS)
     print(f"seed {options.seed}: {total}; {sum(counts.values()) / minutes:.0f} cases a minute")
-    return 1 if counts[FAULT] or any(failed) else 0
-
-
-def _start(
-    job: int, chosen: dict[str, SearchStrategy[Case]], options: argparse.Namespace, folder: Path
-) -> int:
-    """Fork a process that tries its share of the cases, and return its number."""
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
-        cases = max(1, options.cases // options.jobs // len(chosen))
-        number = options.seed * 1000 + job
-        counts: Counter[str] = sum(
-            (fuzz(each, number, cases, options.limit) for each in chosen.values()), Counter()
-        )
-        (folder / f"{job}.json").write_text(json.dumps(counts))
-        code = 0
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+    return 1 if counts[FAULT] else 0
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ class Case:
         names: A refusal must hold one of these words; none are asked for where it is empty.
         files: Files in the folder in which it runs, by their name there.
         holds: What the composed config must hold where the run is accepted, by key.
-        metrics: What an accepted run must have measured; nothing is asked for where it is None.
     """
 
     what: str
@@ -46,7 +45,6 @@ class Case:
     names: tuple[str, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     holds: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Mapping[str, float] | None = None
 
     @property
     def leaves_runs(self) -> bool:

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -54,12 +53,10 @@ class Material:
     Attributes:
         file: A checkpoint in one file.
         shards: The files of a checkpoint that is a directory.
-        metrics: What a test of the file's weights measures.
     """
 
     file: bytes
     shards: Mapping[str, bytes]
-    metrics: Mapping[str, float]
 
 
 def prepare(program: Program, folder: Path) -> Material:
@@ -70,18 +67,14 @@ def prepare(program: Program, folder: Path) -> Material:
         command(MODEL, "callbacks=default"),
         ("plan_only=true",),
         sharded,
-        (*TEST, "hydra.run.dir=test"),
     )
     last = folder / "run/checkpoints/last.ckpt"
     with chdir(folder), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said:
         for line in lines:
             if program(line):
                 raise RuntimeError(f"a run that all cases start from failed: {line}: {said.getvalue()}")
-            if last.is_file():
-                (folder / GIVEN).write_bytes(last.read_bytes())
     shards = sorted((folder / "shards/checkpoints/last.ckpt").iterdir())
-    metrics = json.loads((folder / "test/result.json").read_text())["metrics"]
-    return Material(last.read_bytes(), {path.name: path.read_bytes() for path in shards}, metrics)
+    return Material(last.read_bytes(), {path.name: path.read_bytes() for path in shards})
 
 
 @st.composite
@@ -91,7 +84,7 @@ def flipped_bits(draw: st.DrawFn, material: Material) -> Case:
     content = bytearray(material.file)
     content[place] ^= 1 << draw(st.integers(0, 7))
     harmful = any(start <= place < end for start, end in _held(material.file))
-    return draw(_cases("a flipped bit", bytes(content), REFUSE if harmful else EITHER, material))
+    return draw(_cases("a flipped bit", bytes(content), REFUSE if harmful else EITHER))
 
 
 @st.composite
@@ -115,7 +108,7 @@ def damaged_files(draw: st.DrawFn, material: Material) -> Case:
         "an archive without its records": _repacked(file, "data.pkl", None),
     }
     what = draw(st.sampled_from(sorted(ways)))
-    return draw(_cases(what, ways[what], REFUSE, material))
+    return draw(_cases(what, ways[what], REFUSE))
 
 
 @st.composite
@@ -138,7 +131,7 @@ def wrong_weights(draw: st.DrawFn, material: Material) -> Case:
     what = draw(st.sampled_from(sorted(ways)))
     weights.update(ways[what])
     readable = what in ("a weight of another kind", "a sparse weight")
-    return draw(_cases(what, _written(content), EITHER if readable else REFUSE, material))
+    return draw(_cases(what, _written(content), EITHER if readable else REFUSE))
 
 
 @st.composite
@@ -156,16 +149,16 @@ def wrong_parts(draw: st.DrawFn, material: Material) -> Case:
         del below[key]
     else:
         below[key] = draw(st.sampled_from(GARBAGE))
-    return draw(_cases(f"garbage at {'.'.join(path)[:60]}", _written(content), EITHER, material))
+    return draw(_cases(f"garbage at {'.'.join(path)[:60]}", _written(content), EITHER))
 
 
 @st.composite
 def whole_files(draw: st.DrawFn, material: Material) -> Case:
-    """Draw the file as it is, or saved again: whoever takes it must get the same weights."""
+    """Draw the file as it is, or saved again."""
     how = draw(st.sampled_from(("unchanged", "saved again", "in torch's old format")))
     old = how == "in torch's old format"
     content = material.file if how == "unchanged" else _written(_read(material.file), old=old)
-    return draw(_cases(how, content, ACCEPT if how == "unchanged" else EITHER, material, measured=True))
+    return draw(_cases(how, content, ACCEPT if how == "unchanged" else EITHER))
 
 
 @st.composite
@@ -175,7 +168,7 @@ def running_code(draw: st.DrawFn, material: Material) -> Case:
     name = draw(st.sampled_from(sorted(content)))
     evil = draw(st.sampled_from((RunsWhenRead(), WritesWhenRead())))
     content[name] = {**content[name], "evil": evil} if isinstance(content[name], dict) else evil
-    return draw(_cases(f"code in {name}", _written(content, old=draw(st.booleans())), REFUSE, material))
+    return draw(_cases(f"code in {name}", _written(content, old=draw(st.booleans())), REFUSE))
 
 
 @st.composite
@@ -222,19 +215,9 @@ def cases(material: Material) -> SearchStrategy[Case]:
 
 
 @st.composite
-def _cases(
-    draw: st.DrawFn,
-    what: str,
-    content: bytes,
-    expectation: Expectation,
-    material: Material,
-    *,
-    measured: bool = False,
-) -> Case:
-    use = draw(USES)
-    metrics = material.metrics if measured and use is TEST else None
+def _cases(draw: st.DrawFn, what: str, content: bytes, expectation: Expectation) -> Case:
     names = ("ckpt_path", "initial_weights")
-    return Case(what, use, expectation, names, {**FILES, GIVEN: content}, {}, metrics)
+    return Case(what, draw(USES), expectation, names, {**FILES, GIVEN: content})
 
 
 def _held(file: bytes) -> list[tuple[int, int]]:

@@ -2,14 +2,10 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import QuotedString
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from fuzzing.case import Case, Expectation
@@ -24,28 +20,12 @@ STUMBLED = re.compile(
     r"RecursionError|UnboundLocalError|ZeroDivisionError)\b| at 0x[0-9a-f]{6}"
 )
 ABSENT = object()
-FROM_OTHER_GROUPS = {"callbacks": {"audit"}}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """How a case was judged.
-
-    Attributes:
-        result: One of :data:`RESULTS`.
-        complaint: What is wrong with it, if it is a fault.
-    """
-
-    result: str
-    complaint: str = ""
-
-
-def judge(case: Case, outcome: Outcome) -> Verdict:
-    """Judge what came of a case."""
-    complaint = next(_complaints(case, outcome), None)
-    if complaint is not None:
-        return Verdict(FAULT, complaint)
-    return Verdict(ACCEPTED if outcome.code == 0 else REFUSED)
+def judge(case: Case, outcome: Outcome) -> tuple[str, str]:
+    """Return one of :data:`RESULTS`, and the complaint if it is a fault."""
+    complaint = next(_complaints(case, outcome), "")
+    return FAULT if complaint else ACCEPTED if outcome.code == 0 else REFUSED, complaint
 
 
 def _complaints(case: Case, outcome: Outcome) -> Iterator[str]:
@@ -115,46 +95,6 @@ def _wrongly_accepted(case: Case, outcome: Outcome) -> Iterator[str]:
     for key, wanted in case.holds.items():
         if not same(found := _select(config, key), wanted):
             yield f"accepted, but {key} is {_shown(found)} instead of {_shown(wanted)}"
-    yield from ignored(case.arguments, config, outcome.choices)
-    if case.metrics is not None:
-        yield from (
-            f"accepted, but {name} is {outcome.metrics.get(name)} instead of {value}"
-            for name, value in case.metrics.items()
-            if outcome.metrics.get(name) != value
-        )
-
-
-def ignored(arguments: Sequence[str], config: dict[str, Any], choices: dict[str, Any]) -> Iterator[str]:
-    """Yield what a command line sets, by Hydra's parser, and the config does not hold."""
-    overrides = []
-    for line in arguments:
-        try:
-            overrides += [] if line.startswith("-") else OverridesParser.create().parse_overrides([line])
-        except HydraException:
-            return
-    for place, override in enumerate(overrides):
-        key = str(override.key_or_group)
-        later = [str(other.key_or_group) for other in overrides[place + 1 :]]
-        if override.is_sweep_override() or any(_overlap(key, other) for other in later):
-            continue
-        wanted = ABSENT if override.is_delete() else _plain(override.value())
-        if "${" in repr(wanted) or key.startswith("hydra") or "@" in key:
-            continue
-        if key in choices:
-            if isinstance(wanted, str) and choices[key] != wanted:
-                yield f"accepted, but {key}={wanted!r} was not chosen: {choices[key]!r}"
-        elif isinstance(config.get(key), dict) and isinstance(wanted, str | list):
-            continue
-        elif wanted is ABSENT and _is_without_choice(key, config):
-            continue  # which is not to be seen in the choices
-        elif not same(found := _select(config, key), wanted):
-            yield f"accepted, but {key} is {_shown(found)} instead of {_shown(wanted)}"
-
-
-def _is_without_choice(group: str, config: dict[str, Any]) -> bool:
-    """Return True if a group holds nothing but what other groups write there."""
-    content = config.get(group)
-    return isinstance(content, dict) and content.keys() <= FROM_OTHER_GROUPS.get(group, set())
 
 
 def same(found: Any, wanted: Any) -> bool:
@@ -173,18 +113,6 @@ def same(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, float) and isinstance(found, float) and math.isnan(wanted):
         return math.isnan(found)
     return type(found) is type(wanted) and found == wanted
-
-
-def _overlap(first: str, second: str) -> bool:
-    return first == second or first.startswith(f"{second}.") or second.startswith(f"{first}.")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, QuotedString):
-        return value.text
-    if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _select(config: dict[str, Any], key: str) -> Any:

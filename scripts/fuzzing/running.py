@@ -9,13 +9,16 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
+import gradpolicy.launch.run as launch
 from fuzzing.case import Case
 
 # Takes the arguments of the command line, gives the exit code.
@@ -47,13 +50,11 @@ class Outcome:
 
     Attributes:
         code: The exit code; negative for the signal that ended it; None where the time was up.
-        out: What it said on the standard output stream.
-        err: What it said on the standard error stream.
+        out: The standard output stream.
+        err: The standard error stream.
         forbidden: What it did or tried to do that no config may: start programs, write elsewhere.
         changed: What is new, changed or gone in its folder, in words.
         config: The composed config that was run; None where none was.
-        choices: The choice of each group.
-        metrics: What the run recorded in its ``result.json``.
         seconds: How long it took.
     """
 
@@ -63,8 +64,6 @@ class Outcome:
     forbidden: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     config: dict[str, Any] | None = None
-    choices: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -73,48 +72,32 @@ def run_case(case: Case, program: Program, limit: float = 300) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         folder = place / "folder"
-        said = {stream: place / stream for stream in ("out", "err", "told")}
-        (place / "temporary").mkdir()
+        for directory in (folder, place / "temporary"):
+            directory.mkdir()
         for file, content in case.files.items():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_bytes(content)
-        folder.mkdir(exist_ok=True)
+        for stream in ("out", "err", "notes"):
+            (place / stream).touch()
         before, began = snapshot(folder), time.monotonic()
-        process = os.fork()
-        if not process:
-            _run(case, program, folder, place / "temporary", said)
-        exited = _wait(process, limit)
-        # What it has started; its number is its own until it was waited for.
-        for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError):
-                kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
-        text = {
-            stream: path.read_text(errors="replace") if path.exists() else "" for stream, path in said.items()
-        }
-        told = [json.loads(line) for line in text["told"].splitlines()]
-        ran: dict[str, Any] = next((line["ran"] for line in told if "ran" in line), {})
-        results = list(folder.glob("outputs/**/result.json"))
+        process = get_context("fork").Process(target=_run, args=(case, program, place))
+        process.start()
+        process.join(limit)
+        ended = process.exitcode is not None
+        # Its number stays its group's while something that it started is left.
+        with suppress(ProcessLookupError):
+            os.killpg(process.ident or 0, signal.SIGKILL)
+        process.join()
+        notes = [json.loads(line) for line in (place / "notes").read_text().splitlines()]
         return Outcome(
-            code=os.waitstatus_to_exitcode(status) if exited else None,
-            out=text["out"],
-            err=text["err"],
-            forbidden=tuple(line["forbidden"] for line in told if "forbidden" in line),
+            code=process.exitcode if ended else None,
+            out=(place / "out").read_text(errors="replace"),
+            err=(place / "err").read_text(errors="replace"),
+            forbidden=tuple(note["forbidden"] for note in notes if "forbidden" in note),
             changed=tuple(_differences(before, snapshot(folder))),
-            config=ran.get("config"),
-            choices=ran.get("choices", {}),
-            metrics=json.loads(results[0].read_text())["metrics"] if results else {},
+            config=next((note["config"] for note in notes if "config" in note), None),
             seconds=time.monotonic() - began,
         )
-
-
-def _wait(process: int, limit: float) -> bool:
-    deadline = time.monotonic() + limit
-    while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -140,69 +123,36 @@ def _differences(before: dict[str, str], after: dict[str, str]) -> Iterator[str]
 # ---- in the fork
 
 
-def _run(case: Case, program: Program, folder: Path, temporary: Path, said: dict[str, Path]) -> None:
-    """Run the program in the fork, and end the process."""
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        gc.disable()
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.environ["TMPDIR"] = str(temporary)
-        tempfile.tempdir = None
-        os.chdir(folder)
-        # Where a stranger's modules lie: importing one is possible, and is seen.
-        sys.path.insert(0, str(folder))
-        sys.argv = ["train.py", *case.arguments]
-        told = _redirect(said)
-        _tell_config(told)
-        sys.addaudithook(Guard((folder, temporary), told))
-        code = program(case.arguments)
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):
-                code = 1
-        os._exit(code)
-
-
-def _redirect(said: dict[str, Path]) -> int:
-    """Send the output streams to files; return the descriptor of a third, for the harness's notes."""
-    numbers = {
-        name: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name, path in said.items()
-    }
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(numbers["out"], 1)
-    os.dup2(numbers["err"], 2)
+def _run(case: Case, program: Program, place: Path) -> None:
+    """Run the program in the fork."""
+    os.setpgid(0, 0)
+    gc.disable()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    folder, temporary = place / "folder", place / "temporary"
+    os.environ["TMPDIR"] = str(temporary)
+    tempfile.tempdir = None
+    os.chdir(folder)
+    # The folder has modules of a stranger; what they do when they are imported is noticed.
+    sys.path.insert(0, str(folder))
+    sys.argv = ["train.py", *case.arguments]
+    out, err, notes = (os.open(place / name, os.O_WRONLY | os.O_APPEND) for name in ("out", "err", "notes"))
+    for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
+        os.dup2(stream, number)
     # As Python itself opens them.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    return numbers["told"]
-
-
-def _tell_config(told: int) -> None:
-    """Note the config of the job that is run."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import DictConfig, OmegaConf
-
-    import gradpolicy.launch.run as door
-
-    run = door.run
+    run = launch.run
 
     def noted(config: DictConfig, overrides: list[str]) -> Any:
-        known = HydraConfig.initialized()
-        choices = OmegaConf.to_container(HydraConfig.get().runtime.choices) if known else {}
-        ran = {"config": OmegaConf.to_container(config, resolve=False), "choices": choices}
-        os.write(told, json.dumps({"ran": ran}, default=str).encode() + b"\n")
+        note = {"config": OmegaConf.to_container(config, resolve=False)}
+        os.write(notes, json.dumps(note, default=str).encode() + b"\n")
         return run(config, overrides)
 
-    door.run = noted
+    launch.run = noted
+    sys.addaudithook(Guard((folder, temporary), notes))
+    sys.exit(program(case.arguments))
 
 
 class Guard:
@@ -210,12 +160,12 @@ class Guard:
 
     Args:
         places: Where it may write.
-        told: The descriptor of the file for notes.
+        notes: The descriptor of the file for notes.
     """
 
-    def __init__(self, places: tuple[Path, ...], told: int) -> None:
+    def __init__(self, places: tuple[Path, ...], notes: int) -> None:
         self.places = tuple(f"{place.resolve()}/" for place in places)
-        self.told = told
+        self.notes = notes
         self.forks = 0
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -231,7 +181,7 @@ class Guard:
         ):
             # What comes after is the environment, which is nobody's business.
             what = f"{event}{arguments[:2]!r}"[:300]
-            os.write(self.told, json.dumps({"forbidden": what}).encode() + b"\n")
+            os.write(self.notes, json.dumps({"forbidden": what}).encode() + b"\n")
             raise PermissionError(f"prevented by the fuzzer: {what}")
 
     def _is_own(self, path: Any) -> bool:

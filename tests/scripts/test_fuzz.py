@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-import gradpolicy.launch.run as door
+import gradpolicy.launch.run as launch
 from fuzz import fuzz
 from fuzzing import commands, policies
 from fuzzing.case import ACCEPT, EITHER, REFUSE, Case, Expectation, command
 from fuzzing.dangers import FILES, RunsWhenRead, allowed
 from fuzzing.judging import ACCEPTED, FAULT, REFUSED, judge, same
-from fuzzing.running import Outcome, run_case
+from fuzzing.running import run_case
 from fuzzing.values import written
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "fuzz.py"
@@ -51,10 +51,10 @@ def refuses(message: str = "error: seed: must be a whole number", code: int = 2)
 
 
 def runs(config: dict) -> Callable:
-    """A program that composes this config, whatever it is told."""
+    """A program that composes this config, whatever its arguments."""
 
     def program(arguments: Sequence[str]) -> int:
-        door.run(OmegaConf.create(config), [])
+        launch.run(OmegaConf.create(config), [])
         return 0
 
     return program
@@ -75,8 +75,8 @@ def first(action: Callable[[], object], then: Callable | None = None) -> Callabl
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, str]]:
-    """Runs a case with a program; what it was judged to be, and the complaint."""
-    monkeypatch.setattr(door, "run", lambda config, overrides: None)
+    """Runs a case with a program; returns the result and the complaint."""
+    monkeypatch.setattr(launch, "run", lambda config, overrides: None)
 
     def run(
         program: Callable,
@@ -85,45 +85,20 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, str]]:
         limit: float = 60,
         **more: object,
     ) -> tuple[str, str]:
-        case = Case(
-            "planted", command(*overrides, base=("plan_only=true",)), expectation, files=FILES, **more
-        )
-        verdict = judge(case, run_case(case, program, limit))
-        return verdict.result, verdict.complaint
+        arguments = command(*overrides, base=("plan_only=true",))
+        case = Case("planted", arguments, expectation, files=FILES, **more)
+        return judge(case, run_case(case, program, limit))
 
     return run
 
 
-def test_what_is_accepted_and_holds_its_values_is_right(judged) -> None:
+def test_what_is_accepted_or_refused_as_it_should_be_is_right(judged) -> None:
     assert judged(runs(RIGHT), "seed=3", expectation=ACCEPT) == (ACCEPTED, "")
-
-
-def test_what_is_refused_in_one_line_is_right(judged) -> None:
     assert judged(refuses(), "seed=abc", expectation=REFUSE, names=("seed",)) == (REFUSED, "")
-
-
-def test_warnings_beside_the_line_are_no_fault(judged) -> None:
     assert judged(refuses("warning: passed over: old.ckpt\nerror: no checkpoint"))[0] == REFUSED
-
-
-REFUSALS = {
-    "two lines": ("error: seed\nmore of it", "2 lines instead of one"),
-    "no line": ("", "0 lines instead of one"),
-    "an empty message": ("error: ", "an empty message"),
-    "a long line": (f"error: {'a' * 600}", "a line of 607 characters"),
-    "torch's advice": ("error: load it with weights_only=False", "weights_only"),
-    "a stumble": ("error: trainer: KeyError: 'loops'", "stumbled"),
-    "an address": ("error: no <object object at 0x7f12e03ab560>", "stumbled"),
-    "another key": ("error: optimizer: is wrong", "names none of 'seed'"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSALS)
-def test_a_refusal_that_is_no_clear_line_is_a_fault(judged, what: str) -> None:
-    message, complaint = REFUSALS[what]
-    result, found = judged(refuses(message), "seed=abc", names=("seed",))
-    assert result == FAULT
-    assert complaint in found
+    # A sweep may leave its runs.
+    leaves = first(lambda: Path("outputs").mkdir(), runs(RIGHT))
+    assert judged(leaves, "-m", expectation=ACCEPT)[0] == ACCEPTED
 
 
 def crashes(arguments: Sequence[str]) -> int:
@@ -140,44 +115,44 @@ def is_killed(arguments: Sequence[str]) -> int:
     return 0
 
 
-def hangs(arguments: Sequence[str]) -> int:
-    time.sleep(600)
-    return 0
-
-
-ENDS = {
-    crashes: "exit code 1",
-    refuses(code=130): "exit code 130",
-    prints_a_traceback: "a traceback",
-    is_killed: "ended by signal 9",
+KEEP = Path("guarded/keep.txt")
+FAULTS: dict[str, tuple[Callable, str]] = {
+    "two lines": (refuses("error: seed\nmore of it"), "2 lines instead of one"),
+    "no line": (refuses(""), "0 lines instead of one"),
+    "an empty message": (refuses("error: "), "an empty message"),
+    "a long line": (refuses(f"error: {'a' * 600}"), "a line of 607 characters"),
+    "torch's advice": (refuses("error: load it with weights_only=False"), "weights_only"),
+    "a stumble": (refuses("error: trainer: KeyError: 'loops'"), "stumbled"),
+    "an address": (refuses("error: no <object object at 0x7f12e03ab560>"), "stumbled"),
+    "another key": (refuses("error: optimizer: is wrong"), "names none of 'seed'"),
+    "an error": (crashes, "exit code 1"),
+    "an exit code": (refuses(code=130), "exit code 130"),
+    "a traceback": (prints_a_traceback, "a traceback"),
+    "a signal": (is_killed, "ended by signal 9"),
+    "a folder": (first(lambda: Path("outputs").mkdir()), "left behind: outputs is new"),
+    "a folder of a plan": (
+        first(lambda: Path("outputs").mkdir(), runs(RIGHT)),
+        "left behind: outputs is new",
+    ),
+    "a write": (first(lambda: KEEP.write_text("yours")), "left behind: guarded/keep.txt was changed"),
+    "a removal": (first(KEEP.unlink), "left behind: guarded/keep.txt is gone"),
+    "an import": (first(lambda: __import__("stranger")), "left behind: canary is new"),
+    "no run": (lambda arguments: 0, "accepted, but nothing was run"),
 }
 
 
-@pytest.mark.parametrize("program", ENDS)
-def test_another_end_is_a_fault(judged, program: Callable) -> None:
-    assert judged(program) == (FAULT, ENDS[program])
+@pytest.mark.parametrize("what", FAULTS)
+def test_another_end_than_one_clear_line_is_a_fault(judged, what: str) -> None:
+    program, complaint = FAULTS[what]
+    result, found = judged(program, "seed=abc", names=("seed",))
+    assert result == FAULT
+    assert complaint in found
 
 
 def test_a_program_that_hangs_is_killed_and_a_fault(judged) -> None:
-    result, complaint = judged(hangs, limit=0.5)
+    result, complaint = judged(lambda arguments: time.sleep(600), limit=0.5)
     assert result == FAULT
     assert complaint.startswith("it hangs: killed after")
-
-
-def test_what_is_left_behind_is_a_fault(judged) -> None:
-    written_file = first(lambda: Path("outputs").mkdir())
-    assert judged(written_file) == (FAULT, "left behind: outputs is new")
-    # Where it was accepted and only planned, too.
-    assert judged(first(lambda: Path("outputs").mkdir(), runs(RIGHT)))[0] == FAULT
-    changed = first(lambda: Path("guarded/keep.txt").write_text("yours"))
-    assert judged(changed) == (FAULT, "left behind: guarded/keep.txt was changed")
-    removed = first(lambda: Path("guarded/keep.txt").unlink())
-    assert judged(removed) == (FAULT, "left behind: guarded/keep.txt is gone")
-
-
-def test_a_sweep_may_leave_its_runs(judged) -> None:
-    leaves = first(lambda: Path("outputs").mkdir(), runs(RIGHT))
-    assert judged(leaves, "-m", expectation=ACCEPT)[0] == ACCEPTED
 
 
 FORBIDDEN = {
@@ -202,55 +177,33 @@ def test_what_no_input_may_do_is_prevented_and_a_fault(judged, event: str) -> No
     assert not list(Path("/tmp").glob("* by the fuzzer"))
 
 
-def test_importing_a_strangers_module_is_a_fault(judged) -> None:
-    assert judged(first(lambda: __import__("stranger")))[1] == "left behind: canary is new"
+def test_a_result_that_was_not_expected_is_a_fault(judged) -> None:
+    assert judged(runs(RIGHT), expectation=REFUSE) == (FAULT, "accepted, although it is wrong")
+    refused = (FAULT, "refused, although there is nothing wrong with it")
+    assert judged(refuses(), expectation=ACCEPT) == refused
 
 
-def test_nonsense_that_is_accepted_is_a_fault(judged) -> None:
-    assert judged(runs(RIGHT), "seed=abc", expectation=REFUSE) == (FAULT, "accepted, although it is wrong")
-
-
-def test_sense_that_is_refused_is_a_fault(judged) -> None:
-    assert judged(refuses(), expectation=ACCEPT) == (
-        FAULT,
-        "refused, although there is nothing wrong with it",
-    )
-
-
-def test_exit_code_0_without_a_run_is_a_fault(judged) -> None:
-    assert judged(lambda arguments: 0) == (FAULT, "accepted, but nothing was run")
-
-
-IGNORED = {
-    "seed=4": "seed is 3 instead of 4",
-    "seed=3.0": "seed is 3 instead of 3.0",
-    "~seed": "seed is 3 instead of absent",
-    "+user.mine=[1,2]": "user.mine is absent instead of [1, 2]",
-}
-
-
-@pytest.mark.parametrize("override", IGNORED)
-def test_a_value_that_is_not_held_is_a_fault(judged, override: str) -> None:
-    assert judged(runs(RIGHT), override) == (FAULT, f"accepted, but {IGNORED[override]}")
-
-
-def test_a_value_that_the_mutation_knows_is_asked_for(judged) -> None:
+def test_a_value_that_is_not_held_is_a_fault(judged) -> None:
     reference = {**RIGHT, "optimizer": {"lr": "${rate}"}, "rate": 0.5}
     assert judged(runs(reference), holds={"optimizer.lr": 0.5})[0] == ACCEPTED
     assert judged(runs(reference), holds={"optimizer.lr": 0.25})[0] == FAULT
+    assert judged(runs(RIGHT), holds={"seed": 4}) == (FAULT, "accepted, but seed is 3 instead of 4")
+    assert judged(runs(RIGHT), holds={"a.b": [1]}) == (FAULT, "accepted, but a.b is absent instead of [1]")
 
 
-def test_other_metrics_than_those_of_the_weights_are_a_fault() -> None:
-    case = Case("planted", (), metrics={"test/loss": 2.0})
-    assert judge(case, Outcome(0, config={}, metrics={"test/loss": 2.0})).result == ACCEPTED
-    assert judge(case, Outcome(0, config={}, metrics={"test/loss": 2.5})).result == FAULT
+def test_values_are_compared_with_their_types() -> None:
+    assert same(float("nan"), float("nan"))
+    assert same({"a": [1], "more": 2}, {"a": [1]})
+    for one, other in ((1, True), (1, 1.0), ([1], [1, 2]), ({}, {"a": None})):
+        assert not same(one, other)
 
 
 # ---- what is drawn
 
 
-def test_a_fault_is_shrunk_and_each_sort_is_told_once(
-    judged, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_a_fault_is_shrunk_and_each_sort_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def program(arguments: Sequence[str]) -> int:
         number = int(arguments[0])
@@ -260,29 +213,30 @@ def test_a_fault_is_shrunk_and_each_sort_is_told_once(
     monkeypatch.setattr("fuzz.program", program)
     monkeypatch.setattr("fuzz.KEPT", tmp_path)
     drawn = st.integers(0, 1000).map(lambda number: Case("a number", (str(number),)))
-    counts = fuzz(drawn, number=0, cases=100, limit=60)
-    said = capsys.readouterr().out
+    counts = fuzz(drawn, number=0, cases=30, limit=60)
+    printed = capsys.readouterr().out
     assert counts[FAULT] > 0
     assert counts[REFUSED] > 0
-    assert said.count("fault: ") == 2
+    assert printed.count("fault: ") == 2
     # The smallest numbers of either sort.
-    assert "python train.py 50\n" in said
-    assert "python train.py 201\n" in said
+    assert "python train.py 50\n" in printed
+    assert "python train.py 201\n" in printed
     assert any(tmp_path.rglob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [commands.cases, policies.cases])
 def test_cases_are_of_many_sorts(cases: Callable) -> None:
     drawn: list[Case] = []
 
     @seed(0)
-    @settings(max_examples=150, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(cases())
     def keep(case: Case) -> None:
         drawn.append(case)
 
     keep()
-    assert len({case.what for case in drawn}) >= 8
+    assert len({case.what for case in drawn}) >= 6
     assert {case.expectation for case in drawn} == {*Expectation}
 
 
@@ -292,17 +246,8 @@ def test_every_allowed_callable_is_given_arguments_that_load() -> None:
     assert len(names) > 300
 
 
-def test_a_written_value_is_read_as_it_was(judged) -> None:
+def test_a_written_value_is_read_by_hydra_as_it_was() -> None:
     value = {"a": [1, None, True, "x'y"], "b": {"c": 0.5}}
-    override = f"+user={written(value)}"
-    assert judged(runs({**RIGHT, "user": value}), override)[0] == ACCEPTED
-    assert judged(runs({**RIGHT, "user": {**value, "a": []}}), override)[0] == FAULT
-
-
-def test_values_are_compared_with_their_types() -> None:
-    assert same(float("nan"), float("nan"))
-    assert same({"a": [1], "more": 2}, {"a": [1]})
-    assert not same(1, True)
-    assert not same(1, 1.0)
-    assert not same([1], [1, 2])
-    assert not same({}, {"a": None})
+    with commands.initialize_config_dir(str(commands.CONF), version_base="1.3"):
+        config = commands.compose("train", [f"+user={written(value)}"])
+    assert same(OmegaConf.to_container(config.user), value)
