@@ -1,75 +1,91 @@
-"""Kills a training run again and again at random moments and asks whether anybody could tell.
+"""Kill a training run at random moments, resume it, and compare it with one that was left alone.
 
     python scripts/soak.py --kills 30
     python scripts/soak.py --kills 5 --ranks 2 --workers 2 --accumulate 2
 
-A run of ``train.py`` is left alone once. Then the same run is killed (SIGKILL, all its processes at once, and
+A run of ``train.py`` is left alone once. Then the same run is killed (SIGKILL to all its processes at once;
 on one process sometimes SIGTERM) at moments drawn at random, while it starts, trains and tests, and started
-again each time with ``ckpt_path=last``, as a person does: with the default callbacks, into a new directory.
-In the end both must hold the same bits in each checkpoint (weights, moments, masks, ages, schedulers, random
-states, loop counters, best scores), the same rows in ``metrics.csv`` and ``record.jsonl``, and the same
-numbers in ``result.json``. A run that comes to its end before it was killed often enough is compared, and the
-next one begins.
+again each time with ``ckpt_path=last``, with the default callbacks. In the end both must hold the same bits
+in each checkpoint (weights, moments, masks, ages, schedulers, random states, loop counters, best scores), the
+same rows in ``metrics.csv`` and ``record.jsonl``, and the same numbers in ``result.json``. A run that ends
+before it was killed often enough is compared, and the next one begins.
 """
 
 import argparse
 import json
-import os
 import random
 import signal
 import sys
 import tempfile
-from collections import Counter
+import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 from soaking.comparing import compare
-from soaking.running import Kill, Setting, finish, resuming, run
+from soaking.running import checkpoints, run
 
 
-def soak(setting: Setting, kills: int, folder: Path, *, seed: int = 0) -> list[str]:
-    """Compares a run that was killed with one that was left alone.
+def command(options: argparse.Namespace, outputs: Path) -> list[str]:
+    """Return the command line of ``train.py``, which resumes once there is a checkpoint."""
+    return [
+        f"paths.log_dir={outputs}",
+        f"trainer={'cpu' if options.ranks == 1 else 'ddp_sim'}",
+        f"trainer.max_epochs={options.epochs}",
+        f"trainer.accumulate_grad_batches={options.accumulate}",
+        "trainer.log_every_n_steps=1",
+        "trainer.limit_train_batches=5",
+        "trainer.limit_val_batches=2",
+        "trainer.limit_test_batches=2",
+        "trainer.enable_progress_bar=false",
+        f"data.workers={options.workers}",
+        "data.batch_size=32",
+        # Too large: the best epoch is in the middle, where a resumed run must not forget it.
+        "optimizer.lr=0.3",
+        "logger=csv",
+        "+logger.csv.flush_logs_every_n_steps=1",
+        *(
+            [f"+callbacks.last_checkpoint.every_n_train_steps={options.save_every}"]
+            if options.save_every
+            else []
+        ),
+        "extras.plan=false",
+        *options.overrides,
+        *(["ckpt_path=last"] if checkpoints(outputs) else []),
+    ]
 
-    Args:
-        setting: What is run.
-        kills: How often it is killed.
-        folder: Where both runs write.
-        seed: Draws the moments.
+
+def soak(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Compare runs that are killed, as often as the options say, with one that is left alone.
 
     Returns:
         The differences, in words; empty where there is none.
     """
     alone = folder / "alone"
-    times = finish(setting.command(alone), setting.ranks, alone)
-    draw = random.Random(seed)
-    done: Counter[str] = Counter()
+    began = time.monotonic()
+    run(command(options, alone), options.ranks)
+    length = time.monotonic() - began
+    draw, kills = random.Random(options.seed), 0
     for life in count():
-        if done.total() >= kills:
+        if kills == options.kills:
             break
-        killed = folder / f"killed{life}"
-        while done.total() < kills:
-            number = signal.SIGTERM if setting.ranks == 1 and draw.random() < 0.2 else signal.SIGKILL
-            kill = Kill(*times.draw(draw), number)
-            where = run(resuming(setting.command(killed), killed), setting.ranks, killed, kill)
-            if where is None:
-                break
-            done[where] += 1
-            print(f"{number.name} {done.total()} of {kills} {where}", flush=True)
-        finish(resuming(setting.command(killed), killed), setting.ranks, killed)
-        found = compare(alone, killed)
-        if found:
+        killed, ended = folder / f"killed{life}", False
+        while not ended and kills < options.kills:
+            number = signal.SIGTERM if options.ranks == 1 and draw.random() < 0.2 else signal.SIGKILL
+            after = draw.uniform(0.0, length)
+            ended = run(command(options, killed), options.ranks, after, number)
+            if not ended:
+                kills += 1
+                print(f"{number.name} {kills} of {options.kills} after {after:.1f} s", flush=True)
+        if not ended:
+            run(command(options, killed), options.ranks)
+        if found := compare(alone, killed):
             return found
-    print(", ".join(f"{number} {where}" for where, number in done.items()))
     return []
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the program; the exit code is 1 where there was a difference."""
+    """Run the program; the exit code is 1 where there was a difference."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,24 +99,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="more for the command line of train.py")
-    parsed = parser.parse_args(arguments)
-    setting = Setting(
-        parsed.ranks,
-        parsed.workers,
-        parsed.accumulate,
-        parsed.epochs,
-        parsed.save_every,
-        tuple(parsed.overrides),
-    )
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        found = soak(setting, parsed.kills, Path(folder), seed=parsed.seed)
-    print(
-        "\n".join(found[:20])
-        or f"{parsed.kills} kills, not one bit of difference: {json.dumps(vars(parsed))}"
-    )
+        found = soak(options, Path(folder))
+    same = f"{options.kills} kills, not one bit of difference: {json.dumps(vars(options))}"
+    print("\n".join(found[:20]) or same)
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))
