@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.checks import check_share
-from gradpolicy.tasks.simsiam import SimSiam, SimSiamNetwork, Views
+from gradpolicy.tasks.simsiam import SimSiam, SimSiamNetwork
 from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory
 
 
@@ -26,22 +26,9 @@ class BYOLNetwork(SimSiamNetwork):
         super().__init__(inputs, hidden, size, classes)
         self.target = copy.deepcopy(nn.Sequential(self.encoder, self.projector))
 
-    def forward(self, first: Tensor, second: Tensor) -> Views:
-        """Compare two views of the same images, each of shape (batch, channels, height, width)."""
-        features = self.encoder(first)
-        one, other = self.projector(features), self.projector(self.encoder(second))
-        loss = (
-            self.criterion(self.predictor(one), self.target(second))
-            + self.criterion(self.predictor(other), self.target(first))
-        ) / 2
-        return Views(loss, one, self.probe(features))
-
-    @torch.no_grad()
-    def move_target(self, momentum: float) -> None:
-        """Move the copy: ``target = momentum · target + (1 − momentum) · online``."""
-        online = nn.Sequential(self.encoder, self.projector)
-        for follower, leader in zip(self.target.parameters(), online.parameters(), strict=True):
-            follower.lerp_(leader, 1 - momentum)
+    def targets(self, first: Tensor, second: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the copy gives for the second and for the first view."""
+        return self.target(second), self.target(first)
 
 
 class BYOL(SimSiam):
@@ -72,6 +59,9 @@ class BYOL(SimSiam):
         check_share("BYOL.momentum", momentum)
         self.momentum = momentum
 
+    @torch.no_grad()
     def on_train_batch_end(self, outputs: object, batch: object, batch_index: int) -> None:
-        """Move the copy."""
-        self.model.move_target(self.momentum)
+        """Move the copy: ``target = momentum · target + (1 − momentum) · online``."""
+        online = nn.Sequential(self.model.encoder, self.model.projector)
+        for follower, leader in zip(self.model.target.parameters(), online.parameters(), strict=True):
+            follower.lerp_(leader, 1 - self.momentum)

@@ -46,25 +46,27 @@ class Classifier(Task):
             }
         )
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """Return the summed loss of a batch."""
-        losses, predictions = self._assess(batch)
-        for name, loss in losses.items():
-            self.log(f"train/{name}", loss, prog_bar=name == "loss")
-        for name, predicted in predictions.items():
-            self.log(f"train/{name}", (predicted == batch[1]).float().mean())
-        return torch.stack(list(losses.values())).sum()
+    def assess(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the summed loss of a batch, with its parts and the accuracies."""
+        images, labels = batch
+        output = self(images)
+        losses = self.losses_of(output, labels)
+        accuracies = {
+            f"{part}accuracy": (logits.argmax(dim=-1) == labels).float().mean()
+            for part, logits in _logits_of(output).items()
+        }
+        return torch.stack(list(losses.values())).sum(), {**losses, **accuracies}
 
     def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
         """Log the values of a batch."""
         images, labels = batch
-        losses, predictions = self._assess(batch)
-        for name, loss in losses.items():
+        output = self(images)
+        for name, loss in self.losses_of(output, labels).items():
             self.log(f"{stage}/{name}", loss, on_epoch=True, sync_dist=True, batch_size=len(images))
-        for name, predicted in predictions.items():
-            metric = cast(Metric, self.metrics[f"{stage}_{name}"])
-            metric.update(predicted, labels)
-            self.log(f"{stage}/{name}", metric, on_epoch=True, prog_bar=stage == "val")
+        for part, logits in _logits_of(output).items():
+            metric = cast(Metric, self.metrics[f"{stage}_{part}accuracy"])
+            metric.update(logits.argmax(dim=-1), labels)
+            self.log(f"{stage}/{part}accuracy", metric, on_epoch=True, prog_bar=stage == "val")
 
     def losses_of(self, output: Any, labels: Tensor) -> dict[str, Tensor]:
         """Return the parts of the loss by name; their sum is trained."""
@@ -72,15 +74,6 @@ class Classifier(Task):
             f"{part}loss": functional.cross_entropy(logits, labels)
             for part, logits in _logits_of(output).items()
         }
-
-    def _assess(self, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Losses and predicted classes of the head and, where there is one, of the probe."""
-        images, labels = batch
-        output = self(images)
-        predictions = {
-            f"{part}accuracy": logits.argmax(dim=-1) for part, logits in _logits_of(output).items()
-        }
-        return self.losses_of(output, labels), predictions
 
 
 def _logits_of(output: Any) -> dict[str, Tensor]:

@@ -4,9 +4,8 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 
-from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.loading import DataModule, TensorRows
-from gradpolicy.tasks.splits import stratified_split
+from gradpolicy.tasks.splits import check_shares, stratified_split
 
 
 class DigitsDataModule(DataModule):
@@ -39,11 +38,7 @@ class DigitsDataModule(DataModule):
         workers: int = 0,
     ) -> None:
         super().__init__(batch_size, seed, workers)
-        for key, share in {"validation_share": validation_share, "test_share": test_share}.items():
-            if not 0 < share < 1:
-                raise PolicyError(f"data.{key}: {share} given, a share between 0 and 1 needed")
-        if validation_share + test_share >= 1:
-            raise PolicyError("data.validation_share: with data.test_share it leaves nothing to train on")
+        check_shares(validation_share=validation_share, test_share=test_share)
         self.validation_share = validation_share
         self.test_share = test_share
 

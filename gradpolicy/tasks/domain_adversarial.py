@@ -105,8 +105,8 @@ class DomainAdversarial(Task):
         unmarked[..., : self.rows, :] = 0
         return unmarked
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """Return the loss of the classes of one half, and of the domains of both."""
+    def assess(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of the classes of one half and of the domains of both, and its two parts."""
         images, labels = batch
         half = len(images) // 2
         both = torch.cat([self.source(images[:half], labels[:half]), self.target(images[half:])])
@@ -114,8 +114,7 @@ class DomainAdversarial(Task):
         domains = (torch.arange(len(images), device=both.device) >= half).float()
         loss = functional.cross_entropy(output.logits[:half], labels[:half])
         domain_loss = functional.binary_cross_entropy_with_logits(output.domain_logits, domains)
-        self.log_dict({"train/loss": loss, "train/domain_loss": domain_loss}, prog_bar=True)
-        return loss + domain_loss
+        return loss + domain_loss, {"loss": loss, "domain_loss": domain_loss}
 
     def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
         """Log the values of a batch."""

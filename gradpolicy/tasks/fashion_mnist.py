@@ -1,7 +1,6 @@
 """Fashion-MNIST: small pictures of clothes."""
 
 import gzip
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.files import KEY, FileDataModule, RemoteFile
 from gradpolicy.tasks.loading import TensorRows
-from gradpolicy.tasks.splits import stratified_split
+from gradpolicy.tasks.splits import check_shares, stratified_split
 
 _SITE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 FILES = tuple(
@@ -23,28 +22,6 @@ FILES = tuple(
         ("t10k-labels-idx1-ubyte.gz", "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
     )
 )
-
-
-class ImageRows(TensorRows):
-    """Images kept as bytes and given as float32 in [0, 1], with their labels.
-
-    Args:
-        images: uint8, shape (count, channels, height, width).
-        labels: int64, shape (count,).
-    """
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        super().__init__(images, labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        """One image and its label."""
-        image, label = super().__getitem__(index)
-        return image / 255, label
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the images and labels of a batch."""
-        images, labels = super().__getitems__(indices)
-        return images / 255, labels
 
 
 class FashionMNISTDataModule(FileDataModule):
@@ -67,16 +44,8 @@ class FashionMNISTDataModule(FileDataModule):
     """
 
     classes = (
-        "T-shirt",
-        "trouser",
-        "pullover",
-        "dress",
-        "coat",
-        "sandal",
-        "shirt",
-        "sneaker",
-        "bag",
-        "ankle boot",
+        *("T-shirt", "trouser", "pullover", "dress", "coat"),
+        *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
     )
 
     def __init__(
@@ -88,8 +57,7 @@ class FashionMNISTDataModule(FileDataModule):
         workers: int = 0,
         download: bool = False,
     ) -> None:
-        if not 0 < validation_share < 1:
-            raise PolicyError(f"data.validation_share: {validation_share} given, between 0 and 1 needed")
+        check_shares(validation_share=validation_share)
         super().__init__(FILES, data_dir, batch_size, seed, workers, download)
         self.validation_share = validation_share
 
@@ -101,10 +69,9 @@ class FashionMNISTDataModule(FileDataModule):
         images, labels, test_images, test_labels = map(read_idx, paths)
         chosen = np.arange(len(labels))
         train, validation = stratified_split(chosen, labels.numpy(), self.validation_share, self.seed)
-        images, test_images = images[:, None], test_images[:, None]
-        self.train_set = ImageRows(images[train], labels[train].long())
-        self.validation_set = ImageRows(images[validation], labels[validation].long())
-        self.test_set = ImageRows(test_images, test_labels.long())
+        self.train_set = TensorRows(images[train][:, None] / 255, labels[train].long())
+        self.validation_set = TensorRows(images[validation][:, None] / 255, labels[validation].long())
+        self.test_set = TensorRows(test_images[:, None] / 255, test_labels.long())
 
 
 def read_idx(path: Path) -> Tensor:

@@ -1,8 +1,8 @@
 """Files of a data set: found in a local directory, checked, and downloaded if the config says so."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.loading import DataModule
@@ -12,8 +12,7 @@ KEY = "data.data_dir"
 TIMEOUT = 30
 
 
-@dataclass(frozen=True)
-class RemoteFile:
+class RemoteFile(NamedTuple):
     """A file with its checksum.
 
     Attributes:
@@ -69,17 +68,16 @@ def check_present(directory: Path, files: Sequence[RemoteFile], download: bool) 
         PolicyError: If one is absent and `download` is false.
     """
     missing = [file.name for file in files if not (directory / file.name).is_file()]
-    if not missing or download:
-        return
-    reason = f"has no {', '.join(missing)}" if directory.is_dir() else "is not a directory"
-    raise PolicyError(f"{KEY}: {directory} {reason}; name the right one, or set data.download=true")
+    if missing and not download:
+        reason = f"has no {', '.join(missing)}" if directory.is_dir() else "is not a directory"
+        raise PolicyError(f"{KEY}: {directory} {reason}; name the right one, or set data.download=true")
 
 
 def fetch(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
     """Make sure that each file is in a directory, with the contents that its checksum says.
 
     Args:
-        directory: Where the files are looked for and downloaded to.
+        directory: The directory that has the files, or gets them.
         files: The files.
         download: Whether files that are absent are downloaded, with a progress bar.
 
@@ -91,20 +89,16 @@ def fetch(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
     import pooch
 
     check_present(directory, files, download)
-    for file in files:
-        path = directory / file.name
-        if path.is_file():
-            if (found := pooch.file_hash(path)) != file.sha256:
-                raise PolicyError(
-                    f"{KEY}: {path} has the SHA-256 {found} instead of {file.sha256};"
-                    " delete it and set data.download=true"
-                )
-            continue
-        downloader = pooch.HTTPDownloader(progressbar=True, timeout=TIMEOUT)
-        try:
-            pooch.retrieve(
-                file.url, f"sha256:{file.sha256}", fname=file.name, path=directory, downloader=downloader
+    downloader = pooch.HTTPDownloader(progressbar=True, timeout=TIMEOUT)
+    for name, url, sha256 in files:
+        path = directory / name
+        if path.is_file() and (found := pooch.file_hash(path)) != sha256:
+            raise PolicyError(
+                f"{KEY}: {path} has the SHA-256 {found} instead of {sha256};"
+                " delete it and set data.download=true"
             )
+        try:
+            pooch.retrieve(url, f"sha256:{sha256}", name, directory, downloader=downloader)
         # A ValueError if the contents are others; the file is not kept then.
         except (OSError, ValueError) as error:
-            raise PolicyError(f"{KEY}: {path} is absent and {file.url} could not be had: {error}") from error
+            raise PolicyError(f"{KEY}: {path} is absent and {url} could not be had: {error}") from error

@@ -17,21 +17,8 @@ class LanguageModel(Task):
     Logs ``{train,val,test}/loss`` in nats and ``…/bits_per_character``, the loss over ln 2, a token.
     """
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """Return the mean loss over a batch's tokens."""
-        loss = self._loss(batch)
-        self.log("train/loss", loss, prog_bar=True)
-        self.log("train/bits_per_character", loss / math.log(2))
-        return loss
-
-    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Log the values of a batch."""
-        loss = self._loss(batch)
-        values = {f"{stage}/loss": loss, f"{stage}/bits_per_character": loss / math.log(2)}
-        self.log_dict(
-            values, on_epoch=True, sync_dist=True, batch_size=len(batch[0]), prog_bar=stage == "val"
-        )
-
-    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def assess(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss over a batch's tokens, and the same in bits."""
         tokens, following = batch
-        return functional.cross_entropy(self(tokens).flatten(0, 1), following.flatten())
+        loss = functional.cross_entropy(self(tokens).flatten(0, 1), following.flatten())
+        return loss, {"loss": loss, "bits_per_character": loss / math.log(2)}

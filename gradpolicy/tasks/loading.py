@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from gradpolicy.checks import LARGEST_SEED, LARGEST_SIZE, check_whole
 from gradpolicy.errors import PolicyError
@@ -22,28 +22,8 @@ from gradpolicy.errors import PolicyError
 MOST_WORKERS = 1024
 
 
-class TensorRows(Dataset[tuple[Tensor, ...]]):
-    """Rows of equally long tensors, fetched a whole batch at a time.
-
-    Args:
-        tensors: Tensors with the same first dimension.
-
-    Raises:
-        ValueError: If they differ in it.
-    """
-
-    def __init__(self, *tensors: Tensor) -> None:
-        if len({len(tensor) for tensor in tensors}) != 1:
-            raise ValueError(f"the tensors differ in length: {[len(tensor) for tensor in tensors]}")
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.tensors[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        """One row of each tensor."""
-        return tuple(tensor[index] for tensor in self.tensors)
+class TensorRows(TensorDataset):
+    """Rows of equally long tensors, fetched a whole batch at a time."""
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the rows of a batch, stacked; a loader over it needs `already_stacked` to collate."""

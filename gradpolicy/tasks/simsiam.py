@@ -78,8 +78,14 @@ class SimSiamNetwork(nn.Module):
         """Compare two views of the same images, each of shape (batch, channels, height, width)."""
         features = self.encoder(first)
         one, other = self.projector(features), self.projector(self.encoder(second))
-        loss = (self.criterion(self.predictor(one), other) + self.criterion(self.predictor(other), one)) / 2
-        return Views(loss, one, self.probe(features))
+        of_second, of_first = self.targets(first, second, one, other)
+        similarity = self.criterion(self.predictor(one), of_second)
+        similarity = similarity + self.criterion(self.predictor(other), of_first)
+        return Views(similarity / 2, one, self.probe(features))
+
+    def targets(self, first: Tensor, second: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is predicted of the second and of the first view: here, their projections."""
+        return other, one
 
 
 class SimSiam(Task):
@@ -92,28 +98,19 @@ class SimSiam(Task):
     they have collapsed to one.
     """
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """Return the loss of two views, and the probe's."""
+    def assess(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of two views and the probe's, and the values to log."""
         images, labels = batch
-        views = self.model(_view(images), _view(images))
-        values = self._values(views, labels)
-        self.log_dict({f"train/{name}": value for name, value in values.items()}, prog_bar=True)
-        return views.loss + functional.cross_entropy(views.probe_logits, labels)
+        views = self.model(_view(images), _view(images)) if self.training else self.model(images, images)
+        loss = views.loss + functional.cross_entropy(views.probe_logits, labels)
+        accuracy = (views.probe_logits.argmax(-1) == labels).float().mean()
+        return loss, {"loss": views.loss, "probe_accuracy": accuracy, "spread": spread(views.projections)}
 
-    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Log the values of a batch."""
-        images, labels = batch
-        values = self._values(self.model(images, images), labels)
-        logged = {f"{stage}/{name}": value for name, value in values.items()}
-        self.log_dict(logged, on_epoch=True, sync_dist=True, batch_size=len(images))
 
-    def _values(self, views: Views, labels: Tensor) -> dict[str, Tensor]:
-        directions = functional.normalize(views.projections.detach(), dim=-1)
-        return {
-            "loss": views.loss,
-            "probe_accuracy": (views.probe_logits.argmax(-1) == labels).float().mean(),
-            "spread": directions.std(0, correction=0).mean() * directions.shape[-1] ** 0.5,
-        }
+def spread(projections: Tensor) -> Tensor:
+    """Return the standard deviation of the normalised projections, times the root of their size."""
+    directions = functional.normalize(projections.detach(), dim=-1)
+    return directions.std(0, correction=0).mean() * directions.shape[-1] ** 0.5
 
 
 def _view(images: Tensor) -> Tensor:

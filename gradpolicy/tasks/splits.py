@@ -4,7 +4,22 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.model_selection import train_test_split
 
+from gradpolicy.errors import PolicyError
+
 Indices = NDArray[np.integer]
+
+
+def check_shares(**shares: float) -> None:
+    """Check the shares of the samples that are split off, by the names of their settings.
+
+    Raises:
+        PolicyError: If one is not between 0 and 1, or they leave nothing to train on.
+    """
+    for key, share in shares.items():
+        if not 0 < share < 1:
+            raise PolicyError(f"data.{key}: {share} given, a share between 0 and 1 needed")
+    if sum(shares.values()) >= 1:
+        raise PolicyError(f"data.{next(iter(shares))}: the shares together leave nothing to train on")
 
 
 def stratified_split(indices: Indices, labels: Indices, share: float, seed: int) -> tuple[Indices, Indices]:

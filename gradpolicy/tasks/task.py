@@ -1,6 +1,5 @@
 """The base of the project's Lightning modules: a model, and how its optimizer is made."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,6 +47,21 @@ class Task(LightningModule):
         """Return what the model gives."""
         return self.model(inputs)
 
+    def assess(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of a batch, which is trained, and the values to log by their names.
+
+        Args:
+            batch: A batch of the loader.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a method assess")
+
+    def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
+        """Log the values of a batch and return its loss."""
+        loss, values = self.assess(batch)
+        for name, value in values.items():
+            self.log(f"train/{name}", value, prog_bar=name == "loss")
+        return loss
+
     def validation_step(self, batch: Any, batch_index: int) -> None:
         """Log the validation values."""
         self.evaluate("val", batch)
@@ -56,14 +70,17 @@ class Task(LightningModule):
         """Log the test values."""
         self.evaluate("test", batch)
 
-    @abstractmethod
     def evaluate(self, stage: str, batch: Any) -> None:
         """Log the values of a batch.
 
         Args:
             stage: ``"val"`` or ``"test"``, with which their names begin.
-            batch: What the loader gives.
+            batch: A batch of the loader, of which the first entry is a tensor of samples.
         """
+        values = {f"{stage}/{name}": value for name, value in self.assess(batch)[1].items()}
+        self.log_dict(
+            values, on_epoch=True, sync_dist=True, batch_size=len(batch[0]), prog_bar=stage == "val"
+        )
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, if there is one, its scheduler.

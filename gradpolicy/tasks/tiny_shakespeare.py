@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gradpolicy.checks import LARGEST_SIZE, check_share
-from gradpolicy.errors import PolicyError, shown, unknown
+from gradpolicy.checks import LARGEST_SIZE, check_whole
+from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.tasks.files import FileDataModule, RemoteFile
+from gradpolicy.tasks.splits import check_shares
 
 FILES = (
     RemoteFile(
@@ -90,13 +91,9 @@ class TinyShakespeareDataModule(FileDataModule):
     ) -> None:
         if part not in PARTS:
             raise unknown("part", part, PARTS, key="data.part")
-        check_share("data.validation_share", validation_share)
-        check_share("data.test_share", test_share)
-        if min(validation_share, test_share) <= 0 or validation_share + test_share >= 1:
-            raise PolicyError("data.validation_share: with data.test_share it must lie between 0 and 1")
-        for name, value in {"context": context, "stride": stride}.items():
-            if value is not None and not 1 <= value <= LARGEST_SIZE:
-                raise PolicyError(f"data.{name}: {shown(value)} given, at least 1 needed")
+        check_shares(validation_share=validation_share, test_share=test_share)
+        check_whole("data.context", context, least=1, most=LARGEST_SIZE)
+        check_whole("data.stride", stride or 1, least=1, most=LARGEST_SIZE)
         super().__init__(FILES, data_dir, batch_size, seed, workers, download)
         self.context = context
         self.stride = stride or context

@@ -134,18 +134,8 @@ class VQVAE(Task):
         super().__init__(model, optimizer, scheduler, scheduler_interval)
         self.commitment = commitment
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """Return the summed loss of a batch."""
-        values = self._assess(batch)
-        self.log_dict({f"train/{name}": value for name, value in values.items()}, prog_bar=True)
-        return values["loss"]
-
-    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Log the values of a batch."""
-        values = {f"{stage}/{name}": value for name, value in self._assess(batch).items()}
-        self.log_dict(values, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
-
-    def _assess(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    def assess(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the summed loss of a batch, with the reconstruction's error and the codebook's use."""
         images = batch[0]
         result = self(images)
         quantized = result.quantized
@@ -153,4 +143,4 @@ class VQVAE(Task):
         loss = reconstruction + quantized.codebook_loss + self.commitment * quantized.commitment_loss
         shares = quantized.indices.flatten().bincount().float() / quantized.indices.numel()
         perplexity = torch.special.entr(shares).sum().exp()
-        return {"loss": loss, "reconstruction": reconstruction, "perplexity": perplexity}
+        return loss, {"loss": loss, "reconstruction": reconstruction, "perplexity": perplexity}

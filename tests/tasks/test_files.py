@@ -22,7 +22,7 @@ def remote(tmp_path: Path) -> Iterator[RemoteFile]:
     with ThreadingHTTPServer(
         ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)
     ) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/source"
         yield RemoteFile("data.bin", url, hashlib.sha256(CONTENT).hexdigest())
         server.shutdown()

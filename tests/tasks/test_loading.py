@@ -1,4 +1,4 @@
-"""The order of the samples is a function of seed, epoch, rank and place, and of nothing else."""
+"""The order of the samples depends on seed, epoch, rank and place alone; the digits are split by seed."""
 
 from itertools import chain
 
@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.tasks import DigitsDataModule
 from gradpolicy.tasks.loading import (
     DataModule,
     EpochSampler,
@@ -33,20 +34,14 @@ def samples(batches: ResumableLoader) -> list[list[int]]:
 
 
 def test_an_epoch_has_the_same_order_whenever_it_is_asked_for() -> None:
-    again = loader(epoch=3)
-    torch.rand(5)
+    again, before = loader(epoch=3), torch.get_rng_state()
     assert samples(loader(epoch=3)) == samples(again) == samples(again)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     orders = [samples(loader(epoch=epoch, seed=seed)) for epoch in range(3) for seed in range(3)]
     assert all(orders.count(order) == 1 for order in orders)
-
-
-def test_the_global_random_state_is_left_alone() -> None:
-    before = torch.get_rng_state()
-    samples(loader())
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_loader_begins_where_the_run_stands_and_keeps_its_length() -> None:
@@ -94,20 +89,43 @@ def test_neighbouring_seeds_do_not_share_epochs() -> None:
 def test_rows_come_one_by_one_or_as_a_batch() -> None:
     rows = TensorRows(torch.arange(6).view(3, 2), torch.arange(3))
     assert torch.equal(rows.__getitems__([2, 0])[0], torch.stack([rows[2][0], rows[0][0]]))
-    with pytest.raises(ValueError, match="differ in length"):
-        TensorRows(torch.zeros(3), torch.zeros(4))
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"), [({"batch_size": 0}, "batch_size"), ({"workers": -1}, "workers")]
-)
-def test_wrong_settings_name_their_key(settings: dict[str, int], key: str) -> None:
-    with pytest.raises(PolicyError, match=f"data.{key}"):
-        DataModule(**settings)
-
-
-def test_a_batch_larger_than_the_training_set_is_refused() -> None:
+def test_wrong_settings_name_their_key() -> None:
+    for key, value in (("batch_size", 0), ("workers", -1)):
+        with pytest.raises(PolicyError, match=f"data.{key}"):
+            DataModule(**{key: value})
     data = DataModule(batch_size=23)
     data.train_set = ROWS
     with pytest.raises(PolicyError, match="more than the 22 training samples"):
         data.train_dataloader()
+
+
+def parts(**settings: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    data = DigitsDataModule(**settings)
+    data.setup()
+    return [part.tensors for part in (data.train_set, data.validation_set, data.test_set)]
+
+
+def test_the_digits_are_split_by_the_shares_in_every_class() -> None:
+    assert [len(labels) for _, labels in parts(validation_share=0.1, test_share=0.2)] == [1257, 180, 360]
+    for _, labels in parts():
+        assert torch.bincount(labels, minlength=10).float().div(len(labels)).sub(0.1).abs().max() < 0.02
+    images = torch.cat([images for images, _ in parts()])
+    assert images.shape == images.unique(dim=0).shape == (1797, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert (images.min(), images.max()) == (0, 1)
+
+
+def test_the_split_follows_the_seed_and_not_the_global_state() -> None:
+    first, again, other = parts(seed=1), parts(seed=1), parts(seed=2)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0][1], other[0][1])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"test_share": 0.0}, {"validation_share": 1.5}, {"validation_share": 0.8}]
+)
+def test_shares_that_leave_nothing_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(PolicyError, match="_share"):
+        DigitsDataModule(**settings)

@@ -1,13 +1,53 @@
-"""The models give what their names say."""
+"""The models compute what their names promise, and learn under their policies only."""
 
 import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
+import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.tasks.binary import BinaryLinear, BinaryPerceptron
 from gradpolicy.tasks.models import ConvNet, MultilayerPerceptron, QuantizedConvNet, QuantizedReLU
+from gradpolicy.tasks.spiking import Neurons, SpikingNetwork
 from gradpolicy.tasks.transformer import CharacterTransformer
+from gradpolicy.tasks.visual_attention import AttentionClassifier, VisualAttention
+
+LEARN_BY_POLICY = {
+    "quantised": (QuantizedConvNet(width=4), "trunk", gp.StraightThrough(ops=["round"])),
+    "binary": (BinaryPerceptron(), "layers", gp.StraightThrough("hardtanh", ops=["sign"])),
+    "spiking": (
+        SpikingNetwork(),
+        "currents",
+        gp.StraightThrough("fast_sigmoid", ops=["gt"], modules="neurons"),
+    ),
+    "attention": (
+        VisualAttention(size=8),
+        "attention",
+        gp.StraightThrough(ops=["bernoulli"], modules="mask"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEARN_BY_POLICY)
+def test_what_comes_before_a_step_learns_only_under_a_policy(name: str) -> None:
+    model, before, policy = LEARN_BY_POLICY[name]
+    images, labels = torch.rand(8, 1, 8, 8), torch.arange(8)
+    weights = [
+        p for module in model.get_submodule(before).modules() for p in module.parameters() if p.dim() > 1
+    ]
+
+    def learns() -> list[bool]:
+        model.zero_grad()
+        output = model(images)
+        cross_entropy(getattr(output, "logits", output), labels).backward()
+        return [weight.grad is not None and bool(weight.grad.any()) for weight in weights]
+
+    assert not any(learns())
+    with gp.install(model, [policy]):
+        assert all(learns())
 
 
 def test_the_quantised_activation_has_evenly_spaced_values_between_0_and_1() -> None:
@@ -15,29 +55,19 @@ def test_the_quantised_activation_has_evenly_spaced_values_between_0_and_1() -> 
     assert values.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_without_a_straight_through_policy_nothing_before_the_round_learns() -> None:
-    model = QuantizedConvNet(width=4)
-    model(torch.rand(2, 1, 8, 8)).logits.sum().backward()
-    assert all(not parameter.grad.any() for parameter in model.trunk.parameters())
-    assert model.head.weight.grad.any()
-
-
-def test_the_network_takes_other_images_and_classes() -> None:
+def test_the_networks_classify_images_of_their_size() -> None:
+    images = torch.rand(2, 3, 12, 12)
     output = QuantizedConvNet(channels=3, size=13, classes=4, width=4)(torch.rand(2, 3, 13, 13))
     assert output.logits.shape == output.probe_logits.shape == (2, 4)
-
-
-def test_the_plain_networks_classify_images_of_their_size() -> None:
-    assert ConvNet(channels=3, size=12, classes=4, width=2, hidden=5)(torch.rand(2, 3, 12, 12)).shape == (
-        2,
-        4,
-    )
+    assert ConvNet(channels=3, size=12, classes=4, width=2, hidden=5)(images).shape == (2, 4)
     perceptron = MultilayerPerceptron(inputs=12, hidden=(7, 5), classes=4)
     assert perceptron(torch.rand(2, 3, 2, 2)).shape == (2, 4)
     assert [tuple(p.shape) for p in perceptron.parameters() if p.dim() == 2] == [(7, 12), (5, 7), (4, 5)]
+    for size in (4, 13, 28):
+        assert VisualAttention(size=size, classes=3)(torch.rand(2, 1, size, size)).logits.shape == (2, 3)
 
 
-@pytest.mark.parametrize("bad", [0, -1, 1.5, math.nan, math.inf, 2**70, True])
+@pytest.mark.parametrize("bad", [0, 1.5, math.nan, 2**70, True])
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
@@ -46,6 +76,7 @@ def test_the_plain_networks_classify_images_of_their_size() -> None:
         (ConvNet, ["channels", "size", "classes", "width", "hidden"]),
         (MultilayerPerceptron, ["inputs", "classes"]),
         (CharacterTransformer, ["vocabulary", "context", "width", "layers", "heads"]),
+        (VisualAttention, ["width"]),
     ],
 )
 def test_an_impossible_size_is_refused_by_its_name(model: type, sizes: list[str], bad: float) -> None:
@@ -61,3 +92,117 @@ def test_a_dropout_that_is_no_share_is_refused(model: type) -> None:
             PolicyError, match=rf"^{model.__name__}\.dropout: must be a number between 0 and 1"
         ):
             model(dropout=bad)
+
+
+# ---- binary and spiking
+
+
+def test_a_binary_network_computes_with_signs() -> None:
+    layer, x = BinaryLinear(5, 3), torch.randn(4, 5)
+    torch.testing.assert_close(layer(x), x @ layer.weight.sign().T)
+    hidden = BinaryPerceptron(hidden=7).layers[:2](torch.rand(6, 64))
+    assert hidden.shape == (6, 7)
+    assert set(hidden.unique().tolist()) <= {-1.0, 0.0, 1.0}
+
+
+def test_a_neuron_follows_its_formula() -> None:
+    neurons, potential, spikes = Neurons(decay=0.5), torch.zeros(1), []
+    for _ in range(6):
+        spike, potential = neurons(potential, torch.tensor([0.6]))
+        spikes.append(spike.item())
+    v, expected = 0.0, []
+    for _ in range(6):
+        v = 0.5 * v + 0.6
+        expected.append(float(v > 1))
+        v -= expected[-1]
+    assert spikes == expected == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+
+
+def test_rates_are_shares_of_the_steps() -> None:
+    model = SpikingNetwork(steps=4)
+    rates = []
+    model.readout.register_forward_pre_hook(lambda module, inputs: rates.append(inputs[0] * 4))
+    assert model(torch.rand(3, 1, 8, 8)).shape == (3, 10)
+    assert set(rates[0].unique().tolist()) <= {0.0, 1.0, 2.0, 3.0, 4.0}
+
+
+def test_the_gradient_of_one_spike_is_the_surrogate() -> None:
+    current = torch.tensor([0.3, 0.9, 1.4], requires_grad=True)
+    neurons = Neurons()
+    with gp.install(neurons, [gp.StraightThrough("fast_sigmoid", parameters={"slope": 5.0}, ops=["gt"])]):
+        spikes, _ = neurons(torch.zeros(3), current)
+    (gradient,) = torch.autograd.grad(spikes.sum(), current)
+    torch.testing.assert_close(gradient, 1 / (5 * (current.detach() - 1).abs() + 1) ** 2)
+
+
+# ---- visual attention
+
+
+def test_sampled_masks_are_bits_and_soft_ones_are_the_attention() -> None:
+    images = torch.rand(4, 1, 28, 28)
+    hard, soft = VisualAttention()(images), VisualAttention(sampled=False)(images)
+    assert set(hard.mask.unique().tolist()) == {0.0, 1.0}
+    assert hard.mask.shape == hard.attention.shape == (4, 1, 14, 14)
+    assert soft.mask is soft.attention
+
+
+def test_the_gradient_of_the_attention_is_features_times_incoming() -> None:
+    model, images = VisualAttention(), torch.rand(2, 1, 28, 28)
+    kept = {}
+    model.mask.register_forward_hook(lambda module, inputs, output: kept.update(attention=inputs[0]))
+    model.head.register_forward_pre_hook(lambda module, inputs: kept.update(seen=inputs[0]))
+    with gp.install(model, [gp.StraightThrough(ops=["bernoulli"], modules="mask")]):
+        loss = model(images).logits.square().sum()
+    attention, incoming = torch.autograd.grad(loss, (kept["attention"], kept["seen"]))
+    expected = (model.features(images) * incoming).sum(1, keepdim=True)
+    torch.testing.assert_close(attention, expected)
+
+
+def test_the_share_loss_is_zero_at_the_share() -> None:
+    task = AttentionClassifier(VisualAttention(), torch.optim.Adam, share=0.25, weight=2.0)
+    output = VisualAttention()(torch.rand(3, 1, 28, 28))
+    for share, loss in ((0.25, 0.0), (0.75, 2 * 0.5**2)):
+        output = output._replace(attention=torch.full((3, 1, 14, 14), share))
+        assert task.losses_of(output, torch.zeros(3, dtype=torch.long))["share_loss"] == pytest.approx(loss)
+    with pytest.raises(PolicyError, match=r"AttentionClassifier\.share"):
+        AttentionClassifier(VisualAttention(), torch.optim.Adam, share=1.5)
+
+
+# ---- the transformer
+
+
+@pytest.fixture
+def transformer() -> CharacterTransformer:
+    return CharacterTransformer(vocabulary=11, context=8, width=16, layers=2, heads=2).eval()
+
+
+def test_a_character_changes_no_prediction_before_it(transformer: nn.Module) -> None:
+    tokens = torch.randint(11, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 11
+    difference = (transformer(tokens) - transformer(changed)).abs().amax(dim=-1)[0]
+    assert not difference[:5].any()
+    assert difference[5:].all()
+
+
+def test_a_transformer_starts_knowing_nothing_and_continues_a_text(transformer: CharacterTransformer) -> None:
+    tokens = torch.randint(11, (64, 8))
+    loss = cross_entropy(transformer(tokens).flatten(0, 1), tokens.flatten()).item()
+    assert loss == pytest.approx(math.log(11), abs=0.1)
+    start = torch.tensor([[1, 2, 3]])
+    longer = transformer.generate(start, 9, torch.Generator().manual_seed(0))
+    assert longer.shape == (1, 12)
+    assert torch.equal(longer[:, :3], start)
+
+
+def test_too_long_a_text_or_heads_that_do_not_divide_are_refused(transformer: nn.Module) -> None:
+    with pytest.raises(ValueError, match="context of 8"):
+        transformer(torch.zeros(1, 9, dtype=torch.long))
+    with pytest.raises(PolicyError, match=r"model\.heads"):
+        CharacterTransformer(width=10, heads=3)
+
+
+def test_its_parameters_lie_in_numbered_layers_between_embedding_and_head(transformer: nn.Module) -> None:
+    roots = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in transformer.named_parameters())
+    embedding, norm = ["embedding.token", "embedding.position"], ["norm.weight", "norm.bias"]
+    assert list(roots) == [*embedding, "layers.0", "layers.1", *norm, "head.weight"]

@@ -210,9 +210,8 @@ def test_without_its_policy_nothing_before_a_quantiser_learns(name):
         }
 
 
-@pytest.mark.parametrize(
-    "name", ["lsq_plus", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dorefa", "pact", "lsq"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
 def test_compiled_layers_have_the_same_gradients(name):
     inputs = torch.rand(16, 64)
 
