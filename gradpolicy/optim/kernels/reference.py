@@ -1,4 +1,4 @@
-"""Kernels in torch: in stretches that fit the cache of a CPU, compiled on other devices.
+"""Kernels in torch: updates in stretches that fit a CPU's cache, compiled on other devices.
 
 All tensors are contiguous and lie in memory order. A *block* is so many consecutive entries that share an
 age: one entry, a row, or the whole tensor. Ages are signed, see `ages.py`. Where only active blocks have
@@ -74,18 +74,21 @@ class Kernels:
             constants = torch.tensor(settings, dtype=numbers.dtype, device="cpu").unbind()  # type: ignore[assignment]
             function = compiled_update(type(rule), updates[0].parameter.dtype)
         for batch in _batches(updates, numbers.device):
-            first, columns = batch[0].update, [piece.tensors() for piece in batch]
+            first, places = batch[0], [_active_blocks(update) for update in batch]
+            columns = [_columns(*pair) for pair in zip(batch, places, strict=True)]
             joined = [torch.cat(own) for own in zip(*columns, strict=True)] if len(batch) > 1 else columns[0]
-            parameter, gradient, ages, *values = (each.data for each in joined)
-            state = dict(zip(first.state, values, strict=True))
             rows = numbers[first.uncounted :] if first.age is None else numbers[first.age : first.age + 1]
-            function(rule, parameter, gradient, ages, state, constants, rows.data)
+            for part in _stretches(len(joined[0]), numbers.device, first.block):
+                parameter, gradient, ages, *values = (each.data[part] for each in joined)
+                state = dict(zip(first.state, values, strict=True))
+                function(rule, parameter, gradient, ages, state, constants, rows.data)
             if len(batch) > 1:
                 sizes = [len(own[0]) for own in columns]
                 for place in (0, *range(3, len(joined))):
                     torch._foreach_copy_([own[place] for own in columns], joined[place].split(sizes))
-            for piece, own in zip(batch, columns, strict=True):
-                piece.put(own)
+            for update, active, own in zip(batch, places, columns, strict=True):
+                if active is not None:
+                    _write_back(update, active, own)
 
     def turn(self, ages: Tensor, uncounted: int, flags: Tensor, forget: bool) -> None:
         """Makes the blocks active whose flag is set, the others frozen, in place.
@@ -96,19 +99,14 @@ class Kernels:
             flags: One a block.
             forget: True if frozen blocks are of age 0 from now on.
         """
-        for part in _stretches(ages.numel(), ages.device):
-            own = torch.where(ages[part] > 0, ages[part] + uncounted, -ages[part])
-            ages[part] = torch.where(flags[part], own, -1 if forget else -own)
+        own = torch.where(ages > 0, ages + uncounted, -ages)
+        ages.copy_(torch.where(flags, own, -1 if forget else -own))
 
     def pack_bits(self, flags: Tensor) -> Tensor:
         """Return the index of the blocks whose flag is set."""
         padded = torch.nn.functional.pad(flags.view(torch.uint8), (0, -flags.numel() % 64)).view(-1, 8)
         weights = (1 << torch.arange(8, device=flags.device)).to(torch.uint8)
-        parts = [
-            (padded[part] * weights).sum(1, dtype=torch.uint8)
-            for part in _stretches(len(padded), flags.device)
-        ]
-        return torch.cat(parts) if parts else padded.new_empty(0)
+        return (padded * weights).sum(1, dtype=torch.uint8)
 
     def fill_frozen(
         self, values: Tensor, ages: Tensor | None, index: Tensor | None, block: int, fill: float | Tensor
@@ -123,10 +121,9 @@ class Kernels:
             fill: The number, or the other tensor.
         """
         rows = values.view(-1, block)
-        for part in _stretches(len(rows), values.device, block):
-            active = (_bits(index, part, values.device) if ages is None else ages[part] > 0).view(-1, 1)
-            other = fill.reshape(-1, block)[part] if isinstance(fill, Tensor) else fill
-            rows[part] = torch.where(active, rows[part], other)
+        active = (_bits(index, len(rows)) if ages is None else ages > 0).view(-1, 1)
+        other = fill.reshape(-1, block) if isinstance(fill, Tensor) else fill
+        rows.copy_(torch.where(active, rows, other))
 
     def repack(
         self,
@@ -147,13 +144,12 @@ class Kernels:
             blocks: Number of blocks.
             fill: The number for blocks that are in `target` alone.
         """
-        whole = slice(0, blocks)
         rows = values.view(-1, block)
         if source is not None:
             dense = values.new_full((blocks, block), fill)
-            dense[_bits(source, whole, values.device)] = rows
+            dense[_bits(source, blocks)] = rows
             rows = dense
-        return (rows if target is None else rows[_bits(target, whole, values.device)]).reshape(-1)
+        return (rows if target is None else rows[_bits(target, blocks)]).reshape(-1)
 
 
 REFERENCE = Kernels()
@@ -164,100 +160,71 @@ def compiles(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _stretches(blocks: int, device: torch.device, block: int = 1) -> Iterator[slice]:
-    """Yield blocks in stretches that fit a CPU's cache; on other devices all at once."""
-    # A multiple of 8, so that a stretch begins with a byte of an index.
-    count = max(STRETCH // block // 8 * 8, 8) if device.type == "cpu" else max(blocks, 1)
-    for start in range(0, blocks, count):
-        yield slice(start, min(start + count, blocks))
-
-
-def _bits(index: Tensor | None, part: slice, device: torch.device) -> Tensor:
-    """Return a flag for each block of a part, which begins with a byte of the index; None: all are set."""
-    if index is None:
-        return torch.ones(part.stop - part.start, dtype=torch.bool, device=device)
-    own = index[part.start // 8 : -(-part.stop // 8)].unsqueeze(1)
+def _bits(index: Tensor | None, blocks: int) -> Tensor:
+    """Return a flag for each block of an index."""
+    assert index is not None
     shifts = torch.arange(8, dtype=torch.uint8, device=index.device)
-    return (own >> shifts).bitwise_and_(1).view(-1)[: part.stop - part.start].bool()
+    return (index.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:blocks].bool()
 
 
 # --- updates
 
 
-Places = slice | Tensor | None
-"""Blocks of a tensor; None: all of them."""
+def _batches(updates: Sequence[EntryUpdate], device: torch.device) -> Iterator[list[EntryUpdate]]:
+    """Yield updates that one call can make: on a CPU each alone, on other devices small tensors together."""
+    most = JOINED if compiles(device) else 0
+    alike: dict[Any, list[EntryUpdate]] = {}
+    for update in updates:
+        key = (update.ages.dtype, update.block, update.uncounted, update.age, *update.state)
+        alike.setdefault(key, []).append(update)
+    for own in alike.values():
+        batch, entries = own[:1], own[0].parameter.numel()
+        for update in own[1:]:
+            entries += update.parameter.numel()
+            if entries > most:
+                yield batch
+                batch, entries = [], update.parameter.numel()
+            batch.append(update)
+        yield batch
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Some blocks of one update.
-
-    Attributes:
-        update: The update.
-        blocks: Their places among all blocks.
-        own: Their places among the blocks that have state and ages.
-    """
-
-    update: EntryUpdate
-    blocks: Places
-    own: Places
-
-    def tensors(self) -> list[Tensor]:
-        """Return the rows of parameter, gradient, ages and state: copies where the places are a tensor."""
-        each, block = self.update, self.update.block
-        return [
-            _rows(each.parameter, block, self.blocks),
-            _rows(each.gradient, block, self.blocks),
-            _rows(each.ages, 1, self.own),
-            *[_rows(value, block, self.own) for value in each.state.values()],
-        ]
-
-    def put(self, tensors: list[Tensor]) -> None:
-        """Writes rows of parameter and state back where they are copies."""
-        parameter, _, _, *state = tensors
-        if isinstance(self.blocks, Tensor):
-            self.update.parameter.view(-1, self.update.block)[self.blocks] = parameter
-        if isinstance(self.own, Tensor):
-            for value, new in zip(self.update.state.values(), state, strict=True):
-                value.view(-1, self.update.block)[self.own] = new
+def _active_blocks(update: EntryUpdate) -> Tensor | None:
+    """Return the places of active rows or packed blocks; None where all entries are updated in place."""
+    if update.index is not None:
+        return _bits(update.index, update.parameter.numel() // update.block).nonzero().view(-1)
+    return (update.ages > 0).nonzero().view(-1) if update.block > 1 else None
 
 
-def _rows(tensor: Tensor, block: int, places: Places) -> Tensor:
+def _columns(update: EntryUpdate, places: Tensor | None) -> list[Tensor]:
+    """Return the blocks of parameter, gradient, ages and state: copies where there are places."""
+    own = None if update.index is not None else places
+    return [
+        _rows(update.parameter, update.block, places),
+        _rows(update.gradient, update.block, places),
+        _rows(update.ages, 1, own),
+        *[_rows(value, update.block, own) for value in update.state.values()],
+    ]
+
+
+def _rows(tensor: Tensor, block: int, places: Tensor | None) -> Tensor:
     rows = tensor.view(-1, block)
     return rows if places is None else rows[places]
 
 
-def _pieces(update: EntryUpdate, device: torch.device) -> Iterator[_Piece]:
-    """Yield an update a stretch at a time; of rows and packed state the active blocks alone."""
-    done, count = 0, update.parameter.numel() // update.block
-    for part in _stretches(count, device, update.block):
-        if update.index is not None:
-            blocks = _bits(update.index, part, device).nonzero().view(-1) + part.start
-            yield _Piece(update, blocks, slice(done, done + len(blocks)))
-            done += len(blocks)
-        elif update.block > 1:
-            blocks = (update.ages[part] > 0).nonzero().view(-1) + part.start
-            yield _Piece(update, blocks, blocks)
-        else:
-            own = part if part.stop - part.start < count else None
-            yield _Piece(update, own, own)
+def _write_back(update: EntryUpdate, places: Tensor, columns: list[Tensor]) -> None:
+    """Write updated blocks back to where they were copied from; packed state was updated in place."""
+    parameter, _, _, *state = columns
+    update.parameter.view(-1, update.block)[places] = parameter
+    if update.index is None:
+        for value, new in zip(update.state.values(), state, strict=True):
+            value.view(-1, update.block)[places] = new
 
 
-def _batches(updates: Sequence[EntryUpdate], device: torch.device) -> Iterator[list[_Piece]]:
-    """Yield pieces that one call can update: on a CPU each alone, on other devices small tensors together."""
-    batches: dict[Any, list[_Piece]] = {}
-    room: dict[Any, int] = {}
-    for update in updates:
-        key = (update.ages.dtype, update.block, update.uncounted, update.age, *update.state)
-        size = update.parameter.numel() if compiles(device) else JOINED
-        for piece in _pieces(update, device):
-            if key in batches and room[key] < size:
-                yield batches.pop(key)
-            if key not in batches:
-                batches[key], room[key] = [], JOINED
-            batches[key].append(piece)
-            room[key] -= size
-    yield from batches.values()
+def _stretches(rows: int, device: torch.device, block: int) -> Iterator[slice]:
+    """Yield rows in stretches that fit a CPU's cache; on other devices all at once."""
+    count = max(STRETCH // block, 1) if device.type == "cpu" else max(rows, 1)
+    for start in range(0, rows, count):
+        yield slice(start, start + count)
 
 
 def _update(
