@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tensors.mask import as_tensor, check_mask
-from gradpolicy.tensors.sharding import is_sharded, local_shard
+from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard
 
 
 def local_mask(mask: Tensor, parameter: Tensor) -> Tensor:
@@ -41,36 +41,17 @@ def _placements(parameter: Tensor, shape: Sequence[int]) -> tuple[Any, list[Any]
     ]
 
 
-def coarse_mask(mask: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
+def coarse_mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the mask of a coarser shape from which a mask of each entry was made.
 
     Args:
-        mask: Bool, of the parameter's shape; sharded as the parameter, or plain.
-        parameter: The parameter; if it is sharded, every process must take part.
+        mask: Bool, of the parameter's shape; if it is sharded, every process must take part.
         shape: Shape of the mask as it was set.
     """
-    if is_sharded(mask) and _hidden_from_some(parameter, shape):
-        sharded: Any = mask
-        mask = sharded.full_tensor()
-    own = local_shard(mask)
-    for dim in range(len(shape)):
-        own = own.narrow(dim, 0, 1) if _is_one(shape, parameter, dim) and own.shape[dim] > 1 else own
-    return as_sharded(own, parameter, shape) if is_sharded(mask) else own
-
-
-def _hidden_from_some(parameter: Tensor, shape: Sequence[int]) -> bool:
-    """Return True if a process without entries may need a value of a mask that only others can give."""
-    sharded: Any = parameter
-    split = [
-        (placement.dim, ranks)
-        for placement, ranks in zip(sharded.placements, sharded.device_mesh.shape, strict=True)
-        if placement.is_shard()
-    ]
-    ranks = prod(count for _, count in split)
-    # ceil(size / ranks) entries each: up to this size the last processes may be left with none.
-    return any(
-        _is_one(shape, parameter, dim) and parameter.shape[dim] <= ranks * (ranks - 1) for dim, _ in split
-    )
+    if tuple(shape) == tuple(mask.shape):
+        return mask
+    whole = full_tensor(mask)
+    return whole[tuple(slice(size) for size in shape)]
 
 
 def fitting_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
@@ -222,13 +203,6 @@ def _real(tensor: Tensor) -> Tensor:
 def _is_one(shape: Sequence[int], parameter: Tensor, dim: int) -> bool:
     """Return True if a mask of this shape has one value for all of a dimension."""
     return shape[dim] == 1 and parameter.shape[dim] > 1
-
-
-def has_one_value(shape: Sequence[int], parameter: Tensor) -> bool:
-    """Return True if a mask of this shape is one flag, which every process of a sharded parameter has."""
-    placements: Any = getattr(parameter, "placements", ())
-    split = [placement.dim for placement in placements if placement.is_shard()]
-    return prod(shape) == 1 and all(_is_one(shape, parameter, dim) for dim in split)
 
 
 def as_sharded(value: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:

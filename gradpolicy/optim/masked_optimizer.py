@@ -15,15 +15,18 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import checkpoint, state_probe
-from gradpolicy.optim.entry_updates import EntryUpdates, Member
+from gradpolicy.optim.kernels import select
 from gradpolicy.optim.layout import fitting_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
 from gradpolicy.optim.other_optimizers import is_torchs_own
-from gradpolicy.optim.update_rules import Group
+from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.update_rules.sgd import begin_momenta
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import is_sharded, local_shard
 
+Member = tuple[MaskedParameter, Tensor]
+"""A parameter and its gradient."""
+FIRST_AGES, MOST_TABLES = 1024, 64
 _WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[MaskedOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
@@ -57,6 +60,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
             does when moments are zeroed by hand; the count rests while the whole tensor is frozen.
 
     Attributes:
+        effective_steps: Updates that took place; a step that mixed precision skipped is not one. Set it where
+            an optimizer is wrapped in the middle of a training.
         steps_inner: True during a step, which steps the wrapped optimizer too.
 
     Raises:
@@ -98,7 +103,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._options = Options().changed(frozen_state=frozen_state, bias_correction=bias_correction)
         self._wrapped = Wrapped(inner)
         self._masked: dict[Tensor, MaskedParameter] = {}
-        self._effective_steps = 0
+        self.effective_steps = 0
         self._only_probed = False
         for group in inner.param_groups:
             # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
@@ -117,14 +122,14 @@ class MaskedOptimizer(torch.optim.Optimizer):
         guard = self.inner.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
         weakref.finalize(self, guard.remove)
         self._guard = guard.id
-        rule = self._wrapped.rule
-        self._update_entries = None if rule is None else EntryUpdates(rule)
+        # The numbers of the rule by age, as long as the settings that they follow from stay.
+        self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}
         self._closure_needed = self._wrapped.needs_closure
         # Some third-party optimizers, SAM for one, call the closure themselves, and more than once.
-        self._calls_closure_itself = rule is None and not is_torchs_own(self.inner)
+        self._calls_closure_itself = self._wrapped.rule is None and not is_torchs_own(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "_options", "_wrapped", "_masked", "_effective_steps", "_only_probed")
+        names = ("inner", "_options", "_wrapped", "_masked", "effective_steps", "_only_probed")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -263,16 +268,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return sum(each.active for each in ages) / total if total else 1.0
 
     @property
-    def effective_steps(self) -> int:
-        """Updates that took place; a step that mixed precision skipped is not one."""
-        return self._effective_steps
-
-    @effective_steps.setter
-    def effective_steps(self, steps: int) -> None:
-        """Sets the count, where an optimizer is wrapped in the middle of a training."""
-        self._effective_steps = steps
-
-    @property
     def is_probed(self) -> bool:
         """True if the next step is torch.distributed.checkpoint's, which asks which state there is."""
         return state_probe.is_probe(self.inner)
@@ -313,7 +308,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         Call it before clipping, so that masked gradients do not count in the norm. `step` is right without.
         """
         for parameter, masked in self._masked.items():
-            if masked.drops_gradient:
+            if masked.frozen_everywhere:
                 parameter.grad = None
             else:
                 self.mask_gradient(parameter)
@@ -324,7 +319,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         masked, gradient = self._masked.get(parameter), parameter.grad
         if masked is None or gradient is None or masked.is_full:
             return
-        if masked.drops_gradient:
+        if masked.frozen_everywhere:
             gradient.zero_()
             return
         if gradient.layout is not torch.strided:
@@ -391,9 +386,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
             masked.count_update()
         for masked in work.on_others:
             masked.count_update_on_others()
-        if self._update_entries is not None:
-            self._update_entries(work.by_rule, self._scale)
-        self._effective_steps += 1
+        if self._wrapped.rule is not None and work.by_rule:
+            self._update_by_rule(self._wrapped.rule, work.by_rule)
+        self.effective_steps += 1
         return result
 
     def _sorted(self, closure: bool) -> _Work:
@@ -423,6 +418,74 @@ class MaskedOptimizer(torch.optim.Optimizer):
             if members:
                 work.by_rule.append((group, members))
         return work
+
+    def _update_by_rule(self, rule: UpdateRule, groups: list[tuple[Group, list[Member]]]) -> None:
+        """Updates the active entries of parameters by the rule, and counts the update."""
+        steps: list[Tensor] = []
+        for group, members in groups:
+            together: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
+            for member in members:
+                parameter = member[0].parameter
+                together.setdefault((parameter.dtype, parameter.device), []).append(member)
+            for own in together.values():
+                self._update_alike(rule, group, own)
+            for masked, _ in members:
+                masked.count_update()
+            counts = rule.tensor_state(group, 0).keys()
+            if counts - {"step"}:
+                for masked, _ in members:
+                    masked.state.set_count(masked.updates)
+            elif counts:
+                steps += [masked.state.values["step"] for masked, _ in members]
+        if steps and all(step.is_cpu for step in steps):
+            # A number would be made into a tensor for each of them anew.
+            torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
+        elif steps:
+            torch._foreach_add_(steps, 1)
+        # Autograd must see that what it may have saved is no longer there.
+        torch.autograd.graph.increment_version([m.parameter for _, members in groups for m, _ in members])
+
+    def _update_alike(self, rule: UpdateRule, group: Group, members: list[Member]) -> None:
+        """Makes one call of a kernel for all tensors of a dtype and a device."""
+        parameter = members[0][0].parameter
+        dtype, device = parameter.dtype.to_real(), parameter.device
+        oldest = max([max(masked.ages.oldest, masked.updates) for masked, _ in members])
+        rows, is_constant = self._numbers_by_age(rule, group, oldest, dtype, device)
+        names, updates = tuple(rule.state(group)), []
+        for masked, gradient in members:
+            by_tensor = masked.options.bias_correction == "tensor"
+            age = 0 if is_constant else masked.updates if by_tensor else None
+            updates.append(masked.entry_update(group, names, gradient, age))
+        sign, *settings = rule.settings(group)
+        # Half-precision weights may have state of full precision, which torch alone takes.
+        dtypes = {value.dtype for each in updates for value in (each.gradient, *each.state.values())}
+        kernels = select(device, dtype, *dtypes, rule_kernel=rule.kernel)
+        kernels.update(rule, (sign / self._scale, *settings), rows, updates)
+        for (masked, _), update in zip(members, updates, strict=True):
+            for flat, tensor in update.unwritten:
+                masked.layout.write_back(flat, tensor)
+
+    def _numbers_by_age(
+        self, rule: UpdateRule, group: Group, oldest: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, bool]:
+        """Return a row of numbers for each age from 0 updates on, and True if all rows are the same."""
+        # Half precision is computed in float32, as by torch's fused optimizers.
+        exact = torch.promote_types(dtype, torch.float32)
+        settings = rule.age_settings(group)
+        key = (settings, exact, device)
+        rows, is_constant = self._tables.get(key, (None, False))
+        if rows is not None and len(rows) > oldest:
+            return rows, is_constant
+        length = max(FIRST_AGES, 1 << oldest.bit_length())
+        ages = torch.arange(1, length + 1, dtype=torch.float64, device="cpu")
+        columns = rule.numbers(ages, *settings)
+        rows = torch.stack(columns, 1) if columns else ages.new_zeros(length, 0)
+        is_constant = bool((rows == rows[:1]).all())
+        if len(self._tables) >= MOST_TABLES:
+            # A scheduler may change the betas at every step.
+            self._tables.clear()
+        self._tables[key] = rows.to(device=device, dtype=exact).contiguous(), is_constant
+        return self._tables[key]
 
     @property
     def _scale(self) -> float:
@@ -481,7 +544,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         for parameter in self._wrapped.parameters():
             if is_sharded(parameter):
                 self._masked.setdefault(parameter, self._known(parameter))
-        result = checkpoint.save(self._wrapped, self._masked, self._effective_steps)
+        result = checkpoint.save(self._wrapped, self._masked, self.effective_steps)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)
             result = result if changed is None else changed
@@ -511,7 +574,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 masked.adopt_state(updates=0 if self._was_only_probed(parameter) else None)
         for parameter, record in records.items():
             self.restore(parameter, record)
-        self._effective_steps = self._effective_steps if steps is None else steps
+        self.effective_steps = self.effective_steps if steps is None else steps
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

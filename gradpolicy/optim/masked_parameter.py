@@ -13,7 +13,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.kernels import EntryUpdate, select
-from gradpolicy.optim.layout import Layout, as_sharded, coarse_mask, has_one_value, local_mask, own_gradient
+from gradpolicy.optim.layout import Layout, as_sharded, coarse_mask, local_mask, own_gradient
 from gradpolicy.optim.other_optimizers import (
     AS_PARAMETER,
     check_entries_can_freeze,
@@ -130,16 +130,6 @@ class MaskedParameter:
         if self.rule is None:
             return Mode.PUT_BACK
         return Mode.BY_RULE if ages.active else Mode.ON_OTHERS
-
-    @property
-    def drops_gradient(self) -> bool:
-        """True if the whole gradient becomes None; for a sharded parameter on every process alike."""
-        if not is_sharded(self.parameter):
-            return self.frozen_everywhere
-        one_flag = self.mask_shape is not None and has_one_value(self.mask_shape, self.parameter)
-        if self.empty_mask is not None:
-            return one_flag and not bool(self.empty_mask)
-        return one_flag and not self.ages.active
 
     def mask(self) -> Tensor:
         """Return the mask as it was set."""
@@ -313,7 +303,7 @@ class MaskedParameter:
             self.state.wrapped.optimizer.state.pop(self.parameter, None)
         parameter, self.mask_shape = self.parameter, mask_shape
         if is_sharded(parameter):
-            mask = ages > 0 if mask_shape is None else coarse_mask(ages > 0, parameter, mask_shape)
+            mask = ages > 0 if mask_shape is None else coarse_mask(ages > 0, mask_shape)
             self.frozen_everywhere = _freezes_whole_tensor(mask)
             if not self.layout.size:
                 self._take_empty_mask(mask)

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,11 @@ class Native(Kernels):
 NATIVE = Native()
 
 
-def supports(dtypes: Iterable[torch.dtype], rule_kernel: str | None) -> bool:
-    """Return True if the C knows the types and the rule, and can be had."""
+def supports(dtypes: Sequence[torch.dtype], rule_kernel: str | None) -> bool:
+    """Return True if the C can be compiled and knows the types and the rule; an update is of one type."""
     if rule_kernel is None:
         return all(dtype.itemsize in _WHOLE for dtype in dtypes) and _library() is not None
-    known = bool(rule_kernel) and all(dtype in TYPES for dtype in dtypes)
+    known = bool(rule_kernel) and dtypes[0] in TYPES and len(set(dtypes)) == 1
     return known and _library() is not None and _update_library(rule_kernel) is not None
 
 
