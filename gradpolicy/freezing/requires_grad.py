@@ -1,12 +1,10 @@
 """Turns ``requires_grad`` off for a while, so that the backward pass skips frozen tensors."""
 
 from collections.abc import Collection, Iterable
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
 from torch.utils.hooks import RemovableHandle
 
 from gradpolicy.where import named_parameters, once_each
@@ -93,39 +91,32 @@ def is_turned_off(parameter: Tensor) -> bool:
 
 
 def compiled_parameters(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters in modules that are compiled, or have a method that is.
+    """Return the ids of the parameters in modules that are compiled, or whose forward is.
 
-    Not those in a function that somebody else compiles: a module does not know of it.
+    Not those in another method or function that is compiled: a module does not know of it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 1), backend="eager"))
         >>> len(compiled_parameters(model))
         2
     """
-    kinds = {
-        kind: any(_is_compiled(call) for base in kind.__mro__ for call in vars(base).values())
-        for kind in {type(module) for module in model.modules()}
-    }
     return {
         id(parameter)
         for module in model.modules()
-        if kinds[type(module)] or _compiles_its_own(module)
+        if _is_compiled(module)
         for parameter in module.parameters()
     }
 
 
-def _compiles_its_own(module: nn.Module) -> bool:
-    """Return True if this very module is compiled: as a whole, in place, or by a method of its own."""
-    whole = "_orig_mod" in module._modules or module._compiled_call_impl is not None
-    return whole or any(_is_compiled(call) for call in vars(module).values())
-
-
-def _is_compiled(call: Any) -> bool:
-    """Return True if a function, or one that it wraps, is compiled."""
+def _is_compiled(module: nn.Module) -> bool:
+    """Return True if a module is compiled: as a whole, in place, or by its forward."""
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+        return True
+    call: Any = module.forward
     while call is not None:
-        if isinstance(call, FunctionType) and hasattr(call, "_torchdynamo_orig_callable"):
+        if hasattr(call, "_torchdynamo_orig_callable"):
             return True
-        call = getattr(call, "__wrapped__", None) if callable(call) else None
+        call = getattr(call, "__wrapped__", None)
     return False
 
 
@@ -136,8 +127,7 @@ def guard_group_norms(model: nn.Module) -> list[RemovableHandle]:
     """Keep GroupNorm from crashing where its input needs no gradient.
 
     In torch 2.13 the backward pass of GroupNorm on a CPU ends the process where the input is in
-    channels_last, or is a slice of such a tensor, and needs no gradient, and the norm's own parameters do.
-    Exactly there the input is made to require a gradient.
+    channels_last and needs no gradient, and the norm's own parameters do. The input is made to require one.
 
     Returns:
         The handles of the forward hooks, to be removed.
@@ -149,13 +139,9 @@ def guard_group_norms(model: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-def _require_input_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+def _require_input_gradient(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not inputs:
         return None
-    given = inputs[0]
-    # As GroupNorm decides it: by the order of the strides, so that slices count, but not 1 x 1 images.
-    channels_last = suggest_memory_format(given) is not torch.contiguous_format
-    if given.requires_grad or given.device.type != "cpu" or not channels_last:
-        return None
+    needed = inputs[0].device.type == "cpu" and not inputs[0].requires_grad
     trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-    return (given.detach().requires_grad_(),) if trains else None
+    return (inputs[0].detach().requires_grad_(),) if needed and trains else None

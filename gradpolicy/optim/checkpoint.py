@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
-from gradpolicy.optim.other_optimizers import first_step_state, is_torchs_own
+from gradpolicy.optim.other_optimizers import first_state, is_torchs_own
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import is_sharded
 
@@ -95,7 +95,7 @@ def _dense_state(masked: MaskedParameter, begun: bool) -> dict[str, Any]:
         return {**masked.state.initial(masked.group, masked.updates), **state}
     if begun and not state and (is_sharded(masked.parameter) or is_torchs_own(optimizer)):
         # A checkpoint has one form, whatever is frozen, as torch's own demand; restoring empties it again.
-        return first_step_state(optimizer, masked.parameter, masked.group)
+        return first_state(optimizer, masked.group, masked.parameter)
     return state
 
 

@@ -6,14 +6,12 @@ found by a first step of another optimizer of its class on a small tensor: some 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 import warnings
 import weakref
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +27,7 @@ _REFUSED = {"soap": "keeps its moments in a rotated basis", "4bit|8bit|fp8|quant
 """Parts of the names of optimizers whose state has no value for each entry, and why."""
 
 
-class FirstStep(NamedTuple):
-    """The state of a small tensor after a first step: what it begins with, and whether it is quantised."""
-
-    starts: dict[str, float | str]
-    is_quantised: bool
-
-
-_FIRST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, FirstStep | None]] = (
+_FIRST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, dict[str, Any] | None]] = (
     weakref.WeakKeyDictionary()
 )
 _WARNED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -76,8 +67,11 @@ def initial_value(
         return float(group["lr"])
     if is_torchs_own(optimizer):
         return 0.0
-    step = _first_step(optimizer, group, parameter)
-    return None if step is None else step.starts.get(key, 0.0)
+    state = _small_first_state(optimizer, group, parameter)
+    if state is None:
+        return None
+    value = state.get(key)
+    return _start(value) if isinstance(value, Tensor) and value.shape == (3,) * parameter.dim() else 0.0
 
 
 def reset_state(
@@ -92,41 +86,9 @@ def reset_state(
             (torch.view_as_real(value) if value.is_complex() else value).fill_(float(start))
 
 
-def first_step_state(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Group) -> dict[str, Any]:
-    """Return the state that an optimizer makes of a parameter at a step with gradient 0; changes neither."""
-    stand_in = torch.zeros_like(parameter, memory_format=torch.preserve_format).requires_grad_()
-    stand_in.grad = torch.zeros_like(stand_in)
-    other = copy.copy(optimizer)
-    other.__dict__ |= {
-        "state": defaultdict(dict),
-        "param_groups": [{**group, "params": [stand_in]}],
-        "_optimizer_step_pre_hooks": OrderedDict(),
-        "_optimizer_step_post_hooks": OrderedDict(),
-    }
-    # By its class: a learning-rate scheduler counts calls of the instance's own.
-    type(optimizer).step(other)
-    return dict(other.state[stand_in])
-
-
-def _first_step(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> FirstStep | None:
-    """Return what a first step of a third party's optimizer shows; None where none can be tried."""
-    known = _FIRST_STEPS.setdefault(optimizer, {})
-    if parameter.dim() not in known:
-        devices = [parameter.device] if parameter.device.type == "cuda" else []
-        try:
-            with torch.random.fork_rng(devices), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                known[parameter.dim()] = _try_first_step(optimizer, group, parameter)
-        except Exception:
-            # A third party's constructor or step may need anything.
-            known[parameter.dim()] = None
-    return known[parameter.dim()]
-
-
-def _try_first_step(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> FirstStep:
-    start = torch.linspace(0.5, 1.5, 3 ** parameter.dim(), device=parameter.device).to(parameter.dtype)
-    start = start.view((3,) * parameter.dim())
-    stand_in = start.clone().requires_grad_()
+def first_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any]:
+    """Return the state that another optimizer of the kind makes of a parameter at a step with gradient 0."""
+    stand_in = parameter.detach().clone().requires_grad_()
     stand_in.grad = torch.zeros_like(stand_in)
     kind, still = type(optimizer), {"weight_decay": 0.0} if "weight_decay" in group else {}
     accepted = inspect.signature(kind).parameters
@@ -136,14 +98,35 @@ def _try_first_step(optimizer: torch.optim.Optimizer, group: Group, parameter: T
     if callable(getattr(other, "train", None)):
         other.train()
     other.step()
-    state = other.state[stand_in]
-    found = entry_state(state, stand_in)
-    starts = {key: _kind_of_start(value.detach(), start) for key, value in found.items()}
-    return FirstStep(starts, _is_quantised(state))
+    return dict(other.state[stand_in])
 
 
-def _kind_of_start(value: Tensor, start: Tensor) -> float | str:
-    if torch.allclose(value, start.to(value.dtype), rtol=1e-2):
+def _small_first_state(
+    optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor
+) -> dict[str, Any] | None:
+    """Return the first state of a small tensor that is like the parameter; None where none can be made."""
+    known = _FIRST_STEPS.setdefault(optimizer, {})
+    if parameter.dim() not in known:
+        devices = [parameter.device] if parameter.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                small = _small(parameter.dim(), parameter.dtype, parameter.device)
+                known[parameter.dim()] = first_state(optimizer, group, small)
+        except Exception:
+            # A third party's constructor or step may need anything.
+            known[parameter.dim()] = None
+    return known[parameter.dim()]
+
+
+def _small(dimensions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    values = torch.linspace(0.5, 1.5, 3**dimensions, device=device).to(dtype)
+    return values.view((3,) * dimensions)
+
+
+def _start(value: Tensor) -> float | str:
+    """Return the number that every entry of a small tensor's state has, or `AS_PARAMETER`; 0 for others."""
+    if torch.allclose(value, _small(value.dim(), value.dtype, value.device), rtol=1e-2):
         return AS_PARAMETER
     first = value.flatten()[0]
     return float(first) if bool((value == first).all()) and not value.is_complex() else 0.0
@@ -163,9 +146,8 @@ def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, par
         if re.search(pattern, names, re.IGNORECASE):
             raise _refused(optimizer, why)
     check_state_of_entries(optimizer, optimizer.state.get(parameter, {}))
-    step = None if is_torchs_own(optimizer) else _first_step(optimizer, group, parameter)
-    if step is not None and step.is_quantised:
-        raise _refused(optimizer, _QUANTISED)
+    if not is_torchs_own(optimizer):
+        check_state_of_entries(optimizer, _small_first_state(optimizer, group, parameter) or {})
 
 
 def check_state_of_entries(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -174,13 +156,9 @@ def check_state_of_entries(optimizer: torch.optim.Optimizer, state: Mapping[str,
     Raises:
         PolicyError: If some is.
     """
-    if _is_quantised(state):
-        raise _refused(optimizer, _QUANTISED)
-
-
-def _is_quantised(state: Mapping[str, Any]) -> bool:
     tensors = [value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]
-    return any(value.element_size() == 1 and value.dtype != torch.bool for value in tensors)
+    if any(value.element_size() == 1 and value.dtype != torch.bool for value in tensors):
+        raise _refused(optimizer, _QUANTISED)
 
 
 def _refused(optimizer: torch.optim.Optimizer, why: str) -> PolicyError:
