@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.insight.results import RESULT, Result
+from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.launch.app import main as train_main
 from gradpolicy.launch.processes import quoted
 

@@ -26,7 +26,8 @@ from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.report import write_report
-from gradpolicy.insight.results import REPORT, RESULT, Result, replace_unencodable
+from gradpolicy.insight.run_files import REPORT, RESULT, Result
+from gradpolicy.insight.run_log import replace_unencodable
 from gradpolicy.insight.sweep_summary import SweepSummary
 from gradpolicy.launch.allowed_targets import trusted_packages
 from gradpolicy.launch.app import main as train

@@ -112,7 +112,7 @@ class Boundary:
             value = result.clone() if torch.compiler.is_compiling() else result
             result = value.detach() if state.detaches else insert_rule(bound_rule, value)
             if state.detaches:
-                state.note_cut(self.location, [value], result)
+                state.note_cut(self.location, result)
         crossed.append((tensor, result))
         return result
 

@@ -133,7 +133,7 @@ class OperationRule:
         if self.state.detaches:
             self.state.note("matched", self.name)
             result = detached.run()
-            self.state.note_cut(self.name, native.inputs, result if target is None else ())
+            self.state.note_cut(self.name, result if target is None else ())
             return result
         with torch.no_grad():
             values = detached.run()
@@ -213,7 +213,7 @@ class OperationRule:
             return result
         self.state.note("matched", self.name)
         if self.state.detaches:
-            self.state.note_cut(self.name, native.inputs, result)
+            self.state.note_cut(self.name, result)
         elif "output" in bound_rule.reads:
             result = hand_over(outputs, result)
         return result

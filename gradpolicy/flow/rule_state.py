@@ -60,8 +60,8 @@ class GradientNorms:
 class FlowObserver(Protocol):
     """An observer of policies; see :meth:`gradpolicy.flow.install.Installed.observe`."""
 
-    def cut(self, policy: str, location: str, tensors: Iterable[Tensor], results: Any) -> None:
-        """Handle results that the policy detached from the graph of these tensors."""
+    def cut(self, policy: str, location: str, results: Any) -> None:
+        """Handle results that the policy detached from the graph."""
 
     def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
         """Handle gradients that the policy passed."""
@@ -208,10 +208,10 @@ class RuleState:
         """Note, and warn once, that the rule cannot act on operations inside a call."""
         self.note("opaque", (call, reason), f"policy {self.name!r} cannot see into {call}: {reason}")
 
-    def note_cut(self, location: str, tensors: Iterable[Tensor], results: Any = ()) -> None:
-        """Report to the observer that results were detached from the graph of some tensors."""
+    def note_cut(self, location: str, results: Any) -> None:
+        """Report to the observer that results were detached from the graph."""
         if not is_compiling() and self.observer is not None:
-            self.observer.cut(self.name, location, tensors, results)
+            self.observer.cut(self.name, location, results)
 
     def is_due(self, place: str, number: int) -> bool:
         """Return True if the rule is to act at a place of a module now, in the call with this number.

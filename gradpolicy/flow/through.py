@@ -130,8 +130,9 @@ class ThroughRule:
         if self.state.detaches and self.keeps_own:
             return tensor
         if self.state.detaches:
-            self.state.note_cut(self.location, [tensor, *inputs], tensor.detach())
-            return tensor.detach()
+            result = tensor.detach()
+            self.state.note_cut(self.location, result)
+            return result
         # Such a rule gives one input the gradient of the output as it is, or a multiple of it.
         if self.state.rule.each:
             self._check_input(tensor, inputs)

@@ -1,6 +1,5 @@
 """The audit: proof that frozen entries kept their bits and stopped branches got no gradient."""
 
-import os
 import platform
 import sys
 import warnings
@@ -16,14 +15,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from gradpolicy.checks import check_choice, check_flag, check_whole
 from gradpolicy.errors import PromiseError
-from gradpolicy.insight.audit_checks import FrozenEntries, MetOperations, StoppedBranches
-from gradpolicy.insight.file_models import AuditDifference, AuditFile, OperationChecks, StopChecks
+from gradpolicy.insight.audit_checks import FlowChecks, FrozenEntries
+from gradpolicy.insight.run_files import AUDIT, AuditDifference, AuditFile
 from gradpolicy.insight.run_log import say
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import Stop
 from gradpolicy.where import named_parameters
+from gradpolicy.whole_file import write_text
 
-FILE = "audit.json"
 ON_DIFFERENCE = ("stop", "warn")
 
 
@@ -81,24 +80,22 @@ class Audit(Callback):
     def _reset(self) -> None:
         self._policies: GradientPolicies | None = None
         self._frozen: FrozenEntries | None = None
-        self._stopped: StoppedBranches | None = None
-        self._met: MetOperations | None = None
+        self._flow: FlowChecks | None = None
         self._before_resuming: AuditFile | None = None
         self._differences: list[AuditDifference] = []
         self._rank = 0
         self._running = False
-        # Whether flow policies are looked at in this batch, the updates before it, and those that hold.
-        self._looking = False
-        self._updates = -1
-        self._active: list[str] = []
+        # Updates before this batch, and the flow policies that hold, if it is audited.
+        self._updates = 0
+        self._active: list[str] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin anew for a fit."""
+        """Reset all counts for a fit."""
         if stage == TrainerFn.FITTING:
             self._reset()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to watch: policies are installed, and restored state is in place."""
+        """Start to check: policies are installed, and restored state is in place."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         policies = next((each for each in callbacks if isinstance(each, GradientPolicies)), None)
         if policies is None:
@@ -110,51 +107,40 @@ class Audit(Callback):
                 policies.freezer, entries=self.entries, every=self.every, seed=seed, report=self._report
             )
         if policies.installed is not None:
-            named = dict(named_parameters(pl_module))
-            self._stopped = StoppedBranches(policies.installed, self._stops(), named)
-            self._met = MetOperations(policies.installed) if self.operations else None
+            self._flow = FlowChecks(policies.installed, self._stops(), dict(named_parameters(pl_module)))
 
     def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
-        """Find the flow policies that hold, where a look at them is due."""
-        if not self._running or self._policies is None:
+        """Find the flow policies that hold, if the batch is audited."""
+        if self._flow is None or self._policies is None:
             return
-        updates = self._policies.updates(trainer)
-        self._looking = self.entries is None or updates % self.every == 0
-        if not self._looking:
-            return
-        if updates != self._updates:
-            self._updates, epoch = updates, trainer.current_epoch
-            self._active = [
-                name
-                for name, policy in self._policies.flow_policies.items()
-                if policy.when.active(phase="fit", step=updates, epoch=epoch)
-            ]
-        if self._stopped is not None:
-            self._stopped.begin_batch()
-        if self._met is not None:
-            self._met.begin_batch()
+        self._updates, self._active = self._policies.updates(trainer), None
+        if self.entries is None or self._updates % self.every == 0:
+            now: dict[str, Any] = {"phase": "fit", "step": self._updates, "epoch": trainer.current_epoch}
+            flow_policies = self._policies.flow_policies.items()
+            self._active = [name for name, policy in flow_policies if policy.when.active(**now)]
+            self._flow.begin_batch()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare frozen entries where that is due; other callbacks have begun the batch by now."""
-        if self._looking and self._met is not None:
-            self._met.end_backward()
+        """Compare frozen entries where that is due; other callbacks have started the batch by now."""
+        if self._flow is not None and self._active is not None:
+            self._flow.end_backward()
         if self._frozen is not None:
             self._frozen.renew()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
         """Check what flow policies did in the batch."""
-        if not self._looking or self._policies is None:
+        if self._flow is None or self._policies is None or self._active is None:
             return
-        if self._met is not None:
-            self._report(self._met.end_batch(self._updates, self._active))
+        if self.operations:
+            self._report(self._flow.end_batch(self._updates, self._active))
         updates = self._policies.updates(trainer)
-        if self._stopped is not None and updates > self._updates:
+        if updates > self._updates:
             # Under manual optimization gradients may be gone by now, or those of another loss.
             active = self._active if pl_module.automatic_optimization else ()
-            self._report(self._stopped.end_update(updates, active))
+            self._report(self._flow.end_update(updates, active))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin intervals, so that what other callbacks do at the end of training is seen."""
+        """Start intervals, so that a write by another callback at the end of training is found."""
         if self._frozen is not None:
             self._frozen.renew(now=True)
 
@@ -219,19 +205,17 @@ class Audit(Callback):
 
     def _raise_if(self, differences: Sequence[AuditDifference]) -> None:
         if differences and self.on_difference == "stop":
-            more = f" (and {len(differences) - 1} more in {FILE})" if len(differences) > 1 else ""
+            more = f" (and {len(differences) - 1} more in {AUDIT})" if len(differences) > 1 else ""
             raise PromiseError(f"audit: {differences[0].message}{more}")
 
     def _own(self, trainer: Trainer) -> AuditFile:
         """Return what this process counted; on rank 0 with what was counted before the run was resumed."""
-        frozen = self._frozen
+        frozen, flow = self._frozen, self._flow
         own = AuditFile(
             intervals=frozen.intervals if frozen else 0,
             entries=frozen.compared if frozen else 0,
             changed=frozen.changed if frozen else 0,
             sampled=self.entries is not None,
-            stopped_branches=self._stopped.checks if self._stopped else StopChecks(),
-            operations=self._met.checks if self._met else OperationChecks(),
             differences=self._differences,
             versions={
                 "gradpolicy": sys.modules["gradpolicy"].__version__,
@@ -240,6 +224,8 @@ class Audit(Callback):
                 "python": platform.python_version(),
             },
         )
+        if flow is not None:
+            own.stopped_branches, own.operations = flow.stopped, flow.operations
         before = self._before_resuming if trainer.is_global_zero else None
         return own if before is None else merged([own, before])
 
@@ -255,26 +241,20 @@ class Audit(Callback):
     def _write(self, trainer: Trainer, total: AuditFile) -> None:
         directory = Path(self.directory or trainer.log_dir or trainer.default_root_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        part = directory / f".{FILE}.{self._rank}.part"
-        part.write_text(total.model_dump_json(indent=2) + "\n")
-        os.replace(part, directory / FILE)
+        write_text(directory / AUDIT, total.model_dump_json(indent=2) + "\n")
 
 
 def merged(parts: Sequence[AuditFile]) -> AuditFile:
     """Return what ranks, or the parts of a resumed run, counted together; versions are those of the first."""
-    stopped, operations = [each.stopped_branches for each in parts], [each.operations for each in parts]
+
+    def total(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+        return {key: sum(each[key] for each in counts) for key in counts[0]}
+
     return AuditFile(
-        intervals=sum(each.intervals for each in parts),
-        entries=sum(each.entries for each in parts),
-        changed=sum(each.changed for each in parts),
+        **total([each.model_dump(include={"intervals", "entries", "changed"}) for each in parts]),
         sampled=parts[0].sampled,
-        stopped_branches=StopChecks(
-            checked=sum(each.checked for each in stopped), nonzero=sum(each.nonzero for each in stopped)
-        ),
-        operations=OperationChecks(
-            checked=sum(each.checked for each in operations),
-            differing=sum(each.differing for each in operations),
-        ),
+        stopped_branches=total([each.stopped_branches for each in parts]),
+        operations=total([each.operations for each in parts]),
         differences=[difference for each in parts for difference in each.differences],
         versions=parts[0].versions,
     )
@@ -293,13 +273,12 @@ def summary(report: AuditFile, *, stops: bool = False) -> str:
     """
     stopped, operations = report.stopped_branches, report.operations
     parts = [f"frozen entries: {_counted(report.intervals, 'interval')}, {report.changed:,} changed"]
-    if stopped.checked or stops:
-        found = f", {stopped.nonzero:,} not zero" if stopped.checked else ""
-        parts.append(f"stopped branches: {_counted(stopped.checked, 'check')}{found}")
-    if operations.checked:
-        parts.append(
-            f"operations: {_counted(operations.checked, 'check')}, {operations.differing:,} differing"
-        )
+    if stopped["checked"] or stops:
+        found = f", {stopped['nonzero']:,} not zero" if stopped["checked"] else ""
+        parts.append(f"stopped branches: {_counted(stopped['checked'], 'check')}{found}")
+    if operations["checked"]:
+        checks = _counted(operations["checked"], "check")
+        parts.append(f"operations: {checks}, {operations['differing']:,} differing")
     return "; ".join(parts)
 
 

@@ -1,6 +1,6 @@
 """The checks of the audit: frozen entries, stopped branches, operations."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.install import Installed
 from gradpolicy.freezing import Freezer
-from gradpolicy.insight.file_models import AuditDifference, OperationChecks, StopChecks
+from gradpolicy.insight.run_files import AuditDifference
 from gradpolicy.optim.layout import local_mask
 from gradpolicy.optim.other_optimizers import entry_state
 from gradpolicy.tensors.mask import as_tensor
@@ -39,7 +39,7 @@ class Snapshot:
 class FrozenEntries:
     """Checks that frozen entries keep their bits: weights, and state under ``frozen_state="keep"``.
 
-    An interval begins with a snapshot. It ends when the mask changes, when the next snapshot is due, when a
+    An interval starts with a snapshot. It ends when the mask changes, when the next snapshot is due, when a
     checkpoint is saved and when training ends.
 
     Args:
@@ -74,13 +74,13 @@ class FrozenEntries:
         self._report(self._compare(ending))
 
     def after_masks(self, names: Collection[str]) -> None:
-        """Begin intervals under new masks."""
+        """Start intervals under new masks."""
         if self._entries is None:
             self._take_snapshots(names)
         self.renew()
 
     def renew(self, *, now: bool = False) -> None:
-        """End all intervals and begin new ones, if that is due or wanted `now`."""
+        """End all intervals and start new ones, if that is due or wanted `now`."""
         if self.updates < self._next_snapshot and not now:
             return
         self._next_snapshot = (self.updates // self._every + 1) * self._every if self.updates else 1
@@ -92,7 +92,7 @@ class FrozenEntries:
         return self._compare(self._snapshots)
 
     def continue_from_checkpoint(self) -> None:
-        """Begin new intervals as a run that is resumed from this checkpoint does."""
+        """Start new intervals as a run that is resumed from this checkpoint does."""
         self._next_snapshot = self.updates
         self._take_snapshots([*self._snapshots])
 
@@ -108,33 +108,28 @@ class FrozenEntries:
 
     @torch.no_grad()
     def _compare(self, snapshots: Mapping[str, Snapshot]) -> list[AuditDifference]:
-        pairs = []
+        differences = []
         for name, before in snapshots.items():
             now = self._bits(name, before.places)
+            found = []
             for what, bits in before.bits.items():
                 # State that is gone has changed.
                 changed = bits.new_ones(len(bits), dtype=torch.bool)
                 if what in now:
                     changed = (now[what].to(bits.device) != bits).any(1)
-                pairs.append((name, what, before, changed))
-        # A device is waited for once.
-        counts = torch.stack([changed.sum().cpu() for *_, changed in pairs]).tolist() if pairs else []
-        differences = [
-            self._difference(*pair, count) for pair, count in zip(pairs, counts, strict=True) if count
-        ]
-        self.changed += sum(counts)
-        # Masks that are set twice between two updates make no interval.
-        over = {name: each for name, each in snapshots.items() if self.updates > each.step}
-        over |= {each.tensor: snapshots[each.tensor] for each in differences}
-        self.intervals += len(over)
-        self.compared += sum(len(each.places) * len(each.bits) for each in over.values())
+                if changed.any():
+                    found.append(self._difference(name, what, before, changed.cpu()))
+            # Masks that are set twice between two updates make no interval.
+            if found or self.updates > before.step:
+                self.intervals += 1
+                self.compared += len(before.places) * len(before.bits)
+            self.changed += sum(each.count for each in found)
+            differences += found
         return differences
 
-    def _difference(
-        self, name: str, what: str, before: Snapshot, changed: Tensor, count: int
-    ) -> AuditDifference:
+    def _difference(self, name: str, what: str, before: Snapshot, changed: Tensor) -> AuditDifference:
         policies = [each for each in self._freezer.policies if name in self._freezer.parameters_of(each)]
-        places = before.places[changed.to(before.places.device)][:INDICES].cpu()
+        count, places = int(changed.sum()), before.places.cpu()[changed][:INDICES]
         shape = local_shard(self._freezer.parameters[name]).shape
         # A scalar has one entry, without an index.
         indices = torch.stack(torch.unravel_index(places, shape), 1).tolist() if shape else [[]]
@@ -210,143 +205,68 @@ def bits_at(tensor: Tensor, places: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[places].view(torch.uint8).view(len(places), -1)
 
 
-class StoppedBranches:
-    """Checks that what :class:`gradpolicy.Stop` stops receives exactly zero.
+class FlowChecks:
+    """Checks flow policies in the batches that are audited; compiled code is left out.
 
-    - What leaves a cut in the graph requires no gradient.
-    - Parameters from which all ways to the loss lead through cuts have no gradient. Those that have none in
-      the first update that is looked at, and lie behind a cut, are taken for such.
-    - What is passed on under ``mode="zero"`` is zero.
-    - Parameters that are stopped themselves (``params=``) have no gradient, or zeros.
+    - What :class:`gradpolicy.Stop` stops receives exactly zero: what leaves a cut in the graph requires no
+      gradient, what is passed on under ``mode="zero"`` is zero, and parameters that are stopped themselves
+      (``params=``) have no gradient, or zeros.
+    - Each policy meets the same operations and places in every batch in which it holds as in the first one.
 
     Args:
         installed: The flow policies.
         stops: The names of those that stop.
         named: The model's parameters by name.
+
+    Attributes:
+        stopped: The checks of stopped gradients, and how many were not zero.
+        operations: The comparisons of operations, and how many differed.
     """
 
     def __init__(self, installed: Installed, stops: Iterable[str], named: Mapping[str, Tensor]) -> None:
-        self.checks = StopChecks()
-        self._named = named
-        self._looking = False
-        # In this update: the policy, the place, and how many entries or tensors are not as they should be.
-        self._seen: list[tuple[str, str, int | Tensor]] = []
-        # Parameters behind the cuts of each policy, until an update tells which have another way.
-        self._behind: dict[str, set[str]] = {}
-        self._walked: set[tuple[str, str]] = set()
-        # Parameters that must have no gradient: the policy, and the policies that must hold for it to be so.
-        self._stopped: dict[str, tuple[str, frozenset[str]]] = {}
-        rows = {row.name: row for row in installed.report().rows}
-        for policy in stops:
-            installed.observe(policy, self)
-            self._stopped |= {name: (policy, frozenset([policy])) for name in rows[policy].parameters}
-
-    def begin_batch(self) -> None:
-        """Look at gradients until the next update."""
-        self._looking = True
-        self._seen.clear()
-
-    def cut(self, policy: str, location: str, tensors: Iterable[Tensor], results: Any) -> None:
-        """Look at a cut, and find the parameters behind it."""
-        if self._looking:
-            self._seen.append((policy, location, sum(each.requires_grad for each in tensors_in(results))))
-        if (policy, location) not in self._walked:
-            self._walked.add((policy, location))
-            leaves = leaves_behind(tensors)
-            found = {name for name, parameter in self._named.items() if id(parameter) in leaves}
-            self._behind.setdefault(policy, set()).update(found)
-
-    def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
-        """Look at gradients that were let through."""
-        if self._looking:
-            place = "the gradient that it lets through"
-            self._seen += [(policy, place, each.count_nonzero()) for each in gradients if each is not None]
-
-    def end_update(self, step: int, active: Iterable[str]) -> list[AuditDifference]:
-        """Look at the parameters' gradients after an update.
-
-        Args:
-            step: Updates taken so far.
-            active: The flow policies that held, if the parameters still have their gradients.
-
-        Returns:
-            What was not zero.
-        """
-        self._looking = False
-        holding = frozenset(active)
-        for policy in holding & self._behind.keys():
-            trains = {name for name in self._behind[policy] if self._named[name].requires_grad}
-            self._behind[policy] -= trains
-            for name in sorted(trains):
-                if self._named[name].grad is None:
-                    self._stopped.setdefault(name, (policy, holding))
-        for name, (policy, needed) in self._stopped.items():
-            if needed <= holding:
-                gradient = self._named[name].grad
-                wrong = 0 if gradient is None else local_shard(gradient).count_nonzero()
-                self._seen.append((policy, name, wrong))
-        return [*self._read(step)]
-
-    def _read(self, step: int) -> Iterator[AuditDifference]:
-        self.checks.checked += len(self._seen)
-        for policy, place, wrong in self._seen:
-            if count := int(wrong):
-                self.checks.nonzero += 1
-                message = (
-                    f"policy.{policy}: {place} is stopped, and got a gradient that is not zero in {count} "
-                    f"entries in update {step}"
-                )
-                yield AuditDifference(
-                    tensor=place, what="gradient", policy=policy, count=count, step=step, message=message
-                )
-
-
-def leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the ids of the leaf tensors that the graph of some tensors leads to."""
-    tensors = list(tensors)
-    found = {id(tensor) for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
-    seen = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    waiting = list(seen)
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
-        waiting += following
-    return found
-
-
-class MetOperations:
-    """Checks that each flow policy meets the same operations and places in every batch in which it holds.
-
-    The first batch says what is the same. Compiled code is left out.
-
-    Args:
-        installed: The flow policies.
-    """
-
-    def __init__(self, installed: Installed) -> None:
-        self.checks = OperationChecks()
+        self.stopped = {"checked": 0, "nonzero": 0}
+        self.operations = {"checked": 0, "differing": 0}
         self._installed = installed
+        self._checking = False
+        # In this batch: the policy, the place, and how many entries or tensors are not as they should be.
+        self._found: list[tuple[str, str, int | Tensor]] = []
         self._before: dict[str, dict[str, int]] = {}
         self._after: dict[str, dict[str, int]] = {}
         self._first: dict[str, dict[str, int]] = {}
+        rows = {row.name: row for row in installed.report().rows}
+        self._parameters = [
+            (policy, name, named[name]) for policy in stops for name in rows[policy].parameters
+        ]
+        for policy in stops:
+            installed.observe(policy, self)
 
     def begin_batch(self) -> None:
-        """Read the counts before a batch."""
+        """Start to check a batch."""
+        self._checking = True
+        self._found.clear()
         self._before, self._after = self._installed.matched(), {}
 
+    def cut(self, policy: str, location: str, results: Any) -> None:
+        """Check what leaves a cut."""
+        if self._checking:
+            self._found.append((policy, location, sum(each.requires_grad for each in tensors_in(results))))
+
+    def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
+        """Check gradients that were let through."""
+        if self._checking:
+            place = "the gradient that it lets through"
+            self._found += [(policy, place, each.count_nonzero()) for each in gradients if each is not None]
+
     def end_backward(self) -> None:
-        """Read the counts after a backward pass of the batch."""
+        """Count the operations of the batch after a backward pass."""
         self._after = self._installed.matched()
 
-    def end_batch(self, step: int, active: Iterable[str]) -> list[AuditDifference]:
-        """Compare a batch with the first one.
+    def end_batch(self, step: int, active: Collection[str]) -> list[AuditDifference]:
+        """Compare the operations of a batch with those of the first one.
 
         Args:
             step: Updates taken before the batch.
-            active: The policies that hold in this batch.
+            active: The flow policies that hold in this batch.
         """
         differences = []
         for policy in active:
@@ -355,9 +275,9 @@ class MetOperations:
             before, after = self._before[policy], self._after[policy]
             met = {place: n - before.get(place, 0) for place, n in after.items() if n > before.get(place, 0)}
             first = self._first.setdefault(policy, met)
-            self.checks.checked += 1
+            self.operations["checked"] += 1
             if met != first:
-                self.checks.differing += 1
+                self.operations["differing"] += 1
                 place = next(each for each in (*first, *met) if met.get(each) != first.get(each))
                 now, then = met.get(place, 0), first.get(place, 0)
                 message = (
@@ -365,14 +285,34 @@ class MetOperations:
                     f"and {then} times in the first; where the forward pass differs from batch to batch on "
                     "purpose, set callbacks.audit.operations=false"
                 )
-                differences.append(
-                    AuditDifference(
-                        tensor=place,
-                        what="operations",
-                        policy=policy,
-                        count=abs(now - then),
-                        step=step,
-                        message=message,
-                    )
-                )
+                differences.append(_of_policy(policy, place, "operations", abs(now - then), step, message))
         return differences
+
+    def end_update(self, step: int, active: Collection[str]) -> list[AuditDifference]:
+        """Check stopped gradients after an update.
+
+        Args:
+            step: Updates taken so far.
+            active: The flow policies that held, if the parameters still have their gradients.
+        """
+        self._checking = False
+        for policy, name, parameter in self._parameters:
+            if policy in active:
+                gradient = parameter.grad
+                wrong = 0 if gradient is None else local_shard(gradient).count_nonzero()
+                self._found.append((policy, name, wrong))
+        differences = []
+        for policy, place, wrong in self._found:
+            if count := int(wrong):
+                message = (
+                    f"policy.{policy}: {place} is stopped, and got a gradient that is not zero in {count} "
+                    f"entries in update {step}"
+                )
+                differences.append(_of_policy(policy, place, "gradient", count, step, message))
+        self.stopped["checked"] += len(self._found)
+        self.stopped["nonzero"] += len(differences)
+        return differences
+
+
+def _of_policy(policy: str, place: str, what: str, count: int, step: int, message: str) -> AuditDifference:
+    return AuditDifference(tensor=place, what=what, policy=policy, count=count, step=step, message=message)

@@ -2,16 +2,16 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from gradpolicy.insight.run_files import PLAN, PLAN_TEXT, flat
 from gradpolicy.planning.plan_table import HEADINGS, Plan, cells
 
-PLAN_JSON, PLAN_TEXT = "plan.json", "plan.txt"
 # Keys of the config that say where a run writes.
 PLACES = ("paths", "logger", "extras")
 PERMISSIONS = ("allowed_targets", "extensions")
@@ -25,7 +25,7 @@ NOT_IN_KEYS = re.compile(r"[^\w\-. /]", re.ASCII)
 
 def write_plan(plan: Plan, directory: Path) -> None:
     """Write a plan into a run's directory: ``plan.json`` for programs, ``plan.txt`` as it is printed."""
-    (directory / PLAN_JSON).write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
+    (directory / PLAN).write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
     (directory / PLAN_TEXT).write_text(f"{plan}\n", encoding="utf-8")
 
 
@@ -39,7 +39,9 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
         {'policies': 'half', 'seed': 3, 'policy.half.mask.density': 0.5}
     """
     kept = {key: value for key, value in config.items() if key not in (*PLACES, *PERMISSIONS, "callbacks")}
-    return {"policies": policies_of(config), **dict(_leaves(kept))}
+    values = {key: value for key, value in flat(kept).items() if value is not None and value != {}}
+    texts = {key: str(value) for key, value in values.items() if not isinstance(value, str | int | float)}
+    return {"policies": policies_of(config), **values, **texts}
 
 
 def policies_of(config: Mapping[str, Any]) -> str:
@@ -122,16 +124,5 @@ class LogRun(Callback):
         logger.log_hyperparams({key: value for key, value in flat.items() if key not in known})
         client.log_dict(run, dict(self.config), "config.yaml")
         if self.plan is not None:
-            client.log_dict(run, self.plan.to_dict(), PLAN_JSON)
+            client.log_dict(run, self.plan.to_dict(), PLAN)
             client.log_text(run, f"{self.plan}\n", PLAN_TEXT)
-
-
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value below a node that is no mapping, with its keys joined by dots; lists as text."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, str | int | float):
-        yield path, node
-    elif node is not None:
-        yield path, str(node)

@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, create_model
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.costs import optimizer_bytes
-from gradpolicy.insight.file_models import Count
+from gradpolicy.insight.run_files import Count
 from gradpolicy.json_file import parse_json
 from gradpolicy.lightning.callback import GradientPolicies, log_interval
 from gradpolicy.measurements import Measured

@@ -1,18 +1,23 @@
-"""The log of a run: its tables, its warnings, and the error that ended it."""
+"""What a run prints and logs: its tables, its warnings, its results, the error that ended it."""
 
 import io
 import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
+from rich.syntax import Syntax
+from rich.tree import Tree
 
 from gradpolicy.display import WIDTH
 from gradpolicy.errors import PolicyError
+from gradpolicy.insight.run_files import Result
 
 # Logs all that a run prints, into the file that Hydra's `job_logging` opens.
 LOG = logging.getLogger("gradpolicy.run")
@@ -50,7 +55,7 @@ def logged_run(*, first_rank: bool = True) -> Iterator[Console]:
         logger.handlers, logger.propagate = [*logger.handlers, *files], False
     LOG.setLevel(logging.INFO)
     try:
-        yield LoggedConsole(width=None if sys.stdout.isatty() else WIDTH)
+        yield LoggedConsole(width=None if sys.stdout.isatty() else WIDTH, record=True)
     except BaseException as error:
         LOG.error(_explained(error))
         raise
@@ -71,10 +76,7 @@ class LoggedConsole(Console):
     def print(self, *objects: Any, **settings: Any) -> None:
         """Print, and log the same as plain text."""
         super().print(*objects, **settings)
-        text = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-        with text.capture() as captured:
-            text.print(*objects, **settings)
-        LOG.info(captured.get().rstrip())
+        LOG.info(self.export_text().rstrip())
 
 
 def _explained(error: BaseException) -> str:
@@ -111,3 +113,75 @@ def _one_line(
     text = f"warning: {' '.join(str(message).split())}"
     LOG.warning(text)
     return f"{text}\n"
+
+
+# ---- config and results
+
+
+def print_config(config: Any, console: Console) -> None:
+    """Print the composed config as a tree with a branch for each group."""
+    tree = Tree("Config", guide_style="dim", style="bold")
+    plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
+    groups = {key: value for key, value in config.items() if isinstance(value, dict) and value}
+    for key, value in [("", plain), *groups.items()]:
+        branch = tree.add(key) if key else tree
+        text = yaml.safe_dump(value, sort_keys=False, width=100).rstrip()
+        branch.add(Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True))
+    console.print(tree)
+
+
+def print_results(result: Result, optimized: str | None, report: Path, console: Console) -> None:
+    """Print the last lines of a run: its main metrics, the time it took and where its report is.
+
+    Args:
+        result: The result. All its metrics are in the report.
+        optimized: The metric by which runs are compared.
+        report: The report. If it was not written, the directory of the run is named.
+        console: Where to print.
+    """
+    lines = {name: f"{value:.4g}" for name, value in main_metrics(result.metrics, optimized).items()}
+    lines["time"] = duration(result.seconds)
+    lines |= (
+        {"report": str(report.absolute())} if report.is_file() else {"run": str(report.parent.absolute())}
+    )
+    width = max(map(len, lines))
+    console.print("Results", style="bold")
+    for name, value in lines.items():
+        # A path that is folded cannot be copied.
+        console.print(f"  {name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def main_metrics(metrics: Mapping[str, float], optimized: str | None) -> dict[str, float]:
+    """Choose the metrics that say how a run went: those of the test, or else of validation, or of training.
+
+    The metric by which runs are compared is always among them.
+
+    Example:
+        >>> main_metrics({"train/loss": 0.1, "val/loss": 0.2, "val/loss_best": 0.15}, "val/loss_best")
+        {'val/loss': 0.2, 'val/loss_best': 0.15}
+    """
+    for stage in ("test/", "val/", "train/", ""):
+        chosen = sorted(name for name in metrics if name.startswith(stage) and not name.startswith("policy/"))
+        if chosen:
+            break
+    return {name: metrics[name] for name in [*chosen, optimized or ""] if name in metrics}
+
+
+def duration(seconds: float) -> str:
+    """Write a time as a person does.
+
+    Example:
+        >>> duration(8.25), duration(75), duration(3725)
+        ('8.2 s', '1 min 15 s', '1 h 2 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def replace_unencodable() -> None:
+    """Print ``?`` for a character that the encoding of an output stream lacks, rather than end in an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gradpolicy.display import three_digits
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.results import Result
+from gradpolicy.insight.run_files import Result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -199,7 +199,7 @@ def _read(path: Path) -> Result:
     try:
         return Result.load(path)
     except PolicyError as error:
-        return Result(status="failed", error=str(error))
+        return Result([], status="failed", error=str(error))
 
 
 def _key_and_value(override: str) -> tuple[str, str]:

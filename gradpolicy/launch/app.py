@@ -23,7 +23,8 @@ from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.imports import allowed_packages, limited_to
 from gradpolicy.insight.report import write_report
-from gradpolicy.insight.results import REPORT, STOPPED, Result, replace_unencodable
+from gradpolicy.insight.run_files import REPORT, STOPPED, Result
+from gradpolicy.insight.run_log import quieter, replace_unencodable
 from gradpolicy.insight.sweep_summary import RESULTS, SUMMARY, SweepSummary, collect
 from gradpolicy.launch.allowed_targets import check_not_from_config, trusted_packages
 from gradpolicy.launch.compose import (
@@ -220,7 +221,6 @@ def choose_directory(config: DictConfig, settings: Settings) -> None:
     own = Path(config.hydra.run.dir).absolute() if is_chosen else None
     if settings.ckpt_path is None and own is None:
         return
-    from gradpolicy.insight.run_log import quieter
     from gradpolicy.launch.resumed import chosen_checkpoint, resumed_run
 
     with quieter():

@@ -23,15 +23,8 @@ from gradpolicy.imports import to_install
 from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.required_metric import RequiredMetric
-from gradpolicy.insight.results import (
-    REPORT,
-    RESULT,
-    STOPPED,
-    Result,
-    print_config,
-    print_results,
-)
-from gradpolicy.insight.run_log import logged_run, quieter
+from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
+from gradpolicy.insight.run_log import logged_run, print_config, print_results, quieter
 from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.compose import default_config
 from gradpolicy.launch.config import Settings, check_config, resolved

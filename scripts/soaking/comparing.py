@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from gradpolicy.distributed.sharded_checkpoint import read_as_one
 from gradpolicy.insight.audit import Audit
 from gradpolicy.insight.record import RECORD
-from gradpolicy.insight.results import RESULT, Result
+from gradpolicy.insight.run_files import RESULT, Result
 
 # Where a run's directory ends in a path. What comes before differs from run to run and is not compared.
 RUN = re.compile(r".*/runs/[^/]+(?:/|$)")

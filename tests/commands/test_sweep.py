@@ -13,7 +13,7 @@ import optuna
 import pytest
 import yaml
 
-from gradpolicy.insight.results import RESULT, Result
+from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
 from gradpolicy.lightning.runs import RunRecord
 from tests.launch.conftest import CONF, QUICK, ROOT, Ended

@@ -1,6 +1,8 @@
 """The log of a run holds its tables, its warnings, and why it ended."""
 
+import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from rich.table import Table
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.run_log import logged_run, quieter, say
+from gradpolicy.insight.run_log import logged_run, quieter, replace_unencodable, say
 
 
 @pytest.fixture
@@ -72,3 +74,11 @@ def test_nothing_is_left_changed() -> None:
         pass
     assert [(logger.handlers, logger.propagate) for logger in loggers] == former
     assert warnings.formatwarning is before
+
+
+def test_a_stream_that_lacks_a_character_prints_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    replace_unencodable()
+    print("é – 1", flush=True)
+    assert stream.buffer.getvalue() == b"? ? 1\n"  # type: ignore[attr-defined]

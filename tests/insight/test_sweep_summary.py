@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradpolicy.insight.results import Result
+from gradpolicy.insight.run_files import Result
 from gradpolicy.insight.sweep_summary import SUMMARY, SweepSummary
 
 RESULTS = [

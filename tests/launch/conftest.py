@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradpolicy.insight.results import RESULT, Result
+from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.launch.app import main
 
 ROOT = Path(__file__).parents[2]

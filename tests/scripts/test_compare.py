@@ -11,7 +11,7 @@ from PIL import Image
 import compare
 from compare import COMPARISONS, CONF, Comparison, Run, band, markdown, runs_of, table_of
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.results import RESULT, Result
+from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.launch.compose import VERSION_BASE
 
 TWO_WAYS = Comparison(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradpolicy.insight.results import Result
+from gradpolicy.insight.run_files import Result
 from soaking.comparing import compare, differences
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "soak.py"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradpolicy.insight.results import REPORT
+from gradpolicy.insight.run_files import REPORT
 from gradpolicy.whole_file import written_whole
 
 __all__ = ["REPORT", "is_report", "looks_like_run", "write", "write_report"]

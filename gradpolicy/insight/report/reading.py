@@ -14,8 +14,7 @@ from pydantic import BaseModel
 
 from gradpolicy.errors import brief
 from gradpolicy.insight import record
-from gradpolicy.insight.file_models import AuditFile, PlanFile
-from gradpolicy.insight.results import ResultFile
+from gradpolicy.insight.run_files import AuditFile, PlanFile, Result, flat
 from gradpolicy.json_file import read_json
 from gradpolicy.lightning.runs import RunRecord
 
@@ -141,7 +140,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     defaults = files.read("defaults.yaml", "how the config differs from the defaults", _read_config) or {}
     plan = files.read_model("plan.json", "the plan and the map of the gradient", PlanFile)
     audit = files.read_model("audit.json", "the proof", AuditFile)
-    result = files.read_model("result.json", "final results; the run did not end well", ResultFile)
+    result = files.read_model("result.json", "final results; the run did not end well", Result)
     log = files.read("train.log", "warnings given during training", _read_text) or ""
     recorded = files.read(
         "record.jsonl", "the timeline of masks, gradient norms, memory and ages", _read_record
@@ -199,23 +198,6 @@ class _Files:
         if found is None:
             return {}
         return found.model_dump(exclude_unset=True) if isinstance(found, BaseModel) else asdict(found)
-
-
-def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a nested config as values by dotted key.
-
-    Example:
-        >>> flat({"a": {"b": 1}, "c": [1, 2]})
-        {'a.b': 1, 'c': [1, 2]}
-    """
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{above}{key}"
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{name}.")
-        else:
-            found[name] = value
-    return found
 
 
 def is_bookkeeping(key: str) -> bool:

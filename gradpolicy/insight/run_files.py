@@ -1,0 +1,165 @@
+"""The JSON files of a run directory: names, and models of their content.
+
+That of ``run.json`` is :class:`gradpolicy.lightning.runs.RunRecord`. Keys that files of older versions lack have
+a default.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.json_file import read_json
+
+PLAN, PLAN_TEXT, RESULT, AUDIT, REPORT = "plan.json", "plan.txt", "result.json", "audit.json", "report.html"
+STOPPED = "stopped before its end"
+
+# A float holds whole numbers up to this one exactly.
+Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class PlanRow(BaseModel):
+    """A policy in ``plan.json``."""
+
+    name: str
+    what: str = ""
+    where: str = ""
+    when: str = ""
+    matched: list[str] = []
+    parameters: list[str] = []
+    operations: dict[str, Count] = {}
+    entries: Count = 0
+    active_entries: Count = 0
+    remarks: list[str] = []
+
+
+class PlanModule(BaseModel):
+    """A module in ``plan.json``."""
+
+    name: str
+    type: str = ""
+    parameters: Count = 0
+    policies: list[str] = []
+
+
+class PlanFile(BaseModel):
+    """The content of ``plan.json``."""
+
+    rows: list[PlanRow]
+    entries: Count | None = None
+    training_entries: Count = 0
+    cuts: list[str] = []
+    without_gradient: list[str] = []
+    warnings: list[str] = []
+    modules: list[PlanModule] = []
+
+
+class AuditDifference(BaseModel):
+    """A promise that did not hold.
+
+    Attributes:
+        tensor: The parameter or place.
+        what: ``"weight"``, ``"state <name>"``, ``"gradient"`` or ``"operations"``.
+        policy: The policies on it.
+        count: Entries that changed or were not zero; calls there were too many or too few.
+        step: Updates when it was found.
+        rank: The process that found it.
+        indices: The first entries; of a sharded parameter within the part of that process.
+        message: The same in a sentence.
+    """
+
+    tensor: str
+    what: str
+    policy: str
+    count: Count
+    step: Count
+    rank: Count = 0
+    indices: list[list[Count]] = []
+    message: str = ""
+
+
+class AuditFile(BaseModel):
+    """The content of ``audit.json``, which a checkpoint holds, too.
+
+    Attributes:
+        intervals: The intervals over which frozen entries were compared.
+        entries: The frozen entries in them.
+        changed: How many of these had changed.
+        sampled: True if random places were compared, False if all.
+        stopped_branches: ``checked``: checks of stopped gradients; ``nonzero``: those that were not zero.
+        operations: ``checked``: comparisons of the operations of a batch; ``differing``: those that differed.
+        differences: The promises that did not hold.
+        versions: Versions of the libraries.
+    """
+
+    intervals: Count
+    entries: Count
+    changed: Count
+    sampled: bool
+    stopped_branches: dict[str, Count] = {"checked": 0, "nonzero": 0}
+    operations: dict[str, Count] = {"checked": 0, "differing": 0}
+    differences: list[AuditDifference] = []
+    versions: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run, the content of ``result.json``.
+
+    Args:
+        overrides: The overrides of the command line.
+        metrics: The last value of each metric.
+        optimized: The value that a sweep compares.
+        status: ``"completed"``, ``"planned"``, ``"failed"``, or ``"stopped"`` if a signal or Ctrl-C ended it.
+        error: The error, if it failed.
+        directory: The run directory.
+        program: The command that started the run.
+        seconds: How long it took.
+    """
+
+    overrides: list[str]
+    metrics: dict[str, float] = field(default_factory=dict)
+    optimized: float | None = None
+    status: str = "completed"
+    error: str = ""
+    directory: str = ""
+    program: str = "python train.py"
+    seconds: float = 0.0
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> "Result":
+        """Read a result that :meth:`save` wrote.
+
+        Raises:
+            PolicyError: If it is absent, damaged, or something else.
+        """
+        try:
+            return read_json(path, Result)
+        except (OSError, ValueError) as error:
+            raise PolicyError(f"{path} cannot be read: {error}") from error
+
+
+def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return a nested config as values by dotted key.
+
+    Example:
+        >>> flat({"a": {"b": 1}, "c": [1, 2]})
+        {'a.b': 1, 'c': [1, 2]}
+    """
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{name}.")
+        else:
+            found[name] = value
+    return found
