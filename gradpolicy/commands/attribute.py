@@ -25,8 +25,7 @@ from gradpolicy.errors import PolicyError, shown
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import METHODS, Attribution, find_convolution, get_method, predict
 from gradpolicy.insight.pictures import Sample, is_own_picture, picture_grid, save_figure, save_overlay
-from gradpolicy.insight.run_log import replace_unencodable
-from gradpolicy.insight.run_log import quieter
+from gradpolicy.insight.run_log import quieter, replace_unencodable
 from gradpolicy.launch.allowed_targets import KEY, trusted_packages
 from gradpolicy.launch.app import parse_command_line
 from gradpolicy.launch.build import Subject, build_subject

@@ -1,7 +1,7 @@
 """The JSON files of a run directory: names, and models of their content.
 
-That of ``run.json`` is :class:`gradpolicy.lightning.runs.RunRecord`. Keys that files of older versions lack have
-a default.
+That of ``run.json`` is :class:`gradpolicy.lightning.runs.RunRecord`. Keys that files of older versions lack
+have a default.
 """
 
 import json

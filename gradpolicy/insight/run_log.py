@@ -181,7 +181,7 @@ def duration(seconds: float) -> str:
 
 
 def replace_unencodable() -> None:
-    """Print ``?`` for a character that the encoding of an output stream lacks, rather than end in an error."""
+    """Print ``?`` for a character that the encoding of an output stream lacks, in place of an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -207,7 +207,7 @@ def record(seed: int, steps: int) -> list[dict[str, Any]]:
 
 
 def write_pictures(directory: Path) -> None:
-    """An attribution, and three frames of a mask and its ages."""
+    """An attribution, and the film strips of a mask and of its ages."""
     generator = np.random.default_rng(0)
     (directory / "pictures").mkdir()
     Image.fromarray(generator.integers(0, 255, (600, 900, 3), dtype=np.uint8)).save(
@@ -215,7 +215,6 @@ def write_pictures(directory: Path) -> None:
     )
     folder = directory / "masks" / "model.trunk.1.conv.weight"
     folder.mkdir(parents=True)
-    for step in (1, 51, 101):
-        for kind in ("mask", "age"):
-            noise = Image.fromarray(generator.integers(0, 2, (48, 48), dtype=np.uint8) * 255)
-            noise.save(folder / f"{kind}_{step:09d}.png")
+    for kind in ("mask", "age"):
+        noise = Image.fromarray(generator.integers(0, 2, (48, 48), dtype=np.uint8) * 255)
+        noise.save(folder / f"history_{kind}.png")

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from gradpolicy.display import three_digits
-from gradpolicy.insight.report.reading import Run, is_bookkeeping
+from gradpolicy.insight.report.run import Run
 
+# Keys that differ between any two runs.
+BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name", "callbacks.study.")
 # The value of a key that a config does not have.
 ABSENT = "–"
 LEVEL = 0.05
@@ -19,37 +22,28 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """One key of the config, and its value in each of several configs.
-
-    Args:
-        key: The key, or the node that some configs lack.
-        values: The values in full: by these, runs are told apart.
-        shown: The values for people: policies by name, numbers with three digits.
-    """
+    """One key of the config, and its value in each of several configs, as text."""
 
     key: str
     values: tuple[str, ...]
-    shown: tuple[str, ...]
+
+    @property
+    def shown(self) -> list[str]:
+        """The values for people: classes by name, numbers with three digits if they stay different."""
+        short = [three_digits(value) for value in self.values]
+        if self.key.endswith("_target_"):
+            short = [value.rpartition(".")[2] for value in self.values]
+        return short if len(set(short)) == len(set(self.values)) else list(self.values)
 
     @property
     def name(self) -> str:
         """The key, shortened: its last part, after the name of the policy that it belongs to."""
-        parts = [part for part in _parts(self.key) if part != "_target_"]
-        return f"{parts[1]}.{parts[-1]}" if parts[0] == "policy" and len(parts) > 2 else parts[-1]
+        first, *parts = self.key.removesuffix("._target_").split(".")
+        return f"{parts[0]}.{parts[-1]}" if first == "policy" and len(parts) > 1 else [first, *parts][-1]
 
     def label(self, index: int) -> str:
-        """Name the value in one of the configs, as in ``lr=0.01``; empty where the config lacks it."""
-        value, parts = self.shown[index], _parts(self.key)
-        if value == ABSENT:
-            return ""
-        return value if parts[0] == "policy" and len(parts) <= 2 else f"{self.name}={value}"
-
-    def by_value(self, runs: Sequence[Run]) -> dict[str, list[str]]:
-        """Name the runs that have each value."""
-        found: dict[str, list[str]] = {}
-        for value, run in zip(self.shown, runs, strict=True):
-            found.setdefault(value, []).append(run.name)
-        return found
+        """Name the value in one of the configs, as in ``lr=0.01``."""
+        return self.shown[index] if self.key == "policy" else f"{self.name}={self.shown[index]}"
 
 
 @dataclass(frozen=True)
@@ -62,12 +56,12 @@ class Group:
     """
 
     label: str
-    runs: tuple[Run, ...]
+    runs: Sequence[Run]
 
     @property
-    def ended(self) -> tuple[Run, ...]:
+    def ended(self) -> list[Run]:
         """The runs that were completed; the others are in no mean."""
-        return tuple(run for run in self.runs if not run.broken_off)
+        return [run for run in self.runs if not run.broken_off]
 
     def values(self, metric: str) -> list[float]:
         """Return the final value of a metric in each run that was completed and has a finite one."""
@@ -75,126 +69,33 @@ class Group:
         return [value for value in found if math.isfinite(value)]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How two groups differ in one metric.
-
-    Args:
-        metric: The metric.
-        first: The label of one group.
-        second: The label of the other.
-        difference: Mean of the second minus mean of the first.
-        p: The p-value of Welch's t-test, after Holm's correction; NaN where a group has a single run.
-    """
-
-    metric: str
-    first: str
-    second: str
-    difference: float
-    p: float
-
-    @property
-    def exceeds(self) -> bool:
-        """True if the difference exceeds the spread over seeds."""
-        return self.p < LEVEL
-
-
-def config_differences(configs: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -> list[Difference]:
+def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[Difference]:
     """Return the keys whose values are not the same in all configs, apart from where runs are kept.
 
-    A node that some configs lack as a whole, such as a policy, is one difference. A key that refers to
-    another one, as ``data.seed`` does to ``seed``, has its name and its values, and is left out.
-
-    Args:
-        configs: Flat configs.
-        skip: Further keys to leave out.
+    Of a policy that some configs lack the name alone is a difference. A key that refers to another one, as
+    ``data.seed`` does to ``seed``, has its name and its values, and is left out.
     """
-    keys = list(dict.fromkeys(key for config in configs for key in config if not is_bookkeeping(key)))
-    nodes = [_nodes(config) for config in configs]
     differing: dict[tuple[str, tuple[str, ...]], Difference] = {}
-    for key in keys:
-        # The outermost node around it that a config lacks.
-        above = [".".join(_parts(key)[:depth]) for depth in range(1, key.count(".") + 1)]
-        whole = next((node for node in above if any(node not in each for each in nodes)), key)
-        values = tuple(_text(config, whole) for config in configs)
-        if len(set(values)) > 1:
-            name = (_parts(whole)[-1], values)
-            former = differing.get(name)
-            if former is None or len(whole) < len(former.key):
-                differing[name] = Difference(whole, values, _shown(configs, whole, values))
-    groups = list(dict.fromkeys(_parts(key)[0] for key in keys))
-    found = [each for each in differing.values() if each.key not in skip]
-    return sorted(found, key=lambda each: groups.index(_parts(each.key)[0]))
-
-
-def _nodes(config: Mapping[str, Any]) -> set[str]:
-    """Return the keys that have others below them."""
-    return {".".join(_parts(key)[:depth]) for key in config for depth in range(1, key.count(".") + 1)}
-
-
-def _parts(key: str) -> list[str]:
-    return key.split(".")
-
-
-def _text(config: Mapping[str, Any], key: str) -> str:
-    """Return the value of a key, or all that lies below it, as text."""
-    if key in config:
-        return str(config[key])
-    below = {
-        name.removeprefix(f"{key}."): value for name, value in config.items() if name.startswith(f"{key}.")
-    }
-    kind = [str(below.pop("_target_")).rpartition(".")[2]] if "_target_" in below else []
-    return " ".join([*kind, *(f"{name}={value}" for name, value in below.items())]) or ABSENT
-
-
-def _shown(configs: Sequence[Mapping[str, Any]], key: str, values: Sequence[str]) -> tuple[str, ...]:
-    """Shorten values, as long as they stay different."""
-    short = tuple(_short_text(config, key) for config in configs)
-    return short if len(set(short)) == len(set(values)) else tuple(values)
-
-
-def _short_text(config: Mapping[str, Any], key: str) -> str:
-    """Return the value of a key, numbers with three digits; of policies, the names."""
-    parts = _parts(key)
-    if parts[0] == "policy" and len(parts) <= 2 and config.get(key) is None:
-        inside = [_parts(name) for name in config if name.startswith(f"{key}.")]
-        return " + ".join(dict.fromkeys(name[1] for name in inside)) or ABSENT
-    if key == "policy":
-        return "none"
-    value = config.get(key)
-    if isinstance(value, list):
-        return ", ".join(map(three_digits, value))
-    if parts[-1] == "_target_":
-        return str(value).rpartition(".")[2]
-    return _text(config, key) if value is None else three_digits(value)
+    for key in dict.fromkeys(key for config in configs for key in config):
+        policy = ".".join(key.split(".")[:2]) + "."
+        is_shared = all(any(name.startswith(policy) for name in config) for config in configs)
+        if key.startswith(BOOKKEEPING) or (key.startswith("policy.") and not is_shared):
+            continue
+        values = tuple(str(config.get(key, ABSENT)) for config in configs)
+        former = differing.get(same := (key.rpartition(".")[2], values))
+        if len(set(values)) > 1 and (former is None or len(key) < len(former.key)):
+            differing[same] = Difference(key, values)
+    return list(differing.values())
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
     """Group runs that differ in nothing but the seed; those without a config stand alone."""
-    members: dict[tuple[Any, ...], list[Run]] = {}
-    differences = config_differences([run.config for run in runs], skip=["seed"])
+    differences = [each for each in config_differences([run.config for run in runs]) if each.key != "seed"]
+    members: dict[str, list[Run]] = {}
     for index, run in enumerate(runs):
-        values = tuple(difference.values[index] for difference in differences)
-        members.setdefault(values if run.config else (run.name,), []).append(run)
-    found = []
-    for own in members.values():
-        index = runs.index(own[0])
-        labels = [label for difference in differences if (label := difference.label(index))]
-        found.append(Group(_shortened(labels) or own[0].name, tuple(own)))
-    return _unique(found)
-
-
-def _shortened(labels: Sequence[str], most: int = 3) -> str:
-    return ", ".join(labels[:most]) + (f" and {len(labels) - most} more" if len(labels) > most else "")
-
-
-def _unique(groups: list[Group]) -> list[Group]:
-    """Add a run's name to labels that several groups have."""
-    labels = [group.label for group in groups]
-    return [
-        Group(f"{group.label} ({group.runs[0].name})", group.runs) if labels.count(group.label) > 1 else group
-        for group in groups
-    ]
+        label = ", ".join(each.label(index) for each in differences) if run.config else ""
+        members.setdefault(label if run.config else run.name, []).append(run)
+    return [Group(label or own[0].name, own) for label, own in members.items()]
 
 
 def compared_metrics(runs: Sequence[Run]) -> list[str]:
@@ -211,35 +112,36 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
         >>> spread([1.0, 3.0])
         (2.0, 1.4142135623730951)
     """
-    if not values:
-        return math.nan, math.nan
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    series = pd.Series(values, dtype=float)
+    return float(series.mean()), float(series.std())
 
 
-def compare(groups: Sequence[Group], metrics: Sequence[str]) -> list[Comparison]:
+def compare(groups: Sequence[Group], metrics: Sequence[str]) -> pd.DataFrame:
     """Compare each pair of groups in each metric.
 
     The criterion is Welch's two-sided t-test (Welch 1947), which does not take the spreads to be equal, with
     Holm's correction (Holm 1979) over all the comparisons made here. A group of a single run has no spread,
     so nothing is said of it.
+
+    Returns:
+        A row for each comparison: the ``metric``, the labels of the ``first`` and the ``second`` group, the
+        ``difference`` (mean of the second minus mean of the first) and the corrected ``p``, NaN where a group
+        has a single run.
     """
-    pairs = [
-        (metric, first, second)
+    rows = [
+        {
+            "metric": metric,
+            "first": first.label,
+            "second": second.label,
+            "difference": spread(new)[0] - spread(old)[0],
+            "p": welch(old, new),
+        }
         for metric in metrics
         for first, second in itertools.combinations(groups, 2)
-        if first.values(metric) and second.values(metric)
+        if (old := first.values(metric)) and (new := second.values(metric))
     ]
-    raw = [welch(first.values(metric), second.values(metric)) for metric, first, second in pairs]
-    return [
-        Comparison(
-            metric,
-            first.label,
-            second.label,
-            spread(second.values(metric))[0] - spread(first.values(metric))[0],
-            p,
-        )
-        for (metric, first, second), p in zip(pairs, holm(raw), strict=True)
-    ]
+    table = pd.DataFrame(rows, columns=["metric", "first", "second", "difference", "p"])
+    return table.assign(p=holm(table["p"]))
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> float:
@@ -264,11 +166,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
         >>> holm([0.01, 0.04, float("nan")])
         [0.02, 0.04, nan]
     """
-    given = np.array(p_values, dtype=float)
-    # NaN is sorted last.
-    order = np.argsort(given)[: np.count_nonzero(~np.isnan(given))]
-    corrected = np.full(len(given), math.nan)
-    scaled = given[order] * np.arange(len(order), 0, -1)
-    corrected[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
-    found: list[float] = corrected.tolist()
+    given = pd.Series(list(p_values), dtype=float)
+    ranked = given.dropna().sort_values()
+    corrected = (ranked * np.arange(len(ranked), 0, -1)).cummax().clip(upper=1)
+    found: list[float] = corrected.reindex(given.index).tolist()
     return found

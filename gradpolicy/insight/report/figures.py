@@ -1,188 +1,125 @@
-"""The figures of a report: plotly figures with the choices of a reader."""
+"""The figures of a report, drawn by plotly from tables."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 
 from gradpolicy.insight.report.comparison import Difference, Group, compared_metrics
-from gradpolicy.insight.report.reading import Run
+from gradpolicy.insight.report.run import Run
 
 # Readable on white and on black.
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#ec4899", "#a855f7", "#eab308", "#06b6d4", "#ef4444", "#84cc16")
-PLAIN = "#8b949e"
-# Points of a curve, columns and cells of a heat map: at most.
-POINTS = 600
-COLUMNS, CELLS = 240, 12_000
-# Axes of parallel coordinates, at most.
-AXES = 8
-# Legends: the longest name in characters, and the height of a line in pixels.
-LONGEST, LINE = 60, 20
+# Points of a curve, columns of a heat map, axes of parallel coordinates: at most.
+POINTS, COLUMNS, AXES = 600, 240, 8
+# The longest name in a legend or on an axis, in characters.
+LONGEST = 60
 STAGES = ("train/", "val/", "test/")
-
-Choices = Mapping[str, tuple[str, Sequence[str]]]
 
 
 @dataclass
 class Figure:
-    """A figure with its heading and the choices of a reader.
+    """A figure with its heading.
 
     Args:
         title: The heading above it.
-        figure: The plotly figure. A trace's ``meta`` says under which choices it is shown.
-        choices: By key of ``meta``: the name of the choice and its values. A trace without that key is
-            always shown.
+        figure: The plotly figure.
         note: How to read it.
         wide: If True, it takes the whole width of the page.
     """
 
     title: str
     figure: go.Figure
-    choices: Choices = field(default_factory=dict)
     note: str = ""
     wide: bool = False
 
-    def __post_init__(self) -> None:
-        """Show the first of each choice, leave out choices of one value, and make room for the legend."""
-        for trace in self.figure.data:
-            meta = trace.meta or {}
-            shown = {key: values[0] for key, (_, values) in self.choices.items()}
-            trace.visible = all(meta.get(key, value) == value for key, value in shown.items())
-        several = {key: choice for key, choice in self.choices.items() if len(choice[1]) > 1}
-        self.choices = several
-        named = [trace for trace in self.figure.data if trace.name and trace.showlegend is not False]
-        for trace in named:
-            trace.name = _shortened(trace.name, LONGEST)
-        names = {trace.name for trace in named if trace.visible}
-        if len(names) > 1 and self.figure.layout.legend.orientation:
-            columns = (1100 if self.wide else 500) // (44 + 7 * max(map(len, names)))
-            lines = -(-len(names) // max(columns, 1))
-            self.figure.update_layout(height=self.figure.layout.height + LINE * (lines - 1))
+
+def line_figure(title: str, table: pd.DataFrame, note: str = "", *, wide: bool = False, **how: Any) -> Figure:
+    """Draw curves over the steps.
+
+    Args:
+        title: The heading.
+        table: A row for each point, with its ``step``.
+        note: How to read it.
+        wide: If True, it takes the whole width of the page, and each row of panels its height.
+        **how: How columns of the table are drawn; see :func:`plotly.express.line`.
+    """
+    names = {key: how[key] for key in ("color", "line_dash", "line_group") if how.get(key)}
+    short = table.assign(**{column: table[column].astype(str).str[:LONGEST] for column in names.values()})
+    figure = px.line(short, x="step", color_discrete_sequence=COLOURS, template="none", **how)
+    for trace in figure.data:
+        chosen = np.unique(np.linspace(0, len(trace.x) - 1, POINTS).round().astype(int))
+        # The page holds single precision in few bytes. A single point makes no line.
+        mode = "lines+markers" if len(trace.x) < 8 else "lines"
+        trace.update(x=trace.x[chosen], y=np.asarray(trace.y, dtype=np.float32)[chosen], mode=mode)
+    panels = table[how["facet_row"]].nunique() if how.get("facet_row") else 1
+    figure.update_yaxes(matches=None, title="")
+    figure.for_each_annotation(lambda each: each.update(text=each.text.partition("=")[2]))
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "title": ""}
+    lines = len({trace.name for trace in figure.data if trace.showlegend})
+    figure.update_layout(legend=legend, height=(160 if panels > 1 else 270) * panels + 20 * (lines + 1))
+    return Figure(title, styled(figure).update_layout(hovermode="x unified"), note, wide)
 
 
-def new_figure(x: str, y: str, height: int = 300) -> go.Figure:
-    """Return an empty figure; the page gives it the colours of the reader's theme."""
-    return go.Figure().update_layout(
-        template={"layout": {"colorway": COLOURS}},
-        height=height,
-        margin={"l": 52, "r": 12, "t": 12, "b": 44},
-        xaxis={"title": {"text": x}, "automargin": True},
-        yaxis={"title": {"text": y}, "automargin": True},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        hovermode="x unified",
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-    )
-
-
-def _add_curve(figure: go.Figure, values: pd.Series, name: str, **settings: Any) -> None:
-    """Add a curve over the steps that are the index of the values; few points are marked."""
-    values = _thinned(values)
-    figure.add_scatter(
-        x=values.index.to_numpy(),
-        # The page holds single precision in few bytes.
-        y=values.to_numpy(dtype=np.float32),
-        name=name,
-        **{"mode": "lines+markers" if len(values) < 8 else "lines", **settings},
-    )
-
-
-def _thinned(values: Any, most: int = POINTS) -> Any:
-    """Return at most so many rows, evenly chosen, the last among them."""
-    if len(values) <= most:
-        return values
-    return values.iloc[np.unique(np.linspace(0, len(values) - 1, most).round().astype(int))]
-
-
-def _is_known(rows: pd.DataFrame, column: str) -> bool:
-    return column in rows and bool(rows[column].notna().any())
-
-
-def _faint(colour: str, alpha: float = 0.15) -> str:
-    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{alpha})"
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
-def _shortened(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+def styled(figure: go.Figure) -> go.Figure:
+    """Return a figure without colours of its own; the page gives it those of the reader's theme."""
+    margin = {"l": 52, "r": 28, "t": 12, "b": 44}
+    clear = "rgba(0,0,0,0)"
+    return figure.update_layout(template="none", margin=margin, paper_bgcolor=clear, plot_bgcolor=clear)
 
 
 # ---- curves of metrics
 
 
-def _curve(run: Run, metric: str) -> "pd.Series[float]":
-    """Return a metric by the steps at which it was logged."""
-    if metric not in run.metrics:
-        return pd.Series(dtype=float)
-    return run.metrics[["step", metric]].dropna().groupby("step")[metric].last()
+def _curves(run: Run) -> pd.DataFrame:
+    """Return the metrics of a run with a row for each value: ``step``, ``curve``, ``chart``, ``value``."""
+    own = [name for name in run.metrics if "policy/" not in name and not name.endswith("_best")]
+    if "step" not in own:
+        return pd.DataFrame(columns=["step", "curve", "chart", "value"])
+    table = run.metrics[own].drop(columns="epoch", errors="ignore")
+    table = table.melt("step", var_name="curve").dropna().drop_duplicates(["step", "curve"], keep="last")
+    # Training, validation and test share a chart.
+    return table.assign(chart=table["curve"].str.replace(f"^({'|'.join(STAGES)})", "", regex=True))
 
 
-def _charts(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Return the metrics that share a chart: those of one name in training, validation and test."""
-    charts: dict[str, list[str]] = {}
-    for name in dict.fromkeys(str(name) for run in runs for name in run.metrics):
-        if name not in ("step", "epoch") and "policy/" not in name and not name.endswith("_best"):
-            stage = next((stage for stage in STAGES if name.startswith(stage)), "")
-            charts.setdefault(name.removeprefix(stage), []).append(name)
+def _by_chart(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Return the rows of each chart: first the loss, then the accuracy, then others."""
     order = {"loss": 0, "accuracy": 1}
-    return dict(sorted(charts.items(), key=lambda chart: (order.get(chart[0], 2), chart[0])))
+    charts = [(str(title), rows) for title, rows in table.groupby("chart")]
+    return sorted(charts, key=lambda chart: order.get(chart[0], 2))
 
 
 def run_curves(run: Run) -> list[Figure]:
-    """Draw a chart for each metric, with a curve for each stage."""
-    found = []
-    for title, names in _charts([run]).items():
-        figure = new_figure("step", title)
-        for name in names:
-            points = _curve(run, name)
-            mode = "markers" if len(points) == 1 else "lines"
-            _add_curve(figure, points, name, mode=mode, marker={"size": 10, "symbol": "diamond"})
-        # A number that never changed stands in the table.
-        if any(len(set(trace.y)) > 1 for trace in figure.data):
-            found.append(Figure(title, figure))
-    return found
+    """Draw a chart for each metric that changed, with a curve for each stage."""
+    changed = [
+        each for each in _by_chart(_curves(run)) if each[1].groupby("curve")["value"].nunique().max() > 1
+    ]
+    return [line_figure(title, rows, y="value", color="curve") for title, rows in changed]
 
 
 def group_curves(groups: Sequence[Group]) -> list[Figure]:
-    """Draw a chart for each metric: a group's mean as a line, its spread as a band, its runs as hairlines."""
-    runs = [run for group in groups for run in group.runs]
+    """Draw a chart for each metric: the mean of a group as a thick line, its runs as hairlines."""
+    runs = [(group, run) for group in groups for run in group.runs]
+    tables = [
+        _curves(run).assign(group=group.label, run=run.name, ended=not run.broken_off) for group, run in runs
+    ]
     found = []
-    for title, names in _charts(runs).items():
-        figure = new_figure("step", title)
-        usable = [name for name in names if any(len(_curve(run, name)) > 1 for run in runs)]
-        for name in usable:
-            for index, group in enumerate(groups):
-                _add_group(figure, group, name, _colour(index))
-        if figure.data:
-            found.append(Figure(title, figure, {"metric": ("curve", usable)}))
+    for title, rows in _by_chart(pd.concat(tables)):
+        rows = rows[rows.groupby(["run", "curve"])["step"].transform("size") > 1]
+        if rows.empty:
+            continue
+        shared: dict[str, Any] = {"y": "value", "color": "group", "line_dash": "curve"}
+        chart = line_figure(title, rows, line_group="run", **shared)
+        chart.figure.update_traces(line_width=0.5, hoverinfo="skip", hovertemplate=None, showlegend=False)
+        ended = rows[rows["ended"]]
+        means = ended.groupby(["group", "curve", "step"], sort=False, as_index=False)["value"].mean()
+        thick = line_figure(title, means if len(means) else rows, **shared)
+        found.append(Figure(title, thick.figure.add_traces(chart.figure.data)))
     return found
-
-
-def _add_group(figure: go.Figure, group: Group, metric: str, colour: str) -> None:
-    curves = {index: _curve(run, metric) for index, run in enumerate(group.runs)}
-    curves = {index: points for index, points in curves.items() if len(points)}
-    if not curves:
-        return
-    shared: dict[str, Any] = {"legendgroup": group.label, "meta": {"metric": metric}, "mode": "lines"}
-    # A run that ends earlier is not in the mean of later steps.
-    inside = _thinned(pd.concat(curves, axis=1).interpolate(limit_area="inside"), POINTS // 4)
-    ended = [index for index in inside if not group.runs[index].broken_off] or list(inside)
-    mean, deviation = inside[ended].mean(axis=1), inside[ended].std(axis=1, ddof=1).fillna(0)
-    if len(curves) > 1:
-        unnamed = {**shared, "hoverinfo": "skip", "showlegend": False}
-        band = pd.concat([mean + deviation, (mean - deviation)[::-1]])
-        _add_curve(figure, band, "", fill="toself", fillcolor=_faint(colour), line={"width": 0}, **unnamed)
-        for index in inside:
-            _add_curve(figure, inside[index], "", line={"color": colour, "width": 0.5}, **unnamed)
-    _add_curve(figure, mean, group.label, line={"color": colour, "width": 2.5}, **shared)
 
 
 # ---- parallel coordinates
@@ -202,31 +139,24 @@ def parallel_coordinates(
     line = {"color": values, "colorscale": "Viridis", "reversescale": lowest, "showscale": True}
     axes = [_axis(name, list(given)) for name, given in settings.items()]
     axes.append({"label": metric, "values": list(values), "tickformat": ".3~g"})
-    figure = go.Figure(go.Parcoords(line=line, dimensions=axes))
+    figure = styled(go.Figure(go.Parcoords(line=line, dimensions=axes)))
     # The names on the first axis stand left of it, and plotly makes no room for them.
     left = max(110, 20 + 6 * max(map(len, axes[0].get("ticktext", [""]))))
-    margin = {"l": left, "r": 60, "t": 60, "b": 30}
-    return figure.update_layout(height=380, margin=margin, paper_bgcolor="rgba(0,0,0,0)")
+    return figure.update_layout(height=380, margin={"l": left, "r": 60, "t": 60, "b": 30})
 
 
 def _axis(name: str, given: list[Any]) -> dict[str, Any]:
     """Return an axis of parallel coordinates: numbers as they are, other values one after the other."""
-    if _are_numbers(given):
-        return {"label": name, "values": [float(value) for value in given], "tickformat": ".3~g"}
+    numbers = pd.to_numeric(pd.Series(given, dtype=object), errors="coerce")
+    if np.isfinite(numbers.astype(float)).all():
+        return {"label": name, "values": numbers.astype(float).tolist(), "tickformat": ".3~g"}
     codes, names = pd.factorize(np.array([str(value) for value in given], dtype=object))
     return {
         "label": name,
         "values": codes.tolist(),
         "tickvals": list(range(len(names))),
-        "ticktext": [_shortened(text, 40) for text in names],
+        "ticktext": [text[:LONGEST] for text in names],
     }
-
-
-def _are_numbers(values: Iterable[Any]) -> bool:
-    try:
-        return all(np.isfinite(float(value)) for value in values)
-    except (TypeError, ValueError):
-        return False
 
 
 def settings_and_metric(runs: Sequence[Run], differences: Sequence[Difference]) -> Figure | None:
@@ -241,26 +171,14 @@ def settings_and_metric(runs: Sequence[Run], differences: Sequence[Difference]) 
     varied = [each for each in differences if each.key != "seed"][:AXES]
     if len(values) < 2 or not varied:
         return None
-    # A label has three digits, an axis all of them.
-    settings = {
-        each.name: [(each.values if _are_numbers(each.values) else each.shown)[index] for index in values]
-        for each in varied
-    }
+    settings = {each.name: [each.shown[index] for index in values] for each in varied}
     lowest = config.get("optimized_mode") == "min"
     figure = parallel_coordinates(settings, metric, list(values.values()), lowest=lowest)
     note = "A line for each run that was completed. Drag along an axis to choose among them."
-    return Figure(f"Settings and {metric}", figure, note=note, wide=True)
+    return Figure(f"Settings and {metric}", figure, note, wide=True)
 
 
-# ---- masks over time
-
-# One above the other: the axis of each panel, its heading, and its place.
-PANELS = {
-    "y": ("entries that train", (0.72, 1.0)),
-    "y2": ("flips per entry", (0.36, 0.64)),
-    "y3": ("age in updates", (0.0, 0.28)),
-}
-AGES = ["age_q25", "age_q75", "age_median"]
+# ---- what policies did over the steps
 
 
 def mask_curves(run: Run) -> Figure | None:
@@ -268,167 +186,68 @@ def mask_curves(run: Run) -> Figure | None:
     rows = run.rows("freeze")
     if rows.empty:
         return None
-    figure = new_figure("step", "", height=520)
-    policies = list(rows["policy"].unique())
-    for policy in policies:
-        own = rows[rows["policy"] == policy]
-        # A mask covers the same parameters throughout, and a count holds until the next one.
-        held = own.pivot_table(
-            index="step", columns="parameter", values=["active", "entries"], aggfunc="last"
-        ).ffill()
-        entries = held["entries"].sum(axis=1)
-        steps = own.groupby("step")
-        flips = (steps["flipped"].sum() / entries)[steps["changed"].any()].iloc[1:]
-        shared: dict[str, Any] = {"showlegend": False, "meta": {"policy": policy}}
-        line = {"color": COLOURS[0]}
-        share = held["active"].sum(axis=1) / entries
-        _add_curve(figure, share, PANELS["y"][0], line={**line, "shape": "hv"}, **shared)
-        marks: dict[str, Any] = {
-            "mode": "markers" if len(flips) < 200 else "lines",
-            "marker": {**line, "size": 4},
-        }
-        _add_curve(figure, flips, PANELS["y2"][0], yaxis="y2", line=line, **marks, **shared)
-        means = _means_by_entries(own, AGES, ["step"])
-        edge: dict[str, Any] = {"line": {"width": 0, **line}, "hoverinfo": "skip"}
-        band = {"fill": "tonexty", "fillcolor": _faint(COLOURS[0], 0.25)}
-        looks = [edge, {**edge, **band}, {"line": line}]
-        for name, look in zip(AGES, looks if len(means) else (), strict=False):
-            _add_curve(figure, means[name], PANELS["y3"][0], yaxis="y3", **look, **shared)
-    for name, (heading, domain) in PANELS.items():
-        axis = {"title": {"text": heading}, "domain": domain, "rangemode": "tozero", "automargin": True}
-        if name == "y":
-            axis |= {"tickformat": ".0%", "range": [0, 1.05]}
-        figure.update_layout({name.replace("y", "yaxis"): axis})
-    figure.update_xaxes(anchor="y3")
+    by = rows.assign(age=rows["age_median"] * rows["entries"]).groupby(["policy", "step"], as_index=False)
+    sums = by[["active", "flipped", "age", "entries"]].sum(min_count=1)
+    quantities = {"share that trains": "active", "flips per entry": "flipped", "median age": "age"}
+    table = sums.assign(**{name: sums[column] / sums["entries"] for name, column in quantities.items()})
+    table = table.melt(["policy", "step"], list(quantities), "quantity", "value").dropna()
     note = (
         "A change flips entries that it freezes or thaws; each change since the point before counts. The age "
-        "of an entry: its updates since its optimizer state was last empty; line: the median, band: the "
-        "middle half, means over the tensors."
+        "of an entry: its updates since its optimizer state was last empty; here the mean of the "
+        "tensors' medians."
     )
-    return Figure("Share, flips and ages", figure, {"policy": ("policy", policies)}, note, wide=True)
+    shared = {"y": "value", "color": "policy", "facet_row": "quantity"}
+    return line_figure("Share, flips and ages", table, note, wide=True, **shared)
 
 
-def _means_by_entries(rows: pd.DataFrame, columns: list[str], by: list[str]) -> pd.DataFrame:
-    """Return means over parameters, weighted by their entries, of the rows that have these columns."""
-    rows = rows.dropna(subset=columns)
-    weighted = rows[columns].mul(rows["entries"], axis=0)
-    keys = [rows[key] for key in by]
-    return weighted.groupby(keys).sum().div(rows["entries"].groupby(keys).sum().clip(lower=1), axis=0)
-
-
-# ---- the timeline of layers
-
-
-class Quantity(NamedTuple):
-    """A quantity of the timeline: its column, its colours, and how it is shown."""
-
-    column: str
-    scale: str
-    top: float | None = None
-    logarithmic: bool = False
-    # True if a value holds until the next one is recorded.
-    held: bool = True
-    of_masks: bool = False
-
-
+# The columns that a timeline shows in colour, by their names there.
 QUANTITIES = {
-    "active share": Quantity("active_share", "Viridis", top=1.0, of_masks=True),
-    "flips per entry": Quantity("flips_per_entry", "Inferno", held=False, of_masks=True),
-    "gradient norm before": Quantity("gradient_norm_before", "Cividis", logarithmic=True),
-    "gradient norm after": Quantity("gradient_norm_after", "Cividis", logarithmic=True),
-    "update size": Quantity("update_size", "Cividis", logarithmic=True),
-    "median age": Quantity("age_median", "Plasma", of_masks=True),
+    "active share": "active_share",
+    "flips per entry": "flips_per_entry",
+    "gradient norm before": "gradient_norm_before",
+    "gradient norm after": "gradient_norm_after",
+    "update size": "update_size",
 }
 
 
 def timeline(run: Run) -> Figure | None:
-    """Draw layers by steps: the active share, flips, gradient norms, update sizes or ages in colour."""
+    """Draw layers by steps: the active share, flips, gradient norms or update sizes in colour."""
     layers = run.rows("layer")
     if layers.empty:
         return None
-    keys = ["policy", "layer", "step"]
-    ages = _means_by_entries(run.rows("freeze"), ["age_median"], keys)
-    layers = layers.drop(columns="age_median").join(ages, on=keys)
     layers = layers.assign(flips_per_entry=layers["flipped"] / layers["entries"].clip(lower=1))
-    by_layers = _trains_by_layers(layers)
-    usable = {
-        name: quantity
-        for name, quantity in QUANTITIES.items()
-        if _is_known(layers, quantity.column) and (by_layers or not quantity.of_masks)
-    }
-    if not usable:
-        return None
-    policies = list(layers["policy"].unique())
-    height = 120 + 18 * min(int(layers.groupby("policy")["layer"].nunique().max()), 60)
-    figure = new_figure("step", "", height=height).update_layout(hovermode="closest")
-    names = list(layers["layer"].unique())
-    labels = _without_common_parents(names)
-    figure.update_yaxes(autorange="reversed", type="category", tickvals=names, ticktext=labels)
-    for name, quantity in usable.items():
-        for policy in policies:
-            rows = layers[layers["policy"] == policy]
-            meta = {"quantity": name, "policy": policy}
-            figure.add_trace(_heat_map(rows, name, quantity, run.last_step).update(meta=meta))
-    choices = {"quantity": ("colour", list(usable)), "policy": ("policy", policies)}
-    note = "A mask holds until the next change, a norm, size or age until it is measured again."
-    title = "Timeline of masks" if by_layers else "Gradients and updates by layer"
-    return Figure(title, figure, choices, note, wide=True)
+    if layers["policy"].nunique() > 1:
+        layers = layers.assign(layer=layers["layer"] + " · " + layers["policy"])
+    usable = {name: column for name, column in QUANTITIES.items() if layers[column].notna().any()}
+    figure = go.Figure()
+    for name, column in usable.items():
+        figure.add_trace(_heat_map(layers, name, column).update(visible=not figure.data))
+    buttons = [
+        {"label": name, "method": "update", "args": [{"visible": [name == other for other in usable]}]}
+        for name in usable
+    ]
+    menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
+    height = 150 + 18 * min(layers["layer"].nunique(), 60)
+    styled(figure).update_layout(updatemenus=[menu], height=height, margin={"t": 48})
+    figure.update_xaxes(title="step").update_yaxes(autorange="reversed", automargin=True, type="category")
+    return Figure("Timeline of layers", figure, "Choose above what the colours show.", wide=True)
 
 
-def _trains_by_layers(layers: pd.DataFrame) -> bool:
-    """Return True if layers train or freeze as a whole: otherwise shares by layer show noise alone."""
-    whole = (layers["active_share"] < 0.02) | (layers["active_share"] > 0.98)
-    return float(layers.loc[whole, "entries"].sum()) > 0.1 * float(layers["entries"].sum())
-
-
-def _without_common_parents(names: Sequence[str]) -> list[str]:
-    """Return qualified names without the parents that all of them have: a phone is narrow."""
-    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
-    return [".".join(name.split(".")[common:]) for name in names]
-
-
-def _heat_map(rows: pd.DataFrame, name: str, quantity: Quantity, end: int) -> go.Heatmap:
-    table = rows.pivot_table(
-        index="layer", columns="step", values=quantity.column, aggfunc="last", sort=False, dropna=False
-    )
-    table = table.reindex(index=rows["layer"].unique(), columns=sorted(table.columns))
-    table = _evenly_spaced(table.ffill(axis=1) if quantity.held else table, end, held=quantity.held)
+def _heat_map(layers: pd.DataFrame, name: str, column: str) -> go.Heatmap:
+    table = layers.pivot_table(column, "layer", "step", aggfunc="last", sort=False).sort_index(axis=1)
+    table = table.iloc[:, :: -(-table.shape[1] // COLUMNS)]
     values = table.to_numpy(dtype=np.float32)
-    shared = {"x": np.asarray(table.columns), "y": list(table.index), "colorscale": quantity.scale}
-    shared |= {"hoverongaps": False}
+    is_norm = name not in ("active share", "flips per entry")
     bar: dict[str, Any] = {"thickness": 10, "title": {"text": name, "side": "right"}}
-    hover = f"%{{y}}<br>step %{{x}}<br>{name} %{{text:.3g}}<extra></extra>"
-    if not quantity.logarithmic:
-        hover = hover.replace("text", "z")
-        return go.Heatmap(z=values, zmin=0.0, zmax=quantity.top, colorbar=bar, hovertemplate=hover, **shared)
-    logarithms = np.log10(np.where(values > 0, values, np.nan))
-    bar |= {"tickprefix": "10<sup>", "ticksuffix": "</sup>"}
-    hover = hover.replace("text", "customdata")
-    return go.Heatmap(z=logarithms, customdata=values, colorbar=bar, hovertemplate=hover, **shared)
-
-
-def _evenly_spaced(table: pd.DataFrame, end: int, *, held: bool) -> pd.DataFrame:
-    """Return columns of equally many steps: a heat map puts the borders of others halfway between them.
-
-    Args:
-        table: Layers by the steps that were recorded.
-        end: The last step of the run.
-        held: If True, a value holds until the next one.
-    """
-    most = max(20, min(COLUMNS, CELLS // max(len(table), 1)))
-    start = int(table.columns[0])
-    width = -(-(end - start + 1) // most)
-    recorded = table.T.groupby((table.columns - start) // width)
-    columns = range((end - start) // width + 1)
-    spaced = recorded.mean().T.reindex(columns=columns)
-    if held:
-        spaced = spaced.fillna(recorded.last().T.reindex(columns=columns).ffill(axis=1))
-    spaced.columns = [start + width * column for column in columns]
-    return spaced
-
-
-# ---- memory, flow policies
+    return go.Heatmap(
+        x=np.asarray(table.columns),
+        y=list(table.index),
+        z=np.log10(np.where(values > 0, values, np.nan)) if is_norm else values,
+        customdata=values,
+        colorscale="Viridis",
+        colorbar=bar | ({"tickprefix": "10<sup>", "ticksuffix": "</sup>"} if is_norm else {}),
+        hovertemplate=f"%{{y}}<br>step %{{x}}<br>{name} %{{customdata:.3g}}<extra></extra>",
+    )
 
 
 def memory(runs: Mapping[str, Run]) -> Figure | None:
@@ -437,28 +256,24 @@ def memory(runs: Mapping[str, Run]) -> Figure | None:
     Args:
         runs: By the label of the curve.
     """
-    figure = new_figure("step", "bytes").update_yaxes(tickformat=".3s", rangemode="tozero")
-    drawn: set[tuple[float, ...]] = set()
-    for index, (label, run) in enumerate(runs.items()):
-        rows = run.rows("memory")
-        if not _is_known(rows, "state_bytes"):
-            continue
-        rows = rows.set_index("step")
-        line = {"color": _colour(index), "shape": "hv"}
-        _add_curve(figure, rows["state_bytes"], label, line=line)
-        # Runs of one model share it.
-        adam = rows["adam_bytes"]
-        if adam.notna().any() and tuple(adam) not in drawn:
-            name = f"plain Adam · {label}" if drawn else "plain Adam"
-            _add_curve(figure, adam, name, line={"color": line["color"] if drawn else PLAIN, "dash": "dash"})
-            drawn.add(tuple(adam))
-    return Figure("Optimizer memory", figure, wide=len(runs) == 1) if figure.data else None
+    recorded = {label: run.rows("memory") for label, run in runs.items()}
+    tables = [rows.assign(run=label) for label, rows in recorded.items() if not rows.empty]
+    if not tables:
+        return None
+    columns = {"state_bytes": "held", "adam_bytes": "plain Adam"}
+    table = pd.concat(tables).rename(columns=columns).melt(["step", "run"], columns.values(), "of", "bytes")
+    figure = line_figure(
+        "Optimizer memory", table.dropna(), y="bytes", color="run", line_dash="of", wide=len(runs) == 1
+    )
+    figure.figure.update_yaxes(tickformat=".3s", rangemode="tozero")
+    return figure
 
 
 FLOW = {
-    "gradient norms": {"gradient_norm_before": "before", "gradient_norm_after": "after"},
-    "operations": {"operations": "operations"},
-    "zeros let through": {"zeros_passed": "share of zeros"},
+    "gradient_norm_before": "gradient norm before",
+    "gradient_norm_after": "gradient norm after",
+    "operations": "operations",
+    "zeros_passed": "share of zeros let through",
 }
 
 
@@ -467,22 +282,7 @@ def flow(run: Run) -> Figure | None:
     rows = run.rows("flow")
     if rows.empty:
         return None
-    figure = new_figure("step", "")
-    rows = rows.assign(phase=rows["phase"].astype(object).fillna("fit"))
-    groups = list(rows.groupby(["phase", "policy"], sort=False))
-    colours = {policy: _colour(index) for index, policy in enumerate(rows["policy"].unique())}
-    for quantity, columns in FLOW.items():
-        for (phase, policy), own in groups:
-            for (column, label), dash in zip(columns.items(), ("solid", "dot"), strict=False):
-                points = own.set_index("step")[column].dropna()
-                if len(points):
-                    meta = {"quantity": quantity, "phase": phase}
-                    line = {"color": colours[policy], "dash": dash}
-                    _add_curve(figure, points, f"{policy} {label}", line=line, meta=meta)
-    if not figure.data:
-        return None
-    quantities, phases = (
-        list(dict.fromkeys(t.meta[key] for t in figure.data)) for key in ("quantity", "phase")
-    )
-    choices = {"quantity": ("shows", quantities), "phase": ("phase", phases)}
-    return Figure("Flow policies", figure, choices, wide=True)
+    rows = rows.assign(phase=rows["phase"].astype(object).fillna("fit")).rename(columns=FLOW)
+    table = rows.melt(["step", "policy", "phase"], FLOW.values(), "quantity", "value").dropna()
+    shared = {"y": "value", "color": "policy", "line_dash": "phase", "facet_row": "quantity"}
+    return line_figure("Flow policies", table, wide=True, **shared) if len(table) else None

@@ -4,13 +4,12 @@ import base64
 import io
 import itertools
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChainableUndefined, Environment, PackageLoader
+from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 from PIL import Image, UnidentifiedImageError
 from plotly.offline import get_plotlyjs
@@ -27,7 +26,7 @@ from gradpolicy.insight.report.comparison import (
 )
 from gradpolicy.insight.report.figures import Figure
 from gradpolicy.insight.report.gradient_map import gradient_map
-from gradpolicy.insight.report.reading import Run
+from gradpolicy.insight.report.run import Run
 
 # Bytes of a whole report, at most, and of the pictures of one run.
 LARGEST = 6_000_000
@@ -43,41 +42,49 @@ def render(runs: Sequence[Run]) -> str:
     environment = Environment(
         loader=PackageLoader("gradpolicy.insight.report"),
         autoescape=True,
-        # Keys that files of an older version lack are left empty.
-        undefined=ChainableUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "drawn": drawn, "next": next, "breakable": breakable}
-    page = environment.get_template("report.html")
+    page, block = environment.get_template("report.html"), environment.get_template("run.html")
     numbers = itertools.count()
     comparison = _comparison(runs) if len(runs) > 1 else None
-    common = {"plotly": Markup(get_plotlyjs()), "numbers": numbers, "comparison": comparison}
-    used = len(page.render(runs=runs, details=[], left_out=[], **common).encode(errors="replace"))
+    common = {"plotly": Markup(get_plotlyjs()), "numbers": numbers, "comparison": comparison, "runs": runs}
+    used = _bytes_of(page.render(details=[], left_out=[], **common))
+    pictures = min(PICTURES, (LARGEST - used) // (2 * len(runs)))
     details: list[dict[str, Any]] = []
     left_out: list[str] = []
-    block = environment.get_template("run.html")
-    pictures = min(PICTURES, (LARGEST - used) // (2 * len(runs)))
     for run in runs:
-        shown = block.render(
-            detail(run, pictures), numbers=numbers, index=len(details), several=len(runs) > 1
-        )
-        size = len(shown.encode(errors="replace"))
-        if used + size > LARGEST:
+        place = {"numbers": numbers, "index": len(details), "several": len(runs) > 1}
+        html = block.render(detail(run, pictures), **place)
+        if used + _bytes_of(html) > LARGEST:
             left_out.append(run.name)
-            continue
-        used += size
-        details.append({"name": run.name, "html": Markup(shown)})
-    return page.render(runs=runs, details=details, left_out=left_out, **common)
+        else:
+            used += _bytes_of(html)
+            details.append({"name": run.name, "html": Markup(html)})
+    return page.render(details=details, left_out=left_out, **common)
+
+
+def _bytes_of(page: str) -> int:
+    return len(page.encode(errors="replace"))
 
 
 def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
-    """Return the variables of the template of one run, with so many bytes of pictures at most."""
-    pictures, strips, failed = _pictures(run, pictures_bytes)
-    changed = config_differences([run.defaults, run.config]) if run.defaults and run.config else []
+    """Return the variables of the template of one run, with about so many bytes of pictures at most."""
+    pictures, unreadable = {}, {}
+    for title, path in run.pictures.items():
+        try:
+            pictures[title] = inlined(path, pictures_bytes // len(run.pictures))
+        except (OSError, UnidentifiedImageError) as error:
+            unreadable[path.name] = f"cannot be read: {error}"
+    stopped, operations = (run.audit.get(key, {}) for key in ("stopped_branches", "operations"))
+    faults = run.audit.get("changed", 0) + stopped.get("nonzero", 0) + operations.get("differing", 0)
+    checked = run.audit.get("intervals", 0) + stopped.get("checked", 0) + operations.get("checked", 0)
     return {
         "run": run,
-        "changed": changed[:ROWS],
+        "changed": config_differences([run.defaults, run.config])[:ROWS]
+        if run.defaults and run.config
+        else [],
         "curves": figures.run_curves(run),
         "metrics": _by_stage(run.final_metrics),
         "mask_curves": figures.mask_curves(run),
@@ -86,39 +93,18 @@ def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
         "flow": figures.flow(run),
         "memory": figures.memory({"optimizer state": run}),
         "memory_ratio": _memory_ratio(run),
-        "proof": proof(run.audit) if run.audit else None,
-        "pictures": pictures,
-        "strips": strips,
-        "missing": {**run.missing, **failed},
-    }
-
-
-def proof(audit: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the audit in one line, its verdict (good, bad, or empty without a check), and its parts."""
-    stopped, operations = audit.get("stopped_branches") or {}, audit.get("operations") or {}
-    intervals, changed = int(audit.get("intervals", 0)), int(audit.get("changed", 0))
-    faults = changed + int(stopped.get("nonzero", 0)) + int(operations.get("differing", 0))
-    checked = intervals + int(stopped.get("checked", 0)) + int(operations.get("checked", 0))
-    return {
-        "verdict": "bad" if faults else "good" if checked else "",
         "checked": checked,
-        "line": f"frozen entries: {intervals:,} intervals, {changed:,} changed",
-        "entries": int(audit.get("entries", 0)),
-        "sampled": bool(audit.get("sampled")),
-        "stopped": stopped,
-        "operations": operations,
-        "differences": list(audit.get("differences") or [])[:ROWS],
+        "verdict": "bad" if faults else "good" if checked else "",
+        "pictures": pictures,
+        "missing": {**run.missing, **unreadable},
     }
-
-
-# ---- several runs
 
 
 def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     groups = groups_of(runs)
     metrics = compared_metrics(runs)
     compared = compare(groups, metrics)
-    tested = [each for each in compared if not math.isnan(each.p)]
+    exceeding = compared[compared["p"] < LEVEL].sort_values("p")
     differences = config_differences([run.config for run in runs])
     return {
         "groups": groups,
@@ -128,9 +114,9 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         "best": {name: _best(groups, name) for name in metrics},
         "differences": differences[:ROWS],
         "settings": figures.settings_and_metric(runs, differences),
-        "exceeding": sorted((each for each in tested if each.exceeds), key=lambda each: each.p)[:ROWS],
-        "tested": len(tested),
-        "untested": len(compared) - len(tested),
+        "exceeding": exceeding.head(ROWS).to_dict("records"),
+        "tested": int(compared["p"].notna().sum()),
+        "untested": int(compared["p"].isna().sum()),
         "level": LEVEL,
         "curves": figures.group_curves(groups),
         "memory": figures.memory({group.label: group.runs[0] for group in groups}),
@@ -147,28 +133,20 @@ def _best(groups: Sequence[Group], metric: str) -> str | None:
     return (min if lowers else max)(known, key=known.__getitem__)
 
 
-# ---- the parts of one run
-
-
 def _by_stage(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Group metrics by the first part of their names: test, then validation, training, the rest."""
     order = {"test": 0, "val": 1, "train": 2}
     found: dict[str, dict[str, float]] = {}
     for name in sorted(metrics, key=lambda name: (order.get(name.split("/")[0], 3), name)):
-        stage = "policy" if "policy/" in name else name.split("/")[0]
-        found.setdefault(stage, {})[name] = metrics[name]
+        if "policy/" not in name:
+            found.setdefault(name.split("/")[0], {})[name] = metrics[name]
     return found
 
 
 def _memory_ratio(run: Run) -> float:
     """Return the largest optimizer state as a share of plain Adam's; NaN where it was not recorded."""
-    rows = run.rows("memory")
-    if rows.empty or "adam_bytes" not in rows or not rows["adam_bytes"].max() > 0:
-        return math.nan
-    return float(rows["state_bytes"].max() / rows["adam_bytes"].max())
-
-
-# ---- pictures
+    most = run.rows("memory").reindex(columns=["state_bytes", "adam_bytes"]).max()
+    return float(most["state_bytes"] / most["adam_bytes"]) if most["adam_bytes"] > 0 else math.nan
 
 
 def inlined(path: Path, most: int) -> str:
@@ -186,44 +164,6 @@ def inlined(path: Path, most: int) -> str:
         image.save(buffer, "JPEG", quality=80, optimize=True)
         content, kind, width = buffer.getvalue(), "jpeg", image.width * 3 // 4
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-
-
-def _pictures(
-    run: Run, most_bytes: int
-) -> tuple[dict[str, str], dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """Return attribution pictures by name, film strips of masks by weight, and unreadable files."""
-    pictures: dict[str, str] = {}
-    strips: dict[str, list[dict[str, Any]]] = {}
-    failed: dict[str, str] = {}
-    left = most_bytes
-
-    def take(path: Path, most: int) -> str | None:
-        nonlocal left
-        try:
-            address = inlined(path, most)
-        except (OSError, UnidentifiedImageError) as error:
-            failed[os.path.relpath(path, run.directory)] = f"cannot be read: {error}"
-            return None
-        if len(address) > left:
-            failed.setdefault("pictures", "some are left out, so that the report stays small")
-            return None
-        left -= len(address)
-        return address
-
-    for path in run.pictures:
-        address = take(path, most_bytes // 3)
-        if address is not None:
-            pictures[path.stem] = address
-    for weight, kinds in run.masks.items():
-        for kind, paths in kinds.items():
-            frames = [
-                {"step": int(path.stem.rpartition("_")[2]), "address": take(path, most_bytes // 40)}
-                for path in paths
-            ]
-            kept = [frame for frame in frames if frame["address"]]
-            if kept:
-                strips[f"{weight}: {kind}"] = kept
-    return pictures, strips, failed
 
 
 # ---- filters of the template

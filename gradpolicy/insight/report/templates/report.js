@@ -1,4 +1,4 @@
-// Draws the figures of what is shown, follows the reader's theme and choices.
+// Draws the figures of what is shown, and follows the reader's theme.
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const touched = window.matchMedia("(pointer: coarse)").matches;
 const hovers = window.matchMedia("(hover: hover)").matches;
@@ -16,6 +16,11 @@ function theme(place) {
   look["hoverlabel.bgcolor"] = colour("--card");
   look["hoverlabel.bordercolor"] = colour("--line");
   look["hoverlabel.font.color"] = colour("--text");
+  if (place.layout.updatemenus) {
+    look["updatemenus[0].bgcolor"] = colour("--card");
+    look["updatemenus[0].font.color"] = colour("--text");
+    look["updatemenus[0].bordercolor"] = colour("--line");
+  }
   look["modebar.bgcolor"] = "rgba(0,0,0,0)";
   look["modebar.color"] = look["modebar.activecolor"] = colour("--faint");
   for (const axis of Object.keys(place.layout).filter((key) => /^[xy]axis/.test(key))) {
@@ -41,18 +46,6 @@ function drawShown() {
   }
 }
 
-function choose(select) {
-  const place = document.getElementById(select.dataset.figure);
-  const selects = [...document.querySelectorAll(`select[data-figure="${place.id}"]`)];
-  const wanted = Object.fromEntries(selects.map((each) => [each.dataset.key, each.value]));
-  const visible = place.data.map((trace) =>
-    Object.entries(wanted).every(([key, value]) => (trace.meta?.[key] ?? value) === value));
-  Plotly.update(place, { visible }, { "xaxis.autorange": true });
-}
-
-for (const select of document.querySelectorAll("select[data-figure]")) {
-  select.addEventListener("change", () => choose(select));
-}
 document.getElementById("run-choice")?.addEventListener("change", (event) => {
   const blocks = [...document.querySelectorAll("section.run")];
   blocks.forEach((block, index) => { block.hidden = String(index) !== event.target.value; });
