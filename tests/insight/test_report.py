@@ -25,7 +25,7 @@ from gradpolicy.insight.report.figures import (
 )
 from gradpolicy.insight.report.gradient_map import gradient_map
 from gradpolicy.insight.report.page import LARGEST, inlined
-from gradpolicy.insight.report.run import Run, read_run
+from gradpolicy.insight.report.recorded_run import Run, read_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 OUTSIDE = re.compile(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//|@import|url\(\s*["']?https?:""")

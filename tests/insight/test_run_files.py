@@ -15,7 +15,7 @@ from run_directories import write_run
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.report import page
-from gradpolicy.insight.report.run import Run, read_run
+from gradpolicy.insight.report.recorded_run import Run, read_run
 from gradpolicy.insight.run_files import Result
 from gradpolicy.insight.sweep_summary import SweepSummary, collect
 

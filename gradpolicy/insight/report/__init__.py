@@ -33,7 +33,7 @@ def write(runs: Sequence[Path], output: Path) -> Path:
     """
     # Plotting takes a while to import.
     from gradpolicy.insight.report.page import render
-    from gradpolicy.insight.report.run import read_runs
+    from gradpolicy.insight.report.recorded_run import read_runs
 
     if not runs:
         raise ValueError("no runs to report")

@@ -11,7 +11,7 @@ import pandas as pd
 from scipy import stats
 
 from gradpolicy.display import three_digits
-from gradpolicy.insight.report.run import Run
+from gradpolicy.insight.report.recorded_run import Run
 
 # Keys that differ between any two runs.
 BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name", "callbacks.study.")

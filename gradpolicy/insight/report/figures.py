@@ -10,7 +10,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 
 from gradpolicy.insight.report.comparison import Difference, Group, compared_metrics
-from gradpolicy.insight.report.run import Run
+from gradpolicy.insight.report.recorded_run import Run
 
 # Readable on white and on black.
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#ec4899", "#a855f7", "#eab308", "#06b6d4", "#ef4444", "#84cc16")

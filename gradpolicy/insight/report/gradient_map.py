@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from gradpolicy.insight.report.figures import Figure, styled
-from gradpolicy.insight.report.run import Run
+from gradpolicy.insight.report.recorded_run import Run
 
 # What may happen to the gradient at a module, the most drastic first, and its colour.
 CUT, REPLACED, SCALED, FROZEN = "cut", "replaced", "scaled", "frozen"

@@ -26,7 +26,7 @@ from gradpolicy.insight.report.comparison import (
 )
 from gradpolicy.insight.report.figures import Figure
 from gradpolicy.insight.report.gradient_map import gradient_map
-from gradpolicy.insight.report.run import Run
+from gradpolicy.insight.report.recorded_run import Run
 
 # Bytes of a whole report, at most, and of the pictures of one run.
 LARGEST = 6_000_000

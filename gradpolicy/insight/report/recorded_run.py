@@ -141,7 +141,9 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     log = read("train.log", "warnings given during training", _read_text, "")
     curves = sorted(directory.glob("csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
     metrics_file = str(curves[-1].relative_to(directory)) if curves else "csv/*/metrics.csv"
-    overrides: list[Any] = result.get("overrides") or read(".hydra/overrides.yaml", "the command", _read_list, [])
+    overrides: list[Any] = result.get("overrides") or read(
+        ".hydra/overrides.yaml", "the command", _read_list, []
+    )
     warnings = [*plan.get("warnings", ()), *(match[1] for match in WARNING.finditer(log))]
     return Run(
         directory=directory,
