@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
 from gradpolicy.errors import PolicyError, knows_its_arguments, shown, under, unknown
+from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.operations import find_rule
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.function import as_source
@@ -69,7 +70,7 @@ class Policy:
         return []
 
 
-class FlowPolicy(Policy):
+class FlowPolicy(Policy, RulePlacement):
     """Changes the gradient that flows back through operations, module boundaries or into parameters.
 
     Where it acts follows from what is named:
@@ -106,8 +107,6 @@ class FlowPolicy(Policy):
 
     INSIDE = ("none", "own")
 
-    # Whether the graph is cut instead of asking the rule.
-    detaches = False
     # Whether at operations it changes their own gradient, for every input, instead of replacing it.
     own = False
 

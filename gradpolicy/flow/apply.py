@@ -65,9 +65,7 @@ def apply(
         (tensor([0., 1.]), tensor([1., 1.]))
     """
     check_forward("apply", forward)
-    state = RuleState(
-        forward_name(forward), replacing_rule("apply", rule), has_own_gradient=False, is_reported=False
-    )
+    state = RuleState(forward_name(forward), replacing_rule("apply", rule), has_own_gradient=False)
     bound_rule = BoundRule(state, f"forward {state.name!r}")
     state.note("matched", state.name)
     inputs = tensors_in((args, kwargs))

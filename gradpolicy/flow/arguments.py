@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.operator_schemas import get_signature_for_torch_op, type_matches
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.tracing import runs_while_tracing
@@ -19,15 +20,6 @@ Source = tuple[str, int | str | None, Any]
 _TENSOR = "a tensor"
 # The names that torch's documentation uses for parameters that schemas or NumPy call otherwise.
 _ALSO_CALLED = {"axis": "dim", "keepdims": "keepdim", "self": "input", "A": "input"}
-# What values a type of a schema takes; those of any other type are not looked at.
-_FITTING: dict[str, tuple[type, ...]] = {
-    "NumberType": (bool, int, float, complex),
-    "IntType": (int, torch.dtype, torch.layout, torch.device),
-    "SymIntType": (int,),
-    "FloatType": (int, float),
-    "BoolType": (bool,),
-    "StringType": (str,),
-}
 
 
 def arguments_of(function: Callable[..., Any], name: str, args: tuple, kwargs: Mapping) -> dict[str, Any]:
@@ -94,105 +86,83 @@ def _sources_of_form(
     keys = {_ALSO_CALLED.get(key, key): key for key, _ in kwargs}
     values = {_ALSO_CALLED.get(key, key): value for key, value in kwargs}
     own_name = getattr(function, "__name__", name).partition(".")[0]
-    # 2 - x calls x.__rsub__(2).
-    reflected = own_name.startswith("__r") and len(args) == 2
-    args = args[::-1] if reflected else args
+    is_operator = own_name.startswith("__")
+    places = list(range(len(args)))
+    if own_name.startswith("__r") and len(args) == 2:
+        # 2 - x calls x.__rsub__(2).
+        args, places = args[::-1], places[::-1]
     # An operator in Python calls its operands self and other, whatever the operation calls them.
-    parameters = None if own_name.startswith("__") else _parameters_in_python(function)
-    if parameters is None:
-        stem = name if own_name.startswith("__") else own_name.strip("_")
-        parameters = _parameters_in_schemas(stem, args, values)
-    if parameters is None:
+    signature = None if is_operator else _signature_in_python(function)
+    if signature is None:
+        signature = _fitting_schema(name if is_operator else own_name.strip("_"), args, values)
+    if signature is None:
         named = ["input", "other"] if len(args) == 2 else ["input", *map(str, range(1, len(args)))]
-        parameters = dict.fromkeys([*named[: len(args)], *values])
-    sources: list[Source] = []
-    for position, (parameter, default) in enumerate(parameters.items()):
-        if parameter in keys:
-            sources.append((parameter, keys[parameter], None))
-        else:
-            place = (1 - position if reflected else position) if position < len(args) else None
-            sources.append((parameter, place, default))
-    for names, _, defaults, _ in _schemas(name)[:1]:
-        if parameters.keys() <= set(names):
-            sources += [(key, None, defaults[key]) for key in defaults if key not in parameters]
+        return (*zip(named, places, args, strict=False), *((key, keys[key], None) for key in keys))
+    given = signature.bind(*places, **keys).arguments
+    sources = [
+        (key, given.get(key), None if one.default is one.empty else one.default)
+        for key, one in signature.parameters.items()
+        if not key.startswith("_") and key != "out"
+    ]
+    for schema in _schemas(name)[:1]:
+        if {key for key, *_ in sources} <= schema.parameters.keys():
+            missing = [one for key, one in schema.parameters.items() if key not in signature.parameters]
+            sources += [(one.name, None, one.default) for one in missing if one.default is not one.empty]
     return tuple(sources)
 
 
 def setting_names(name: str, function: Callable[..., Any]) -> set[str]:
     """Return the names of an operation's parameters, of all its forms."""
-    return {key for names, *_ in _schemas(name) for key in names} | set(_parameters_in_python(function) or ())
+    signatures = [*_schemas(name), _signature_in_python(function)]
+    return {key for signature in signatures if signature is not None for key in signature.parameters}
 
 
-def _parameters_in_python(function: Callable[..., Any]) -> dict[str, Any] | None:
-    """Return the parameters of a function written in Python, and their defaults; None for others."""
+def _signature_in_python(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a function written in Python; None for others, and for what passes its on."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return None
+    passes_on = any(one.kind in _SEVERAL for one in signature.parameters.values())
+    return None if passes_on or not hasattr(inspect.unwrap(function), "__code__") else _renamed(signature)
+
+
+def _renamed(signature: inspect.Signature) -> inspect.Signature:
     listed = signature.parameters.values()
-    passes_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if not hasattr(inspect.unwrap(function), "__code__") or any(one.kind in passes_on for one in listed):
-        return None
-    return {
-        _ALSO_CALLED.get(one.name, one.name): None if one.default is one.empty else one.default
-        for one in listed
-        if not one.name.startswith("_") and one.name != "out"
-    }
+    return inspect.Signature([one.replace(name=_ALSO_CALLED.get(one.name, one.name)) for one in listed])
 
 
-def _parameters_in_schemas(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
-    """Return the parameters of the first overload that takes these arguments, with their defaults."""
-    for names, kinds, defaults, positional in _schemas(name):
-        given = {**dict(zip(names[:positional], args, strict=False)), **kwargs}
-        fits = (
-            len(args) <= positional
-            and len(given) == len(args) + len(kwargs)
-            and given.keys() <= set(names)
-            and all(parameter in given or parameter in defaults for parameter in names)
-        )
-        if fits and all(_fits(given[key], kinds[key]) for key in given):
-            return {parameter: defaults.get(parameter) for parameter in names}
+def _fitting_schema(name: str, args: tuple, kwargs: dict) -> inspect.Signature | None:
+    """Return the signature of the first overload that takes these arguments."""
+    for signature in _schemas(name):
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            continue
+        kinds = {key: signature.parameters[key].annotation for key in given}
+        if all(type_matches(kinds[key], _type_of(value)) for key, value in given.items()):
+            return signature
     return None
 
 
 @cache
-def _schemas(name: str) -> list[tuple[list[str], dict[str, Any], dict[str, Any], int]]:
-    """Return names, types, defaults and the number of positional ones of each overload for tensors."""
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return []
-    found = []
-    for form in packet.overloads():
-        arguments = getattr(packet, form)._schema.arguments
-        on_tensors = any("Tensor" in str(argument.type) for argument in arguments)
-        if not on_tensors or any(argument.is_out for argument in arguments):
-            continue
-        names = [_ALSO_CALLED.get(argument.name, argument.name) for argument in arguments]
-        kinds = {key: argument.type for key, argument in zip(names, arguments, strict=True)}
-        defaults = {
-            key: tuple(argument.default_value)
-            if isinstance(argument.default_value, list)
-            else argument.default_value
-            for key, argument in zip(names, arguments, strict=True)
-            if argument.has_default_value()
-        }
-        found.append((names, kinds, defaults, sum(not argument.kwarg_only for argument in arguments)))
-    return found
+def _schemas(name: str) -> list[inspect.Signature]:
+    """Return the signatures of an operation's overloads for tensors."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    signatures = get_signature_for_torch_op(packet) if hasattr(packet, "overloads") else None
+    renamed = [_renamed(signature) for signature in signatures or ()]
+    return [
+        signature
+        for signature in renamed
+        if any("Tensor" in str(one.annotation) for one in signature.parameters.values())
+    ]
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    name = kind.kind()
-    if name == "OptionalType":
-        return value is None or _fits(value, kind.getElementType())
-    if name == "ListType":
-        # torch takes one number for a list of them.
-        items = value if isinstance(value, tuple) else (value,)
-        return all(_fits(item, kind.getElementType()) for item in items)
-    if isinstance(value, str) and value == _TENSOR:
-        return name in ("TensorType", "NumberType")
-    if name == "TensorType":
-        return False
-    return name not in _FITTING or isinstance(value, _FITTING[name])
+def _type_of(value: Any) -> Any:
+    """Return the type of an argument as torch's schemas have it."""
+    if isinstance(value, tuple):
+        return tuple[tuple(map(_type_of, value))]  # type: ignore[misc]
+    return Tensor if isinstance(value, str) and value == _TENSOR else type(value)
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

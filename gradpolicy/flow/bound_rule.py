@@ -150,7 +150,7 @@ class BoundRule:
             "others need one too; use a function that returns a tuple with one for each, None where there is "
             "none"
         )
-        if self.state.is_reported:
+        if self.state.policy is not None:
             text += ", or name the input that the gradient is for (argument=…)"
         if self.rule.each and self.sums_broadcast:
             text += "; or change the operation's own gradients, for every input (own=True)"
@@ -192,7 +192,7 @@ class BoundRule:
         return self._error(module, f"failed with {', '.join(given)}: {kind}{reason}")
 
     def _error(self, module: str | None, text: str) -> PolicyError:
-        policy = f"policy {self.state.name!r}: " if self.state.is_reported else ""
+        policy = f"policy {self.state.name!r}: " if self.state.policy is not None else ""
         where = self.location
         if module is not None:
             where += f" in module {module!r}" if module else " in the model"

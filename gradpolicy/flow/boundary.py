@@ -12,6 +12,7 @@ from gradpolicy.flow.arguments import Argument
 from gradpolicy.flow.autograd_functions import AdoptHistory, insert_rule, may_have_gradient
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors
+from gradpolicy.flow.locations import place_at
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.rules.registry import Call
 
@@ -24,23 +25,24 @@ class Boundary:
     """The rules at one side of one module.
 
     Args:
-        location: The side and the module, for messages: ``"input of module 'trunk'"``.
+        side: ``"input"`` or ``"output"``.
+        module: The module's name.
         states: The rules, in the order in which the gradient meets them.
-        arguments: For each rule, the one argument of the forward on which it acts, or None; if empty, each
-            acts on all that passes.
+        arguments: For each rule, the one argument of the forward on which it acts; None means all of them.
     """
 
     def __init__(
-        self, location: str, states: Sequence[RuleState], arguments: Sequence[Argument | None] = ()
+        self, side: str, module: str, states: Sequence[RuleState], arguments: Sequence[Argument | None]
     ) -> None:
-        self.location = location
+        self.module = module
+        self.location = location = place_at(side, module)
         # The rule put on last is the first that the gradient meets.
         self.bound_rules = tuple(BoundRule(state, location) for state in reversed(states))
-        self.arguments = tuple(reversed(arguments)) or (None,) * len(states)
+        self.arguments = tuple(reversed(arguments))
         self._has_looked = False
 
     def enter(
-        self, args: tuple, kwargs: dict, crossed: list, arguments: Arguments = None, number: int = 0
+        self, args: tuple, kwargs: dict, crossed: list, arguments: Arguments = None
     ) -> tuple[tuple, dict]:
         """Put the rules between the arguments of a call and their nodes.
 
@@ -49,9 +51,8 @@ class Boundary:
             kwargs: The keyword arguments.
             crossed: Collects the pairs of tensors before and after.
             arguments: What the module got, by name, for rules that ask for the call.
-            number: The number of the call, for rules that are for some calls only.
         """
-        due = self._due(arguments, number)
+        due = self._due(arguments)
         passed: set[str] = set()
         if all(argument is None for _, argument in due):
             args, kwargs = self._cross((args, kwargs), [rule for rule, _ in due], crossed, passed)
@@ -66,20 +67,20 @@ class Boundary:
         self._note_untouched(due, passed)
         return args, kwargs
 
-    def leave(self, result: Any, arguments: Arguments = None, number: int = 0) -> Any:
+    def leave(self, result: Any, arguments: Arguments = None) -> Any:
         """Put the rules between what a module returns and its nodes; see :meth:`enter`."""
-        due = self._due(arguments, number)
+        due = self._due(arguments)
         passed: set[str] = set()
         result = self._cross(result, [rule for rule, _ in due], [], passed)
         self._note_untouched(due, passed)
         return result
 
-    def _due(self, arguments: Arguments, number: int) -> DueRules:
+    def _due(self, arguments: Arguments) -> DueRules:
         """Return the rules that act in this call, each with its argument."""
         due = [
             (rule, argument)
             for rule, argument in zip(self.bound_rules, self.arguments, strict=True)
-            if rule.state.is_due(self.location, number)
+            if rule.state.is_due(self.location, self.module)
         ]
         if arguments is None:
             return due

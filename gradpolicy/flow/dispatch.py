@@ -7,7 +7,7 @@ checkpoint, the second run would have the plain gradient. Such operations are re
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.carrying import carry, has_paths, paths_in
-from gradpolicy.flow.operation_rule import OpaqueCall, OperationRule, TableRule
+from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.tracing import active_modes, as_in_tables, show_to_compiler, skip_alone
 
@@ -40,7 +40,6 @@ class DispatchTable:
             for function in rule.functions:
                 self.by_function[function] = (*self.by_function.get(function, ()), rule)
         show_to_compiler(self.by_function)
-        self.counts_calls = any(rule.calls for rule in self.rules)
         # The functions that ran without a rule, for reports.
         self.seen: set[Function] = set()
 
@@ -54,17 +53,15 @@ class DispatchMode(TorchFunctionMode):
 
     Args:
         table: The table. An installation changes it from module to module.
+        taken: Collects the names of operations that an inner mode took.
     """
 
-    def __init__(self, table: DispatchTable) -> None:
+    def __init__(self, table: DispatchTable, taken: set[str]) -> None:
         super().__init__()
         self.table = table
+        self.taken = taken
         # The module in whose forward the calls are made, for messages.
         self.module: str | None = None
-        # Names of operations that an inner mode took.
-        self.taken: set[str] = set()
-        # How often operations ran so far in the forward that runs, for rules on some of their calls.
-        self.counts: dict[str, int] = {}
 
     def check_recomputation(self, rule: TableRule) -> None:
         """Refuse an operation that a checkpoint would run again outside of this mode."""
@@ -82,79 +79,19 @@ class DispatchMode(TorchFunctionMode):
 
     def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         table = self.table
-        rules: Sequence[TableRule] = table.by_function.get(func, ())
-        if rules and table.counts_calls:
-            rules = self._due(rules, func, args, kwargs)
-        for rule in rules:
-            if rule.covers(func, args, kwargs):
-                if not rule.allows_plain_recomputation() and may_be_recomputed():
-                    self.check_recomputation(rule)
-                return rule.call(func, args, kwargs, self.module)
+        # All of them are asked, since those for some calls only count.
+        covering = [rule for rule in table.by_function.get(func, ()) if rule.covers(func, args, kwargs)]
+        if covering:
+            rule = covering[0]
+            if not rule.allows_plain_recomputation() and may_be_recomputed():
+                self.check_recomputation(rule)
+            return rule.call(func, args, kwargs, self.module)
         if not _is_traced():
             table.seen.add(func)
         return func(*args, **kwargs)
 
-    def _due(
-        self, rules: Sequence[TableRule], func: Function, args: tuple, kwargs: Mapping[str, Any]
-    ) -> Sequence[TableRule]:
-        """Count a call, and gives the rules without those for other calls of the operation."""
-        due = []
-        for rule in rules:
-            if rule.calls:
-                # Outside of the modules that the policy names nothing is counted.
-                if rule.key not in self.counts or not rule.covers(func, args, kwargs):
-                    continue
-                count = self.counts[rule.key]
-                self.counts[rule.key] = count + 1
-                if count not in rule.calls:
-                    continue
-            due.append(rule)
-        return due
-
 
 skip_alone(DispatchMode.__torch_function__)
-
-
-class CountedCalls:
-    """Counts the calls of operations within one module's forward, for policies that name some of them.
-
-    Where such modules lie within each other, a call counts for the innermost one.
-
-    Args:
-        module: The module's name.
-        rules: The rules for some calls only.
-    """
-
-    def __init__(self, module: str, rules: Sequence[OperationRule]) -> None:
-        self.module = module
-        self.rules = tuple(rules)
-
-    def run(
-        self, mode: DispatchMode, forward: Callable[[tuple, dict], Any], args: tuple, kwargs: dict
-    ) -> Any:
-        """Run the forward, and count anew.
-
-        Raises:
-            PolicyError: If an operation ran less often than a policy says.
-        """
-        outer = mode.counts
-        mode.counts = {**outer, **{rule.key: 0 for rule in self.rules}}
-        try:
-            result = forward(args, kwargs)
-            for rule in self.rules:
-                self._check(rule, mode.counts[rule.key])
-            return result
-        finally:
-            mode.counts = outer
-
-    def _check(self, rule: OperationRule, count: int) -> None:
-        if rule.state.active and count <= max(rule.calls):
-            times = "once" if count == 1 else f"{count} times"
-            where = f"module {self.module!r}" if self.module else "the model"
-            raise PolicyError(
-                f"policy {rule.state.name!r}: operation {rule.name!r} ran {times} in the forward of {where}, "
-                f"so there is no call {max(rule.calls)} (calls= counts from 0)"
-            )
 
 
 def note_taken(operations: Iterable[str]) -> None:

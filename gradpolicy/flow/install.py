@@ -6,25 +6,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.arguments import Argument, Signature
 from gradpolicy.flow.boundary import Boundary
-from gradpolicy.flow.dispatch import CountedCalls, DispatchTable
+from gradpolicy.flow.dispatch import DispatchTable
 from gradpolicy.flow.locations import Locations, RulePlacement, describe_location, find_locations, place_at
-from gradpolicy.flow.operation_rule import OperationRule, rules_for
-from gradpolicy.flow.operation_tables import MODULE_CALLS
+from gradpolicy.flow.operation_rule import rules_for
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
 from gradpolicy.flow.policy_report import Report, ReportRow, report_unmet, warn_or_raise
-from gradpolicy.flow.rule_state import FlowObserver, RuleState
+from gradpolicy.flow.rule_state import CallScope, FlowObserver, RuleState
 from gradpolicy.flow.session import InstallSession
 from gradpolicy.flow.through import Through, ThroughRule
-from gradpolicy.flow.wrapped_forward import WrappedForward, WrappedReLU
+from gradpolicy.flow.wrapped_forward import WrappedForward
 from gradpolicy.where import BOUNDARIES, STEP_OPERATIONS, plain_name
 
 if TYPE_CHECKING:
@@ -99,12 +97,8 @@ class Installed(Displayed):
             name: RuleState(
                 name,
                 policy.rule,
-                detaches=policy.detaches,
-                when=policy.when,
-                calls=policy.calls,
-                argument=policy.argument if policy.ops else None,
+                policy,
                 has_own_gradient=policy.at != "through",
-                written=repr(policy),
             )
             for name, policy in self.policies.items()
         }
@@ -356,29 +350,24 @@ class Installed(Displayed):
             arguments = {policy: self._argument(policy, name, module, method) for policy in policies}
             entering, leaving = (self._boundary(name, side, arguments) for side in BOUNDARIES)
             at_module = [self._states[policy] for policy in policies]
-            counted = [state for state in at_module if state.calls]
-            if counted:
-                self._session.counted[name] = counted
-            relu_rule = _relu_rule(module, table)
-            if table is not None and relu_rule is not None and not policies:
-                wrap: WrappedForward = WrappedReLU(module, self._session, table, relu_rule, name=name)
-            else:
-                wrap = WrappedForward(
-                    module,
-                    method,
-                    self._session,
-                    name=name,
-                    table=table,
-                    entering=entering,
-                    leaving=leaving,
-                    through=self._through(name, arguments, getattr(module, method)),
-                    counted=self._counted(name, module, table),
-                    parameter_rules=parameter_rules,
-                    signature=Signature.of(getattr(module, method))
-                    if any(state.rule.takes_call for state in at_module)
-                    else None,
-                    counts=bool(counted),
-                )
+            counted = [(state, f"module {name!r}") for state in at_module if state.calls]
+            self._session.scope.counted += tuple(counted)
+            wrap = WrappedForward(
+                module,
+                method,
+                self._session,
+                name=name,
+                table=table,
+                entering=entering,
+                leaving=leaving,
+                through=self._through(name, arguments, getattr(module, method)),
+                scope=self._scope(name, module),
+                parameter_rules=parameter_rules,
+                signature=Signature.of(getattr(module, method))
+                if any(state.rule.takes_call for state in at_module)
+                else None,
+                is_counted=bool(counted),
+            )
             wrap.put_on()
             self._wraps.append(wrap)
 
@@ -405,27 +394,19 @@ class Installed(Displayed):
         if names not in self._tables:
             rules = [rules_for(self._locations[name].operations, self._states[name]) for name in names]
             self._tables[names] = DispatchTable(list(itertools.chain(*rules)))
-        table = self._tables[names]
-        if self._counted("", module, table) is not None:
-            return table
-        calls = None if "forward" in module.__dict__ else MODULE_CALLS.get(type(module))
-        if calls is None or any(call in table.by_function for call in calls):
-            return table
-        table.seen.update(calls)
-        return None
+        return self._tables[names]
 
-    def _counted(self, name: str, module: nn.Module, table: DispatchTable | None) -> CountedCalls | None:
-        """Count calls in a module's forward, if a policy names the module and some of the calls in it."""
-        if table is None or not table.counts_calls:
-            return None
-        rules = [
-            rule
-            for rule in table.rules
-            if isinstance(rule, OperationRule)
-            and rule.calls
-            and any(module is matched for matched in self._locations[rule.state.name].modules.values())
+    def _scope(self, name: str, module: nn.Module) -> CallScope | None:
+        """Return the counts of calls in a module's forward, if a policy names the module and some of them."""
+        counted = [
+            (self._states[policy], f"operation {operation.name!r}")
+            for policy, found in self._locations.items()
+            if self.policies[policy].calls and any(module is matched for matched in found.modules.values())
+            for operation in found.operations
         ]
-        return CountedCalls(name, rules) if rules else None
+        if not counted:
+            return None
+        return CallScope(f"the forward of module {name!r}" if name else "the forward of the model", counted)
 
     def _rules_on_parameters(self, module: nn.Module) -> list[ParameterRules]:
         """Return the rules on a module's own parameters; a shared one has them in its first module."""
@@ -455,7 +436,7 @@ class Installed(Displayed):
         if not policies:
             return None
         states = [self._states[policy] for policy in policies]
-        return Boundary(place_at(side, name), states, [arguments[policy] for policy in policies])
+        return Boundary(side, name, states, [arguments[policy] for policy in policies])
 
     def _through(
         self, name: str, arguments: Mapping[str, Argument | None], forward: Callable[..., Any]
@@ -482,7 +463,7 @@ def deactivate(model: nn.Module, policies: Collection[RulePlacement]) -> None:
         for wrap in list(module.__dict__.values()):
             while isinstance(wrap, WrappedForward):
                 for state in wrap.session.states:
-                    if state.written in written:
+                    if repr(state.policy) in written:
                         state.active = False
                 wrap = wrap.inner
 
@@ -525,15 +506,6 @@ def _note_script_modules(model: nn.Module, locations: Locations, state: RuleStat
             noted.append(raw_name)
             what = "operations" if locations.operations else "modules"
             state.note_opaque(f"ScriptModule {raw_name!r}", f"its {what} run outside Python")
-
-
-def _relu_rule(module: nn.Module, table: DispatchTable | None) -> OperationRule | None:
-    """Return the only rule for what a ReLU calls, if it is a filter."""
-    if table is None or type(module) is not nn.ReLU or "forward" in module.__dict__:
-        return None
-    rules = table.by_function.get(F.relu, ())
-    only = rules[0] if len(rules) == 1 else None
-    return only if isinstance(only, OperationRule) and only.filters and not only.calls else None
 
 
 def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
@@ -13,53 +13,21 @@ from gradpolicy.when import When
 from gradpolicy.where import match_modules, match_names, match_parameters, named_parameters, plain_name
 
 
-@runtime_checkable
-class RulePlacement(Protocol):
-    """A rule and where it acts, as the policies of :mod:`gradpolicy.policies` say it."""
+class RulePlacement:
+    """A rule and where it acts, as :class:`gradpolicy.policies.FlowPolicy` documents it."""
 
-    @property
-    def rule(self) -> Rule:
-        """The rule that takes the place of the gradient."""
-
-    @property
-    def detaches(self) -> bool:
-        """True if the graph is cut instead of asking the rule."""
-
-    @property
-    def modules(self) -> tuple:
-        """Globs on qualified names, or module classes."""
-
-    @property
-    def ops(self) -> tuple:
-        """Names of operations, or torch functions."""
-
-    @property
-    def params(self) -> tuple:
-        """Globs on parameter names."""
-
-    @property
-    def at(self) -> str:
-        """``"input"`` or ``"output"``: the side of a module; or ``"through"`` it."""
-
-    @property
-    def argument(self) -> int | str | None:
-        """The one argument of the forward on which it acts; None means all of them."""
-
-    @property
-    def output(self) -> tuple:
-        """Indices, keys or attributes of the outputs that it goes through from; none means every one."""
-
-    @property
-    def inside(self) -> str:
-        """``"none"`` or ``"own"``: what parameters within get where it goes through a module."""
-
-    @property
-    def calls(self) -> tuple[int, ...]:
-        """The numbers of the calls of each operation or module on which it acts; none means all."""
-
-    @property
-    def when(self) -> When:
-        """When the policy is active."""
+    rule: Rule
+    # True if the graph is cut instead of calling the rule.
+    detaches: bool = False
+    modules: tuple
+    ops: tuple
+    params: tuple
+    at: str
+    argument: int | str | None
+    output: tuple
+    inside: str
+    calls: tuple[int, ...]
+    when: When
 
 
 @dataclass(frozen=True)

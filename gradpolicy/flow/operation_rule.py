@@ -50,9 +50,6 @@ class OperationRule:
         self.operation = operation
         self.state = state
         self.name = operation.name
-        # The numbers of the calls that it is for; none means all. The key is that of the count.
-        self.calls = state.calls
-        self.key = f"{state.name}: {operation.name}"
         self.functions = operation.functions
         self.decides = operation.decides
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
@@ -70,10 +67,10 @@ class OperationRule:
         return (OperationRule, (self.operation, self.state))
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Return True if the rule is active, and the call is its operation."""
-        if not self.state.active:
+        """Return True if the rule is active, and the call is one of those of its operation that it is for."""
+        if not self.state.active or not (self.decides is None or self.decides(function, args, kwargs)):
             return False
-        return self.decides is None or self.decides(function, args, kwargs)
+        return self.state.is_meant(f"operation {self.name!r}")
 
     def allows_plain_recomputation(self) -> bool:
         """Return True if a checkpoint may rerun the operation without the rule."""
@@ -299,10 +296,6 @@ class OpaqueCall:
         hidden: Names of the rule's operations that it may run.
         state: The rule.
     """
-
-    # It is for all calls.
-    calls: tuple[int, ...] = ()
-    key = ""
 
     def __init__(self, function: Function, hidden: frozenset[str], state: RuleState) -> None:
         self.name = function.__name__

@@ -22,7 +22,7 @@ from gradpolicy.flow.operation_rule import TableRule, rules_for
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
 from gradpolicy.flow.policy_report import NEVER_FLOATING, ReportRow, report_unmet
-from gradpolicy.flow.rule_state import RuleState, Seen, warn_of_uncarried
+from gradpolicy.flow.rule_state import RuleState, Seen, acted_in_compiled_code, warn_of_uncarried
 from gradpolicy.flow.tracing import MADE, constants_of, from_constants, make_once
 from gradpolicy.rules.registry import Rule, RuleFunction
 
@@ -95,8 +95,12 @@ class Block(DispatchMode):
     has_graph = True
 
     def __init__(self, rules: Iterable[TableRule], *, strict: bool = False) -> None:
-        super().__init__(DispatchTable(list(rules)))
+        # One record for all operations.
+        self.seen = Seen()
+        super().__init__(DispatchTable(list(rules)), self.seen.taken)
         self.states = {rule.state.name: rule.state for rule in self.table.rules}
+        for state in self.states.values():
+            state.seen = self.seen
         self.strict = strict
         self._has_warned = False
 
@@ -111,7 +115,7 @@ class Block(DispatchMode):
         if not isinstance(entered, Block) or entered.checkpoints is None:
             # The compiler put it there.
             return
-        note_taken(name for name, state in self.states.items() if state.seen.matched)
+        note_taken(self.seen.matched)
         # A reentrant checkpoint runs the block again, with gradients, and that run warns.
         if error is None and entered.has_graph and torch.is_grad_enabled():
             self.report_unmet()
@@ -122,14 +126,12 @@ class Block(DispatchMode):
         Raises:
             PolicyError: If the block is strict.
         """
-        own = [state.seen for state in self.states.values()]
-        if self._has_warned or all(seen.matched and not seen.opaque and not seen.lost for seen in own):
+        seen = self.seen
+        if self._has_warned or not (self.states.keys() - seen.matched.keys() or seen.opaque or seen.lost):
             return
-        compiled = [state.seen_in_compiled_code for state in self.states.values()]
-        seen = functools.reduce(Seen.joined, (*own, *compiled))
         seen.ran |= {name_of(function) for function in self.table.seen}
-        seen.taken |= self.taken
-        row = ReportRow(self.subject, operations=tuple(self.states), seen=seen)
+        names = tuple(name for name, state in self.states.items() if not acted_in_compiled_code(state))
+        row = ReportRow(self.subject, operations=names, seen=seen)
         self._has_warned = bool(row.unmet) and not self.strict
         report_unmet(self.subject, row, strict=self.strict)
 
@@ -198,5 +200,5 @@ def _rules_of(overrides: Iterable[tuple]) -> list[TableRule]:
         operation = resolve_operation(key)
         if operation.name in found:
             raise PolicyError(f"gradient_override: operation {operation.name!r} is named twice")
-        found[operation.name] = (operation, RuleState(operation.name, as_rule(value), is_reported=False))
+        found[operation.name] = (operation, RuleState(operation.name, as_rule(value)))
     return [rule for operation, state in found.values() for rule in rules_for([operation], state)]

@@ -1,16 +1,16 @@
 """The rule of one policy and its clock, and a record of what it did."""
 
-import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import warn_user
+from gradpolicy.errors import PolicyError, warn_user
+from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.tracing import is_compiling, runs_while_tracing
 from gradpolicy.rules.registry import Rule, keyword_names
 from gradpolicy.when import When
@@ -105,41 +105,26 @@ class Seen:
         found.add(what)
         return is_new
 
-    def joined(self, other: "Seen") -> "Seen":
-        """Return what happened under two rules."""
-        matched = dict(self.matched)
-        for what, count in other.matched.items():
-            matched[what] = matched.get(what, 0) + count
-        sets = ("ran", "without_gradient", "off", "discrete", "lost", "opaque", "taken", "forward")
-        return Seen(
-            matched=matched,
-            compiled=self.compiled or other.compiled,
-            **{name: getattr(self, name) | getattr(other, name) for name in sets},
-        )
 
-
-# While torch.compile traces, a record is found by its key. The key is a string, since the compiler would turn
-# a number that changes into a symbol.
+# While torch.compile traces, the record of a policy is found by its key. The key is a string, since the
+# compiler would turn a number that changes into a symbol.
 _RECORDS: "weakref.WeakValueDictionary[str, Seen]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
+# What compiled code noted of the rules of gradient_override: pairs of a rule's key and a field of Seen. Code
+# that is compiled already notes nothing in a later block.
+_NOTED_OF_BLOCKS: set[tuple[str, str]] = set()
 
 
 class RuleState:
     """The rule of one policy, or of one operation of a ``gradient_override``, and its clock.
 
     Args:
-        name: The policy's name.
+        name: The name of the policy, or of the operation.
         rule: The rule. A callable among its parameters is a schedule.
-        detaches: True if the graph is cut instead of calling the rule.
-        when: When it is active.
-        calls: The numbers of the calls that it is for, of each operation within a module's forward; none
-            means all.
-        argument: The one argument of each operation that it is for, by name or position; None means all.
+        policy: The policy. Without one the rule always acts, and nothing of it is counted in compiled code,
+            so that the compiler sees no difference between blocks and need not compile anew for each.
         has_own_gradient: True if the place has a gradient of its own, which a rule's filter or its
             ``own`` can change; otherwise the rule's function makes it.
-        is_reported: True if it counts calls in compiled code. For a ``gradient_override`` it does not, so
-            that the compiler sees no difference between blocks and need not compile anew for each.
-        written: The policy as a person writes it.
     """
 
     # How often any rule has been used so far, but in compiled code.
@@ -149,22 +134,20 @@ class RuleState:
         self,
         name: str,
         rule: Rule,
+        policy: RulePlacement | None = None,
         *,
-        detaches: bool = False,
-        when: When | None = None,
-        calls: Sequence[int] = (),
-        argument: int | str | None = None,
         has_own_gradient: bool = True,
-        is_reported: bool = True,
-        written: str = "",
     ) -> None:
         self.name = name
-        self.written = written
-        self.is_reported = is_reported
-        self.when = when or When()
-        self.calls = tuple(calls)
-        self.argument = argument
-        self.detaches = detaches
+        self.policy = policy
+        self.when = policy.when if policy is not None else When()
+        self.detaches = policy is not None and policy.detaches
+        # The numbers of the calls that it is for; none means all. The calls of each operation or module so
+        # far, within the forward that counts them.
+        self.calls = policy.calls if policy is not None else ()
+        self.counts: dict[str, int | None] = {}
+        # The one argument of each operation that it is for; None means all.
+        self.argument = policy.argument if policy is not None and policy.ops else None
         # True if the rule's filter changes the gradient that comes in.
         self.filters = has_own_gradient and rule.gradient_filter is not None
         self.active = True
@@ -201,7 +184,7 @@ class RuleState:
 
     def note_lost(self, operation: str, function: str, is_index: bool) -> None:
         """Warn once that the result of an operation went into a function that cannot carry a gradient."""
-        policy = f"policy {self.name!r}: " if self.is_reported else ""
+        policy = f"policy {self.name!r}: " if self.policy is not None else ""
         self.note("lost", (operation, function), policy + _lost_message(operation, function, is_index))
 
     def note_opaque(self, call: str, reason: str) -> None:
@@ -213,23 +196,29 @@ class RuleState:
         if not is_compiling() and self.observer is not None:
             self.observer.cut(self.name, location, results)
 
-    def is_due(self, place: str, number: int) -> bool:
-        """Return True if the rule is to act at a place of a module now, in the call with this number.
+    def is_meant(self, operation_or_module: str) -> bool:
+        """Count a call, within the forward that counts them; return True if the rule is for it."""
+        if not self.calls:
+            return True
+        number = self.counts.get(operation_or_module)
+        if number is None:
+            return False
+        self.counts[operation_or_module] = number + 1
+        return number in self.calls
+
+    def is_due(self, place: str, module: str) -> bool:
+        """Return True if the rule is to act at a place of a module now, in this call of it.
 
         If it is not, that is noted, unless another call is meant.
         """
+        is_meant = self.is_meant(f"module {module!r}")
         if not self.active:
             self.note("off", place)
         elif not torch.is_grad_enabled():
             self.note("without_gradient", place)
         else:
-            return not self.calls or number in self.calls
+            return is_meant
         return False
-
-    @property
-    def seen_in_compiled_code(self) -> Seen:
-        """The record of compiled code under this key, including that of earlier blocks."""
-        return _record(self.key) or Seen()
 
     def update(self, phase: str, step: int, epoch: int) -> None:
         """Switch the rule on or off for a time, and set its scheduled numbers."""
@@ -250,7 +239,7 @@ class RuleState:
 
     def _take_key(self) -> None:
         self.key = f"{self.name}: {self.rule.name}"
-        if self.is_reported:
+        if self.policy is not None:
             self.key = f"policy {next(_NUMBERS)}"
             _RECORDS[self.key] = self.seen
 
@@ -263,23 +252,55 @@ class RuleState:
         self._take_key()
 
 
-def _record(key: str) -> Seen | None:
-    """Return the record of a policy, if that still exists, or the one of an operation in all blocks."""
-    return _RECORDS.get(key) if key.startswith("policy ") else _shared_record(key)
+class CallScope:
+    """A forward within which calls are counted, for policies that name some of them (``calls=``).
 
+    Where such forwards lie within each other, a call counts for the innermost one.
 
-@functools.cache
-def _shared_record(key: str) -> Seen:
-    return Seen()
+    Args:
+        where: The forward, for messages.
+        counted: The rules, each with the operation or module of which it counts the calls.
+    """
+
+    def __init__(self, where: str, counted: Iterable[tuple[RuleState, str]]) -> None:
+        self.where = where
+        self.counted = tuple(counted)
+
+    def run(self, forward: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
+        """Run the forward, and count anew.
+
+        Raises:
+            PolicyError: If an operation, or a module that ran, ran less often than a policy says.
+        """
+        outer = [state.counts.get(what) for state, what in self.counted]
+        for state, what in self.counted:
+            state.counts[what] = 0
+        try:
+            result = forward(args, kwargs)
+            for state, what in self.counted:
+                self._check(state, what, state.counts[what] or 0)
+            return result
+        finally:
+            for (state, what), count in zip(self.counted, outer, strict=True):
+                state.counts[what] = count
+
+    def _check(self, state: RuleState, what: str, count: int) -> None:
+        if state.active and count <= max(state.calls) and (count or what.startswith("operation")):
+            times = "once" if count == 1 else f"{count} times"
+            raise PolicyError(
+                f"policy {state.name!r}: {what} ran {times} in {self.where}, so there is no call "
+                f"{max(state.calls)} (calls= counts from 0)"
+            )
 
 
 @runs_while_tracing
 def _note_while_tracing(key: str, kind: str, what: Any, warning: str) -> None:
-    record = _record(key)
     if warning:
         warn_user(warning)
-    # Blocks share a record, and what one of them lost is no fault of another.
-    if record is not None and kind != "lost":
+    record = _RECORDS.get(key)
+    if record is None:
+        _NOTED_OF_BLOCKS.add((key, kind))
+    else:
         record.add(kind, what)
         record.compiled |= kind == "matched"
 
@@ -288,9 +309,13 @@ def _note_while_tracing(key: str, kind: str, what: Any, warning: str) -> None:
 def warn_of_uncarried(subject: str, message: str, keys: tuple[str, ...]) -> None:
     """Warn at the end of a block in compiled code of results that never became floating-point there."""
     for key in keys:
-        seen = _record(key) or Seen()
-        if seen.discrete and not seen.matched:
+        if (key, "discrete") in _NOTED_OF_BLOCKS and (key, "matched") not in _NOTED_OF_BLOCKS:
             warn_user(f"{subject}: the result of {key.partition(': ')[0]!r} {message}")
+
+
+def acted_in_compiled_code(state: RuleState) -> bool:
+    """Return True if a rule of a ``gradient_override`` acted in code that was compiled in this process."""
+    return (state.key, "matched") in _NOTED_OF_BLOCKS
 
 
 def _lost_message(operation: str, function: str, is_index: bool) -> str:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.dispatch import checkpoints_above
-from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.rule_state import CallScope, RuleState
 from gradpolicy.flow.tracing import in_transform
 
 # Whether each rule is active, and the versions of its changing numbers.
@@ -31,6 +30,8 @@ class InstallSession:
 
     def __init__(self, states: Iterable[RuleState] = ()) -> None:
         self.states = tuple(states)
+        # Counts the calls of modules within the outermost forward.
+        self.scope = CallScope("the outermost forward", ())
         self.is_installed = True
         self.acts_on_parameters = False
         # Whether the outermost module runs with gradients now, and whether any module ever ran.
@@ -43,9 +44,6 @@ class InstallSession:
         # The modules that ran with rules on operations inside, but in compiled code.
         self.entered: set[str] = set()
         self._activity = autograd_activity()
-        # The modules of which rules are for some calls only, with these rules; and their calls so far.
-        self.counted: dict[str, list[RuleState]] = {}
-        self._calls: Counter[str] = Counter()
 
     def matched_operations(self) -> set[str]:
         """Return the names of all operations that a rule of the installation was put on."""
@@ -68,30 +66,8 @@ class InstallSession:
         if not self.has_run and torch._C._current_graph_task_id() != -1:
             raise _changed("put on")
         self.has_run = self.in_forward = True
-        self._calls.clear()
         for state in self.states:
             state.note_forward()
-
-    def number_of_call(self, module: str) -> int:
-        """Count one more call of a module, and gives its number: 0 for the outermost forward's first."""
-        self._calls[module] += 1
-        return self._calls[module] - 1
-
-    def check_calls(self) -> None:
-        """Check at the end of the outermost forward that the calls which policies name took place.
-
-        Raises:
-            PolicyError: For a module that ran less often.
-        """
-        for module, states in self.counted.items():
-            count = self._calls[module]
-            for state in states:
-                if state.active and 0 < count <= max(state.calls):
-                    times = "once" if count == 1 else f"{count} times"
-                    raise PolicyError(
-                        f"policy {state.name!r}: module {module!r} ran {times} in the outermost forward, so "
-                        f"there is no call {max(state.calls)} (calls= counts from 0)"
-                    )
 
     def note_run_without_gradients(self) -> None:
         """Note in a module that runs without gradients whether a reentrant checkpoint will run it again."""

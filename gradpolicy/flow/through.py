@@ -175,9 +175,7 @@ class Through:
     def __init__(self, rules: Sequence[ThroughRule]) -> None:
         self.rules = tuple(rules)
 
-    def run(
-        self, forward: Forward, args: tuple, kwargs: dict, arguments: Arguments = None, number: int = 0
-    ) -> Any:
+    def run(self, forward: Forward, args: tuple, kwargs: dict, arguments: Arguments = None) -> Any:
         """Run the module's forward, with the rules' gradients from its output to its input.
 
         Args:
@@ -185,9 +183,8 @@ class Through:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
             arguments: The same by name, for rules that ask for the call.
-            number: The number of the call, for rules that are for some calls only.
         """
-        active = [rule for rule in self.rules if rule.state.is_due(rule.location, number)]
+        active = [rule for rule in self.rules if rule.state.is_due(rule.location, rule.module)]
         if not active:
             return forward(args, kwargs)
         cuts = any(rule.keeps_own for rule in active)

@@ -22,8 +22,6 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 # Local names: the attribute look-up takes time at every layer.
 is_compiling = torch.compiler.is_compiling
 in_functorch = torch._C._are_functorch_transforms_active
-mode_count = torch._C._len_torch_function_stack
-mode_at = torch._C._get_function_stack_at
 
 # What a compiled gradient_override made while it was traced. The compiler guards all that it reaches from a
 # module's globals, so it finds these by name only.
@@ -75,7 +73,8 @@ def in_transform() -> bool:
 
 def active_modes() -> list[Any]:
     """Return the modes of this package on this thread, the innermost first."""
-    modes = [mode_at(index) for index in range(mode_count() - 1, -1, -1)]
+    count = torch._C._len_torch_function_stack()
+    modes = [torch._C._get_function_stack_at(index) for index in range(count - 1, -1, -1)]
     return [mode for mode in modes if hasattr(mode, "table")]
 
 

@@ -12,7 +12,6 @@ from gradpolicy.flow.arguments import Signature
 from gradpolicy.flow.boundary import Boundary, adopt_writes
 from gradpolicy.flow.containers import map_tensors
 from gradpolicy.flow.dispatch import (
-    CountedCalls,
     DispatchMode,
     DispatchTable,
     checkpoints_above,
@@ -21,27 +20,24 @@ from gradpolicy.flow.dispatch import (
     note_taken,
     refusal,
 )
-from gradpolicy.flow.operation_rule import OperationRule, TableRule
+from gradpolicy.flow.operation_rule import TableRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
-from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.rule_state import CallScope
 from gradpolicy.flow.session import InstallSession
 from gradpolicy.flow.through import Through
-from gradpolicy.flow.tracing import active_modes, in_transform, mode_at, mode_count, skip_alone
+from gradpolicy.flow.tracing import active_modes, in_transform, skip_alone
 
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
-_relu = torch.relu
-_without_modes = torch._C.DisableTorchFunction
 
 
 class InstallMode(DispatchMode):
     """The mode of one installation on one thread. Modules change its table."""
 
     def __init__(self, session: InstallSession, table: DispatchTable) -> None:
-        super().__init__(table)
+        super().__init__(table, session.taken)
         self.session = session
-        self.taken = session.taken
         self.has_graph = has_graph()
 
     def check_recomputation(self, rule: TableRule) -> None:
@@ -49,8 +45,7 @@ class InstallMode(DispatchMode):
 
         A rule for some calls depends on the whole forward in which they are counted.
         """
-        counts = isinstance(rule, OperationRule) and rule.calls
-        entered = CountedCalls.run if counts else WrappedForward._forward
+        entered = CallScope.run if rule.state.calls else WrappedForward._forward
         if self.has_graph and checkpoints_above(entered_by=entered.__code__):
             raise refusal(rule.name)
 
@@ -70,10 +65,10 @@ class WrappedForward:
         entering: The rules at the module's input.
         leaving: The rules at its output.
         through: The rules across the module.
-        counted: Counts calls of operations inside, for rules on some of them.
+        scope: Counts calls of operations inside, for rules on some of them.
         parameter_rules: The rules on its parameters; for the whole model, those on all parameters.
         signature: The forward's parameters, if a rule at the module asks for the call.
-        counts: Whether a rule at the module is for some of its calls only.
+        is_counted: Whether a rule at the module is for some of its calls only.
     """
 
     def __init__(
@@ -87,10 +82,10 @@ class WrappedForward:
         entering: Boundary | None = None,
         leaving: Boundary | None = None,
         through: Through | None = None,
-        counted: CountedCalls | None = None,
+        scope: CallScope | None = None,
         parameter_rules: Sequence[ParameterRules] = (),
         signature: Signature | None = None,
-        counts: bool = False,
+        is_counted: bool = False,
     ) -> None:
         self.module = module
         self.method = method
@@ -100,10 +95,10 @@ class WrappedForward:
         self.entering = entering
         self.leaving = leaving
         self.through = through
-        self.counted = counted
+        self.scope = scope
         self.parameter_rules = tuple(parameter_rules)
         self.signature = signature
-        self.counts = counts
+        self.is_counted = is_counted
         # What stood in the module's own __dict__ before: another tool's wrapper, or nothing.
         self.inner: Callable | None = module.__dict__.get(method)
         # The class of a traced module has no forward of its own.
@@ -137,7 +132,7 @@ class WrappedForward:
 
     def _adds_nothing(self) -> bool:
         """Return True if the forward would run in the same way as what is around it."""
-        has_rules = self.parameter_rules or self.entering or self.leaving or self.through or self.counted
+        has_rules = self.parameter_rules or self.entering or self.leaving or self.through or self.scope
         if has_rules or not torch.is_grad_enabled():
             return False
         mode = self._mode()
@@ -192,36 +187,35 @@ class WrappedForward:
         self.session.begin_forward()
         result = None
         try:
-            result = self._run_within_boundaries(args, kwargs)
-            self.session.check_calls()
+            result = self.session.scope.run(self._run_within_boundaries, args, kwargs)
             return result
         finally:
             self.session.end_forward(result)
 
     def _run_within_boundaries(self, args: tuple, kwargs: dict) -> Any:
-        number = self._number_of_call() if self.counts else 0
+        if self.is_counted:
+            self._check_countable()
         arguments = None
         if self.signature is not None:
             arguments = self.signature.by_name(*map_tensors(Tensor.detach, (args, kwargs)))
         crossed: list = []
         if self.entering is not None:
-            args, kwargs = self.entering.enter(args, kwargs, crossed, arguments, number)
+            args, kwargs = self.entering.enter(args, kwargs, crossed, arguments)
         versions = [] if in_transform() else [tensor._version for tensor, _ in crossed]
         if self.through is None:
             result = self._run_under_table(args, kwargs)
         else:
-            result = self.through.run(self._run_under_table, args, kwargs, arguments, number)
+            result = self.through.run(self._run_under_table, args, kwargs, arguments)
         if versions:
             adopt_writes(crossed, versions)
-        return result if self.leaving is None else self.leaving.leave(result, arguments, number)
+        return result if self.leaving is None else self.leaving.leave(result, arguments)
 
     @skip_alone
-    def _number_of_call(self) -> int:
-        """Return the number of this call of the module within the outermost forward.
+    def _check_countable(self) -> None:
+        """Refuse to count calls of the module where they cannot be counted.
 
         Raises:
-            PolicyError: Where calls cannot be counted. Without fullgraph the compiler then leaves the module
-                to eager mode.
+            PolicyError: Without fullgraph the compiler then leaves the module to eager mode.
         """
         where = ""
         if in_transform():
@@ -232,7 +226,6 @@ class WrappedForward:
                 where = "in a checkpointed function, which runs again in the backward pass"
         if where:
             raise PolicyError(f"module {self.name!r}: calls= cannot count the calls of a module {where}")
-        return self.session.number_of_call(self.name)
 
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
         table, session = self.table, self.session
@@ -244,7 +237,7 @@ class WrappedForward:
         if mode is None:
             with InstallMode(session, table) as mode:
                 self._name_module(mode, self.name)
-                result = self._run_counted(mode, args, kwargs)
+                result = self._run_in_scope(args, kwargs)
             self._note_generator(result, table)
             if not in_transform():
                 note_taken(session.matched_operations())
@@ -253,7 +246,7 @@ class WrappedForward:
         mode.table = table
         self._name_module(mode, self.name)
         try:
-            result = self._run_counted(mode, args, kwargs)
+            result = self._run_in_scope(args, kwargs)
         finally:
             mode.table = outer_table
             self._name_module(mode, outer_module)
@@ -271,12 +264,10 @@ class WrappedForward:
                     "its body runs after the forward has returned",
                 )
 
-    def _run_counted(self, mode: InstallMode, args: tuple, kwargs: dict) -> Any:
-        if self.counted is None:
-            return self._forward(args, kwargs)
-        # The compiler finds the attributes of a mode on the stack, not of one that it has just seen made.
-        found = self._mode() if _is_traced() else mode
-        return self.counted.run(found or mode, self._forward, args, kwargs)
+    def _run_in_scope(self, args: tuple, kwargs: dict) -> Any:
+        return (
+            self._forward(args, kwargs) if self.scope is None else self.scope.run(self._forward, args, kwargs)
+        )
 
     def _name_module(self, mode: DispatchMode, name: str | None) -> None:
         # Compiled code is not to depend on the name, so that it serves all modules of a class.
@@ -287,58 +278,3 @@ class WrappedForward:
         if self.inner is not None or self.is_script:
             return self.__wrapped__(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
-
-
-class WrappedReLU(WrappedForward):
-    """The forward of a ``nn.ReLU`` whose rule is a filter: no look-up, one hook.
-
-    A look-up costs more than a small ReLU itself.
-
-    Args:
-        module: The ReLU.
-        session: The installation.
-        table: The rules on operations inside the module.
-        rule: The one that covers ReLUs.
-        name: The module's name.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        session: InstallSession,
-        table: DispatchTable,
-        rule: OperationRule,
-        *,
-        name: str = "",
-    ) -> None:
-        super().__init__(module, "forward", session, name=name, table=table)
-        self.rule = rule
-
-    def __call__(self, input: Tensor) -> Tensor:
-        """Run the ReLU."""
-        rule = self.rule
-        count = mode_count()
-        if (
-            in_transform()
-            or self.table is None
-            or self.module.inplace
-            or not rule.state.active
-            or not torch.is_grad_enabled()
-            or count > 1
-            or (count == 1 and getattr(mode_at(0), "session", None) is not self.session)
-        ):
-            return super().__call__(input)
-        # The installation's own mode would only find the same rule. Attributes of tensors go through it too.
-        self.session.entered.add(self.name)
-        with _without_modes():
-            result = _relu(input)
-            node: Any = result.grad_fn
-        if node is None:
-            rule.state.note("without_gradient", "relu")
-        else:
-            # As RuleState.note does, without a call.
-            matched = rule.state.seen.matched
-            matched["relu"] = matched.get("relu", 0) + 1
-            RuleState.uses += 1
-            rule.hook_on(node)
-        return result
