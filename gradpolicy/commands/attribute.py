@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, shown
+from gradpolicy.errors import PolicyError
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import METHODS, Attribution, find_convolution, get_method, predict
-from gradpolicy.insight.pictures import Sample, is_own_picture, picture_grid, save_figure, save_overlay
+from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
 from gradpolicy.insight.run_log import quieter, replace_unencodable
 from gradpolicy.launch.allowed_targets import KEY, trusted_packages
 from gradpolicy.launch.app import parse_command_line
@@ -60,13 +60,12 @@ class Explained:
     policies: tuple[FlowPolicy, ...]
 
     def class_name(self, index: int) -> str:
-        """What a class is called."""
+        """Return the name of a class."""
         classes = getattr(self.data, "classes", None) or ()
         return str(classes[index]) if index < len(classes) else f"class {index}"
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """An image with its name and, if it is known, its class."""
 
     name: str
@@ -75,7 +74,7 @@ class Picture:
 
 
 def main(arguments: Sequence[str], config_dir: Path) -> int:
-    """Runs the program and gives its exit code: 0, or 2 for wrong input.
+    """Run the program and return its exit code: 0, or 2 for wrong input.
 
     Args:
         arguments: The command line.
@@ -101,58 +100,38 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line of the program."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="gradpolicy attribute",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    default = "(default: %(default)s)"
+    methods = f"{', '.join(METHODS)}; several with commas, or `all` {default}"
     add = parser.add_argument
     add("--ckpt_path", help="a checkpoint of train.py, its run directory, or `last`")
-    add(
-        "--method",
-        default="guided",
-        help=f"{', '.join(METHODS)}; several with commas, or `all` (default: %(default)s)",
-    )
-    add(
-        "--images",
-        default="test",
-        help="a directory, a file, or `test` for the test images of the run (default: %(default)s)",
-    )
-    add("--count", type=int, default=16, help="how many images at most (default: %(default)s)")
+    add("--method", default="guided", help=methods)
+    images = f"a directory, a file, or `test` for the test images of the run {default}"
+    add("--images", default="test", help=images)
+    add("--count", type=int, default=16, help=f"how many images at most {default}")
     add("--target", type=int, help="the number of the class to explain (default: the predicted class)")
     add("--output", help="where the pictures go (default: attributions/METHOD in the run directory)")
-    add("--columns", type=int, default=4, help="images in a row of the grid (default: %(default)s)")
-    add("--batch_size", type=int, default=8, help="images at once (default: %(default)s)")
-    add("--device", default="auto", help="cpu, cuda, … (default: %(default)s)")
-    add(
-        "--samples",
-        type=int,
-        default=25,
-        help="smoothgrad: noisy copies of an image (default: %(default)s)",
-    )
-    add(
-        "--noise",
-        type=float,
-        default=0.15,
-        help="smoothgrad: their noise, as a share of the image's range (default: %(default)s)",
-    )
+    add("--columns", type=int, default=4, help=f"images in a row of the grid {default}")
+    add("--batch_size", type=int, default=8, help=f"images at once {default}")
+    add("--device", default="auto", help=f"cpu, cuda, … {default}")
+    add("--samples", type=int, default=25, help=f"smoothgrad: noisy copies of an image {default}")
+    noise = f"smoothgrad: their noise, as a share of the image's range {default}"
+    add("--noise", type=float, default=0.15, help=noise)
     add("--layer", help="guided_gradcam: the name of the convolution (default: the last one)")
     add("--allowed_targets", help="packages of yours that the run's config may name, as for train.py")
-    add(
-        "--debug",
-        nargs="?",
-        const="true",
-        default="false",
-        choices=("true", "false"),
-        help="show where in the code an error came from",
-    )
+    debug = "show where in the code an error came from"
+    add("--debug", nargs="?", const="true", default="false", choices=("true", "false"), help=debug)
     return parser
 
 
 def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line, in which ``name=value`` means ``--name=value``.
+    """Read the command line, in which ``name=value`` means ``--name=value``.
 
     Raises:
         PolicyError: For an unknown option, a value of another type, or values that exclude each other.
@@ -169,60 +148,46 @@ def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> a
 
 
 def attribute(options: argparse.Namespace) -> Path:
-    """Attributes the images, and gives the directory that the pictures were written to."""
+    """Attribute the images, and return the directory that the pictures were written to.
+
+    Raises:
+        PolicyError: For wrong input; if the directory that is asked for holds something.
+    """
     names = list(METHODS) if options.method == "all" else options.method.split(",")
     methods = {name: get_method(name) for name in names}
     device = _device(options.device)
+    output = Path(options.output) if options.output else None
+    if output is not None and output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise PolicyError(f"output: {output} is there already; name a new or an empty directory")
     explained = load_run(options)
-    methods = {name: _with_settings(method, name, explained, options) for name, method in methods.items()}
-    base = Path(options.output) if options.output else explained.run / "attributions"
-    directories = {name: base / name if len(methods) > 1 or not options.output else base for name in methods}
-    for directory in directories.values():
-        check_output(directory)
+    base = output or explained.run / "attributions"
     explained.model.to(device).eval()
+    if output is None and len(methods) == 1:
+        base /= names[0]
     for name, method in methods.items():
-        attribute_by(name, method, explained, options, device, directories[name])
-    return base if len(methods) > 1 else directories[names[0]]
-
-
-def check_output(directory: Path) -> None:
-    """Makes sure that no picture of somebody else's is overwritten.
-
-    Raises:
-        PolicyError: If something stands in its place, or it holds files that this program did not write.
-    """
-    if directory.exists() and not directory.is_dir():
-        raise PolicyError(f"output: {directory} is a file; name a directory")
-    for path in sorted(directory.glob("*")):
-        if not (path.is_dir() or is_own_picture(path)):
-            raise PolicyError(
-                f"output: {directory} holds {shown(path.name)}, which is no picture of gradpolicy; name a "
-                "directory of its own"
-            )
+        bound = _with_settings(method, name, explained, options)
+        attribute_by(name, bound, explained, options, base / name if len(methods) > 1 else base)
+    return base
 
 
 def attribute_by(
-    name: str,
-    method: Attribution,
-    explained: Explained,
-    options: argparse.Namespace,
-    device: torch.device,
-    directory: Path,
+    name: str, method: Attribution, explained: Explained, options: argparse.Namespace, directory: Path
 ) -> None:
-    """Attributes the images by one method, a batch at a time, and writes the pictures."""
+    """Attribute the images by one method, a batch at a time, and write the pictures."""
     drawn: list[Sample] = []
-    batches = _in_batches(_pictures(explained, options), options.batch_size)
+    pictures = itertools.islice(_pictures(explained, options), options.count)
+    batches = iter(lambda: list(itertools.islice(pictures, options.batch_size)), [])
     for batch in track(batches, name, total=-(-options.count // options.batch_size), transient=True):
-        samples = explain(explained, method, batch, options.target, device)
+        samples = explain(explained, method, batch, options.target)
         for picture, sample in zip(batch, samples, strict=True):
             save_overlay(sample, directory / f"{picture.name}.png")
         drawn += samples[: GRID - len(drawn)]
     title = f"{name}: which pixels speak for the class · {explained.run.name}"
-    save_figure(picture_grid(drawn, title, options.columns), directory / "grid.png")
+    picture_grid(drawn, title, options.columns).savefig(directory / "grid.png")
 
 
 def load_run(options: argparse.Namespace) -> Explained:
-    """Makes model, data and policies from the config of a run, and loads its weights.
+    """Make model, data and policies from the config of a run, and load its weights.
 
     Raises:
         PolicyError: If there is no such run, or its data are no images.
@@ -243,7 +208,7 @@ def load_run(options: argparse.Namespace) -> Explained:
 
 
 def _subject(path: Path) -> Subject:
-    """Builds what a run's resolved config describes, if it may name that."""
+    """Build the objects that a run's resolved config describes, if it may name them."""
     if not path.is_file():
         raise PolicyError(
             f"ckpt_path: {path} is absent: a run's config lies in the directory above its checkpoints'"
@@ -256,7 +221,7 @@ def _subject(path: Path) -> Subject:
 
 
 def model_policies(policies: Iterable[Policy]) -> tuple[FlowPolicy, ...]:
-    """The policies of a run that hold while its model is explained, whatever the method."""
+    """Return the policies of a run that hold while its model is explained, whatever the method."""
     return tuple(
         policy
         for policy in policies
@@ -269,19 +234,17 @@ def model_policies(policies: Iterable[Policy]) -> tuple[FlowPolicy, ...]:
 def _with_settings(
     method: Attribution, name: str, explained: Explained, options: argparse.Namespace
 ) -> Attribution:
-    """Binds a method's own settings and the model's policies."""
+    """Bind a method's own settings and the model's policies."""
     own: dict[str, Any] = {}
     if name == "smoothgrad":
         own = {"samples": options.samples, "noise": options.noise}
     elif name == "guided_gradcam":
-        layer = find_convolution(explained.model, options.layer)
-        # By its name, since the check by random weights works on a copy.
-        own = {"layer": next(key for key, module in explained.model.named_modules() if module is layer)}
+        own = {"layer": find_convolution(explained.model, options.layer)}
     return partial(method, policies=explained.policies, **own)
 
 
 def _pictures(explained: Explained, options: argparse.Namespace) -> Iterator[Picture]:
-    """The images one after the other, so that memory does not grow with their number."""
+    """Yield the images one after the other, so that memory does not grow with their number."""
     if options.images != "test":
         paths = find_images(Path(options.images))[: options.count]
         warn_of_shrunk(paths, explained.shape)
@@ -290,30 +253,20 @@ def _pictures(explained: Explained, options: argparse.Namespace) -> Iterator[Pic
             name = path.stem if stems.count(path.stem) == 1 else path.name
             yield Picture(name, read_image(path, explained.shape))
         return
-    found = (images_of(batch, "ckpt_path: the run's data") for batch in explained.data.test_dataloader())
-    pairs = (
-        (images[i], None if labels is None else int(labels[i]))
-        for images, labels in found
-        for i in range(len(images))
-    )
-    for number, (image, label) in enumerate(itertools.islice(pairs, options.count)):
-        yield Picture(f"test_{number:04d}", image, label)
-
-
-def _in_batches(pictures: Iterator[Picture], size: int) -> Iterator[list[Picture]]:
-    while batch := list(itertools.islice(pictures, size)):
-        yield batch
+    number = itertools.count()
+    for batch in explained.data.test_dataloader():
+        images, labels = images_of(batch, "ckpt_path: the run's data")
+        for index, image in enumerate(images):
+            truth = None if labels is None else int(labels[index])
+            yield Picture(f"test_{next(number):04d}", image, truth)
 
 
 def explain(
-    explained: Explained,
-    method: Attribution,
-    pictures: Sequence[Picture],
-    target: int | None,
-    device: torch.device,
+    explained: Explained, method: Attribution, pictures: Sequence[Picture], target: int | None
 ) -> list[Sample]:
-    """Attributes a batch of pictures. If a class is asked for, the true class is left out."""
-    images = torch.stack([picture.image for picture in pictures]).to(device)
+    """Attribute a batch of pictures. If a class is asked for, the true class is left out."""
+    images = torch.stack([picture.image for picture in pictures])
+    images = images.to(next(explained.model.parameters()).device)
     attributions = method(explained.model, images, target)
     classes, probabilities = predict(explained.model, images, target)
     name = explained.class_name

@@ -7,9 +7,8 @@ Methods that change the gradient on its way back do it with flow policies, so an
 its spelling: ``F.relu`` as well as ``nn.ReLU``.
 """
 
-import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +22,6 @@ from gradpolicy.flow import install
 from gradpolicy.logits import class_logits
 from gradpolicy.policies import Deconv, FlowPolicy, Guided
 
-BATCH = 64
-"""Images that a model takes at once, so that memory does not grow with their number."""
-
 Forward = Callable[[Tensor], Any]
 Target = int | Sequence[int] | Tensor | None
 Attribution = Callable[..., Tensor]
@@ -34,7 +30,7 @@ Attribution = Callable[..., Tensor]
 def gradient(
     model: nn.Module, images: Tensor, target: Target = None, *, policies: Sequence[FlowPolicy] = ()
 ) -> Tensor:
-    """Attributes by the plain gradient, ``∂ score(target) / ∂ images``.
+    """Attribute by the plain gradient, ``∂ score(target) / ∂ images``.
 
     Args:
         model: Gives class logits of images, as a tensor or as `logits` of a mapping or an object.
@@ -64,7 +60,7 @@ def gradient(
 def guided(
     model: nn.Module, images: Tensor, target: Target = None, *, policies: Sequence[FlowPolicy] = ()
 ) -> Tensor:
-    """Attributes by guided backpropagation: at each ReLU only positive gradients of active units pass.
+    """Attribute by guided backpropagation: at each ReLU only positive gradients of active units pass.
 
     Arguments, result and errors are those of :func:`gradient`.
 
@@ -76,7 +72,7 @@ def guided(
 def deconv(
     model: nn.Module, images: Tensor, target: Target = None, *, policies: Sequence[FlowPolicy] = ()
 ) -> Tensor:
-    """Attributes by a deconvolution network: at each ReLU positive gradients pass, whatever the unit did.
+    """Attribute by a deconvolution network: at each ReLU positive gradients pass, whatever the unit did.
 
     Arguments, result and errors are those of :func:`gradient`.
 
@@ -95,7 +91,7 @@ def smoothgrad(
     noise: float = 0.15,
     seed: int = 0,
 ) -> Tensor:
-    """Attributes by the mean gradient over noisy copies of the images.
+    """Attribute by the mean gradient over noisy copies of the images.
 
     ``mean_k ∂ score(image + σ ε_k) / ∂ image`` with standard normal ε and ``σ = noise · (max − min)`` of each
     image. Other arguments, result and errors are those of :func:`gradient`.
@@ -117,7 +113,7 @@ def smoothgrad(
     pixels = images.flatten(1)
     spread = (noise * (pixels.amax(1) - pixels.amin(1))).view(-1, *[1] * (images.dim() - 1))
     with _evaluating(model, policies):
-        target = _targets(model, images, target)
+        target, _ = predict(model, images, target)
         total = torch.zeros_like(images)
         for _ in range(samples):
             epsilon = torch.randn(images.shape, generator=generator, dtype=images.dtype).to(images.device)
@@ -133,7 +129,7 @@ def guided_gradcam(
     policies: Sequence[FlowPolicy] = (),
     layer: nn.Module | str | None = None,
 ) -> Tensor:
-    """Attributes by guided backpropagation where the class activation map is large.
+    """Attribute by guided backpropagation where the class activation map is large.
 
     ``guided · upsample(relu(Σ_c mean(∂ score / ∂ A_c) · A_c))`` with the channels A_c of a convolution's
     output, upsampled bilinearly. Other arguments, result and errors are those of :func:`gradient`.
@@ -147,10 +143,11 @@ def guided_gradcam(
 
     Source: Selvaraju, Cogswell, Das, Vedantam, Parikh, Batra 2017, arXiv:1610.02391.
     """
-    chosen = find_convolution(model, layer)
+    if not isinstance(layer, nn.Module):
+        layer = model.get_submodule(find_convolution(model, layer))
     with _evaluating(model, policies):
-        target = _targets(model, images, target)
-        activation_map = _activation_map(model, chosen, images, target)
+        target, _ = predict(model, images, target)
+        activation_map = _activation_map(model, layer, images, target)
     upsampled = functional.interpolate(
         activation_map, size=images.shape[-2:], mode="bilinear", align_corners=False
     )
@@ -165,7 +162,7 @@ def integrated(
     policies: Sequence[FlowPolicy] = (),
     steps: int = 16,
 ) -> Tensor:
-    """Attributes by the gradient on the way from a blurred copy to the image, times the difference of both.
+    """Attribute by the gradient on the way from a blurred copy to the image, times the difference of both.
 
     ``(image - blurred) · mean_k ∂ score / ∂ x`` at ``x = blurred + (k + 1/2) / steps · (image - blurred)``.
     It adds up to what the score gains on that way. Under :class:`~gradpolicy.Guided` gradients are guided.
@@ -195,7 +192,7 @@ METHODS: dict[str, Attribution] = {
 
 
 def get_method(name: str) -> Attribution:
-    """Finds an attribution method by name.
+    """Return an attribution method by name.
 
     Raises:
         PolicyError: If there is no such method; names the nearest.
@@ -206,19 +203,19 @@ def get_method(name: str) -> Attribution:
 
 
 def predict(forward: Forward, images: Tensor, target: Target = None) -> tuple[Tensor, Tensor]:
-    """The class of each image, the most probable one unless given, and its probability.
+    """Return the class of each image, the most probable one unless given, and its probability.
 
     Returns:
         Two tensors of shape (batch,): int64 and floating point.
     """
     with torch.inference_mode(False), torch.no_grad():
-        logits = torch.cat([_class_logits(forward, part.clone()) for part in images.split(BATCH)])
+        logits = _class_logits(forward, images.clone())
         classes = _as_classes(target, logits)
         return classes, logits.softmax(dim=-1).gather(-1, classes[:, None])[:, 0]
 
 
 def input_gradient(forward: Forward, images: Tensor, target: Target = None) -> Tensor:
-    """The gradient of class scores with respect to images, under whatever policies are installed.
+    """Return the gradient of class scores with respect to images, under whatever policies are installed.
 
     Works within `torch.inference_mode` as well, and touches no ``.grad``.
 
@@ -232,12 +229,9 @@ def input_gradient(forward: Forward, images: Tensor, target: Target = None) -> T
     """
     if not images.is_floating_point():
         raise PolicyError(f"images: {images.dtype} given, floating point needed")
-    if target is None or isinstance(target, int):
-        targets: Iterable[Target] = itertools.repeat(target)
-    else:
-        targets = torch.as_tensor(target).expand(len(images)).split(BATCH)
-    pairs = zip(images.split(BATCH), targets, strict=False)
-    found = torch.cat([_gradient(forward, part, own) for part, own in pairs])
+    found = _gradient(forward, images, target)
+    if found is None:
+        raise PolicyError("attribution: no gradient reaches the images, something between cuts the graph")
     if not found.any():
         warnings.warn(
             "the attribution is zero everywhere: an operation without a gradient, such as round, lies"
@@ -250,7 +244,7 @@ def input_gradient(forward: Forward, images: Tensor, target: Target = None) -> T
 def integrated_gradient(
     forward: Forward, images: Tensor, target: Target = None, *, steps: int = 16
 ) -> Tensor:
-    """The attribution of :func:`integrated`, under whatever policies are installed.
+    """Return the attribution of :func:`integrated`, under whatever policies are installed.
 
     Raises:
         PolicyError: If `steps` is no whole number above 0, the images do not have four dimensions or are not
@@ -259,14 +253,14 @@ def integrated_gradient(
     check_whole("integrated.steps", steps, least=1)
     if images.dim() != 4:
         raise PolicyError(f"images: shape {tuple(images.shape)}; (batch, channels, height, width) needed")
-    classes, blurred = _targets(forward, images, target), blur(images)
+    (classes, _), blurred = predict(forward, images, target), blur(images)
     places = [(index + 0.5) / steps for index in range(steps)]
     gradients = (input_gradient(forward, torch.lerp(blurred, images, place), classes) for place in places)
     return (images - blurred) * torch.stack(list(gradients)).mean(dim=0)
 
 
 def blur(images: Tensor) -> Tensor:
-    """Blurs images by a Gaussian whose deviation is an eighth of their smaller side; edges are mirrored."""
+    """Blur images by a Gaussian whose deviation is an eighth of their smaller side; edges are mirrored."""
     deviation = min(images.shape[-2:]) / 8
     reach = min(int(3 * deviation + 0.5), *(size - 1 for size in images.shape[-2:]))
     offsets = torch.arange(-reach, reach + 1, dtype=images.dtype, device=images.device)
@@ -278,21 +272,21 @@ def blur(images: Tensor) -> Tensor:
     return images
 
 
-def _gradient(forward: Forward, images: Tensor, target: Target) -> Tensor:
+def _gradient(
+    forward: Forward, images: Tensor, target: Target, at: Callable[[Tensor], Tensor] = lambda images: images
+) -> Tensor | None:
+    """Return the gradient of class scores with respect to images, or to a tensor computed on the way."""
     with torch.inference_mode(False), torch.enable_grad():
         inputs = images.clone().detach().requires_grad_()
         logits = _class_logits(forward, inputs)
         scores = logits.gather(-1, _as_classes(target, logits)[:, None])
-        found = (
-            torch.autograd.grad(scores.sum(), inputs, allow_unused=True)[0] if scores.requires_grad else None
-        )
-    if found is None:
-        raise PolicyError("attribution: no gradient reaches the images, something between cuts the graph")
-    return found
+        if not scores.requires_grad:
+            return None
+        return torch.autograd.grad(scores.sum(), at(inputs), allow_unused=True)[0]
 
 
 def _class_logits(forward: Forward, images: Tensor) -> Tensor:
-    """A logit for each image and class."""
+    """Return a logit for each image and class."""
     logits = class_logits(forward(images))
     if logits.dim() != 2 or len(logits) != len(images):
         raise PolicyError(
@@ -300,11 +294,6 @@ def _class_logits(forward: Forward, images: Tensor) -> Tensor:
             "for each image and class"
         )
     return logits
-
-
-def _targets(forward: Forward, images: Tensor, target: Target) -> Tensor:
-    """One class an image; the predicted ones where none is given."""
-    return predict(forward, images, target)[0]
 
 
 def _as_classes(target: Target, logits: Tensor) -> Tensor:
@@ -317,53 +306,45 @@ def _as_classes(target: Target, logits: Tensor) -> Tensor:
     return classes
 
 
-def find_convolution(model: nn.Module, layer: nn.Module | str | None = None) -> nn.Module:
-    """The layer whose channels Grad-CAM weighs: the one named, or the last `nn.Conv2d`.
+def find_convolution(model: nn.Module, layer: str | None = None) -> str:
+    """Return the name of the layer whose channels Grad-CAM weighs: the one given, or the last `nn.Conv2d`.
 
     Raises:
         PolicyError: If there is no such module, or no convolution.
     """
-    if isinstance(layer, nn.Module):
-        return layer
     modules = dict(model.named_modules())
-    if layer is not None:
-        if layer not in modules:
-            raise unknown("module", layer, modules, key="layer")
-        return modules[layer]
-    convolutions = [module for module in modules.values() if isinstance(module, nn.Conv2d)]
-    if not convolutions:
-        raise PolicyError("guided_gradcam: the model has no nn.Conv2d; name a layer that gives channels")
-    return convolutions[-1]
+    if layer is None:
+        convolutions = [name for name, module in modules.items() if isinstance(module, nn.Conv2d)]
+        if not convolutions:
+            raise PolicyError("guided_gradcam: the model has no nn.Conv2d; name a layer that gives channels")
+        return convolutions[-1]
+    if layer not in modules:
+        raise unknown("module", layer, modules, key="layer")
+    return layer
 
 
-def _activation_map(model: nn.Module, layer: nn.Module, images: Tensor, target: Tensor) -> Tensor:
-    """Grad-CAM of a layer, shape (batch, 1, height, width) of the layer's output."""
-    caught: list[Tensor] = []
+def _activation_map(model: nn.Module, layer: nn.Module, images: Tensor, target: Target) -> Tensor:
+    """Return Grad-CAM of a layer, shape (batch, 1, height, width) of the layer's output."""
+    outputs: list[Tensor] = []
 
-    def catch(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        caught.append(output)
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        outputs.append(output)
         return output.clone()  # what follows may work in place
 
-    handle = layer.register_forward_hook(catch)
-    maps = []
+    handle = layer.register_forward_hook(keep)
     try:
-        for part, classes in zip(images.split(BATCH), target.split(BATCH), strict=True):
-            with torch.inference_mode(False), torch.enable_grad():
-                logits = _class_logits(model, part.clone().detach().requires_grad_())
-                scores = logits.gather(-1, classes[:, None])
-                channels = caught[-1]
-                (slope,) = torch.autograd.grad(scores.sum(), channels)
-            weights = slope.mean(dim=(-2, -1), keepdim=True)
-            maps.append((weights * channels.detach()).sum(dim=1, keepdim=True).relu())
-            caught.clear()
+        slope = _gradient(model, images, target, at=lambda images: outputs[-1])
     finally:
         handle.remove()
-    return torch.cat(maps)
+    if slope is None:
+        raise PolicyError("attribution: no gradient reaches the layer, something between cuts the graph")
+    weights = slope.mean(dim=(-2, -1), keepdim=True)
+    return (weights * outputs[-1].detach()).sum(dim=1, keepdim=True).relu()
 
 
 @contextmanager
 def _evaluating(model: nn.Module, policies: Sequence[FlowPolicy]) -> Iterator[None]:
-    """Puts a model in evaluation mode, under policies, and each module back in its own mode."""
+    """Put a model in evaluation mode, under policies, and each module back in its own mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,8 +1,9 @@
-"""Whether an attribution points at what matters: pixels inserted and deleted, weights drawn anew."""
+"""Checks of attributions: pixels inserted and deleted, and weights drawn anew."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class PixelCurves:
 def insertion_deletion(
     forward: Forward, images: Tensor, attribution: Tensor, target: Target = None, *, steps: int = 20
 ) -> PixelCurves:
-    """Inserts and deletes the pixels of images, those of the largest attribution first.
+    """Insert and delete the pixels of images, those of the largest attribution first.
 
     The attribution of a pixel is the magnitude of the sum over its channels. A deleted pixel gets the value
     that it has in a blurred copy of the image. Inserted pixels come into that copy.
@@ -87,8 +88,7 @@ def insertion_deletion(
     return PixelCurves(shares, torch.stack(curves["insertion"], 1), torch.stack(curves["deletion"], 1))
 
 
-@dataclass(frozen=True)
-class Randomised:
+class Randomised(NamedTuple):
     """An attribution after the weights of a layer, and of all layers after it, were drawn anew.
 
     Attributes:
@@ -105,7 +105,7 @@ class Randomised:
 def randomisation_check(
     explain: Explain, model: nn.Module, images: Tensor, target: Tensor, *, seed: int = 0
 ) -> list[Randomised]:
-    """Draws the weights of a model anew, layer by layer from the last, and attributes after each.
+    """Draw the weights of a model anew, layer by layer from the last, and attribute after each.
 
     An attribution that stays alike does not depend on what the model has learned. Similarity is Spearman's
     rank correlation of the magnitudes, 1 where nothing changed. The model is left as it was.
@@ -142,21 +142,12 @@ def randomisation_check(
 
 
 def _rank_correlation(first: Tensor, second: Tensor) -> Tensor:
-    """Spearman's correlation of the magnitudes, image by image."""
+    """Return Spearman's correlation of the magnitudes, image by image."""
     pairs = zip(first.abs().flatten(1), second.abs().flatten(1), strict=True)
     return torch.stack([spearman_corrcoef(one, other).cpu() for one, other in pairs])
 
 
 def random_order(images: Tensor, seed: int = 0) -> Tensor:
-    """An attribution that knows nothing: what another is to be compared with."""
+    """Return an attribution at random, with which others are compared."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(images.shape, generator=generator).to(images)
-
-
-def mean_curves(curves: Sequence[PixelCurves]) -> PixelCurves:
-    """The curves of several batches as one batch of their mean."""
-    insertion, deletion = (
-        torch.cat([getattr(each, name) for each in curves]).mean(0, keepdim=True)
-        for name in ("insertion", "deletion")
-    )
-    return PixelCurves(curves[0].shares, insertion, deletion)

@@ -1,6 +1,6 @@
-"""Attributes test images under the run's own policies, and keeps the pictures."""
+"""A callback that draws attributions of test images under the run's own policies."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,23 +66,23 @@ class AttributionPictures(Callback):
         self.columns = columns
         self.required = required
         self._draws = False
+        self._callback: GradientPolicies | None = None
         self.directory = Path(directory) if directory is not None else None
         self._batches: list[tuple[Tensor, Tensor | None]] = []
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks that the policy is there before anything is computed."""
+        """Check that the policy is there before anything is computed."""
         self._batches = []
-        declared = {
-            name: policy for callback in _callbacks(trainer) for name, policy in callback.policies.items()
-        }
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._callback = next((each for each in callbacks if isinstance(each, GradientPolicies)), None)
+        declared = self._callback.policies if self._callback is not None else {}
         policy = declared.get(self.policy)
         self._draws = policy is not None and policy.when.active(phase=PHASE)
         if self._draws or not self.required:
             return
+        reason = f"it does not hold in the phase {PHASE!r}; declare it with when.phases=[{PHASE}]"
         if policy is None:
             reason = f"the run has no such policy; {nearest(self.policy, declared) or 'none is declared'}"
-        else:
-            reason = f"it does not hold in the phase {PHASE!r}; declare it with when.phases=[{PHASE}]"
         raise PolicyError(f"AttributionPictures.policy: {shown(self.policy)}: {reason}")
 
     def on_test_batch_end(
@@ -94,7 +94,7 @@ class AttributionPictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keeps the first images."""
+        """Keep the first images."""
         missing = max(self.count, TESTED) - sum(len(images) for images, _ in self._batches)
         if self._draws and missing > 0:
             try:
@@ -108,12 +108,12 @@ class AttributionPictures(Callback):
             self._batches.append((images[:missing], labels[:missing] if labels is not None else None))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attributes the images; the first rank saves the grid and logs it."""
-        if not self._batches:
+        """Attribute the images; the first rank saves the grid and logs it."""
+        if not self._batches or self._callback is None:
             return
         classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
         # On every rank, each with its own images: a sharded model is gathered by all ranks together.
-        with straight_through(_callbacks(trainer)):
+        with straight_through(self._callback):
             figure = self.draw(pl_module, classes)
         if not trainer.is_global_zero:
             return
@@ -125,75 +125,51 @@ class AttributionPictures(Callback):
             log_image(logger, f"attribution/{self.policy}", path, trainer.global_step, "pictures")
 
     def draw(self, pl_module: LightningModule, classes: tuple[str, ...] | None) -> Figure:
-        """The grid of the images kept so far, under the policies as they are installed now."""
+        """Draw a grid of the images kept so far, under the policies as they are installed now."""
 
         def forward(images: Tensor) -> Any:
             return pl_module.predict_step(images, 0)
 
+        def name(index: int) -> str:
+            return classes[index] if classes else str(index)
+
         images = torch.cat([images for images, _ in self._batches])
-        labels = [labels for _, labels in self._batches if labels is not None]
-        truth = torch.cat(labels) if len(labels) == len(self._batches) else None
+        truth = [name(int(label)) for _, labels in self._batches if labels is not None for label in labels]
         attributions = integrated_gradient(forward, images)
         curves = insertion_deletion(forward, images, attributions)
         random = insertion_deletion(forward, images, random_order(images))
-        told = ", ".join(
+        areas = ", ".join(
             f"{name} {getattr(curves, f'{name}_area').mean():.2f}"
             f" (random order {getattr(random, f'{name}_area').mean():.2f})"
             for name in ("insertion", "deletion")
         )
-        first = slice(self.count)
-        samples = _samples(
-            images[first],
-            attributions[first],
-            *predict(forward, images[first]),
-            truth[first] if truth is not None else None,
-            classes,
-        )
-        return picture_grid(samples, f"{self.policy}, integrated from a blurred image: {told}", self.columns)
+        predicted, probabilities = predict(forward, images)
+        samples = [
+            Sample(
+                image=images[i],
+                attribution=attributions[i],
+                predicted=name(int(predicted[i])),
+                probability=float(probabilities[i]),
+                truth=truth[i] if len(truth) == len(images) else None,
+            )
+            for i in range(min(self.count, len(images)))
+        ]
+        return picture_grid(samples, f"{self.policy}, integrated from a blurred image: {areas}", self.columns)
 
 
 @contextmanager
-def straight_through(callbacks: Iterable[GradientPolicies]) -> Iterator[None]:
-    """Switches the straight-through policies of a run on for a while."""
+def straight_through(callback: GradientPolicies) -> Iterator[None]:
+    """Switch the straight-through policies of a run on for a while."""
+    installed = callback.installed
     switched = [
-        (callback.installed, name)
-        for callback in callbacks
-        if callback.installed is not None
+        name
         for name, policy in callback.flow_policies.items()
-        if isinstance(policy, StraightThrough) and not callback.installed.is_active(name)
+        if isinstance(policy, StraightThrough) and installed is not None and not installed.is_active(name)
     ]
-    for installed, name in switched:
+    for name in switched:
         installed.set_active(name, True)
     try:
         yield
     finally:
-        for installed, name in switched:
+        for name in switched:
             installed.set_active(name, False)
-
-
-def _callbacks(trainer: Trainer) -> list[GradientPolicies]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if isinstance(callback, GradientPolicies)]
-
-
-def _samples(
-    images: Tensor,
-    attributions: Tensor,
-    predicted: Tensor,
-    probabilities: Tensor,
-    labels: Tensor | None,
-    classes: tuple[str, ...] | None,
-) -> list[Sample]:
-    def name(index: Tensor) -> str:
-        return classes[int(index)] if classes else str(int(index))
-
-    return [
-        Sample(
-            image=images[i],
-            attribution=attributions[i],
-            predicted=name(predicted[i]),
-            probability=float(probabilities[i]),
-            truth=name(labels[i]) if labels is not None else None,
-        )
-        for i in range(len(images))
-    ]
