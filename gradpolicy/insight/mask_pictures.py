@@ -1,6 +1,5 @@
 """Pictures of masks: a weight's mask as an image, the ages of its entries, its history as a film strip."""
 
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import matplotlib
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from matplotlib.colors import Colormap, LinearSegmentedColormap
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
@@ -18,34 +18,28 @@ from gradpolicy.errors import under
 from gradpolicy.insight.pictures import log_image
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.tensors.mask import Mask, as_tensor
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.where import as_patterns, pick
 
 ACTIVE = (9, 105, 218)  # blue: this entry trains
 FROZEN = (223, 227, 232)  # pale grey: it is frozen
 GAP = (255, 255, 255)  # white, between the kernels of a convolution
-AGES = "viridis"
 LARGEST = 384  # pixels on a side
 MASK, AGE, HISTORY = "mask", "age", "history"
-
-# Colours by the number of a pixel: gap, frozen, then from the first to the last of a scale.
-_GAP, _FROZEN, _FIRST, _LAST = 0, 1, 2, 255
-_SHARES = np.linspace(FROZEN, ACTIVE, _LAST - _FIRST + 1)
-_VIRIDIS = 255 * matplotlib.colormaps[AGES](np.linspace(0, 1, _LAST - _FIRST + 1))[:, :3]
+SHARES = LinearSegmentedColormap.from_list("shares", np.array([FROZEN, ACTIVE]) / 255)
+AGES = matplotlib.colormaps["viridis"]
 
 
 # ---- from tensors to images
 
 
 def as_matrix(values: Tensor) -> NDArray[np.float32]:
-    """Lays a tensor out in two dimensions; NaN marks the gaps between kernels.
+    """Lay a tensor out in two dimensions; NaN marks the gaps between kernels.
 
     Args:
         values: Any shape. A vector becomes one row. Of a convolution's weight, (out, in, …), each kernel
-            becomes a tile: row = output channel, column = input channel. Where there are many more rows than
-            columns, parts of them stand side by side. Where the whole is larger than a picture, tiles have
-            no gaps.
+            becomes a tile: row = output channel, column = input channel. Where the whole is larger than a
+            picture, tiles have no gaps.
 
     Returns:
         Shape (rows, columns).
@@ -53,46 +47,32 @@ def as_matrix(values: Tensor) -> NDArray[np.float32]:
     Example:
         >>> as_matrix(torch.zeros(8)).shape, as_matrix(torch.zeros(4, 2, 3, 3)).shape
         ((1, 8), (15, 7))
-        >>> as_matrix(torch.zeros(32, 1, 3, 3)).shape  # six columns of filters
-        (23, 23)
     """
     array = values.detach().float().cpu().numpy()
     if array.ndim <= 2:
         return array.reshape(-1, array.shape[-1]) if array.ndim else array.reshape(1, 1)
-    rows, columns = array.shape[:2]
-    tiles = array.reshape(rows, columns, -1, array.shape[-1])
-    height, width = rows * (tiles.shape[2] + 1), columns * (tiles.shape[3] + 1)
-    if max(height, width) > LARGEST:
-        return _joined(tiles)
-    # A row and a column more for each kernel, of which the last are cut off.
-    tiles = np.pad(tiles, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)
-    parts = max(1, round((height / width) ** 0.5))
-    tiles = np.pad(tiles, ((0, -rows % parts), (0, 0), (0, 0), (0, 0)), constant_values=np.nan)
-    side_by_side = [_joined(part) for part in np.split(tiles, parts)]
-    return np.concatenate(side_by_side, axis=1)[:-1, :-1]
-
-
-def _joined(tiles: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Tiles of shape (rows, columns, height, width) as one matrix."""
+    tiles = array.reshape(*array.shape[:2], -1, array.shape[-1])
     rows, columns, height, width = tiles.shape
-    return tiles.transpose(0, 2, 1, 3).reshape(rows * height, columns * width)
+    gap = int(max(rows * (height + 1), columns * (width + 1)) <= LARGEST)
+    tiles = np.pad(tiles, ((0, 0), (0, 0), (0, gap), (0, gap)), constant_values=np.nan)
+    matrix = tiles.transpose(0, 2, 1, 3).reshape(rows * (height + gap), columns * (width + gap))
+    return matrix[: len(matrix) - gap, : matrix.shape[1] - gap]
 
 
 def mask_image(mask: Tensor) -> Image.Image:
-    """A mask as an image: blue = active, grey = frozen, a mixture where a pixel stands for many entries.
+    """Draw a mask: blue = active, grey = frozen, a mixture where a pixel stands for many entries.
 
     Args:
         mask: A bool tensor of the weight's shape, True = this entry trains.
 
     Returns:
-        An image with a palette. Small weights are enlarged by a whole factor, large ones shrunk by means.
+        An image. Small weights are enlarged by a whole factor, large ones shrunk by means.
     """
-    shares = _shrunk(as_matrix(mask))
-    return _coloured(_on_scale(shares), np.isnan(shares), _SHARES)
+    return _coloured(_shrunk(as_matrix(mask)), SHARES)
 
 
 def age_image(ages: Tensor, mask: Tensor | None = None, oldest: int | None = None) -> Image.Image:
-    """The ages of a weight's entries as an image, from dark (0) to bright (the oldest).
+    """Draw the ages of a weight's entries, from dark (0) to bright (the oldest).
 
     Args:
         ages: Updates of each entry since its moments were last empty, in the weight's shape.
@@ -101,19 +81,18 @@ def age_image(ages: Tensor, mask: Tensor | None = None, oldest: int | None = Non
         oldest: The age that is brightest; None: the oldest in `ages`.
 
     Returns:
-        An image with a palette, as that of :func:`mask_image`.
+        An image, as that of :func:`mask_image`.
     """
     largest = max(int(ages.max()) if oldest is None else oldest, 1)
     active = torch.ones_like(ages, dtype=torch.bool) if mask is None else mask
     shares = _shrunk(as_matrix(active))
     sums = _shrunk(as_matrix(ages * active))
-    means = np.divide(sums, shares * largest, out=np.zeros_like(sums), where=shares > 0)
-    numbers = np.where(shares > 0, _on_scale(means), _FROZEN)
-    return _coloured(numbers, np.isnan(shares), _VIRIDIS)
+    means = np.divide(sums, shares * largest, out=np.zeros_like(sums), where=shares != 0)
+    return _coloured(means, AGES, frozen=shares == 0)
 
 
 def film_strip(pictures: Sequence[Image.Image], captions: Sequence[str], columns: int = 6) -> Image.Image:
-    """Pictures side by side, each with its caption below, in rows of at most `columns`.
+    """Join pictures side by side, each with its caption below, in rows of at most `columns`.
 
     Raises:
         ValueError: If there are no pictures, or not as many captions.
@@ -130,28 +109,27 @@ def film_strip(pictures: Sequence[Image.Image], captions: Sequence[str], columns
     for index, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         left = margin + index % columns * width
         top = margin + index // columns * height
-        strip.paste(picture.convert("RGB"), (left, top))
+        strip.paste(picture, (left, top))
         draw.text((left, top + picture.height), caption, fill="#24292f")
     return strip
 
 
 def _shrunk(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Means over blocks, where a matrix is larger than a picture."""
+    """Return means over blocks, where a matrix is larger than a picture."""
     height, width = matrix.shape
-    if max(height, width) <= LARGEST:
-        return matrix
     size = (min(width, LARGEST), min(height, LARGEST))
     return np.asarray(Image.fromarray(matrix).resize(size, Image.Resampling.BOX))
 
 
-def _on_scale(shares: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The numbers of colours for values from 0 to 1."""
-    return _FIRST + np.clip(np.nan_to_num(shares), 0, 1) * (_LAST - _FIRST)
-
-
-def _coloured(numbers: NDArray[Any], gaps: NDArray[np.bool_], scale: NDArray[np.float64]) -> Image.Image:
-    image = Image.fromarray(np.where(gaps, _GAP, numbers.round()).astype(np.uint8))
-    image.putpalette(np.vstack([GAP, FROZEN, scale]).round().astype(np.uint8).tobytes())
+def _coloured(
+    values: NDArray[np.float32], colours: Colormap, frozen: NDArray[np.bool_] | None = None
+) -> Image.Image:
+    """Return values from 0 to 1 as an image in colours; NaN is a gap."""
+    pixels = (colours(values)[..., :3] * 255).round().astype(np.uint8)
+    if frozen is not None:
+        pixels[frozen] = FROZEN
+    pixels[np.isnan(values)] = GAP
+    image = Image.fromarray(pixels)
     times = max(1, min(12, LARGEST // 2 // max(image.size)))
     return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
 
@@ -197,21 +175,21 @@ class MaskPictures(Callback):
         self.directory = Path(directory) if directory is not None else None
         self._folder = Path()
         self._policies: GradientPolicies | None = None
-        # The parameters that may be drawn, by name.
+        # The parameters that may be drawn, and those that are, by name.
         self._candidates: dict[str, Tensor] = {}
-        # By weight: the parameter, the mask last seen, the changes so far, changes from picture to picture.
         self._weights: dict[str, Tensor] = {}
-        self._seen: dict[str, Any] = {}
+        # The mask of each weight after the last batch; masks from a checkpoint.
+        self._masks: dict[str, Any] = {}
+        self._restored: dict[str, Tensor] = {}
+        # The changes of each weight's mask so far, and changes from picture to picture.
         self._changes: dict[str, int] = {}
-        # Checksums of the masks that were in force at a checkpoint: a resumed run begins with them.
-        self._restored: dict[str, int] = {}
         self._intervals: dict[str, int] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the weights to choose from; a resumed run removes pictures of steps that it takes again."""
+        """Find the weights to choose from; a resumed run removes pictures of steps that it takes again."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         found = [each for each in callbacks if isinstance(each, GradientPolicies) and each.freezer]
-        self._candidates, self._weights, self._seen = {}, {}, {}
+        self._candidates, self._weights, self._masks = {}, {}, {}
         if not found or not trainer.is_global_zero:
             return
         self._policies = found[0]
@@ -223,57 +201,60 @@ class MaskPictures(Callback):
         # Sorting keeps the order of the parameters.
         ordered = sorted(whole, key=lambda name: matched[name].dim() < 2)
         self._candidates = {name: matched[name] for name in ordered}
-        self._weights = {name: matched[name] for name in ordered if name in self._restored}
+        self._weights = {name: matched[name] for name in ordered if name in self._changes}
+        self._restored = {name: self._mask_and_ages(trainer, name)[0].clone() for name in self._weights}
         for name in self._candidates:
             for path in _frames(self._folder / name):
                 if _step_of(path) > trainer.global_step:
                     path.unlink()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Draws what has changed often enough."""
+        """Draw the masks that have changed often enough."""
         freezer = self._policies.freezer if self._policies is not None else None
         if freezer is None:
             return
         for name, parameter in self._candidates.items():
-            if len(self._weights) == self.count:
-                break
-            if name not in self._weights and not isinstance(freezer.mask_of(name), bool):
-                self._weights[name] = parameter
-        for name, parameter in self._weights.items():
+            if len(self._weights) < self.count and not isinstance(freezer.mask_of(name), bool):
+                self._weights.setdefault(name, parameter)
+        for name in self._weights:
             mask = freezer.mask_of(name)
-            # A new mask is a new object; one that says the same as before is not set.
-            if mask is self._seen.get(name):
+            # A new mask is a new object; one with the same entries as before is not set.
+            if mask is self._masks.get(name):
                 continue
-            is_first, self._seen[name] = name not in self._seen, mask
-            if is_first and self._restored.get(name) == _checksum(mask, parameter):
+            self._masks[name] = mask
+            restored = self._restored.pop(name, None)
+            if restored is not None and torch.equal(restored, self._mask_and_ages(trainer, name)[0]):
                 continue
             changes = self._changes.get(name, 0)
             self._changes[name] = changes + 1
             if changes % self._intervals.setdefault(name, self.every) == 0:
-                self._draw(trainer, name, parameter)
+                self._draw(trainer, name)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the film strips."""
+        """Make the film strips."""
         for name in self._weights:
             for kind in (MASK, AGE):
-                paths = _frames(self._folder / name, kind)
-                if paths:
+                if paths := _frames(self._folder / name, kind):
                     captions = [f"step {_step_of(path):,}" for path in paths]
                     strip = film_strip([Image.open(path) for path in paths], captions)
-                    self._keep(trainer, strip, self._folder / name / f"{HISTORY}_{kind}.png", kind=HISTORY)
+                    path = self._folder / name / f"{HISTORY}_{kind}.png"
+                    self._save(trainer, strip, path, label=path.stem)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Make the film strips of a run that ends early, too."""
+        self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """How often masks have changed, how often they are drawn, and which are in force."""
-        masks = {name: _checksum(self._seen[name], self._weights[name]) for name in self._seen}
-        return {"changes": self._changes, "intervals": self._intervals, "masks": masks}
+        """Return how often masks have changed, and how often they are drawn."""
+        return {"changes": self._changes, "intervals": self._intervals}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting."""
+        """Load what :meth:`state_dict` returned."""
         self._changes = dict(state_dict["changes"])
         self._intervals = dict(state_dict["intervals"])
-        self._restored = dict(state_dict["masks"])
 
-    def _draw(self, trainer: Trainer, name: str, parameter: Tensor) -> None:
+    def _mask_and_ages(self, trainer: Trainer, name: str) -> tuple[Tensor, Tensor]:
+        parameter = self._weights[name]
         optimizer = next(
             each
             for each in trainer.optimizers
@@ -281,39 +262,30 @@ class MaskPictures(Callback):
             and any(own is parameter for group in each.param_groups for own in group["params"])
         )
         mask = optimizer.get_mask(parameter).expand(parameter.shape)
-        ages = optimizer.age(parameter).expand(parameter.shape)
+        return mask, optimizer.age(parameter).expand(parameter.shape)
+
+    def _draw(self, trainer: Trainer, name: str) -> None:
+        mask, ages = self._mask_and_ages(trainer, name)
         for kind, picture in ((MASK, mask_image(mask)), (AGE, age_image(ages, mask))):
             path = self._folder / name / f"{kind}_{trainer.global_step:09d}.png"
-            self._keep(trainer, picture, path, kind=kind)
+            self._save(trainer, picture, path, label=kind)
             paths = _frames(self._folder / name, kind)
             if len(paths) > self.frames:
                 for path in paths[1::2]:
                     path.unlink()
                 self._intervals[name] *= 2 if kind == AGE else 1
 
-    def _keep(self, trainer: Trainer, picture: Image.Image, path: Path, *, kind: str) -> None:
+    def _save(self, trainer: Trainer, picture: Image.Image, path: Path, *, label: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Little is gained by compressing more, and it takes twice as long.
         picture.save(path, compress_level=1)
-        label = path.stem if kind == HISTORY else kind
+        folder = f"masks/{path.parent.name}"
         for logger in trainer.loggers:
-            log_image(
-                logger,
-                f"masks/{path.parent.name}/{label}",
-                path,
-                trainer.global_step,
-                f"masks/{path.parent.name}",
-            )
-
-
-def _checksum(mask: Mask, parameter: Tensor) -> int:
-    """A number that tells masks of a parameter apart."""
-    flags = as_tensor(mask, parameter.shape).expand(parameter.shape)
-    return zlib.crc32(flags.cpu().numpy().tobytes())
+            log_image(logger, f"{folder}/{label}", path, trainer.global_step, folder)
 
 
 def _step_of(path: Path) -> int:
-    """The step in the name of a picture, after which it was drawn."""
+    """Return the step in the name of a picture, after which it was drawn."""
     return int(path.stem.rpartition("_")[2])
 
 
