@@ -161,11 +161,11 @@ class AttributionPictures(Callback):
 def straight_through(callback: GradientPolicies) -> Iterator[None]:
     """Switch the straight-through policies of a run on for a while."""
     installed = callback.installed
-    switched = [
-        name
-        for name, policy in callback.flow_policies.items()
-        if isinstance(policy, StraightThrough) and installed is not None and not installed.is_active(name)
-    ]
+    if installed is None:
+        raise RuntimeError("the flow policies of the run are not installed")
+    policies = callback.flow_policies.items()
+    through = [name for name, policy in policies if isinstance(policy, StraightThrough)]
+    switched = [name for name in through if not installed.is_active(name)]
     for name in switched:
         installed.set_active(name, True)
     try:

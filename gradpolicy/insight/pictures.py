@@ -121,8 +121,9 @@ def picture_grid(samples: Sequence[Sample], title: str, columns: int = 4) -> Fig
         for axes, picture in zip(pair, pictures, strict=True):
             axes.imshow(picture, interpolation="nearest" if max(picture.shape) <= 64 else "antialiased")
         pair[0].set_title(sample.caption[:LONGEST], loc="left", fontsize=9, color=sample.colour)
-    below = {"location": "bottom", "shrink": min(1.0, 3 / size[0]), "aspect": 25}
-    bar = figure.colorbar(ScalarMappable(SCALE, COLOURS), ax=places, **below)
+    shrink = min(1.0, 3 / size[0])
+    colours = ScalarMappable(SCALE, COLOURS)
+    bar = figure.colorbar(colours, ax=places, location="bottom", shrink=shrink, aspect=25)
     bar.set_ticks([-1, 0, 1], labels=["against the class", "0", "for the class"], fontsize=8, color=UNKNOWN)
     return figure
 

@@ -1,7 +1,7 @@
 """The summary of a sweep: a table of its jobs, means over seeds, a picture."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -80,19 +80,14 @@ class SweepSummary:
         """Return a row for each job, with a column for each key that any job set."""
         import pandas as pd
 
-        rows = [
-            {
-                "job": index,
-                **{key: given.get(key) for key in self.keys if key not in OWN_COLUMNS},
-                self.heading: result.optimized,
-                "best": index == self.best,
-                "status": result.status,
-                "error": result.error,
-                "directory": result.directory,
-            }
-            for index, (result, given) in enumerate(zip(self.results, self.settings, strict=True))
-        ]
-        return pd.DataFrame(rows)
+        keys = [key for key in self.keys if key not in OWN_COLUMNS]
+        table = pd.DataFrame(self.settings, columns=keys, dtype=object)
+        table.insert(0, "job", range(len(table)))
+        table[self.heading] = [result.optimized for result in self.results]
+        table["best"] = table["job"] == self.best
+        for column in ("status", "error", "directory"):
+            table[column] = [getattr(result, column) for result in self.results]
+        return table
 
     def over_seeds(self) -> "pd.DataFrame | None":
         """Return the mean over seeds of each setting, and the standard deviation of the sample.
@@ -104,10 +99,7 @@ class SweepSummary:
         others = [key for key in self.varied if key != SEED]
         if SEED not in self.varied:
             return None
-        import pandas as pd
-
-        frame = self.frame()
-        frame[self.heading] = pd.to_numeric(frame[self.heading])
+        frame = self.frame().astype({self.heading: float})
         by: Any = others or (lambda _: 0)
         folded = frame.groupby(by, sort=False, dropna=False)[self.heading].agg(["mean", "std", "count"])
         return folded.reset_index()[[*others, "mean", "std", "count"]]
@@ -116,44 +108,46 @@ class SweepSummary:
 
     def show(self, console: Console) -> None:
         """Print a table of the jobs, the overrides that they have in common, and a table over seeds."""
-        table = self._table("Sweep", self.varied, "best", number="job")
-        for index, (result, given) in enumerate(zip(self.results, self.settings, strict=True)):
-            value = result.error or "–" if result.optimized is None else f"{result.optimized:.4g}"
-            cells = [three_digits(given.get(key, "–")) for key in self.varied]
-            style = "bold green" if index == self.best else "red" if result.status == "failed" else ""
-            best = "*" if index == self.best else ""
-            # In overrides brackets are lists, not rich's markup.
-            table.add_row(*map(escape, (str(index), *cells, value, best)), style=style)
-        console.print(table)
+        frame = self.frame()
+        shown = frame[["job"]].join(frame[self.varied].fillna("–").map(three_digits))
+        shown = shown.assign(
+            **{self.heading: [result.error or _number(result.optimized) for result in self.results]},
+            best=["*" if is_best else "" for is_best in frame["best"]],
+        )
+        failed = {job for job, status in enumerate(frame["status"]) if status == "failed"}
+        self._print(shown, "Sweep", console, self.best, failed)
         common = [f"{key}={self.settings[0][key]}" for key in self.keys if key not in self.varied]
         if common and len(self.results) > 1:
             console.print(escape(f"all with {' '.join(sorted(common))}"), highlight=False)
         folded = self.over_seeds()
         if folded is not None:
-            console.print(self._folded_table(folded))
+            spread = [f" ± {std:.2g}" if std >= 0 else "" for std in folded["std"]]
+            means = [_number(mean) + text for mean, text in zip(folded["mean"], spread, strict=True)]
+            settings = folded.drop(columns=["mean", "std", "count"]).fillna("–").map(three_digits)
+            shown = settings.assign(**{self.heading: means, "seeds": folded["count"]})
+            best = self._best(folded["mean"])
+            self._print(shown, "Over seeds: mean ± standard deviation", console, best)
 
-    def _folded_table(self, folded: "pd.DataFrame") -> Table:
-        others = list(folded.columns[:-3])
-        table = self._table("Over seeds: mean ± standard deviation", others, "seeds")
-        best = self._best(folded["mean"])
-        for index, row in enumerate(folded.to_dict("records")):
-            cells = ["–" if row[key] is None else three_digits(row[key]) for key in others]
-            spread = "" if math.isnan(row["std"]) else f" ± {row['std']:.2g}"
-            value = "–" if math.isnan(row["mean"]) else f"{row['mean']:.4g}{spread}"
-            style = "bold green" if index == best else ""
-            table.add_row(*map(escape, (*cells, value, str(row["count"]))), style=style)
-        return table
-
-    def _table(self, title: str, keys: Sequence[str], last: str, number: str | None = None) -> Table:
+    def _print(
+        self,
+        shown: "pd.DataFrame",
+        title: str,
+        console: Console,
+        best: int | None,
+        failed: Collection[int] = (),
+    ) -> None:
+        """Print a table, in which a row is the best and rows have failed."""
         table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-        if number:
-            table.add_column(number, justify="right")
-        for key in keys:
-            # A narrow column.
-            table.add_column(escape(key.replace(".", ".\n")), overflow="fold")
-        table.add_column(escape(self.heading), justify="right", overflow="fold")
-        table.add_column(last, justify="right")
-        return table
+        for name in map(str, shown):
+            is_number = name in ("job", self.heading, "best", "seeds")
+            # A key in a narrow column.
+            heading = name if is_number else name.replace(".", ".\n")
+            table.add_column(escape(heading), justify="right" if is_number else "left", overflow="fold")
+        for index, row in enumerate(shown.astype(str).itertuples(index=False)):
+            style = "bold green" if index == best else "red" if index in failed else ""
+            # In overrides brackets are lists, not rich's markup.
+            table.add_row(*map(escape, row), style=style)
+        console.print(table)
 
     def write(self, path: Path, console: Console, figures: "Sequence[go.Figure]" = ()) -> None:
         """Write the table as CSV and the picture beside it, and print their paths.
@@ -167,10 +161,9 @@ class SweepSummary:
         written = [path]
         drawn = [figure for figure in (self.picture(), *figures) if figure is not None]
         if drawn:
-            parts = [
-                figure.to_html(full_html=False, include_plotlyjs=index == 0)
-                for index, figure in enumerate(drawn)
-            ]
+            first, *others = drawn
+            parts = [first.to_html(full_html=False)]
+            parts += [figure.to_html(full_html=False, include_plotlyjs=False) for figure in others]
             written.append(path.with_suffix(".html"))
             written[-1].write_text(f'<!doctype html><meta charset="utf-8">{"".join(parts)}', "utf-8")
         for file in written:
@@ -205,3 +198,7 @@ def _read(path: Path) -> Result:
 def _key_and_value(override: str) -> tuple[str, str]:
     key, given, value = override.partition("=")
     return key.lstrip("+"), value if given else "removed"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.4g}"
