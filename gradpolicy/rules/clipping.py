@@ -87,12 +87,7 @@ def clip_norm(
         >>> x.grad
         tensor([0.6000, 0.8000])
     """
-    if grad.numel() == 0:
-        return to_first(grad, inputs)
-    rows = grad.reshape(grad.shape[0] if per_sample and grad.dim() else 1, -1)
-    # In the precision of the factor: it may be too small for half precision where its product is not.
-    shortened = (rows * _shortening(rows, norm * loss_scale)).to(grad.dtype)
-    return to_first(shortened.reshape(grad.shape), inputs)
+    return to_first(_with_length(grad, norm * loss_scale, per_sample, only_shorten=True), inputs)
 
 
 @rule("normalize", reads=(), each=True)
@@ -132,31 +127,27 @@ def normalize(
         >>> x.grad
         tensor([0.6000, 0.8000])
     """
-    if grad.numel() == 0:
-        return to_first(grad, inputs)
-    rows = grad.reshape(grad.shape[0] if per_sample and grad.dim() else 1, -1)
-    unit, length, finite = _measured(rows)
-    found = torch.where(finite, rows / unit / length * on_device_of(norm * loss_scale, rows), rows)
-    return to_first(found.to(grad.dtype).reshape(grad.shape), inputs)
+    return to_first(_with_length(grad, norm * loss_scale, per_sample, only_shorten=False), inputs)
 
 
-def _shortening(rows: Tensor, bound: Number) -> Tensor:
-    """Return ``min(1, bound / length)`` for each row; 1 for a row that is not finite."""
-    unit, length, finite = _measured(rows)
-    return torch.where(finite, (on_device_of(bound, rows) / unit / length).clamp(max=1.0), 1.0)
+def _with_length(grad: Tensor, wanted: Number, per_sample: bool, *, only_shorten: bool) -> Tensor:
+    """Return the gradient, or each entry of its first dimension, scaled to a length.
 
-
-def _measured(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest entry of each row, its length in units of that, and True for a finite row.
-
-    Rows are divided by their largest entry first, so that no square overflows, in fp16 either.
+    Rows are divided by their largest entry first, so that no square overflows, in fp16 either. A row that is
+    not finite is returned as it is, and so is one that is short enough where rows are only to be shortened.
     """
-    precise = torch.promote_types(rows.dtype, torch.float32)
+    if grad.numel() == 0:
+        return grad
+    rows = grad.reshape(grad.shape[0] if per_sample and grad.dim() else 1, -1)
     # On a processor the infinity norm takes ten times as long.
     largest = rows.detach().abs().amax(dim=1, keepdim=True)
     largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
-    finite = torch.isfinite(largest)
-    unit = torch.where(finite & (largest > 0), largest, 1.0)
+    changes = torch.isfinite(largest)
+    unit = torch.where(changes & (largest > 0), largest, 1.0)
+    precise = torch.promote_types(rows.dtype, torch.float32)
     # At least 1, since one entry of the divided row is: so a row of zeros needs no case of its own.
     length = torch.linalg.vector_norm(rows / unit, dim=1, keepdim=True, dtype=precise).clamp(min=1.0)
-    return unit, length, finite
+    wanted = on_device_of(wanted, rows)
+    if only_shorten:
+        changes = changes & (length * unit > wanted)
+    return torch.where(changes, rows / unit / length * wanted, rows).to(grad.dtype).reshape(grad.shape)

@@ -58,11 +58,9 @@ def lsq(
         (tensor([1., 0.]), tensor(1.7907))
     """
     _check_inputs("lsq", inputs, "values", "step")
-    lowest, highest = _grid("lsq", bits, signed)
+    grid = _grid("lsq", bits, signed)
     values, step = inputs
-    inside, slope = _on_grid(values / step, lowest, highest)
-    grad_step = (grad * slope).sum_to_size(step.shape) / _scale(values, step, count, highest)
-    return torch.where(inside, grad, torch.zeros_like(grad)), grad_step
+    return _through_grid(grad, values, step, torch.zeros_like(step), grid, count)[:2]
 
 
 @rule("lsq_plus")
@@ -111,14 +109,9 @@ def lsq_plus(
         (tensor([0., 1., 0.]), tensor(2.2659), tensor(0.2981))
     """
     _check_inputs("lsq_plus", inputs, "values", "step", "offset")
-    lowest, highest = _grid("lsq_plus", bits, signed)
+    grid = _grid("lsq_plus", bits, signed)
     values, step, offset = inputs
-    inside, slope = _on_grid((values - offset) / step, lowest, highest)
-    zeros = torch.zeros_like(grad)
-    grad_step = (grad * slope).sum_to_size(step.shape) / _scale(values, step, count, highest)
-    outside = torch.where(inside, zeros, grad)
-    grad_offset = outside.sum_to_size(offset.shape) / _scale(values, offset, count, highest)
-    return torch.where(inside, grad, zeros), grad_step, grad_offset
+    return _through_grid(grad, values, step, offset, grid, count)
 
 
 @rule("pact")
@@ -229,14 +222,18 @@ def _grid(name: str, bits: int, signed: bool) -> tuple[int, int]:
     return lowest, highest
 
 
-def _on_grid(scaled: Tensor, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
-    """Return which values lie inside the grid, and the derivative of all with respect to the step."""
+def _through_grid(
+    grad: Tensor, values: Tensor, step: Tensor, offset: Tensor, grid: tuple[int, int], count: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the values, the step and the offset of a quantiser with this grid."""
+    lowest, highest = grid
+    scaled = (values - offset) / step
     inside = (scaled > lowest) & (scaled < highest)
-    return inside, torch.where(inside, scaled.round() - scaled, scaled.clamp(lowest, highest))
+    by_step = grad * torch.where(inside, scaled.round() - scaled, scaled.clamp(lowest, highest))
+    outside = torch.where(inside, torch.zeros_like(grad), grad)
 
+    def shared(gradient: Tensor, number: Tensor) -> Tensor:
+        sharing = max(1, values.numel() // max(1, number.numel())) if count is None else count
+        return gradient.sum_to_size(number.shape) / math.sqrt(sharing * highest)
 
-def _scale(values: Tensor, shared: Tensor, count: int | None, highest: int) -> float:
-    """Return what the gradient of a shared number is divided by: ``√(count · Qₚ)``."""
-    if count is None:
-        count = max(1, values.numel() // max(1, shared.numel()))
-    return math.sqrt(count * highest)
+    return torch.where(inside, grad, torch.zeros_like(grad)), shared(by_step, step), shared(outside, offset)

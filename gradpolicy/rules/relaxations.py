@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.rules.registry import Call, rule
-from gradpolicy.rules.routing import Number, check_above_zero, on_device_of, times, to_first
+from gradpolicy.rules.routing import Number, check_above_zero, first_input, on_device_of, to_first
 from gradpolicy.rules.steps import ROUNDING, from_nearest_step, steps_per_unit
 
 
@@ -156,7 +156,7 @@ def soft_sort(
         shares = torch.softmax(-distance / warmth, -1)
         return (shares * entries.unsqueeze(-2)).sum(-1).movedim(-1, dimension)
 
-    first = next(tensor for tensor in inputs if tensor.is_floating_point())
+    first = first_input(inputs)
     if not first.dim():
         return to_first(grad, inputs)
     _, pull_back = torch.func.vjp(soft, first)  # type: ignore[misc]
@@ -167,7 +167,7 @@ def _from_step(inputs: tuple[Tensor, ...], call: Call | None) -> tuple[Tensor, A
     """Return the distance to the nearest step in units of their width, and the mean slope."""
     if call is None or call.operation not in ROUNDING:
         call = Call("round")
-    distance = times(steps_per_unit(call), from_nearest_step(inputs, call))
+    distance = steps_per_unit(call) * from_nearest_step(inputs, call)
     return distance, steps_per_unit(call) if call.operation == "floor_divide" else 1
 
 

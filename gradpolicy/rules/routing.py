@@ -61,11 +61,6 @@ def check_above_zero(rule_name: str, key: str, number: Any) -> None:
         )
 
 
-def times(factor: Any, values: Tensor) -> Tensor:
-    """Return ``factor · values``; the values themselves if the factor is 1."""
-    return factor * values if isinstance(factor, Tensor) or factor != 1 else values
-
-
 def zeros_for(tensor: Tensor) -> Tensor | None:
     """Return a gradient of exact zeros for a tensor; None for one that cannot have a gradient."""
     return torch.zeros_like(tensor) if tensor.is_floating_point() or tensor.is_complex() else None

@@ -88,7 +88,8 @@ def gumbel(
     """
     check_above_zero("gumbel", "temperature", temperature)
     temperature = on_device_of(temperature, grad)
-    return to_first(_through_softmax(grad, first_input(inputs) / temperature, dim) / temperature, inputs)
+    shares = torch.softmax(first_input(inputs) / temperature, dim)
+    return to_first(_centred(grad, shares, dim) / temperature, inputs)
 
 
 @rule("reinmax")
@@ -138,7 +139,3 @@ def _centred(grad: Tensor, probabilities: Tensor, dim: int) -> Tensor:
     """Return ``J(π) g = π · (g − Σ π · g)``, the gradient through the softmax with these probabilities."""
     weighted = probabilities * grad
     return weighted - probabilities * weighted.sum(dim, keepdim=True)
-
-
-def _through_softmax(grad: Tensor, logits: Tensor, dim: int) -> Tensor:
-    return _centred(grad, torch.softmax(logits, dim), dim)
