@@ -1,21 +1,13 @@
 """Small networks, and the gradient of a function at a point."""
 
 import copy
+import functools
 import sys
 import types
 
 import pytest
 import torch
 from torch import nn
-
-from gradpolicy.flow import rule_state
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-    # What other tests compiled is not to count here.
-    rule_state._NOTED_OF_BLOCKS.clear()
 
 
 @pytest.fixture
@@ -29,6 +21,51 @@ def gradient():
         return point.grad, result.detach()
 
     return of
+
+
+@pytest.fixture
+def gradients():
+    """The gradients of a weighted sum of a function's result, None for an input that gets none."""
+
+    def of(function, *inputs, weights=None):
+        points = [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
+        result = function(*points)
+        if weights is None:
+            weights = torch.linspace(-1.0, 2.0, result.numel(), dtype=result.dtype).view_as(result)
+        (result * weights).sum().backward()
+        return [point.grad for point in points]
+
+    return of
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+@pytest.fixture
+def as_module():
+    return Function
+
+
+@pytest.fixture
+def compiled():
+    """Compile anew, as one graph unless told otherwise."""
+    torch._dynamo.reset()
+    yield functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=["eager", "compiled"])
+def run(request):
+    """A function as it is, and compiled."""
+    return request.getfixturevalue("compiled") if request.param == "compiled" else lambda function: function
 
 
 class Quantised(nn.Module):
