@@ -58,6 +58,11 @@ def mask_at(name, parameter, step):
     return (torch.arange(parameter.numel()) + step + len(name)).reshape(parameter.shape) % 3 == 0
 
 
+def both(mask=mask_at, **settings):
+    """Policies of both kinds."""
+    return {**flow(), "some": gp.Freeze(mask, **settings)}
+
+
 def batch(number):
     generator = torch.Generator().manual_seed(number)
     return torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)
@@ -113,18 +118,16 @@ def by_hand(steps, frozen_state="keep", parts=1, clip=None, skipped=(), mask=mas
 
 
 def backward(number, *models):
-    """Computes the gradients of one batch."""
+    """Compute the gradients of one batch, and add them to what is there."""
     x, y = batch(number)
     for model in models:
-        model.zero_grad()
         cross_entropy(model(x), y).backward()
 
 
 def train(model, optimizer, steps, first=0):
     """The shortest loop."""
     for step in range(first, first + steps):
-        x, y = batch(step)
-        cross_entropy(model(x), y).backward()
+        backward(step, model)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -146,7 +149,7 @@ def bits(model):
 @pytest.mark.parametrize("listed", [True, False])
 def test_both_kinds_of_policies_train_what_the_loop_by_hand_does(frozen_state, listed):
     model = Net()
-    policies = {**flow(), "third": gp.Freeze(mask_at, frozen_state=frozen_state)}
+    policies = both(frozen_state=frozen_state)
     with gp.training(model, adamw(model), [*policies.values()] if listed else policies, seed=0) as optimizer:
         for step in range(9):
             before = bits(model)
@@ -159,7 +162,7 @@ def test_both_kinds_of_policies_train_what_the_loop_by_hand_does(frozen_state, l
 
 def test_gradients_of_several_batches_add_up_under_one_mask_and_frozen_ones_count_in_no_norm():
     model = Net()
-    with gp.training(model, adamw(model), {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
+    with gp.training(model, adamw(model), both()) as optimizer:
         for number in range(12):
             x, y = batch(number)
             (cross_entropy(model(x), y) / 2).backward()
@@ -175,14 +178,10 @@ def test_gradients_are_scaled_before_they_are_clipped():
     """Random(rescale=True) divides by the density; torch's SGD then takes what is left of it."""
     model, plain = Net(), NetByHand()
     source = gp.masks.Random(0.5, rescale=True)
-    with gp.training(
-        model, torch.optim.SGD(model.parameters(), 0.1), {**flow(), "half": gp.Freeze(source)}
-    ) as optimizer:
+    with gp.training(model, torch.optim.SGD(model.parameters(), 0.1), both(source)) as optimizer:
         for step in range(4):
             for number in (2 * step, 2 * step + 1):
-                for each in (model, plain):
-                    x, y = batch(number)
-                    cross_entropy(each(x), y).backward()
+                backward(number, model, plain)
             masks = [optimizer.get_mask(p) for p in model.parameters()]
             for p, mask in zip(plain.parameters(), masks, strict=True):
                 p.grad *= 2.0 * mask
@@ -197,47 +196,33 @@ def test_gradients_are_scaled_before_they_are_clipped():
     assert_close(model, plain)
 
 
-def test_a_step_may_take_a_closure():
-    model = Net()
-    with gp.training(model, adamw(model), {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
-        for step in range(5):
-
-            def closure(step=step):
-                optimizer.zero_grad()
-                x, y = batch(step)
-                loss = cross_entropy(model(x), y)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure).item() > 0
-    assert_close(model, by_hand(5))
-
-
-def test_an_optimizer_that_calls_its_closure_often_does_so_under_one_mask():
+@pytest.mark.parametrize("kind", ["one call", "several calls"])
+def test_a_step_may_take_a_closure_and_call_it_often_under_one_mask(kind):
     model, plain = Net(), NetByHand()
     masks = {name: mask_at(name, p, 0) for name, p in plain.named_parameters()}
-    lbfgs = torch.optim.LBFGS(plain.parameters(), lr=0.5, max_iter=4)
 
-    def closure_of(each, optimizer, step, masks):
+    def made(each):
+        if kind == "one call":
+            return torch.optim.SGD(each.parameters(), lr=0.1)
+        return torch.optim.LBFGS(each.parameters(), lr=0.5, max_iter=4)
+
+    def closure_of(each, step):
         def closure():
-            optimizer.zero_grad()
+            each.zero_grad()
             x, y = batch(step)
             loss = cross_entropy(each(x), y)
             loss.backward()
-            for name, p in each.named_parameters() if masks else ():
+            for name, p in each.named_parameters() if each is plain else ():
                 p.grad *= masks[name]
             return loss
 
         return closure
 
-    with gp.training(
-        model,
-        torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4),
-        {**flow(), "third": gp.Freeze(masks)},
-    ) as optimizer:
+    reference = made(plain)
+    with gp.training(model, made(model), both(masks)) as optimizer:
         for step in range(3):
-            optimizer.step(closure_of(model, optimizer, step, None))
-            lbfgs.step(closure_of(plain, lbfgs, step, masks))
+            assert optimizer.step(closure_of(model, step)).item() > 0
+            reference.step(closure_of(plain, step))
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-3)
 
 
@@ -266,13 +251,15 @@ def sgd(layer, prefix, rate, step):
 )
 def test_several_optimizers_get_new_masks_once_each_has_stepped_or_one_steps_again(steps_at, mask_step):
     model, plain = Net(), NetByHand()
-    with gp.training(model, several(model), {**flow(), "third": gp.Freeze(mask_at)}) as optimizers:
+    with gp.training(model, several(model), both()) as optimizers:
         for update in range(10):
             backward(update, model, plain)
             for place in steps_at(update):
                 optimizers[place].step()
                 layer = ("trunk", "head")[place]
                 sgd(getattr(plain, layer), layer, (0.1, 0.2)[place], mask_step(update))
+            model.zero_grad()
+            plain.zero_grad()
     assert_close(model, plain)
 
 
@@ -304,8 +291,7 @@ def test_a_loop_that_is_saved_and_resumed_ends_with_the_same_bits(
 ):
     def policies():
         params = "*.weight" if source == "sparse" else "*"
-        freeze = gp.Freeze(SOURCES[source](), params=params, frozen_state=frozen_state)
-        return {**flow(), "some": freeze}
+        return both(SOURCES[source](), params=params, frozen_state=frozen_state)
 
     whole = Net()
     with warnings.catch_warnings():
@@ -344,12 +330,11 @@ def test_a_loop_resumes_in_the_middle_of_an_update_of_several_batches_and_optimi
         model = Net()
         optimizers, saved = several(model), None
         for first, last in ((0, stop), (stop, 12)):
-            with gp.training(model, optimizers, {**flow(), "third": gp.Freeze(mask_at)}) as wrapped:
+            with gp.training(model, optimizers, both()) as wrapped:
                 for each, state in zip(wrapped, saved or (), strict=False):
                     each.load_state_dict(state)
                 for number in range(first, last):
-                    x, y = batch(number)
-                    cross_entropy(model(x), y).backward()
+                    backward(number, model)
                     # First one, then the other.
                     if number % 2:
                         wrapped[number // 2 % 2].step()
@@ -412,8 +397,7 @@ def test_a_step_that_mixed_precision_skips_is_none(fused, source):
         model = Net()
         plain = torch.optim.AdamW(model.parameters(), lr=RATE, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        policies = {**flow(), "some": gp.Freeze(SOURCES[source]())}
-        with gp.training(model, plain, policies, scaler=scaler) as optimizer:
+        with gp.training(model, plain, both(SOURCES[source]()), scaler=scaler) as optimizer:
             for step in range(7):
                 x, y = batch(step)
                 scaler.scale(cross_entropy(model(x), y)).backward()
@@ -428,7 +412,7 @@ def test_a_step_that_mixed_precision_skips_is_none(fused, source):
     assert optimizer.effective_steps == 5
     expected = Net()
     plain = torch.optim.AdamW(expected.parameters(), lr=RATE)
-    with gp.training(expected, plain, {**flow(), "some": gp.Freeze(SOURCES[source]())}) as optimizer:
+    with gp.training(expected, plain, both(SOURCES[source]())) as optimizer:
         for step in (0, 1, 4, 5, 6):
             train(expected, optimizer, 1, first=step)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
@@ -497,7 +481,7 @@ def test_epochs_are_counted_by_steps():
             return {name: mask_at(name, p, epoch) for name, p in self.parameters.items()}
 
     model = Net()
-    policies = {**flow(), "third": gp.Freeze(EachEpoch(unit="epoch"))}
+    policies = both(EachEpoch(unit="epoch"))
     with gp.training(model, adamw(model), policies, steps_per_epoch=3) as optimizer:
         train(model, optimizer, 9)
     assert_close(model, by_hand(9, mask=mask))
@@ -563,11 +547,10 @@ def test_what_is_frozen_as_a_whole_is_left_out_of_the_backward_pass_and_comes_ba
     model = Net()
     with (
         warnings.catch_warnings(action="error"),
-        gp.training(model, adamw(model), {**flow(), "layer": gp.Freeze(whole)}) as optimizer,
+        gp.training(model, adamw(model), both(whole)) as optimizer,
     ):
         for step in range(8):
-            x, y = batch(step)
-            cross_entropy(model(x), y).backward()
+            backward(step, model)
             assert [p.grad is not None for p in model.parameters()] == [
                 whole(n, p, step) for n, p in model.named_parameters()
             ]
@@ -600,7 +583,7 @@ def test_however_the_model_is_entered(way, clips):
     if way == "in place":
         model.compile(backend="eager")
     given = torch.compile(model, backend="eager") if way == "before" else model
-    with gp.training(given, adamw(model), {**flow(), "third": gp.Freeze(whole)}) as optimizer:
+    with gp.training(given, adamw(model), both(whole)) as optimizer:
         forward = {
             "torch.compile": lambda: torch.compile(model, backend="eager"),
             "another method": lambda: model.encode,
@@ -622,8 +605,7 @@ def test_however_the_model_is_entered(way, clips):
 
 def test_the_whole_training_step_may_be_compiled():
     model = Net()
-    policies = {**flow(), "third": gp.Freeze(mask_at)}
-    with gp.training(model, adamw(model), policies, toggle_requires_grad=False) as optimizer:
+    with gp.training(model, adamw(model), both(), toggle_requires_grad=False) as optimizer:
 
         @torch.compile(backend="eager")
         def step(x, y):
@@ -650,8 +632,8 @@ def test_gradients_that_are_set_by_hand_are_taken_too():
 
 def test_a_model_that_is_called_in_some_updates_only_is_a_warning():
     model = Net()
-    layers = gp.Freeze(gp.masks.BlockCyclic(every=1), frozen_state="zero")
-    with gp.training(model, adamw(model), {**flow(), "layers": layers}) as optimizer:
+    layers = both(gp.masks.BlockCyclic(every=1), frozen_state="zero")
+    with gp.training(model, adamw(model), layers) as optimizer:
         train(model, optimizer, 2)
         x, y = batch(2)
         loss = cross_entropy(model.head(torch.tanh(model.trunk(x))), y)
@@ -682,9 +664,9 @@ def test_blocks_follow_one_another_and_time_goes_on():
     optimizer = gp.MaskedOptimizer(plain)
     for step in range(4):
         given = plain if step % 2 else optimizer
-        with gp.training(model, given, {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
+        with gp.training(model, given, both()) as optimizer:
             train(model, optimizer, 1, first=step)
-    with gp.training(together, adamw(together), {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
+    with gp.training(together, adamw(together), both()) as optimizer:
         train(together, optimizer, 4)
     assert_same(model, together)
 
@@ -695,7 +677,7 @@ def test_learning_rate_schedules_follow_the_steps():
     schedules = [torch.optim.lr_scheduler.StepLR(reference, 1, 0.5)]
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     schedules.append(torch.optim.lr_scheduler.StepLR(inner, 2, 0.5))
-    with gp.training(model, inner, {**flow(), "third": gp.Freeze(mask_at)}) as optimizer:
+    with gp.training(model, inner, both()) as optimizer:
         schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 2, 1.0))
         for step in range(4):
             backward(step, model, plain)
@@ -709,6 +691,8 @@ def test_learning_rate_schedules_follow_the_steps():
                     schedule.step()
             if step % 2:
                 schedules[0].step()
+            model.zero_grad()
+            plain.zero_grad()
     assert_close(model, plain)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+from tests.docs.markdown import DOCS
 
 
 @pytest.fixture(scope="session")

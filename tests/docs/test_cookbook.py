@@ -1,8 +1,6 @@
 """The cookbook: every Python block runs by itself, and the YAML says the same as the Python before it."""
 
-import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,48 +9,28 @@ import yaml
 from hydra.utils import instantiate
 
 import gradpolicy as gp
+from tests.docs.markdown import DOCS, MODULE, ROOT, all_blocks, blocks, pictures, write_modules
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "cookbook"
+FOLDER = DOCS / "cookbook"
 PAGES = sorted(FOLDER.glob("*.md"))
-MODULE = re.compile(r"# (\w+)\.py\n")
-
-
-def blocks(page: Path) -> list[tuple[str, str, int]]:
-    """Language, text and line of every block, in order."""
-    text = page.read_text()
-    return [
-        (found[1], found[2], text[: found.start()].count("\n") + 1)
-        for found in re.finditer(r"^```(\w+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    ]
-
-
 PYTHON = [
-    pytest.param(page, block, id=f"{page.stem}:{line}")
+    pytest.param(block.text, id=f"{page.stem}:{block.line}")
     for page in PAGES
-    for language, block, line in blocks(page)
-    if language == "python"
+    for block in all_blocks(page)
+    if block.language == "python"
 ]
 # Policies in YAML, with the Python block before them.
 YAML = [
-    pytest.param(before[1], block, id=f"{page.stem}:{line}")
+    pytest.param(before.text, block.text, id=f"{page.stem}:{block.line}")
     for page in PAGES
-    for before, (language, block, line) in zip(blocks(page), blocks(page)[1:], strict=False)
-    if language == "yaml" and before[0] == "python"
+    for before, block in zip(all_blocks(page), all_blocks(page)[1:], strict=False)
+    if block.language == "yaml" and before.language == "python"
 ]
 
 
 @pytest.fixture
 def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The modules of a person's own that the pages show."""
-    monkeypatch.syspath_prepend(tmp_path)
-    for page in PAGES:
-        for language, block, _ in blocks(page):
-            found = MODULE.match(block)
-            if language == "python" and found:
-                (tmp_path / f"{found[1]}.py").write_text(block)
-                monkeypatch.delitem(sys.modules, found[1], raising=False)
-                importlib.import_module(found[1])
+    write_modules(PAGES, tmp_path, monkeypatch)
 
 
 def run(block: str) -> dict:
@@ -66,7 +44,7 @@ def run(block: str) -> dict:
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.mostly_slow
 @pytest.mark.usefixtures("own_modules")
-@pytest.mark.parametrize("block", [pytest.param(case.values[1], id=case.id) for case in PYTHON])
+@pytest.mark.parametrize("block", PYTHON)
 def test_a_python_block_runs_by_itself(block: str) -> None:
     assert len(run(block)) > 2
 
@@ -93,13 +71,12 @@ EXPERIMENTS = [page for page in PAGES if (ROOT / "conf/experiment" / f"{page.ste
 
 @pytest.mark.parametrize("page", EXPERIMENTS, ids=[page.stem for page in EXPERIMENTS])
 def test_an_experiment_shows_its_policy_its_command_and_a_picture(page: Path) -> None:
-    (block,) = (block for language, block, _ in blocks(page) if language == "yaml")
+    (block,) = blocks(page, "yaml")
     assert yaml.safe_load(block) == yaml.safe_load((ROOT / "conf/policy" / f"{page.stem}.yaml").read_text())
     text = page.read_text()
     assert f"python train.py experiment={page.stem}" in text
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
-    assert pictures
-    assert all((FOLDER / picture).stat().st_size < 64 * 1024 for picture in pictures)
+    assert pictures(page)
+    assert all(picture.stat().st_size < 64 * 1024 for picture in pictures(page))
 
 
 def test_every_page_is_in_the_table() -> None:

@@ -17,13 +17,11 @@ from torch.nn.functional import cross_entropy
 
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
-
-FOLDER = Path(__file__).parents[2] / "docs" / "integrations"
+from tests.docs.markdown import DOCS, blocks
 
 
 def block(page: str, language: str) -> str:
-    text = (FOLDER / f"{page}.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)[0]
+    return blocks(DOCS / "integrations" / f"{page}.md", language)[0]
 
 
 def run_page(page: str, name: str = "page") -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """The how-to pages and the README: their snippets run, their links lead somewhere."""
 
-import importlib
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,27 +25,18 @@ from gradpolicy.launch.compose import (
 from gradpolicy.launch.config import resolved
 from gradpolicy.launch.run import make_run_plan
 from gradpolicy.policies import Policy
+from tests.docs.markdown import DOCS, ROOT, blocks, pictures, write_modules
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 # Their snippets are tested in test_cookbook.py.
-COOKBOOK = sorted((ROOT / "docs" / "cookbook").glob("*.md"))
-NAMES = [page.stem for page in PAGES]
-
-
-def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+COOKBOOK = sorted((DOCS / "cookbook").glob("*.md"))
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 @pytest.fixture
 def own_modules(tmp_path, monkeypatch):
-    """The modules that the pages let a person write: my_rules and my_masks."""
-    rule = blocks(ROOT / "docs" / "write-a-rule.md", "python")[0]
-    source = blocks(ROOT / "docs" / "write-a-mask-source.md", "python")[1]
-    (tmp_path / "my_rules.py").write_text(rule)
-    (tmp_path / "my_masks.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    return importlib.import_module("my_rules"), importlib.import_module("my_masks")
+    """Write the modules that the pages let a person write: my_rules and my_masks."""
+    write_modules([DOCS / "write-a-rule.md", DOCS / "write-a-mask-source.md"], tmp_path, monkeypatch)
 
 
 def loop_of_ones_own():
@@ -64,7 +53,7 @@ def loop_of_ones_own():
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@each_page
 def test_the_python_of_a_page_runs(page, own_modules, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     x = torch.randn(100, requires_grad=True)
@@ -80,14 +69,12 @@ def test_the_python_of_a_page_runs(page, own_modules, tmp_path, monkeypatch):
 
 
 def test_the_first_page_has_ten_lines_of_code_and_the_pictures_of_the_cookbook():
-    index = ROOT / "docs" / "index.md"
-    (code,) = blocks(index, "python")
+    (code,) = blocks(DOCS / "index.md", "python")
     assert len([line for line in code.splitlines() if line]) == 10
-    pictures = {f"cookbook/pictures/{path.name}" for path in (ROOT / "docs/cookbook/pictures").glob("*.png")}
-    assert pictures <= set(re.findall(r"!\[[^]]*\]\(([^)]+)\)", index.read_text()))
+    assert set((DOCS / "cookbook/pictures").glob("*.png")) <= set(pictures(DOCS / "index.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@each_page
 def test_the_yaml_of_a_page_makes_policies(page, own_modules):
     nodes = [
         node
@@ -131,7 +118,7 @@ def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     assert "policy" in job
 
 
-MARKDOWN = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+MARKDOWN = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 
 
 def without_code(page: Path) -> str:
@@ -160,7 +147,7 @@ def chosen_policies():
     """The words about policies of every command that the pages, the help and the Makefile show."""
     files = [
         *PAGES,
-        *(ROOT / "docs").glob("*/*.md"),
+        *DOCS.glob("*/*.md"),
         ROOT / "conf" / "hydra" / "default.yaml",
         ROOT / "Makefile",
     ]
@@ -180,27 +167,16 @@ def chosen_policies():
     return sorted(found)
 
 
-@pytest.fixture
-def own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module of a person's own that write-a-rule.md shows; other tests may have loaded another."""
-    block = next(
-        block for block in blocks(ROOT / "docs/write-a-rule.md", "python") if "halfway_round" in block
-    )
-    (tmp_path / "my_rules.py").write_text(block)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_rules", raising=False)
-
-
-@pytest.mark.usefixtures("own_rules")
-def test_what_the_pages_let_a_person_try_first_trains_what_its_policies_are_on(configs):
-    chosen, planned = chosen_policies(), []
+@pytest.mark.mostly_slow
+@pytest.mark.usefixtures("own_modules")
+@pytest.mark.parametrize("words", chosen_policies(), ids=" ".join)
+def test_what_the_pages_let_a_person_try_first_trains_what_its_policies_are_on(words, configs):
     with hydra_at(configs):
-        for words in chosen:
-            job = compose_job(configs, fixed_overrides(list(words)))
-            with read_write(job), open_dict(job):
-                del job["hydra"]
-            container = resolved(job)
-            if container["policy"] not in planned:
-                planned.append(container["policy"])
-                assert make_run_plan(build_subject(container), seed=0).warnings == (), words
-    assert ("policy=[stop,straight_through,my_freeze]",) in chosen
+        job = compose_job(configs, fixed_overrides(list(words)))
+        with read_write(job), open_dict(job):
+            del job["hydra"]
+        assert make_run_plan(build_subject(resolved(job)), seed=0).warnings == ()
+
+
+def test_the_pages_let_a_person_choose_policies():
+    assert ("policy=[stop,straight_through,my_freeze]",) in chosen_policies()

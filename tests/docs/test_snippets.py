@@ -4,7 +4,6 @@ import hashlib
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,12 @@ from gradpolicy.launch.config import resolved
 from gradpolicy.launch.run import make_run_plan
 from gradpolicy.tasks import tiny_shakespeare
 from gradpolicy.tasks.files import RemoteFile
+from tests.docs.markdown import DOCS, ROOT, write_modules
 
-ROOT = Path(__file__).parents[2]
 CARDS = [
     card
     for folder in ("policies", "masks")
-    for card in sorted((ROOT / "docs" / folder).glob("*.md"))
+    for card in sorted((DOCS / folder).glob("*.md"))
     if card.stem != "README"
 ]
 BLOCK = re.compile(
@@ -32,7 +31,6 @@ BLOCK = re.compile(
     r"(\nPlan it: `python train\.py (?P<command>[^`]+)`\n)?",
     flags=re.DOTALL | re.MULTILINE,
 )
-MODULE = re.compile(r"^```python\n(# (\w+)\.py\n.*?)^```", flags=re.DOTALL | re.MULTILINE)
 BLOCKS = [
     pytest.param(card, block, id=f"{card.stem}:{number}")
     for card in CARDS
@@ -63,13 +61,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 @pytest.fixture
 def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The modules of a person's own that cards show."""
-    for card in CARDS:
-        for code, module in MODULE.findall(card.read_text()):
-            (tmp_path / f"{module}.py").write_text(code)
-            # Pages show other modules of the same name.
-            monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
+    write_modules(CARDS, tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -11,11 +11,6 @@ def multiplied_wrongly(grad, inputs, output):
     return grad @ torch.ones(9, 9)
 
 
-class Rounded(nn.Module):
-    def forward(self, x):
-        return torch.round(x)
-
-
 @pytest.mark.parametrize(
     ("where", "place"),
     [
@@ -24,8 +19,8 @@ class Rounded(nn.Module):
         ({"params": "0.weight"}, "parameter '0.weight'"),
     ],
 )
-def test_the_error_of_a_rule_names_policy_rule_module_and_shapes(where, place):
-    model = nn.Sequential(nn.Linear(4, 4), Rounded())
+def test_the_error_of_a_rule_names_policy_rule_module_and_shapes(where, place, as_module):
+    model = nn.Sequential(nn.Linear(4, 4), as_module(torch.round))
     policies = {"odd": gp.UseRule(multiplied_wrongly, **where)}
     if "ops" not in where:
         policies["through"] = gp.StraightThrough()
@@ -39,35 +34,35 @@ def test_the_error_of_a_rule_names_policy_rule_module_and_shapes(where, place):
     assert len(message.splitlines()) == 1
 
 
-def test_a_rule_that_refuses_its_inputs_is_named():
-    x = torch.ones(3, requires_grad=True)
-    with gp.gradient_override({"round": "lsq"}):
-        y = torch.round(x)
-    with pytest.raises(gp.PolicyError, match=r"rule 'lsq' at operation 'round': failed .*expects the inputs"):
+WRONG = gp.Rule("nothing", lambda grad, inputs, output: grad, gradient_filter=lambda grad: None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda g, i, o: (g, g), r"returned 2 gradients \(\(3,\), \(3,\)\) for 1 inputs"),
+        (lambda g, i, o: g[:2], r"shape \(2,\) for an input of shape \(3,\)"),
+        (lambda g, i, o: g.expand(2, 3), r"gradient 0 of shape \(2, 3\) for an input of shape \(3,\)"),
+        (lambda g, i, o: 1.0, "returned float"),
+        (lambda g, i, o: g.long(), "int64"),
+        (lambda g, i, o: g * 1j, "complex"),
+        ("lsq", "failed .*expects the inputs"),
+        (WRONG, "returned None"),
+    ],
+)
+def test_a_rule_that_returns_the_wrong_thing_is_named_with_the_shapes(rule, message):
+    rule = gp.get_rule(rule)
+    with gp.gradient_override({"tanh": rule}):
+        y = torch.tanh(torch.randn(3, requires_grad=True))
+    with pytest.raises(gp.PolicyError, match=f"rule '{rule.name}' at operation 'tanh'.*{message}"):
         y.sum().backward()
 
 
-def test_a_gradient_in_the_outputs_shape_is_summed_for_what_was_broadcast_only():
-    def as_it_comes(grad, inputs, output):
-        return grad, grad
-
+def test_a_gradient_in_the_outputs_shape_is_summed_for_what_was_broadcast_only(gradients):
     row, column = torch.ones(1, 3, requires_grad=True), torch.ones(2, 1, requires_grad=True)
-    with gp.gradient_override({"add": as_it_comes}):
-        (row + column).sum().backward()
-    assert row.grad.tolist() == [[2.0, 2.0, 2.0]]
-    assert column.grad.tolist() == [[3.0], [3.0]]
-
-    def widened(grad, inputs, output):
-        return grad.expand(2, *grad.shape)
-
-    x = torch.ones(3, requires_grad=True)
-    with gp.gradient_override({"round": widened}):
-        y = torch.round(x)
-    with pytest.raises(gp.PolicyError, match=r"gradient 0 of shape \(2, 3\) for an input of shape \(3,\)"):
-        y.sum().backward()
-
-
-def test_a_gradient_in_the_outputs_shape_is_refused_for_what_was_not_broadcast():
+    with gp.gradient_override({"add": lambda grad, inputs, output: (grad, grad)}):
+        found = gradients(torch.add, row, column, weights=torch.ones(2, 3))
+    assert [one.tolist() for one in found] == [[[2.0, 2.0, 2.0]], [[3.0], [3.0]]]
     x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
     with gp.gradient_override({"matmul": lambda grad, inputs, output: (grad, None)}):
         y = x @ weight
@@ -75,29 +70,14 @@ def test_a_gradient_in_the_outputs_shape_is_refused_for_what_was_not_broadcast()
         y.sum().backward()
 
 
-def test_an_error_names_the_module_that_goes_on_after_a_part_of_it_ran():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = Rounded()
-
-        def forward(self, x):
-            return torch.floor(self.part(x))
-
-    model = nn.Sequential(Outer())
+def test_an_error_names_the_module_that_goes_on_after_a_part_of_it_ran(as_module):
+    part = as_module(torch.round)
+    model = nn.Sequential(as_module(lambda x: torch.floor(part(x))))
+    model[0].part = part
     with gp.install(model, {"odd": gp.UseRule(multiplied_wrongly, ops="floor")}):
         y = model(torch.ones(3, 4, requires_grad=True))
         with pytest.raises(gp.PolicyError, match="operation 'floor' in module '0': failed"):
             y.sum().backward()
-
-
-def test_a_gradient_filter_that_returns_none_is_an_error():
-    nothing = gp.Rule("nothing", lambda grad, inputs, output: grad, gradient_filter=lambda grad: None)
-    x = torch.ones(3, requires_grad=True)
-    with gp.gradient_override({"tanh": nothing}):
-        y = torch.tanh(x)
-    with pytest.raises(gp.PolicyError, match="rule 'nothing' at operation 'tanh': returned None"):
-        y.sum().backward()
 
 
 def test_running_out_of_memory_is_passed_on_as_it_is():

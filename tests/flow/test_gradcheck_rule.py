@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import gradpolicy as gp
 from gradpolicy import PolicyError, get_rule, gradcheck_rule
 from gradpolicy.rules.gradcheck import enumerate_bits, enumerate_categories
 
@@ -119,37 +118,54 @@ def test_kinks_and_jumps_are_left_out_and_counted():
     assert "left out at a kink or jump: 1" in str(check)
 
 
-def test_strong_curvature_is_no_kink():
-    check = gradcheck_rule(own(lambda x: torch.sin(50 * x)), lambda x: torch.sin(50 * x), X)
-    assert check.left_out == 0
+def of_rows(grad, inputs, output):
+    return torch.zeros_like(inputs[0]).index_add(0, inputs[1], grad), None
 
 
-def test_nothing_but_kinks_is_an_error():
-    with pytest.raises(PolicyError, match="every entry lies at a kink"):
-        gradcheck_rule("identity", torch.abs, torch.zeros(2))
+def product(grad, inputs, output):
+    return grad * inputs[1], grad * inputs[0]
 
 
-def test_integer_inputs_are_given_as_they_are():
-    def rule_for_rows(grad, inputs, output):
-        return torch.zeros_like(inputs[0]).index_add(0, inputs[1], grad), None
+def of_several_results(grads, inputs, outputs):
+    return grads[0] * torch.cos(inputs[0]) + grads[1] * outputs[1]
 
-    check = gradcheck_rule(rule_for_rows, lambda x, rows: x[rows], (X, torch.tensor([1, 1, 0])))
+
+def by_call(grad, inputs, output, *, call):
+    assert call.operation == "cumsum"
+    dim = call.arguments["dim"]
+    return grad.flip(dim).cumsum(dim).flip(dim)
+
+
+def fast_sine(x):
+    return torch.sin(50 * x)
+
+
+@pytest.mark.parametrize(
+    ("rule", "forward", "inputs"),
+    [
+        # Strong curvature is no kink.
+        (own(fast_sine), fast_sine, X),
+        # Integer inputs are given as they are, and None counts as zeros.
+        (of_rows, lambda x, rows: x[rows], (X, torch.tensor([1, 1, 0]))),
+        (lambda grad, inputs, output: None, torch.round, X),
+        # Arrays, other arguments, containers, several results, and the call.
+        (lambda g, i, o: 6 * g * i[0] ** 2, lambda x, scale, mode: scale * x**3, (V.numpy(), 2.0, "cubed")),
+        ("torch.exp", np.exp, V.double().numpy()),
+        (product, lambda pair: pair["a"] * pair["b"][0], ({"a": V, "b": [W]},)),
+        (of_several_results, lambda x: (torch.sin(x), torch.exp(x), x.argmax()), V),
+        (by_call, torch.cumsum, (V, 0)),
+    ],
+)
+def test_a_true_gradient_of_whatever_apply_takes_is_exact(rule, forward, inputs):
+    check = gradcheck_rule(rule, forward, inputs)
     assert check.exact
-    assert len(check.by_input) == 1
-
-
-def test_none_counts_as_zeros():
-    assert gradcheck_rule(lambda grad, inputs, output: None, torch.round, X).exact
+    # X has one point at a jump.
+    assert check.left_out == (forward is torch.round)
 
 
 def test_not_a_number_is_never_exact():
     check = gradcheck_rule(lambda grad, inputs, output: grad * math.nan, torch.clone, X)
     assert not check.exact
-
-
-def test_a_random_forward_needs_its_outcomes():
-    with pytest.raises(PolicyError, match="random; give outcomes="):
-        gradcheck_rule("bernoulli", torch.bernoulli, torch.full((20,), 0.5))
 
 
 def test_outcomes_are_complete():
@@ -169,37 +185,18 @@ def cube_of_arrays(x):
     return (x.astype(np.float64) ** 3).astype(np.float32)
 
 
-def product(grad, inputs, output):
-    return grad * inputs[1], grad * inputs[0]
-
-
 @pytest.mark.parametrize(
     ("forward", "numpy"),
     [(np.multiply, False), (lambda a, b: a.copy() * b, True), (torch.mul, False)],
 )
 def test_several_inputs_in_numpy_or_torch(forward, numpy):
-    check = gp.gradcheck_rule(product, forward, (V, W), numpy=numpy)
+    check = gradcheck_rule(product, forward, (V, W), numpy=numpy)
     assert check.exact
     assert len(check.by_input) == 2
     assert check.dtype == torch.float64
     assert "tolerance 1e-06 (float64)" in str(check)
-    wrong = gp.gradcheck_rule(lambda g, i, o: (g * i[1], g), forward, (V, W), numpy=numpy)
+    wrong = gradcheck_rule(lambda g, i, o: (g * i[1], g), forward, (V, W), numpy=numpy)
     assert not wrong.exact
-
-
-def test_arrays_and_other_arguments():
-    def forward(values, scale, mode):
-        assert mode == "cubed"
-        return scale * values**3
-
-    check = gp.gradcheck_rule(lambda g, i, o: 6 * g * i[0] ** 2, forward, (V.numpy(), 2.0, "cubed"))
-    assert check.exact
-    assert gp.gradcheck_rule("torch.exp", np.exp, V.double().numpy()).exact
-
-
-def test_tensors_in_containers_are_inputs_in_order():
-    check = gp.gradcheck_rule(product, lambda pair: pair["a"] * pair["b"][0], ({"a": V, "b": [W]},))
-    assert check.exact
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
@@ -214,38 +211,29 @@ def test_tensors_in_containers_are_inputs_in_order():
 )
 def test_the_tolerance_follows_the_precision_of_the_forward_and_is_said(forward, scale):
     x, numpy = V * scale, forward is cube_of_arrays
-    check = gp.gradcheck_rule(lambda g, i, o: 3 * g * i[0] ** 2, forward, x, numpy=numpy)
+    check = gradcheck_rule(lambda g, i, o: 3 * g * i[0] ** 2, forward, x, numpy=numpy)
     assert check.exact
     assert check.left_out == 0
     assert check.dtype == torch.float32
     assert "tolerance 0.01 (float32)" in str(check)
-    off = gp.gradcheck_rule(lambda g, i, o: 3.3 * g * i[0] ** 2, forward, x, numpy=numpy)
+    off = gradcheck_rule(lambda g, i, o: 3.3 * g * i[0] ** 2, forward, x, numpy=numpy)
     assert not off.exact
     assert off.length_ratio == pytest.approx(1.1, abs=0.01)
-    assert not gp.gradcheck_rule(
+    assert not gradcheck_rule(
         lambda g, i, o: 3 * g * i[0] ** 2, forward, x, tolerance=1e-9, numpy=numpy
     ).exact
 
 
-def test_several_results_give_the_rule_tuples():
-    def rule(grads, inputs, outputs):
-        return grads[0] * torch.cos(inputs[0]) + grads[1] * outputs[1]
-
-    assert gp.gradcheck_rule(rule, lambda x: (torch.sin(x), torch.exp(x), x.argmax()), V).exact
-
-
-def test_the_call_reaches_the_rule():
-    def rule(grad, inputs, output, *, call):
-        assert call.operation == "cumsum"
-        dim = call.arguments["dim"]
-        return grad.flip(dim).cumsum(dim).flip(dim)
-
-    assert gp.gradcheck_rule(rule, torch.cumsum, (V, 0)).exact
-
-
-def test_what_cannot_be_checked_is_refused():
-    with pytest.raises(gp.PolicyError, match="gradcheck_rule: the forward must be a function, got 3"):
-        gp.gradcheck_rule("identity", 3, torch.ones(1))
-    for nothing in (torch.empty(0), torch.arange(3)):
-        with pytest.raises(gp.PolicyError, match="'identity': there is no floating-point input to check"):
-            gp.gradcheck_rule("identity", torch.clone, nothing)
+@pytest.mark.parametrize(
+    ("rule", "forward", "inputs", "message"),
+    [
+        ("identity", torch.abs, torch.zeros(2), "every entry lies at a kink"),
+        ("bernoulli", torch.bernoulli, torch.full((20,), 0.5), "random; give outcomes="),
+        ("identity", 3, torch.ones(1), "gradcheck_rule: the forward must be a function, got 3"),
+        ("identity", torch.clone, torch.empty(0), "'identity': there is no floating-point input to check"),
+        ("identity", torch.clone, torch.arange(3), "'identity': there is no floating-point input to check"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(rule, forward, inputs, message):
+    with pytest.raises(PolicyError, match=message):
+        gradcheck_rule(rule, forward, inputs)

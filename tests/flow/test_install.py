@@ -1,3 +1,5 @@
+"""Policies on a model: put on, switched, removed, and the model is as it was."""
+
 import contextlib
 import copy
 import gc
@@ -8,7 +10,6 @@ import tracemalloc
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import gradpolicy as gp
@@ -47,41 +48,35 @@ def test_it_is_left_so_after_an_error_too_and_removing_twice_does_nothing(net, b
     assert snapshot(net) == before
 
 
-def test_a_failed_installation_leaves_nothing_behind(net, snapshot):
+def test_an_installation_that_fails_leaves_the_model_as_it_was(net, snapshot, monkeypatch):
     before = snapshot(net)
     with pytest.raises(gp.PolicyError):
         gp.install(net, {**EVERY_KIND, "again": gp.Scale(2.0, modules="second")})
     assert snapshot(net) == before
+    monkeypatch.setattr(torch.Tensor, "register_hook", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gp.install(net, {"slow": gp.Scale(0.5, modules="first"), "turn": gp.Reverse(params="head.bias")})
+    assert snapshot(net) == before
 
 
-@pytest.mark.parametrize("first_removed", [0, 1])
-def test_nested_installations_come_off_in_any_order(
-    net, batch, snapshot, parameter_gradients, same, first_removed
-):
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_nested_installations_come_off_in_any_order(net, batch, snapshot, parameter_gradients, same, order):
     before, plain = snapshot(net), parameter_gradients(net, batch)
     net.zero_grad(set_to_none=True)
     installations = [
         gp.install(net, [gp.StraightThrough(ops="round", modules="second")]),
-        gp.install(net, [gp.Scale(2.0, modules="second")]),
+        gp.install(net, [gp.Scale(2.0, modules="second"), gp.Scale(2.0, params="head.weight")]),
+        gp.install(net, [gp.Scale(3.0, modules="second"), gp.Scale(3.0, params="head.weight")]),
     ]
-    both = parameter_gradients(net, batch)
-    assert both["second.linear.weight"].any()
+    found = parameter_gradients(net, batch)
+    assert found["second.linear.weight"].any()
+    assert not found["first.linear.weight"].any()
     assert not plain["second.linear.weight"].any()
-    installations[first_removed].remove()
-    installations[1 - first_removed].remove()
+    torch.testing.assert_close(found["head.weight"], 6 * plain["head.weight"])
+    for number in order:
+        installations[number].remove()
     assert same(parameter_gradients(net, batch), plain)
     net.zero_grad(set_to_none=True)
-    assert snapshot(net) == before
-
-
-def test_the_innermost_of_three_installations_comes_off_first(net, batch, snapshot):
-    before = snapshot(net)
-    installations = [gp.install(net, [gp.Scale(2.0, modules="second")]) for _ in range(3)]
-    assert (
-        net.second.forward.__wrapped__.__wrapped__.__wrapped__.__code__ is type(net.second).forward.__code__
-    )
-    for installed in installations:
-        installed.remove()
     assert snapshot(net) == before
 
 
@@ -111,99 +106,52 @@ def test_the_state_dict_is_the_same_while_installed(net):
         net.load_state_dict(net.state_dict())
 
 
-def test_policies_hold_below_the_matched_modules_only(net, batch, parameter_gradients):
-    with gp.install(net, [gp.StraightThrough(ops="round", modules="second")]):
-        found = parameter_gradients(net, batch)
-    assert found["second.linear.weight"].any()
-    assert not found["first.linear.weight"].any()
-
-
-def test_a_module_taken_away_suspends_its_policy_only(batch, parameter_gradients):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Sigmoid(), nn.ReLU()), nn.Linear(4, 4), nn.ReLU())
-    policies = {
-        "guide": gp.Guided(modules=["*", "!1"]),
-        "flat": gp.UseRule("identity", ops="sigmoid"),
-    }
+@pytest.mark.parametrize(
+    ("modules", "matched"),
+    [
+        (None, 4),
+        ("0", 2),
+        ("0.1", 1),
+        (["0", "!0.1"], 1),
+        (["*", "!0"], 2),
+        (nn.ReLU, 3),
+        (nn.Sequential, 4),
+        (["*", "!1"], 2),
+    ],
+)
+def test_a_policy_holds_in_the_matched_modules_and_those_below(modules, matched, batch, as_module):
+    inner = nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU()))
+    own = as_module(lambda x: torch.relu(own.part(x)))
+    own.part = nn.ReLU()
+    policies = {"guide": gp.Guided(modules=modules), "flat": gp.UseRule("identity", ops="sigmoid")}
+    model = nn.Sequential(inner, own, nn.Sigmoid())
     with gp.install(model, policies) as installed:
-        parameter_gradients(model, batch)
-        matched = {row.name: dict(row.matched) for row in installed.report().rows}
-    assert matched == {"guide": {"relu": 1}, "flat": {"sigmoid": 1}}
-
-
-def test_outer_and_inner_scopes_of_one_installation(batch):
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.ReLU()
-
-        def forward(self, x):
-            return torch.relu(self.inner(torch.relu(x)))
-
-    with gp.install(model := Outer(), {"guide": gp.Guided(modules="inner")}) as installed:
         model(batch.requires_grad_()).sum().backward()
-        assert installed.report().rows[0].operations_matched == 1
+        counts = {row.name: dict(row.matched) for row in installed.report().rows}
+    assert counts == {"guide": {"relu": matched}, "flat": {"sigmoid": 1}}
 
 
-def test_a_module_goes_on_under_its_own_policies_after_it_caught_an_error_of_a_part(gradient):
-    class Fails(nn.Module):
-        def forward(self, x):
-            raise KeyError
+def test_a_module_goes_on_under_its_own_policies_after_it_caught_an_error_of_a_part(gradient, as_module):
+    def forward(x):
+        with contextlib.suppress(KeyError):
+            model.part(x)
+        return torch.round(x)
 
-    class Parent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = Fails()
-
-        def forward(self, x):
-            with contextlib.suppress(KeyError):
-                self.part(x)
-            return torch.round(x)
-
+    model = as_module(forward)
+    model.part = as_module(lambda x: {}[x])
     policies = {"own": gp.StraightThrough(ops="round", modules=["*", "!part"])}
     policies["parts"] = gp.UseRule("stop", ops=["round"], modules="part")
-    with gp.install(model := Parent(), policies) as installed:
+    with gp.install(model, policies) as installed:
         found, _ = gradient(model, torch.randn(3))
         installed.remove(quiet=True)
     assert torch.equal(found, torch.ones(3))
 
 
-def test_an_installation_that_fails_half_way_leaves_the_model_as_it_was(net, snapshot, monkeypatch):
-    before = snapshot(net)
-    monkeypatch.setattr(torch.Tensor, "register_hook", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        gp.install(net, {"slow": gp.Scale(0.5, modules="first"), "turn": gp.Reverse(params="head.bias")})
-    assert snapshot(net) == before
-
-
-def test_measuring_norms_anew_forgets_what_was_measured():
-    model, x = nn.Identity(), torch.ones(4, requires_grad=True)
-    with gp.install(model, {"half": gp.Scale(0.5, modules=nn.Identity)}) as installed:
-        for _ in range(2):
-            installed.measure_norms(True)
-            model(x).sum().backward()
-            assert installed.gradient_norms["half"] == (2.0, 1.0)
-
-
-def test_a_block_inside_a_module_wins_over_its_policy(gradient):
-    class Own(nn.Module):
-        def forward(self, x):
-            with gp.gradient_override({"round": "reverse"}):
-                return torch.round(x)
-
-    with gp.install(model := Own(), [gp.StraightThrough()]):
+def test_a_block_inside_a_module_wins_over_its_policy(gradient, as_module):
+    model = as_module(gp.gradient_override({"round": "reverse"})(lambda x: torch.round(x)))
+    with gp.install(model, [gp.StraightThrough()]):
         found, _ = gradient(model, torch.randn(3))
     assert torch.equal(found, torch.full((3,), -1.0))
-
-
-def test_known_layers_need_no_mode_and_hooks_on_them_are_seen_all_the_same(gradient):
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    x, weights = torch.randn(5, 3), torch.randn(5, 3)
-    seen = []
-    with gp.install(model, [gp.Guided()]) as installed:
-        model[0].register_forward_hook(lambda module, args, output: torch.relu(output))
-        gradient(model, x, weights)
-        seen.append(installed.report().rows[0].operations_matched)
-    assert seen == [2]
 
 
 def test_the_report_says_what_was_met_matched_and_not_seen():
@@ -271,10 +219,11 @@ def test_gradient_norms_before_and_after():
     with gp.install(model, {"half": gp.Scale(0.5, modules=nn.Identity)}) as installed:
         model(x).sum().backward()
         assert installed.gradient_norms == {}
-        installed.measure_norms(True)
-        model(x).sum().backward()
-        before, after = installed.gradient_norms["half"]
-        assert (before, after) == (2.0, 1.0)
+        # Measuring anew forgets what was measured.
+        for _ in range(2):
+            installed.measure_norms(True)
+            model(x).sum().backward()
+            assert installed.gradient_norms["half"] == (2.0, 1.0)
 
 
 @pytest.mark.parametrize("layer", [nn.ReLU(), nn.ReLU(inplace=True)])
@@ -358,27 +307,6 @@ def test_a_shared_module_and_a_compiled_wrapper_are_wrapped_once(batch):
         assert [row.operations_matched for row in installed.report().rows] == [2, 2]
 
 
-def test_accumulated_gradients_add_up(net, batch, parameter_gradients):
-    with gp.install(net, [gp.StraightThrough()]):
-        once = parameter_gradients(net, batch)
-        parameter_gradients(net, batch)
-        net(batch).square().sum().backward()
-    torch.testing.assert_close(net.stem.weight.grad, 2 * once["stem.weight"])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_gives_nearly_the_same(net, batch, dtype, parameter_gradients):
-    with gp.install(net, EVERY_KIND):
-        exact = parameter_gradients(net, batch)
-        with torch.autocast("cpu", dtype=dtype):
-            rough = parameter_gradients(net, batch)
-    for name, gradient in exact.items():
-        assert rough[name].dtype == torch.float32
-        assert (
-            F.cosine_similarity(gradient.flatten(), rough[name].flatten(), dim=0) > 0.9 or not gradient.any()
-        )
-
-
 def _steps(net, batch, count):
     for _ in range(count):
         net.zero_grad(set_to_none=True)
@@ -390,15 +318,14 @@ def _objects():
     return len(gc.get_objects())
 
 
-@pytest.mark.parametrize("steps", [100, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_nothing_grows_over_steps(net, batch, steps):
-    with gp.install(net, EVERY_KIND) as installed:
-        wraps, handles = len(installed._wraps), len(net.head.bias._backward_hooks)
-        _steps(net, batch, 20)
+def test_nothing_grows_over_steps(net, batch):
+    with gp.install(net, EVERY_KIND):
+        handles = len(net.head.bias._backward_hooks)
+        _steps(net, batch, 10)
         objects = _objects()
-        _steps(net, batch, steps)
+        _steps(net, batch, 40)
         assert _objects() - objects < 20
-        assert (len(installed._wraps), len(net.head.bias._backward_hooks)) == (wraps, handles)
+        assert len(net.head.bias._backward_hooks) == handles
 
 
 @pytest.mark.slow
@@ -422,12 +349,12 @@ def test_installing_and_removing_does_not_leak(net, batch, snapshot):
             net(batch)
 
     before = snapshot(net)
-    for _ in range(5):
+    for _ in range(3):
         round_trip()
     objects = _objects()
-    for _ in range(20):
+    for _ in range(10):
         round_trip()
-    assert _objects() - objects < 20
+    assert _objects() - objects < 10
     assert snapshot(net) == before
 
 
@@ -435,7 +362,7 @@ def test_ten_thousand_modules_take_less_than_half_a_second():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Dropout()) for _ in range(2_500)))
     policies = [gp.Guided(), gp.Scale(0.5, modules="17.*")]
     times = []
-    for _ in range(3):
+    for _ in range(2):
         start = time.process_time()
         installed = gp.install(model, policies)
         times.append(time.process_time() - start)

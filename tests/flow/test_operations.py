@@ -1,3 +1,6 @@
+"""Operations: every spelling has the rule, in eager mode and in compiled code."""
+
+import functools
 import inspect
 import math
 import operator
@@ -7,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 import gradpolicy as gp
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS
@@ -23,28 +27,23 @@ def ten_times(grad, inputs, output):
     return tuple(grad.new_full(shape, 10.0) if n == first else None for n in range(len(inputs)))
 
 
-def in_place(name, *args, **kwargs):
+def in_place(function, *args, **kwargs):
+    """Call a function or method that writes to its argument, and drop what it returns."""
+
     def call(x):
         work = x * 1
-        getattr(work, name)(*args, **kwargs)
+        method = functools.partial(function, work) if callable(function) else getattr(work, function)
+        method(*args, **kwargs)
         return work
 
     return call
 
 
-def functional_in_place(function, **kwargs):
-    def call(x):
-        work = x * 1
-        function(work, inplace=True, **kwargs)
-        return work
-
-    return call
-
-
-def floor_divide_in_place(x):
-    work = x * 1
-    work //= 2
-    return work
+def twice(x):
+    """A function of a user's own that lets modes take its place."""
+    if has_torch_function((x,)):
+        return handle_torch_function(twice, (x,), x)
+    return 2 * x
 
 
 SPELLINGS = {
@@ -54,22 +53,22 @@ SPELLINGS = {
         torch.Tensor.relu,
         nn.ReLU(),
         in_place("relu_"),
-        functional_in_place(F.relu),
-        lambda x: torch.relu_(x * 1),
-        lambda x: F.relu_(x * 1),
+        in_place(F.relu, inplace=True),
+        in_place(lambda work: torch.relu_(input=work)),
+        in_place(F.relu_),
         nn.Sequential(nn.Identity(), nn.ReLU()),
         torch.ops.aten.relu,
         torch.ops.aten.relu.default,
     ],
-    "relu6": [F.relu6, nn.ReLU6(), lambda x: F.hardtanh(x, 0.0, 6.0), functional_in_place(F.relu6)],
+    "relu6": [F.relu6, nn.ReLU6(), lambda x: F.hardtanh(x, 0.0, 6.0), in_place(F.relu6, inplace=True)],
     "leaky_relu": [
         F.leaky_relu,
         nn.LeakyReLU(),
-        functional_in_place(F.leaky_relu),
+        in_place(F.leaky_relu, inplace=True),
         lambda x: F.leaky_relu_(x * 1),
     ],
     "gelu": [F.gelu, nn.GELU(), lambda x: F.gelu(x, approximate="tanh")],
-    "silu": [F.silu, nn.SiLU(), functional_in_place(F.silu)],
+    "silu": [F.silu, nn.SiLU(), in_place(F.silu, inplace=True)],
     "sigmoid": [torch.sigmoid, F.sigmoid, torch.special.expit, nn.Sigmoid(), in_place("sigmoid_")],
     "tanh": [torch.tanh, F.tanh, nn.Tanh(), torch.Tensor.tanh, in_place("tanh_")],
     "softmax": [
@@ -78,7 +77,7 @@ SPELLINGS = {
         nn.Softmax(0),
         lambda x: torch.softmax(x, 0),
     ],
-    "hardtanh": [F.hardtanh, nn.Hardtanh(), functional_in_place(F.hardtanh)],
+    "hardtanh": [F.hardtanh, nn.Hardtanh(), in_place(F.hardtanh, inplace=True)],
     "clamp": [
         lambda x: torch.clamp(x, -1, 1),
         lambda x: x.clip(-1, 1),
@@ -107,7 +106,7 @@ SPELLINGS = {
         lambda x: torch.floor_divide(x, 2),
         lambda x: torch.div(x, 2, rounding_mode="floor"),
         lambda x: x.floor_divide(2),
-        floor_divide_in_place,
+        in_place("__ifloordiv__", 2),
         lambda x: x.div(2, rounding_mode="floor"),
         lambda x: operator.floordiv(x, 2),
         lambda x: 3 // x,
@@ -151,11 +150,29 @@ SPELLINGS = {
         lambda x: x.to(torch.ones(1, dtype=torch.int32)).float(),
     ],
     "long": [lambda x: x.long().float(), lambda x: x.to(torch.int64).float()],
-    "bool": [lambda x: x.bool().float(), lambda x: x.to(torch.bool).float()],
+    "bool": [
+        lambda x: x.bool().float(),
+        lambda x: x.to(torch.bool).float(),
+        lambda x: x.type(torch.bool).float(),
+    ],
+    "abs": [abs, operator.abs, torch.Tensor.abs, in_place(torch.abs_), torch.Tensor.__abs__],
+    "pow": [lambda x: x**2, lambda x: 2**x, in_place("__ipow__", 2), lambda x: torch.pow(x, 2)],
+    "sub": [lambda x: x - 1, lambda x: 1 - x, lambda x: torch.Tensor.__rsub__(x, 1)],
+    "div": [lambda x: x / 2, lambda x: 1 / x, lambda x: torch.Tensor.__rdiv__(x, 1)],
+    "mul": [lambda x: x * x.detach(), lambda x: torch.mul(x, x.detach()), lambda x: 2 * x],
+    "addcmul": [lambda x: torch.addcmul(x, X, X, value=2), lambda x: (x + 0).addcmul_(X, X)],
+    "getitem": [lambda x: x[:], lambda x: x[..., None].view(4), lambda x: x[[1, 0, 3, 2]]],
+    "cumsum": [lambda x: torch.cumsum(x, 0), lambda x: x.cumsum(0)],
+    twice: [twice],
+    torch.cumsum: [lambda x: x.cumsum(0)],
+    torch.Tensor.cumsum: [lambda x: torch.cumsum(x, 0)],
+    # An operator's sign is a name too.
+    "//": [lambda x: x // 2],
+    ">": [lambda x: (x > 0) * 1.0],
 }
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", SPELLINGS, ids=lambda name: getattr(name, "__name__", name))
 def test_every_spelling_is_the_same_operation(name, gradient):
     for number, spelling in enumerate(SPELLINGS[name]):
         torch.manual_seed(1)
@@ -168,24 +185,21 @@ def test_every_spelling_is_the_same_operation(name, gradient):
         torch.testing.assert_close(found, torch.full((4,), 10.0) * inner, msg=f"{name} {number}")
 
 
-def test_bits_of_a_fixed_probability_are_no_function_of_what_they_replace(gradient):
-    with gp.gradient_override({"bernoulli": ten_times}):
-        found, _ = gradient(lambda x: x + (x * 1).bernoulli_(0.5), X)
-    assert torch.equal(found, torch.ones(4))
-
-
-@pytest.mark.parametrize("name", ["argmax-to-one-hot", "argmax", "argmax_one_hot", torch.argmax])
-@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [("argmax", None), ("argmax", 0), ("argmax-to-one-hot", -1), ("argmax_one_hot", 0), (torch.argmax, -1)],
+)
 def test_the_one_hot_code_of_an_argmax_is_a_function_of_its_scores(name, dim, gradient):
-    scores, weights = torch.randn(3, 4), torch.randn(4, 3) if dim == 0 else torch.randn(3, 4)
+    scores, count = torch.randn(3, 4), {None: 12, 0: 3, -1: 4}[dim]
 
     def one_hot(x):
-        return F.one_hot(x.argmax(dim), x.shape[dim]).to(x.dtype)
+        return F.one_hot(x.argmax(dim), count).to(x.dtype)
 
+    weights = torch.randn_like(one_hot(scores))
     with gp.gradient_override({name: "identity"}):
         found, value = gradient(one_hot, scores, weights)
     assert torch.equal(value, one_hot(scores))
-    torch.testing.assert_close(found, weights.movedim(-1, dim))
+    torch.testing.assert_close(found, weights.view(3, 4) if dim is None else weights.movedim(-1, dim))
 
 
 def test_one_hot_codes_of_labels_stay_whole_numbers():
@@ -193,32 +207,20 @@ def test_one_hot_codes_of_labels_stay_whole_numbers():
         assert F.one_hot(torch.tensor([1, 0]), 3).dtype == torch.int64
 
 
-def test_relu6_is_not_hardtanh_and_hardtanh_not_relu6(gradient):
-    with gp.gradient_override({"hardtanh": ten_times}):
-        found, _ = gradient(nn.ReLU6(), X)
-    assert torch.equal(found, torch.tensor([0.0, 0.0, 1.0, 1.0]))
-    with gp.gradient_override({"relu6": ten_times}):
-        found, _ = gradient(nn.Hardtanh(), X)
-    assert torch.equal(found, torch.tensor([0.0, 1.0, 1.0, 0.0]))
-
-
-def test_a_division_is_a_floor_division_only_where_it_rounds_down(gradient):
-    with gp.gradient_override({"floor_divide": ten_times}):
-        found, _ = gradient(lambda x: x / 2, X)
-    assert torch.equal(found, torch.full((4,), 0.5))
-
-
-@pytest.mark.parametrize("function", [torch.cumsum, torch.Tensor.cumsum, "cumsum"])
-def test_any_other_torch_function_works_by_name_or_object(function, gradient):
-    with gp.gradient_override({function: ten_times}):
-        found, _ = gradient(lambda x: torch.cumsum(x, 0), X)
-    assert torch.equal(found, torch.full((4,), 10.0))
-
-
-def test_a_division_that_rounds_is_no_plain_division(gradient):
-    with gp.gradient_override({"div": ten_times}):
-        found, _ = gradient(lambda x: x / 2 + torch.div(x, 2, rounding_mode="floor"), X)
-    assert torch.equal(found, torch.full((4,), 10.0))
+@pytest.mark.parametrize(
+    ("name", "call", "expected"),
+    [
+        ("hardtanh", nn.ReLU6(), [0.0, 0.0, 1.0, 1.0]),
+        ("relu6", nn.Hardtanh(), [0.0, 1.0, 1.0, 0.0]),
+        ("floor_divide", lambda x: x / 2, [0.5] * 4),
+        ("div", lambda x: x / 2 + torch.div(x, 2, rounding_mode="floor"), [10.0] * 4),
+        ("bernoulli", lambda x: x + (x * 1).bernoulli_(0.5), [1.0] * 4),
+    ],
+)
+def test_a_call_that_only_looks_like_it_is_another_operation(name, call, expected, gradient):
+    with gp.gradient_override({name: ten_times}):
+        found, _ = gradient(call, X)
+    assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["relu_", "torch.relu", "Tensor.relu_", "nn.functional.relu"])
@@ -232,13 +234,6 @@ def test_an_operation_is_known_by_each_of_its_functions_and_can_be_pickled():
         assert pickle.loads(pickle.dumps(operation)) == operation
     assert resolve_operation(torch.Tensor.__floordiv__).name == "floor_divide"
     assert resolve_operation(torch.special.expit) == resolve_operation("sigmoid")
-
-
-@pytest.mark.parametrize(("operator", "call"), [("//", lambda x: x // 2), (">", lambda x: (x > 0) * 1.0)])
-def test_an_operator_s_sign_is_a_name_too(operator, call, gradient):
-    with gp.gradient_override({operator: ten_times}):
-        found, _ = gradient(call, X)
-    assert torch.equal(found, torch.full((4,), 10.0))
 
 
 def test_an_operation_of_a_library_of_one_s_own(gradient):
@@ -260,18 +255,13 @@ def test_an_operation_of_a_library_of_one_s_own(gradient):
         (math.floor, "'floor'"),
         (lambda x: x + 1, "never arrives"),
         (3, "name or a torch function"),
+        ("roud", "'round'"),
+        ("ReLU", "'relu'"),
+        ("flor_divide", "floor_divide"),
+        ("init", "unknown"),
     ],
 )
-def test_what_would_never_be_met_is_refused(wrong, hint):
-    with pytest.raises(gp.PolicyError, match=hint):
-        gp.gradient_override({wrong: "identity"})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "hint"),
-    [("roud", "'round'"), ("ReLU", "'relu'"), ("flor_divide", "floor_divide"), ("init", "unknown")],
-)
-def test_an_unknown_operation_is_an_error_with_the_nearest_names(wrong, hint):
+def test_what_is_no_operation_is_refused_with_the_nearest_names(wrong, hint):
     with pytest.raises(gp.PolicyError, match=hint):
         gp.gradient_override({wrong: "identity"})
 
@@ -287,3 +277,102 @@ def test_every_python_function_of_torch_that_calls_an_overridable_one_is_listed_
             function.__code__.co_names
         ):
             assert function in OPAQUE_CALLS, name
+
+
+M, Y = torch.tensor([[0.2, 0.7], [0.4, 0.6]]), torch.tensor([[0.3, 0.5], [0.9, 0.1]])
+# What else a function of M may take; the first that it takes is taken.
+ARGUMENTS = [
+    *((), (0,), (Y,), (2.0,), (1,), (0, 1), (-1.0, 1.0), (Y, Y + 1), (0.1, 0.9)),
+    *((M > 0.5, 0.5), (M > 0.5, Y)),
+]
+RANDOM = {"bernoulli", "categorical", "exponential", "geometric", "normal", "random", "uniform", "cauchy"}
+
+
+def in_place_functions():
+    return [name[:-1] for name in dir(torch) if name.endswith("_") and not name.startswith("_")]
+
+
+def calls_of(name):
+    """Every function that is a spelling of an operation, as functions of one tensor."""
+    of_graphs = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+    functions = [f for f in resolve_operation(name).functions if not isinstance(f, of_graphs)]
+    return [call for f in sorted(functions, key=str) if (call := first_that_works(name, f))]
+
+
+def first_that_works(name, function):
+    for arguments in ARGUMENTS:
+
+        def call(x, arguments=arguments):
+            result = function(x * 1, *arguments)
+            return result.to(x.dtype) if isinstance(result, torch.Tensor) else result[0]
+
+        try:
+            gradients_of(name, [call])
+        except Exception:
+            continue
+        return call
+    return None
+
+
+def gradients_of(name, calls, compiled_by=None):
+    def all_of_them(tensors):
+        return [call(x) for call, x in zip(calls, tensors, strict=True)]
+
+    run = torch.compile(all_of_them, backend=compiled_by, fullgraph=True) if compiled_by else all_of_them
+    tensors = [M.clone().requires_grad_() for _ in calls]
+    with gp.gradient_override({name: ten_times}):
+        results = run(tensors)
+    torch.stack([result.sum() for result in results]).sum().backward()
+    return [tensor.grad for tensor in tensors]
+
+
+def agrees(name, calls, backend):
+    """Return True if each call that compiles has the same gradient in compiled code."""
+    expected = gradients_of(name, calls)
+    try:
+        found = gradients_of(name, calls, backend)
+    except Exception:
+        if len(calls) == 1:
+            return True
+        return all(agrees(name, [call], backend) for call in calls)
+    return all(torch.allclose(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted({*operation_names(), *in_place_functions()} - RANDOM))
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code_gives_every_spelling_the_gradient_of_eager_mode_or_refuses_it(name, backend):
+    calls = calls_of(name)
+    assert not calls or agrees(name, calls, backend)
+
+
+NAMES = "relu abs where pow bool sub div int clamp getitem floor_divide mul sigmoid tanh addcmul"
+IN_COMPILED_CODE = [*NAMES.split(), twice]
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", IN_COMPILED_CODE, ids=lambda name: getattr(name, "__name__", name))
+def test_rules_act_in_compiled_code_on(name, compiled):
+    of_graphs = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+    calls = [call for call in SPELLINGS[name] if not isinstance(call, of_graphs)]
+
+    def all_of_them(x):
+        return torch.stack([call(x) for call in calls])
+
+    def found(run):
+        x = X.clone().requires_grad_()
+        with gp.gradient_override({name: ten_times}):
+            return torch.autograd.grad(run(x).sum(), x)[0]
+
+    torch.testing.assert_close(found(compiled(all_of_them)), found(all_of_them))
+
+
+def test_compiled_code_has_a_rule_at_each_call_and_none_after_the_block(compiled, gradient):
+    x = torch.tensor([1.0, -2.0])
+    five_times = gp.Rule("five_times", lambda grad, inputs, output: 5.0 * grad)
+    with gp.gradient_override({"relu": five_times, "abs": five_times}):
+        found, _ = gradient(compiled(lambda x: abs(torch.relu_(torch.relu(x)))), x)
+    assert found.tolist() == [125.0, 125.0]
+    torch._dynamo.reset()
+    assert gradient(compiled(abs), x)[0].tolist() == [1.0, -1.0]

@@ -1,3 +1,4 @@
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,8 +33,9 @@ def cube(grad, inputs, output):
 
 def test_it_holds_in_the_block_only_and_backward_may_run_after_it():
     x = torch.randn(5, requires_grad=True)
-    with gp.gradient_override({"round": "identity"}):
+    with contextlib.suppress(KeyError), gp.gradient_override({"round": "identity"}):
         inside = torch.round(x)
+        raise KeyError
     outside = torch.round(x)
     assert torch.equal(torch.autograd.grad(inside.sum(), x)[0], torch.ones(5))
     assert torch.equal(torch.autograd.grad(outside.sum(), x)[0], torch.zeros(5))
@@ -76,19 +78,6 @@ def test_one_block_may_be_entered_within_itself_and_on_several_threads(gradient)
     assert all(torch.equal(found, torch.full((3,), 7.0)) for found in results)
 
 
-def test_it_ends_with_an_exception(gradient):
-    with pytest.raises(KeyError), gp.gradient_override({"round": "identity"}):
-        raise KeyError
-    found, _ = gradient(torch.round, torch.randn(3))
-    assert not found.any()
-
-
-def test_an_inner_block_is_the_only_one_that_acts_on_its_operation(gradient):
-    with gp.gradient_override({"relu": "guided_relu"}), gp.gradient_override({"relu": seven_times}):
-        found, _ = gradient(F.relu, torch.ones(3), weights=torch.tensor([1.0, -1.0, 2.0]))
-    assert torch.equal(found, torch.tensor([7.0, -7.0, 14.0]))
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -106,12 +95,6 @@ def test_a_value_is_a_rule_or_another_operation_whose_derivative_is_used(value, 
         found, result = gradient(torch.sign, x)
     torch.testing.assert_close(found, expected(x))
     assert torch.equal(result, torch.sign(x))
-
-
-def test_an_operation_with_fewer_inputs_gives_its_derivative_to_the_first(gradient):
-    with gp.gradient_override({"heaviside": torch.sigmoid}):
-        found, _ = gradient(lambda x: torch.heaviside(x, torch.zeros(4)), x := torch.randn(4))
-    torch.testing.assert_close(found, torch.sigmoid(x) * (1 - torch.sigmoid(x)))
 
 
 @pytest.mark.parametrize(
@@ -194,28 +177,6 @@ def test_a_call_in_place_on_a_view_changes_its_base(rule, gradient):
     assert torch.equal(value, torch.tensor([-1.0, 1.0, 2.0, 0.0]))
     last = 3.0 if rule == "deconv_relu" else 0.0
     assert torch.equal(found, torch.tensor([-1.0, 0.0, 2.0, last]))
-
-
-def test_floor_division_has_no_gradient_in_torch_and_gets_one(gradient):
-    with pytest.raises(RuntimeError):
-        gradient(lambda x: x // 2, torch.randn(3))
-    with gp.gradient_override({"floor_divide": "identity"}):
-        found, _ = gradient(lambda x: x // 2, torch.randn(3))
-    assert torch.equal(found, torch.ones(3))
-
-
-def test_max_pooling_with_indices_keeps_its_indices_whole(gradient):
-    x = torch.randn(1, 1, 4, 4)
-
-    def pooled(x):
-        values, indices = F.max_pool2d(x, 2, return_indices=True)
-        assert indices.dtype == torch.int64
-        return values
-
-    with gp.gradient_override({"max_pool": lambda grad, inputs, output: torch.ones_like(inputs[0])}):
-        found, value = gradient(pooled, x)
-    assert torch.equal(value, F.max_pool2d(x, 2))
-    assert torch.equal(found, torch.ones_like(x))
 
 
 @pytest.mark.parametrize("rule", ["guided_relu", cube])
@@ -319,57 +280,29 @@ def test_nothing_is_kept_for_a_rule_that_reads_nothing():
 
 
 @pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (lambda g, i, o: (g, g), r"returned 2 gradients \(\(3,\), \(3,\)\) for 1 inputs"),
-        (lambda g, i, o: g[:2], r"shape \(2,\) for an input of shape \(3,\)"),
-        (lambda g, i, o: 1.0, "returned float"),
-        (lambda g, i, o: g.long(), "int64"),
-        (lambda g, i, o: g * 1j, "complex"),
-    ],
+    ("layer", "rule"), [(nn.LSTM(4, 3), "tanh"), (lambda x: nn.MultiheadAttention(4, 1)(x, x, x), "softmax")]
 )
-def test_a_rule_that_returns_the_wrong_thing_gets_an_error_with_its_name_and_shapes(returned, message):
-    wrong = gp.Rule("my_rule", returned)
-    with gp.gradient_override({"round": wrong}):
-        y = torch.round(torch.randn(3, requires_grad=True))
-    with pytest.raises(gp.PolicyError, match=f"rule 'my_rule' at operation 'round'.*{message}"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize(("call", "rule"), [("lstm", "tanh"), ("attention", "softmax")])
-def test_a_call_that_cannot_be_seen_into_gives_a_warning(call, rule):
-    run = {
-        "lstm": lambda: nn.LSTM(3, 3)(torch.randn(2, 1, 3)),
-        "attention": lambda: nn.MultiheadAttention(4, 1)(*[torch.randn(2, 1, 4, requires_grad=True)] * 3),
-    }[call]
+def test_a_call_that_cannot_be_seen_into_gives_a_warning(layer, rule):
     with (
         gp.gradient_override({rule: "identity"}),
         pytest.warns(UserWarning, match=f"cannot see into .*{rule}"),
     ):
-        run()
+        layer(torch.randn(2, 1, 4, requires_grad=True))
 
 
 @pytest.mark.parametrize("keepdim", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_settings_that_both_operations_have_are_handed_on(keepdim, compiled):
+def test_settings_that_both_operations_have_are_handed_on(keepdim, run):
     x = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 4.0]], requires_grad=True)
-
-    def step(x):
-        return x.amax(dim=1, keepdim=keepdim)
-
-    if compiled:
-        torch.compiler.reset()
-        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    step = run(lambda x: x.amax(dim=1, keepdim=keepdim))
     with gp.gradient_override({"amax": "torch.logsumexp"}):
         step(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.softmax(x.detach(), dim=1))
 
 
-def test_a_number_that_both_operations_take_is_handed_on():
-    x = torch.tensor([2.0], requires_grad=True)
+def test_a_number_that_both_operations_take_is_handed_on(gradient):
     with gp.gradient_override({"div": "torch.mul"}):
-        torch.div(x, 4.0).backward()
-    assert x.grad.tolist() == [4.0]
+        found, _ = gradient(lambda x: torch.div(x, 4.0), torch.tensor([2.0]))
+    assert found.tolist() == [4.0]
 
 
 @pytest.mark.parametrize(
@@ -409,31 +342,11 @@ def test_a_strict_block_takes_an_index_that_only_says_where(use):
     with gp.gradient_override({"topk": "soft_sort"}, strict=True):
         values, indices = x.topk(2)
         (values.sum() + use(x, indices).sum()).backward()
-    with pytest.raises(gp.PolicyError, match=r"through 'float', which lost its gradient: write \.detach\(\)"):
-        strict_sum_of_indices(x)
-
-
-def strict_sum_of_indices(x):
-    with gp.gradient_override({"topk": "soft_sort"}, strict=True):
-        values, indices = x.topk(2)
-        return (values * indices.float()).sum()
-
-
-def test_sort_takes_a_straight_through_gradient():
-    x, weights = torch.tensor([3.0, 1.0, 2.0], requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
-    with gp.gradient_override({"sort": "identity"}):
-        (x.sort().values * weights).sum().backward()
-    assert torch.equal(x.grad, weights)
-
-
-class Rounds(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 3)
-
-    def forward(self, x):
-        y = self.layer(x)
-        return y + y.round()
+    with (
+        pytest.raises(gp.PolicyError, match=r"through 'float', which lost its gradient: write \.detach\(\)"),
+        gp.gradient_override({"topk": "soft_sort"}, strict=True),
+    ):
+        x.topk(2).indices.float().sum()
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -441,50 +354,30 @@ class Rounds(torch.nn.Module):
     "policy",
     [
         gp.StraightThrough(ops=["round"]),
-        gp.Stop(modules="layer", at="output"),
-        gp.Scale(0.5, params="layer.weight"),
+        gp.Stop(modules="first", at="output"),
+        gp.Scale(0.5, params="head.weight"),
     ],
 )
-def test_a_model_can_be_exported_while_policies_are_installed(policy, strict):
-    model, x = Rounds(), torch.randn(2, 3)
-    plain = torch.export.export(model, (x,), strict=strict).module()
-    with gp.install(model, [policy]):
-        program = torch.export.export(model, (x,), strict=strict).module()
-        model(x).sum()
-    found, expected = gradients_of(program, x), gradients_of(plain, x)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert expected["layer.bias"].all()
+def test_a_model_can_be_exported_while_policies_are_installed(
+    policy, strict, net, batch, parameter_gradients, same
+):
+    plain = torch.export.export(net, (batch,), strict=strict).module()
+    with gp.install(net, [policy]):
+        program = torch.export.export(net, (batch,), strict=strict).module()
+        net(batch).sum()
+    assert torch.equal(program(batch), plain(batch))
+    assert same(parameter_gradients(program, batch), parameter_gradients(plain, batch), tolerance=0)
 
 
-def gradients_of(program, x):
-    """The output, and the gradients that it gives each parameter."""
-    program.zero_grad()
-    result = program(x)
-    result.sum().backward()
-    named = program.named_parameters()
-    return {"output": result.detach(), **{name: one.grad.clone() for name, one in named}}
-
-
-def test_work_in_another_thread_is_said_to_be_outside_of_the_block():
-    x = torch.ones(2, requires_grad=True)
-    with (
-        pytest.warns(UserWarning, match=r"gradient_override: operation 'round' was never met"),
-        gp.gradient_override({"round": "identity"}),
-        ThreadPoolExecutor(1) as pool,
-    ):
-        pool.submit(torch.round, x).result()
-
-
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["topk", "sort", "max", "kthvalue"])
-def test_compiled_code_follows_a_rule_on_an_operation_that_gives_indices_too(name):
+def test_compiled_code_follows_a_rule_on_an_operation_that_gives_indices_too(name, compiled, gradient):
     arguments = {"topk": (2,), "max": (0,), "kthvalue": (1,)}.get(name, ())
-    x = torch.tensor([3.0, 1.0, 2.0], requires_grad=True)
 
     def values_and_more(x):
         with gp.gradient_override({name: lambda grad, inputs, output: torch.full_like(inputs[0], 5.0)}):
             values, indices = getattr(torch, name)(x, *arguments)
             return values + 0 * indices.detach()
 
-    torch._dynamo.reset()
-    torch.compile(values_and_more, backend="aot_eager", fullgraph=True)(x).sum().backward()
-    assert x.grad.tolist() == [5.0, 5.0, 5.0]
+    found, _ = gradient(compiled(values_and_more), torch.tensor([3.0, 1.0, 2.0]))
+    assert found.tolist() == [5.0, 5.0, 5.0]

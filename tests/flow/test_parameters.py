@@ -1,5 +1,4 @@
-import copy
-import pickle
+"""Rules on the gradients of parameters."""
 
 import pytest
 import torch
@@ -25,14 +24,6 @@ def test_several_rules_act_in_order(net, batch, parameter_gradients):
     torch.testing.assert_close(found, 3 * plain.clamp(-bound, bound))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_keeps_the_rule_on_its_own_parameters(net, batch, duplicate, parameter_gradients, same):
-    with gp.install(net, [gp.Reverse(params="head.bias")]):
-        other = duplicate(net)
-        assert same(parameter_gradients(net, batch), parameter_gradients(other, batch))
-    assert net.head.bias._backward_hooks is None
-
-
 def test_a_parameter_that_was_replaced_later_gets_the_rule_too(net, batch, parameter_gradients):
     plain = parameter_gradients(net, batch)
     with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
@@ -40,25 +31,6 @@ def test_a_parameter_that_was_replaced_later_gets_the_rule_too(net, batch, param
         found = parameter_gradients(net, batch)
     torch.testing.assert_close(found["head.weight"], 2 * plain["head.weight"])
     assert net.head.weight._backward_hooks is None
-
-
-@pytest.mark.parametrize("first_removed", [0, 1])
-def test_the_table_of_hooks_is_as_before_in_whichever_order_installations_go(first_removed, net):
-    installations = [gp.install(net, [gp.Scale(2.0, params="head.weight")]) for _ in range(2)]
-    installations[first_removed].remove()
-    assert len(net.head.weight._backward_hooks) == 1
-    installations[1 - first_removed].remove()
-    assert net.head.weight._backward_hooks is None
-
-
-def test_parameters_of_a_script_module(batch):
-    model = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(4, 2)))
-    model(batch).sum().backward()
-    plain = model[0].weight.grad.clone()
-    model.zero_grad(set_to_none=True)
-    with gp.install(model, [gp.Scale(2.0, params="0.weight")]):
-        model(batch).sum().backward()
-    torch.testing.assert_close(model[0].weight.grad, 2 * plain)
 
 
 def test_a_parameter_that_is_gone_is_refused(net, batch):
@@ -103,8 +75,10 @@ def test_parameters_that_a_functional_call_puts_in_get_the_rule(policy, net, bat
     assert net.head.weight is plain_head
 
 
-def test_compiled_code_refuses_another_parameter_than_that_with_the_hook(net, batch, parameter_gradients):
-    compiled = torch.compile(net, backend="eager", fullgraph=True)
+def test_compiled_code_refuses_another_parameter_than_that_with_the_hook(
+    net, batch, parameter_gradients, compiled
+):
+    compiled = compiled(net, backend="eager")
     with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
         expected = parameter_gradients(net, batch)
         found = parameter_gradients(net, batch, call=compiled)
@@ -112,11 +86,3 @@ def test_compiled_code_refuses_another_parameter_than_that_with_the_hook(net, ba
         net.head.weight = torch.nn.Parameter(net.head.weight.detach().clone())
         with pytest.raises(Exception, match=r"another tensor for parameter 'head.weight'"):
             compiled(batch)
-
-
-def test_a_stop_gives_exact_zeros(net, batch, parameter_gradients):
-    with gp.install(net, [gp.Stop("zero", params="head.bias"), gp.Stop(params="stem.bias")]):
-        found = parameter_gradients(net, batch)
-    assert not found["head.bias"].any()
-    assert not found["stem.bias"].any()
-    assert found["head.weight"].any()

@@ -1,4 +1,6 @@
-"""Rules that change nothing, or make no sense, where they are put."""
+"""Policies that change nothing, make no sense where they are put, or cut the only path."""
+
+import re
 
 import pytest
 import torch
@@ -6,14 +8,20 @@ from torch import nn
 
 import gradpolicy as gp
 
+NAMED = r"policy 'cut' \(Stop at (input|output) of modules 2\) cuts the only path"
+
 
 @pytest.fixture
 def model():
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
+def loss_of(model):
+    return model(torch.ones(3, 4)).sum()
+
+
 def planned(model, **policies):
-    return gp.plan(model, policies, lambda copy: copy(torch.ones(3, 4)).sum())
+    return gp.plan(model, policies, loss_of)
 
 
 @pytest.mark.parametrize("rule", ["identity", "rotation", "reinmax", "gumbel", "bernoulli", "lsq"])
@@ -26,43 +34,50 @@ def test_a_rule_of_an_operation_is_refused_elsewhere_with_what_to_write(model, r
     assert "forward" not in model.__dict__
 
 
-@pytest.mark.parametrize("policy", [gp.Scale(1.0, modules="2"), gp.Reverse(-1.0, params="2.*")])
-def test_a_neutral_factor_is_a_line_of_the_plan(model, policy):
-    (warning,) = planned(model, slow=policy).warnings
-    assert warning.startswith("slow: a factor of")
-    assert "changes nothing" in warning
-
-
-def test_a_rule_that_reads_inputs_at_a_boundary_is_a_line_of_the_plan(model):
-    (warning,) = planned(model, soft=gp.UseRule("tanh", modules="2")).warnings
-    assert "soft: rule 'tanh' reads inputs" in warning
-    assert "ops=" in warning
-
-
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "message"),
     [
-        gp.Scale(0.5, modules="2"),
-        gp.Scale(lambda step: 1.0 + step, modules="2"),
-        gp.Clip(norm=1.0, modules="2"),
-        gp.UseRule("tanh", ops="relu"),
+        (gp.Scale(1.0, modules="2"), "it: a factor of .*changes nothing"),
+        (gp.Reverse(-1.0, params="2.*"), "it: a factor of .*changes nothing"),
+        (gp.UseRule("tanh", modules="2"), "it: rule 'tanh' reads inputs.*ops="),
+        (gp.Scale(0.5, ops=[torch.round, "add"]), "it: the own gradient of 'round' is 0.*StraightThrough"),
+        (gp.Stop(ops=["round"]), None),
+        (gp.Scale(0.5, modules="2"), None),
+        (gp.Scale(lambda step: 1.0 + step, modules="2"), None),
+        (gp.Clip(norm=1.0, modules="2"), None),
+        (gp.UseRule("tanh", ops="relu"), None),
     ],
 )
-def test_what_has_an_effect_gives_no_warning(model, policy):
-    assert planned(model, own=policy).warnings == ()
+def test_what_has_no_effect_is_a_line_of_the_plan(model, policy, message, as_module):
+    model.append(as_module(lambda x: x + torch.round(x) + torch.relu(x)))
+    warnings = planned(model, it=policy).warnings
+    if message is None:
+        assert warnings == ()
+    else:
+        assert len(warnings) == 1
+        assert re.match(message, warnings[0])
 
 
-def test_changing_the_gradient_of_a_step_is_a_line_of_the_plan():
-    class Rounds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+def test_the_plan_and_a_block_name_the_stop_that_cuts_the_only_path(model):
+    policies = {"cut": gp.Stop(modules="2", at="output")}
+    with pytest.raises(gp.PolicyError, match=NAMED):
+        gp.plan(model, policies, loss_of)
+    with pytest.raises(gp.PolicyError, match=NAMED), gp.install(model, policies):
+        loss_of(model).backward()
 
-        def forward(self, x):
-            features = self.linear(x)
-            return torch.round(features) + torch.relu(features)
 
-    (warning,) = planned(Rounds(), slow=gp.Scale(0.5, ops=[torch.round, "add"])).warnings
-    assert warning.startswith("slow: the own gradient of 'round' is 0")
-    assert "StraightThrough" in warning
-    assert planned(Rounds(), cut=gp.Stop(ops=["round"])).warnings == ()
+def test_what_is_frozen_behind_the_cut_is_no_path(model):
+    cut = gp.Stop(modules="2")
+    assert gp.plan(model, {"cut": cut}, loss_of).training_entries == 10
+    with pytest.raises(gp.PolicyError, match=NAMED):
+        gp.plan(model, {"cut": cut, "head": gp.Freeze(False, params="2.*")}, loss_of)
+
+
+def test_another_error_of_torch_is_left_as_it_is(model):
+    with torch.no_grad():
+        loss = loss_of(model)
+    with (
+        pytest.raises(RuntimeError, match="does not require grad"),
+        gp.install(model, [gp.Stop(modules="2")]),
+    ):
+        loss.backward()

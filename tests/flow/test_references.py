@@ -42,19 +42,3 @@ def test_input_gradients_agree_with_zennit(network, images, gradient, zennit, po
     with getattr(composites, name)().context(network):
         theirs, _ = gradient(lambda x: network(x)[:, 1], images)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_functional_relus_get_what_captum_gives_modules(network, images, gradient):
-    """captum gives F.relu the plain gradient, silently; here it is the same operation."""
-
-    class Functional(nn.Module):
-        def forward(self, x):
-            for layer in network:
-                x = torch.relu(x) if isinstance(layer, nn.ReLU) else layer(x)
-            return x
-
-    attr = pytest.importorskip("captum.attr")
-    with gp.install(model := Functional(), [gp.Guided()]):
-        ours, _ = gradient(lambda x: model(x)[:, 1], images)
-    theirs = attr.GuidedBackprop(network).attribute(images.clone().requires_grad_(), target=1)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

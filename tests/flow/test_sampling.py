@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributions as D
-from torch import nn
 
 import gradpolicy as gp
 
@@ -110,27 +109,18 @@ def test_categories_drawn_in_any_spelling_have_the_expected_gradient(name):
     assert_mean_is(found, torch.autograd.grad(total, x)[0])
 
 
-def test_weights_that_do_not_sum_to_one_are_normalised():
-    weights = (5 * P).clone().requires_grad_()
+def test_shapes_of_samples_and_batches_and_weights_that_do_not_sum_to_one():
+    weights, grad = (5 * torch.rand(2, 3)).requires_grad_(), torch.randn(4, 2, 3)
+    shares = weights.detach() / weights.detach().sum(-1, keepdim=True)
     with gp.gradient_override({"categorical": "identity"}):
-        y = F.one_hot(torch.multinomial(weights, 4, replacement=True), 3).to(weights)
-    assert y.shape == (4, 3)
-    (found,) = torch.autograd.grad(linear(y).mean(), weights)
-    (expected,) = torch.autograd.grad(linear(weights / weights.sum()), weights)
-    torch.testing.assert_close(found, expected)
-
-
-def test_shapes_of_samples_and_batches():
-    probabilities = torch.softmax(torch.randn(2, 5, 3), -1).requires_grad_()
-    with gp.gradient_override({"categorical": "identity"}):
-        y = F.one_hot(D.Categorical(probabilities).sample((4,)), 3).float()
-        assert y.shape == (4, 2, 5, 3)
-        weights = torch.randn(4, 2, 5, 3)
-        (y * weights).sum().backward()
-    # The distribution normalises the probabilities, which sum to one already.
-    g = weights.sum(0)
-    expected = g - (probabilities.detach() * g).sum(-1, keepdim=True)
-    torch.testing.assert_close(probabilities.grad, expected, rtol=1e-4, atol=1e-5)
+        drawn = torch.multinomial(weights, 4, replacement=True).T, D.Categorical(weights).sample((4,))
+        codes = [F.one_hot(one, 3).to(weights) for one in drawn]
+    g = grad.sum(0)
+    expected = (g - (shares * g).sum(-1, keepdim=True)) / weights.detach().sum(-1, keepdim=True)
+    for y in codes:
+        assert y.shape == (4, 2, 3)
+        found = torch.autograd.grad((y * grad).sum(), weights)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_draws_without_replacement_are_another_operation():
@@ -142,12 +132,9 @@ def test_draws_without_replacement_are_another_operation():
         torch.multinomial(p, 2)
 
 
-def test_a_policy_on_a_model_that_samples_by_the_library():
-    class Gates(nn.Module):
-        def forward(self, x):
-            return D.Bernoulli(logits=x).sample() * x.detach()
-
-    model, x = Gates(), torch.randn(4, 3, requires_grad=True)
+def test_a_policy_on_a_model_that_samples_by_the_library(as_module):
+    model, x = as_module(lambda x: D.Bernoulli(logits=x).sample() * x.detach()), torch.randn(4, 3)
+    x.requires_grad_()
     with gp.install(model, {"bits": gp.UseRule("bernoulli", ops=["bernoulli"])}, strict=True):
         model(x)
         copy.deepcopy(model)(x).sum().backward()
@@ -197,22 +184,22 @@ def test_other_distributions_and_draws_outside_of_the_block_stay_as_they_are():
     assert torch.equal(drawn[1], torch.multinomial(P[None] / P.sum(), 4, True)[0])
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("draw", "rule"),
     [
-        (torch.bernoulli, "bernoulli"),
         (lambda p: D.Bernoulli(p, validate_args=False).sample(), "bernoulli"),
+        (torch.bernoulli, "bernoulli"),
         (lambda p: F.one_hot(D.Categorical(p, validate_args=False).sample(), 3).to(p) * C, "categorical"),
     ],
 )
-def test_compiled_code_draws_by_the_functions_and_the_library(draw, rule):
-    torch._dynamo.reset()
+def test_compiled_code_draws_by_the_functions_and_the_library(draw, rule, compiled):
 
     def inside(p):
         with gp.gradient_override({rule: "identity"}):
             return draw(p)
 
     p = P.clone().requires_grad_()
-    y = torch.compile(inside, backend="aot_eager", fullgraph=True)(p)
+    y = compiled(inside)(p)
     (found,) = torch.autograd.grad(y.sum(), p)
     assert found.all()

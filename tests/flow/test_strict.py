@@ -3,6 +3,8 @@
 The reference is plain torch: a hook on an alias, or ``detach``.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -269,5 +271,25 @@ def test_a_strict_policy_acts_as_the_reference_says_or_raises(way, place, kind):
 
 
 def strict_gradients(model, run, policies, x):
+    names = dict(model.named_parameters())
     with gp.install(model, policies, strict=True):
-        return gradients(run(x), dict(model.named_parameters()), x)
+        found = gradients(run(x), names, x)
+        if model.way == "plain":
+            # A copy, and torch.func, give the same.
+            copied = copy.deepcopy(model)
+            torch.testing.assert_close(gradients(copied(x), dict(copied.named_parameters()), x), found)
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in {"x": x, **names}.items()}
+            filled = {name: zeros[name] if one is None else one for name, one in found.items()}
+            torch.testing.assert_close(functional_gradients(model, names, x), filled)
+    return found
+
+
+def functional_gradients(model, names, x):
+    """Return the gradients by ``torch.func``."""
+
+    def loss(parameters, x):
+        return (torch.func.functional_call(model, parameters, (x,)) * torch.tensor([1.0, -2.0])).sum()
+
+    detached = {name: parameter.detach() for name, parameter in names.items()}
+    of_parameters, of_input = torch.func.grad(loss, argnums=(0, 1))(detached, x.detach())
+    return {"x": of_input, **of_parameters}

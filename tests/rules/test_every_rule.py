@@ -187,7 +187,8 @@ def test_vmap_of_a_rule_of_lengths_is_per_sample(name):
     torch.testing.assert_close(mapped, per_sample)
 
 
-@pytest.mark.parametrize("name", ["guided_relu", "clip_norm", "bernoulli", "gate", "rotation"])
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["tanh", "guided_relu", "clip_norm", "bernoulli", "rotation", "gate"])
 def test_the_rule_traces_without_a_break(name):
     arguments = example(name, torch.float32)
     rule = functools.partial(configured(name).function, **NUMBERS.get(name, {}))

@@ -45,10 +45,6 @@ def test_a_factor_of_zero_stops_infinite_gradients_too(apply_rule, factor):
     assert apply_rule("reverse", torch.ones(6), AWKWARD, factor=factor).tolist() == [0.0] * 6
 
 
-def test_reverse_turns_round_by_itself(apply_rule):
-    assert apply_rule("reverse", torch.ones(2), torch.tensor([1.0, -3.0])).tolist() == [-1.0, 3.0]
-
-
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_a_single_precision_number_does_not_widen_a_half_precision_gradient(apply_rule, shape):
     grad = torch.ones(shape, dtype=torch.bfloat16)
@@ -56,21 +52,16 @@ def test_a_single_precision_number_does_not_widen_a_half_precision_gradient(appl
 
 
 @pytest.mark.parametrize("std", [0.5, torch.tensor(0.5)])
-def test_noise_of_the_given_size_is_added(apply_rule, std):
+def test_noise_of_the_given_size_comes_from_torch_s_generator_and_follows_the_loss_scale(apply_rule, std):
     grad = torch.full((200, 200), 3.0)
-    found = apply_rule("noise", grad, grad, std=std)
-    assert abs(found.mean().item() - 3.0) < 0.02
-    assert abs(found.std().item() - 0.5) < 0.02
-
-
-def test_noise_comes_from_torch_s_generator_and_follows_the_loss_scale(apply_rule):
-    grad = torch.zeros(5)
     draws = []
     for scale in (1.0, 1.0, 8.0):
         torch.manual_seed(3)
-        draws.append(apply_rule("noise", grad, grad, std=0.1, loss_scale=scale))
+        draws.append(apply_rule("noise", grad, grad, std=std, loss_scale=scale) - 3.0)
+    assert abs(draws[0].mean().item()) < 0.02
+    assert abs(draws[0].std().item() - 0.5) < 0.02
     assert torch.equal(draws[0], draws[1])
-    torch.testing.assert_close(draws[2], 8 * draws[0])
+    torch.testing.assert_close(draws[2], 8 * draws[0], rtol=1e-4, atol=1e-5)
 
 
 def test_noise_at_a_parameter_a_module_and_an_operation_leaves_the_forward_as_it_is():
@@ -86,12 +77,3 @@ def test_noise_at_a_parameter_a_module_and_an_operation_leaves_the_forward_as_it
         assert torch.equal(found, plain)
         assert not torch.equal(layer.weight.grad, expected)
         assert (layer.weight.grad - expected).abs().max() < 5
-
-
-def test_noise_may_fade_with_the_step():
-    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
-    fading = gp.UseRule("noise", parameters={"std": gp.schedules.Linear(1.0, 0.0, steps=10)}, params="weight")
-    with gp.install(layer, [fading]) as installed:
-        installed.update(step=10)
-        layer(x).sum().backward()
-    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(2, 3))

@@ -10,18 +10,21 @@ def quantise(values, step, lowest=-4, highest=3):
     return torch.round(torch.clamp(values / step, lowest, highest)) * step
 
 
-def test_lsq_passes_values_inside_the_grid_only():
-    values, step = torch.tensor([-9.0, -3.9, 0.2, 2.9, 8.0]), torch.tensor(1.0)
-    grad_values, _ = get_rule("lsq", bits=3)(torch.ones(5), (values, step), quantise(values, step))
-    assert grad_values.tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
-
-
-def test_lsq_gives_the_step_the_papers_gradient():
-    values, step = torch.tensor([-9.0, 0.3, 2.6, 8.0]), torch.tensor(1.0)
-    grad = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    _, grad_step = get_rule("lsq", bits=3)(grad, (values, step), quantise(values, step))
-    by_hand = -4 * 1.0 + (0 - 0.3) * 2.0 + (3 - 2.6) * 3.0 + 3 * 4.0
-    assert grad_step.item() == pytest.approx(by_hand / math.sqrt(4 * 3))
+@pytest.mark.parametrize(
+    ("bits", "signed", "values", "inside", "by_hand", "positive"),
+    [
+        (3, True, [-9.0, 0.3, 2.6, 8.0], [0, 1, 1, 0], -4 - 0.3 * 2 + 0.4 * 3 + 3 * 4, 3),
+        (3, True, [-9.0, -3.9, 0.2, 2.9], [0, 1, 1, 1], -4 - 0.1 * 2 - 0.2 * 3 + 0.1 * 4, 3),
+        (4, False, [-1.0, 0.5, 20.0, 3.0], [0, 1, 0, 1], -0.5 * 2 + 15 * 3, 15),
+    ],
+)
+def test_lsq_passes_values_inside_the_grid_and_gives_the_step_the_papers_gradient(
+    bits, signed, values, inside, by_hand, positive
+):
+    grad, x, step = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor(values), torch.tensor(1.0)
+    grad_values, grad_step = get_rule("lsq", bits=bits, signed=signed)(grad, (x, step), x)
+    assert torch.equal(grad_values, grad * torch.tensor(inside))
+    assert grad_step.item() == pytest.approx(by_hand / math.sqrt(4 * positive))
 
 
 def test_lsq_is_the_true_gradient_for_the_step_but_for_the_term_of_the_round():
@@ -44,14 +47,6 @@ def test_lsq_counts_the_values_that_share_a_step():
         torch.testing.assert_close(together[row, 0], alone)
     _, counted = get_rule("lsq", bits=3, count=24)(grad, (values, steps), grad)
     torch.testing.assert_close(counted, together / 2)
-
-
-def test_lsq_unsigned_grids_start_at_zero():
-    values, step = torch.tensor([-1.0, 0.5, 20.0]), torch.tensor(1.0)
-    rule = get_rule("lsq", bits=4, signed=False)
-    grad_values, grad_step = rule(torch.ones(3), (values, step), quantise(values, step, 0, 15))
-    assert grad_values.tolist() == [0.0, 1.0, 0.0]
-    assert grad_step.item() == pytest.approx((0 - 0.5 + 15) / math.sqrt(3 * 15))
 
 
 def test_lsq_says_what_it_needs():
@@ -77,13 +72,6 @@ def test_rotation_is_the_transposed_rotation_matrix_stretched(size):
         matrix = q[row].norm() / e[row].norm() * rotation_matrix(e[row], q[row])
         torch.testing.assert_close(matrix @ e[row], q[row])
         torch.testing.assert_close(got[row], matrix.T @ grad[row])
-
-
-def test_rotation_keeps_the_angle_between_gradient_and_vector():
-    e, q, grad = torch.randn(3, 20, 5, dtype=torch.float64)
-    got = get_rule("rotation")(grad, (e,), q)
-    before = torch.cosine_similarity(grad, q, -1)
-    torch.testing.assert_close(torch.cosine_similarity(got, e, -1), before)
 
 
 def test_rotation_takes_any_dimension_and_leaves_the_codebook_alone():

@@ -14,16 +14,17 @@ SURROGATES = {
     "approx_sign": {},
     "swish_sign": {"beta": 3.0},
 }
-# Points at a known distance from the nearest step of each operation.
+# Steps of each operation.
+AT_INTEGERS, NOT_AT_ZERO = [-3.0, -1.0, 0.0, 2.0], [-3.0, -1.0, 1.0, 2.0]
 STEPS = {
-    "round": (lambda d: torch.tensor([-2.5, -0.5, 0.5, 1.5, 7.5]) + d, torch.round),
-    "floor": (lambda d: torch.tensor([-3.0, -1.0, 0.0, 2.0]) + d, torch.floor),
-    "ceil": (lambda d: torch.tensor([-3.0, -1.0, 0.0, 2.0]) + d, torch.ceil),
-    "trunc": (lambda d: torch.tensor([-3.0, -1.0, 1.0, 2.0]) + d, torch.trunc),
-    "int": (lambda d: torch.tensor([-3.0, -1.0, 1.0, 2.0]) + d, lambda x: x.int().float()),
-    "long": (lambda d: torch.tensor([-3.0, -1.0, 1.0, 2.0]) + d, lambda x: x.to(torch.int64) * 1.0),
-    "floor_divide": (lambda d: torch.tensor([-4.0, 0.0, 2.0]) + d, lambda x: torch.floor_divide(x, 2.0)),
-    "sign": (lambda d: torch.zeros(2) + d, torch.sign),
+    "round": ([-2.5, -0.5, 0.5, 1.5, 7.5], torch.round),
+    "floor": (AT_INTEGERS, torch.floor),
+    "ceil": (AT_INTEGERS, torch.ceil),
+    "trunc": (NOT_AT_ZERO, torch.trunc),
+    "int": (NOT_AT_ZERO, lambda x: x.int().float()),
+    "long": (NOT_AT_ZERO, lambda x: x.to(torch.int64) * 1.0),
+    "floor_divide": ([-4.0, 0.0, 2.0], lambda x: torch.floor_divide(x, 2.0)),
+    "sign": ([0.0, 0.0], torch.sign),
 }
 
 
@@ -39,7 +40,7 @@ def gradient(operation, rule, x):
 @pytest.mark.parametrize("name", SURROGATES)
 def test_a_surrogate_acts_at_the_nearest_step(name, operation, distance):
     rule = gp.get_rule(name, **SURROGATES[name])
-    x = STEPS[operation][0](distance)
+    x = torch.tensor(STEPS[operation][0]) + distance
     found = gradient(operation, rule, x)
     expected = rule(torch.ones(1), (torch.tensor([distance]),), torch.zeros(1))
     torch.testing.assert_close(found, expected.expand(len(x)), rtol=2e-4, atol=2e-5)
