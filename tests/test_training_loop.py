@@ -603,6 +603,7 @@ def test_however_the_model_is_entered(way, clips):
     assert_close(model, by_hand(6, mask=entries, clip=0.05 if clips else None))
 
 
+@pytest.mark.slow
 def test_the_whole_training_step_may_be_compiled():
     model = Net()
     with gp.training(model, adamw(model), both(), toggle_requires_grad=False) as optimizer:

@@ -104,13 +104,13 @@ class Rule:
 
     def missing_parameters(self) -> list[str]:
         """Return the keyword arguments that have neither a default nor a value."""
-        signature = inspect.signature(self.function).parameters.values()
+        known = {"call", *self.parameters}
         return [
-            argument.name
-            for argument in signature
-            if argument.kind is inspect.Parameter.KEYWORD_ONLY
-            and argument.default is inspect.Parameter.empty
-            and argument.name not in (*self.parameters, "call")
+            name
+            for name, argument in inspect.signature(self.function).parameters.items()
+            if argument.kind is argument.KEYWORD_ONLY
+            and argument.default is argument.empty
+            and name not in known
         ]
 
 
@@ -259,7 +259,7 @@ def _rule_of(name: str | None, values: dict[str, Any]) -> Rule:
 
 
 def _names_read(function: RuleFunction) -> tuple[str, ...]:
-    """Return which of its second and third arguments a function mentions; both where that cannot be seen."""
+    """Return which of its second and third arguments a function mentions; both if its code cannot be read."""
     code = getattr(function, "__code__", None)
     both = ("inputs", "output")
     if code is None or code.co_argcount < 3 or {"locals", "eval", "exec"} & set(code.co_names):

@@ -90,6 +90,7 @@ def test_a_schedule_does_not_recompile(batch, parameter_gradients):
 
 
 # What runs in eager mode calls what is compiled again.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo (detected a call|does not know how to trace)")
 def test_installing_within_compiled_code_is_refused_or_left_to_eager_mode(batch, gradient):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -330,6 +331,7 @@ def test_inductor_with_changing_shapes(parameter_gradients, same):
             assert same(parameter_gradients(model, x, call=compiled), parameter_gradients(twin, x), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_of_many_modules_within_each_other_compiles():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3))
     for _ in range(10):
