@@ -5,18 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.rules.registry import rule
+from gradpolicy.rules.registry import Inputs, rule
 from gradpolicy.rules.routing import Number, on_device_of, to_first
 
 
 @rule("clip_value", reads=(), each=True)
 def clip_value(
-    grad: Tensor,
-    inputs: tuple[Tensor, ...],
-    output: Tensor,
-    *,
-    value: Number,
-    loss_scale: Number = 1.0,
+    grad: Tensor, inputs: Inputs, output: Tensor, *, value: Number, loss_scale: Number = 1.0
 ) -> Any:
     """Clip every entry of the gradient to an interval around 0.
 
@@ -52,7 +47,7 @@ def clip_value(
 @rule("clip_norm", reads=(), each=True)
 def clip_norm(
     grad: Tensor,
-    inputs: tuple[Tensor, ...],
+    inputs: Inputs,
     output: Tensor,
     *,
     norm: Number,
@@ -93,7 +88,7 @@ def clip_norm(
 @rule("normalize", reads=(), each=True)
 def normalize(
     grad: Tensor,
-    inputs: tuple[Tensor, ...],
+    inputs: Inputs,
     output: Tensor,
     *,
     norm: Number = 1.0,

@@ -10,7 +10,7 @@ from torch.overrides import get_testing_overrides
 
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.imports import import_by_name, is_allowed, is_limited, not_allowed
-from gradpolicy.rules.registry import Call, Rule
+from gradpolicy.rules.registry import Call, Inputs, Rule
 
 
 class Derivative:
@@ -28,7 +28,7 @@ class Derivative:
         self.name = name
 
     def __call__(
-        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, **parameters: Any
+        self, grad: Tensor, inputs: Inputs, output: Tensor, **parameters: Any
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs; the parameters are f's keyword arguments.
 
@@ -55,7 +55,7 @@ class Derivative:
         found = dict(zip(places, pull_back(grad.to(value.dtype)), strict=True))
         return tuple(found.get(place) for place in range(len(inputs)))
 
-    def _accepted(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> int:
+    def _accepted(self, function: Callable[..., Tensor], inputs: Inputs) -> int:
         """Return how many of the inputs the function takes."""
         if len(inputs) == 1:
             return 1
@@ -85,7 +85,7 @@ class OperationDerivative(Derivative):
         self.settings = frozenset(settings) - {"input", "out"}
 
     def __call__(  # type: ignore[override]
-        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, call: Call
+        self, grad: Tensor, inputs: Inputs, output: Tensor, *, call: Call
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs."""
         shared = {

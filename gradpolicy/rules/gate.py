@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.rules.registry import rule
+from gradpolicy.rules.registry import Inputs, rule
 
 
 @rule("gate")
-def gate(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> tuple[Tensor | None, ...] | Tensor:
+def gate(grad: Tensor, inputs: Inputs, output: Tensor) -> tuple[Tensor | None, ...] | Tensor:
     r"""Pass the gradient only where a condition held; elsewhere exact zeros, also for gradients not finite.
 
     ================================== ==============================================================

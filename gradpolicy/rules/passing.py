@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.rules.registry import rule
+from gradpolicy.rules.registry import Inputs, rule
 from gradpolicy.rules.routing import Number, on_device_of, to_first, zeros_for
 
 
 @rule("stop", reads=())
-def stop(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+def stop(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
     """Stop the gradient: every input gets exact zeros, also where the incoming gradient is not finite.
 
     ====================== ====================
@@ -33,7 +33,7 @@ def stop(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
 
 
 @rule("identity", reads=(), each=True)
-def identity(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+def identity(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
     """Pass the gradient unchanged to the first input: the straight-through estimator.
 
     ====================== ====================
@@ -56,7 +56,7 @@ def identity(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
 
 
 @rule("scale", reads=(), each=True)
-def scale(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: Number) -> Any:
+def scale(grad: Tensor, inputs: Inputs, output: Tensor, *, factor: Number) -> Any:
     """Multiply the gradient by a number. A factor of 0 gives exact zeros, also for infinite gradients.
 
     ====================== ==============================
@@ -84,7 +84,7 @@ def scale(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: N
 
 
 @rule("reverse", reads=(), each=True)
-def reverse(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor: Number = 1.0) -> Any:
+def reverse(grad: Tensor, inputs: Inputs, output: Tensor, *, factor: Number = 1.0) -> Any:
     """Reverse the gradient: the gradient reversal layer of domain-adversarial training.
 
     ====================== ===============================
@@ -113,9 +113,7 @@ def reverse(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, factor:
 
 
 @rule("noise", reads=(), each=True)
-def noise(
-    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, std: Number, loss_scale: Number = 1.0
-) -> Any:
+def noise(grad: Tensor, inputs: Inputs, output: Tensor, *, std: Number, loss_scale: Number = 1.0) -> Any:
     """Add normal noise to the gradient, drawn from torch's default generator of its device.
 
     ====================== ==========================================

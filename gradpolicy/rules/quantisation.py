@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.rules.registry import rule
+from gradpolicy.rules.registry import Inputs, rule
 from gradpolicy.rules.routing import first_input, to_first
 
 
 @rule("lsq")
 def lsq(
     grad: Tensor,
-    inputs: tuple[Tensor, ...],
+    inputs: Inputs,
     output: Tensor,
     *,
     bits: int = 8,
@@ -66,7 +66,7 @@ def lsq(
 @rule("lsq_plus")
 def lsq_plus(
     grad: Tensor,
-    inputs: tuple[Tensor, ...],
+    inputs: Inputs,
     output: Tensor,
     *,
     bits: int = 8,
@@ -115,7 +115,7 @@ def lsq_plus(
 
 
 @rule("pact")
-def pact(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+def pact(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
     r"""Learn a clipping bound: straight-through inside, the gradient of clipped values for the bound.
 
     ================================================== ================================================
@@ -153,7 +153,7 @@ def pact(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
 
 
 @rule("rotation")
-def rotation(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, dim: int = -1) -> Any:
+def rotation(grad: Tensor, inputs: Inputs, output: Tensor, *, dim: int = -1) -> Any:
     r"""Rotate and scale the gradient as the vector is rotated and scaled onto its code (rotation trick).
 
     ====================================== ==========================================================
@@ -207,7 +207,7 @@ def _divide(numerator: Tensor, length: Tensor) -> Tensor:
     return numerator / torch.where(length > 0, length, 1.0)
 
 
-def _check_inputs(name: str, inputs: tuple[Tensor, ...], *expected: str) -> None:
+def _check_inputs(name: str, inputs: Inputs, *expected: str) -> None:
     if len(inputs) != len(expected):
         raise PolicyError(f"rule {name!r}: expects the inputs ({', '.join(expected)}), got {len(inputs)}")
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.rules.registry import rule
+from gradpolicy.rules.registry import Inputs, rule
 from gradpolicy.rules.routing import first_input, to_first
 
 
@@ -28,7 +28,7 @@ def positive_part(grad: Tensor) -> Tensor:
 
 
 @rule("guided_relu", gradient_filter=positive_part, reads=("output",))
-def guided_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+def guided_relu(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
     """Pass only positive gradients, where the input was positive: guided backpropagation.
 
     =============================== ===============================================
@@ -56,7 +56,7 @@ def guided_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any
 
 
 @rule("deconv_relu", reads=())
-def deconv_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+def deconv_relu(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
     """Pass only positive gradients, whatever the input was: deconvnet backpropagation.
 
     =============================== ===============================================
@@ -80,7 +80,7 @@ def deconv_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any
 
 
 @rule("redirected_relu")
-def redirected_relu(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+def redirected_relu(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
     """Pass the gradient around a ReLU that would give a sample no gradient at all: redirected ReLU.
 
     =============================== ==================================================================

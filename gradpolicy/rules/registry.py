@@ -11,6 +11,8 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError, nearest, shown, unknown
 from gradpolicy.imports import import_by_name, is_allowed, is_limited, lies_in, not_allowed
 
+# The tensors among the arguments of an operation, in the order of its parameters.
+Inputs = tuple[Tensor, ...]
 RuleFunction = Callable[..., Any]
 GradientFilter = Callable[..., Tensor]
 AnyRuleFunction = TypeVar("AnyRuleFunction", bound=RuleFunction)
@@ -82,9 +84,7 @@ class Rule:
             return (_rule_of, (None, values))
         return (_rule_of, (self.name, {k: v for k, v in values.items() if v is not getattr(known, k)}))
 
-    def __call__(
-        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, call: Call | None = None
-    ) -> Any:
+    def __call__(self, grad: Tensor, inputs: Inputs, output: Tensor, call: Call | None = None) -> Any:
         """Apply the rule; the call is for rules with a keyword ``call``."""
         keywords = {"call": call} if call is not None and self.takes_call else {}
         return self.function(grad, inputs, output, **self.parameters, **keywords)

@@ -5,19 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.rules.registry import Call, rule
+from gradpolicy.rules.registry import Call, Inputs, rule
 from gradpolicy.rules.routing import Number, check_above_zero, first_input, on_device_of, to_first
 from gradpolicy.rules.steps import ROUNDING, from_nearest_step, steps_per_unit
 
 
 @rule("soft_round")
 def soft_round(
-    grad: Tensor,
-    inputs: tuple[Tensor, ...],
-    output: Tensor,
-    *,
-    temperature: Number = 0.3,
-    call: Call | None = None,
+    grad: Tensor, inputs: Inputs, output: Tensor, *, temperature: Number = 0.3, call: Call | None = None
 ) -> Any:
     """Use the gradient of soft rounding, a staircase of tanh curves that becomes rounding as T falls to 0.
 
@@ -59,7 +54,7 @@ def soft_round(
 @rule("sigmoid_sum")
 def sigmoid_sum(
     grad: Tensor,
-    inputs: tuple[Tensor, ...],
+    inputs: Inputs,
     output: Tensor,
     *,
     temperature: Number = 0.1,
@@ -108,12 +103,7 @@ def sigmoid_sum(
 
 @rule("soft_sort")
 def soft_sort(
-    grad: Tensor,
-    inputs: tuple[Tensor, ...],
-    output: Any,
-    *,
-    temperature: Number = 1.0,
-    call: Call | None = None,
+    grad: Tensor, inputs: Inputs, output: Any, *, temperature: Number = 1.0, call: Call | None = None
 ) -> Any:
     """Use the gradient of soft sorting, in which each place is a weighted mean of all entries.
 
@@ -163,7 +153,7 @@ def soft_sort(
     return to_first(pull_back(grad)[0], inputs)
 
 
-def _from_step(inputs: tuple[Tensor, ...], call: Call | None) -> tuple[Tensor, Any]:
+def _from_step(inputs: Inputs, call: Call | None) -> tuple[Tensor, Any]:
     """Return the distance to the nearest step in units of their width, and the mean slope."""
     if call is None or call.operation not in ROUNDING:
         call = Call("round")

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, shown
+from gradpolicy.rules.registry import Inputs
 
 # A rule's number: what the user wrote, or the 0-dimensional tensor into which a schedule writes.
 Number = float | Tensor
 
 
-def first_index(inputs: tuple[Tensor, ...]) -> int:
+def first_index(inputs: Inputs) -> int:
     """Return the index of the first floating-point or complex input; 0 if there is none."""
     for index, tensor in enumerate(inputs):
         if tensor.is_floating_point() or tensor.is_complex():
@@ -19,12 +20,12 @@ def first_index(inputs: tuple[Tensor, ...]) -> int:
     return 0
 
 
-def first_input(inputs: tuple[Tensor, ...]) -> Tensor:
+def first_input(inputs: Inputs) -> Tensor:
     """Return the first input that can have a gradient."""
     return inputs[first_index(inputs)]
 
 
-def to_first(gradient: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
+def to_first(gradient: Tensor, inputs: Inputs) -> Tensor:
     """Return the gradient for the first input that can have one, summed where that was broadcast.
 
     If the operation broadcast that input, the gradient is summed over the dimensions that were repeated.

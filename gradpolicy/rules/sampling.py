@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.rules.registry import rule
+from gradpolicy.rules.registry import Inputs, rule
 from gradpolicy.rules.routing import Number, check_above_zero, first_input, on_device_of, to_first
 
 
 @rule("bernoulli")
-def bernoulli(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope: Number = 1.0) -> Any:
+def bernoulli(grad: Tensor, inputs: Inputs, output: Tensor, *, slope: Number = 1.0) -> Any:
     """Pass the gradient straight through random bits, with slope annealing.
 
     ============================= ==============================================================
@@ -55,9 +55,7 @@ def bernoulli(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, slope
 
 
 @rule("gumbel")
-def gumbel(
-    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, temperature: Number = 1.0, dim: int = -1
-) -> Any:
+def gumbel(grad: Tensor, inputs: Inputs, output: Tensor, *, temperature: Number = 1.0, dim: int = -1) -> Any:
     """Use the gradient of a softmax at a temperature for one-hot samples: straight-through Gumbel-softmax.
 
     ======================================= ==================================================
@@ -93,9 +91,7 @@ def gumbel(
 
 
 @rule("reinmax")
-def reinmax(
-    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, temperature: Number = 1.0, dim: int = -1
-) -> Any:
+def reinmax(grad: Tensor, inputs: Inputs, output: Tensor, *, temperature: Number = 1.0, dim: int = -1) -> Any:
     """Use a second-order accurate straight-through gradient for categorical samples: ReinMax.
 
     =================================== =========================================================

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.rules.registry import Call
+from gradpolicy.rules.registry import Call, Inputs
 from gradpolicy.rules.routing import first_input
 
 # Casts to integers, which round towards 0.
@@ -15,7 +15,7 @@ _CASTS = ("byte", "char", "int", "long", "short")
 ROUNDING = ("round", "floor", "ceil", "trunc", "floor_divide", *_CASTS)
 
 
-def from_nearest_step(inputs: tuple[Tensor, ...], call: Call | None) -> Tensor:
+def from_nearest_step(inputs: Inputs, call: Call | None) -> Tensor:
     """Return the first input, counted from the nearest step of the operation.
 
     ``round`` steps half-way between integers, ``floor`` and ``ceil`` at integers, ``trunc`` and casts to

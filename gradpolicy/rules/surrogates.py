@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.rules.registry import Call, rule
+from gradpolicy.rules.registry import Call, Inputs, rule
 from gradpolicy.rules.routing import Number, first_input, on_device_of, to_first
 from gradpolicy.rules.steps import from_nearest_step
 
@@ -31,12 +31,7 @@ def surrogate(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Any]
 
     def register(derivative: Callable[..., Tensor]) -> Callable[..., Any]:
         def backward(
-            grad: Tensor,
-            inputs: tuple[Tensor, ...],
-            output: Tensor,
-            *,
-            call: Call | None = None,
-            **numbers: Any,
+            grad: Tensor, inputs: Inputs, output: Tensor, *, call: Call | None = None, **numbers: Any
         ) -> Any:
             placed = {key: on_device_of(number, grad) for key, number in numbers.items()}
             slope = derivative(from_nearest_step(inputs, call), **placed)
@@ -54,7 +49,7 @@ def surrogate(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Any]
 
 @rule("hardtanh")
 def hardtanh(
-    grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, *, minimum: Number = -1.0, maximum: Number = 1.0
+    grad: Tensor, inputs: Inputs, output: Tensor, *, minimum: Number = -1.0, maximum: Number = 1.0
 ) -> Any:
     """Pass the gradient where the input lies within a range, ends included: clipped straight-through.
 
