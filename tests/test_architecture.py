@@ -68,10 +68,8 @@ def test_the_picture_shows_every_room_and_no_other() -> None:
 
 SHARED_NAMES = {
     "base.py": "what the files of its folder have in common",
-    "binary.py": "rules, and the task that trains with them",
     "resume.py": "the subcommand, and what it does by Lightning",
     "sampling.py": "rules for draws, and how draws are found",
-    "spiking.py": "rules, and the task that trains with them",
 }
 
 
