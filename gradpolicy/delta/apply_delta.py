@@ -1,4 +1,4 @@
-"""Applying a delta file to a model, and taking it back."""
+"""Apply a delta file to a model, and revert it."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from gradpolicy.errors import PolicyError, shortened
 
 
 def apply(model: nn.Module | State, path: str | Path) -> None:
-    """Writes a file's changes into its base, in place.
+    """Write a file's changes into its base, in place.
 
     Nothing is written unless every parameter and buffer has the base's bits.
 
@@ -27,7 +27,7 @@ def apply(model: nn.Module | State, path: str | Path) -> None:
 
 
 def revert(model: nn.Module | State, path: str | Path) -> None:
-    """Takes a file's changes back, in place: every bit is the base's again.
+    """Take a file's changes back, in place: every bit is the base's again.
 
     Nothing is written unless the result is the base.
 
@@ -43,7 +43,7 @@ def revert(model: nn.Module | State, path: str | Path) -> None:
 
 
 def _move(model: nn.Module | State, path: str | Path, start: int, end: int) -> None:
-    """Writes the values of one side, if the model is the base with those of the other."""
+    """Write the values of one side, if the model is the base with those of the other."""
     delta = read(path)
     tensors = tensors_of(model)
     check_same_tensors(tensors, delta.base, "delta: the model", f"the base of {path}")

@@ -3,7 +3,7 @@
 Tensors, for each tensor NAME that changed:
 
 - ``values:NAME``: the base's values and the new ones; see :class:`gradpolicy.delta.change.Change`;
-- ``gaps:NAME``: the lines that they belong to; see :mod:`gradpolicy.delta.gaps`.
+- ``gaps:NAME``: the lines that they belong to; see :func:`gradpolicy.delta.change.encode`.
 
 Metadata: ``format``; ``base``: JSON, the digest, dtype and shape of every tensor of the base; ``same``: JSON,
 names that share the tensor of another name; ``checksum``: over all of this.
@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +24,10 @@ from torch import Tensor
 
 from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.checks import check_free
-from gradpolicy.delta.change import Change, widths_of
-from gradpolicy.delta.gaps import decode, encode
+from gradpolicy.delta.change import Change, decode, encode, widths_of
 from gradpolicy.delta.state import DTYPES, Print, Prints, content_of, fingerprint
-from gradpolicy.errors import PolicyError, brief, shown
+from gradpolicy.errors import PolicyError, brief, shown, under
+from gradpolicy.whole_file import written_whole
 
 FORMAT = "gradpolicy.delta 2"
 # The metadata that tells a delta, of any version, and the base that a run keeps beside it.
@@ -55,12 +54,8 @@ class Delta:
         return fingerprint(self.base)
 
 
-class _DamagedError(Exception):
-    """Damage of a file: a clause that follows "is damaged: "."""
-
-
 def write(path: str | Path, delta: Delta) -> None:
-    """Writes a file; a delta that is there already is replaced once the new one is whole.
+    """Write a file; a delta that is there already is replaced once the new one is whole.
 
     Raises:
         PolicyError: If it cannot be written, or something else is there.
@@ -81,7 +76,7 @@ def write(path: str | Path, delta: Delta) -> None:
 
 
 def check_replaceable(path: str | Path, mark: tuple[str, str] | None = DELTA_MARK) -> None:
-    """Makes sure that nothing is lost when a file is written.
+    """Make sure that nothing is lost when a file is written.
 
     Args:
         path: The file.
@@ -107,12 +102,12 @@ def _has_mark(path: Path, mark: tuple[str, str]) -> bool:
 def write_safetensors(
     path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str], mark: tuple[str, str] | None
 ) -> None:
-    """Writes a safetensors file, whole or not at all.
+    """Write a safetensors file, whole or not at all.
 
     Args:
         path: The file; see :func:`check_replaceable`.
-        tensors: What it holds.
-        metadata: What its header says.
+        tensors: The tensors.
+        metadata: The metadata in its header.
         mark: The metadata by which a file that is there may be replaced.
 
     Raises:
@@ -121,24 +116,18 @@ def write_safetensors(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        part.touch()
-        mode = part.stat().st_mode
-        save_file(tensors, part, metadata)
-        # safetensors makes files that nobody else may read.
-        part.chmod(mode)
-        check_replaceable(path, mark)
-        os.replace(part, path)
+        with written_whole(Path(path)) as file:
+            save_file(tensors, file.name, metadata)
+            # safetensors makes files that nobody else may read.
+            os.chmod(file.name, os.fstat(file.fileno()).st_mode)
+            check_replaceable(path, mark)
     except (OSError, SafetensorError) as error:
         raise PolicyError(f"delta: {path} cannot be written: {brief(str(error), most=120)}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def read(path: str | Path) -> Delta:
-    """Reads a file and checks all that it says.
+    """Read a file and check its whole content.
 
     Raises:
         PolicyError: If it cannot be read, is no such file, or is damaged.
@@ -150,83 +139,69 @@ def read(path: str | Path) -> Delta:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise PolicyError(f"delta: {path} is no file of gradpolicy.delta{_other_format(metadata)}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return _checked(tensors, metadata)
+        given = metadata.get("format", "")
+        if given == FORMAT:
+            return _checked(tensors, metadata)
     except OSError as error:
         raise PolicyError(f"delta: {path} cannot be read: {error.strerror or error}") from error
-    except (_DamagedError, SafetensorError) as error:
+    except (SafetensorError, ValueError) as error:
         raise PolicyError(f"delta: {path} is damaged: {brief(str(error), most=120)}") from error
-
-
-def _other_format(metadata: Mapping[str, str]) -> str:
-    given = metadata.get("format", "")
-    return f": it is {shown(given)}, and {FORMAT!r} is read" if given.startswith("gradpolicy") else ""
+    other = f": it is {shown(given)}, and {FORMAT!r} is read" if given.startswith("gradpolicy") else ""
+    raise PolicyError(f"delta: {path} is no file of gradpolicy.delta{other}")
 
 
 def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
-    for key, tensor in tensors.items():
-        if tensor.dtype not in DTYPES.values():
-            raise _DamagedError(f"it holds {shown(key)} as {tensor.dtype}")
-    given = metadata.pop("checksum", None)
-    if given != _checksum(tensors, metadata):
-        raise _DamagedError("its content differs from its checksum")
-    base = _read_base(_parsed(metadata, "base"))
+    """Return the content of a file.
+
+    Raises:
+        ValueError: If it is damaged; the message is a clause that follows "is damaged: ".
+    """
+    if metadata.pop("checksum", None) != _checksum(tensors, metadata):
+        raise ValueError("its content differs from its checksum")
+    base = {name: _print(name, entry) for name, entry in _table(metadata, "base").items()}
     changes = {}
     for key in tensors:
         kind, _, name = key.partition(":")
         whole = {f"{_VALUES}:{name}", f"{_GAPS}:{name}"} <= tensors.keys()
         if kind not in (_VALUES, _GAPS) or name not in base or not whole:
-            raise _DamagedError(f"it holds {shown(key)}, which belongs to no tensor of the base")
-        try:
-            changes[name] = _read_change(base[name], tensors[f"{_VALUES}:{name}"], tensors[f"{_GAPS}:{name}"])
-        except PolicyError as error:
-            raise _DamagedError(f"{shown(name)}: {error}") from error
+            raise ValueError(f"it holds {shown(key)}, which belongs to no tensor of the base")
+        with under(shown(name)):
+            changes[name] = _change(base[name], tensors[f"{_VALUES}:{name}"], tensors[f"{_GAPS}:{name}"])
     shared = {}
-    for name, owner in _parsed(metadata, "same").items():
-        if not isinstance(owner, str) or owner not in changes or name in changes:
-            raise _DamagedError(f"{shown(name)} cannot be the same as {shown(owner)}")
-        if base.get(name) != base[owner]:
-            raise _DamagedError(f"{shown(name)} is not the same as {shown(owner)} in the base")
+    for name, owner in _table(metadata, "same").items():
+        valid = isinstance(owner, str) and owner in changes and name not in changes
+        if not (valid and base.get(name) == base[owner]):
+            raise ValueError(f"{shown(name)} cannot be the same as {shown(owner)}")
         shared[name] = changes[owner]
     return Delta(base, dict(sorted({**changes, **shared}.items())))
 
 
-def _parsed(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
+def _table(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
     try:
         found = json.loads(metadata[key])
-    # json raises ValueError, and RecursionError for what is nested too deeply.
+    # json raises RecursionError for what is nested too deeply.
     except (KeyError, ValueError, RecursionError) as error:
-        raise _DamagedError(f"its metadata {key!r} cannot be read") from error
+        raise ValueError(f"its metadata {key!r} cannot be read") from error
     if not isinstance(found, dict):
-        raise _DamagedError(f"its metadata {key!r} is no table")
+        raise ValueError(f"its metadata {key!r} is no table")
     return found
 
 
-def _read_base(found: dict[str, Any]) -> dict[str, Print]:
-    base = {}
-    for name, entry in found.items():
-        match entry:
-            case [str(digest), str(kind), list(shape)] if (
-                re.fullmatch("[0-9a-f]{16}", digest)
-                and kind in DTYPES
-                and all(type(size) is int and 0 <= size <= _LARGEST for size in shape)
-                and math.prod(shape) <= _LARGEST
-            ):
-                base[name] = Print(digest, kind, tuple(shape))
-            case _:
-                raise _DamagedError(f"it describes the base's {shown(name)} as {shown(entry)}")
-    return base
+def _print(name: str, entry: Any) -> Print:
+    match entry:
+        case [str(digest), str(kind), list(shape)] if kind in DTYPES and all(
+            type(size) is int and 0 <= size <= _LARGEST for size in shape
+        ):
+            return Print(digest, kind, tuple(shape))
+    raise ValueError(f"it describes the base's {shown(name)} as {shown(entry)}")
 
 
-def _read_change(of: Print, values: Tensor, gaps: Tensor) -> Change:
+def _change(of: Print, values: Tensor, gaps: Tensor) -> Change:
     if values.dtype != DTYPES[of.dtype]:
         raise PolicyError(f"its values are {values.dtype}, the base's are {of.dtype}")
-    if not values.numel():
-        raise PolicyError("there are no values")
     shape = tuple(values.shape)
-    if len(shape) != 3 or shape[0] != 2 or shape[2] not in widths_of(of.shape):
+    if not values.numel() or len(shape) != 3 or shape[0] != 2 or shape[2] not in widths_of(of.shape):
         raise PolicyError(f"its values have the shape {shape}, which no lines of {of.shape} have")
     lines = decode(gaps, math.prod(of.shape) // shape[2])
     if len(lines) != shape[1]:

@@ -3,14 +3,12 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from gradpolicy.delta.file import Delta, read
 from gradpolicy.delta.state import DTYPES
 from gradpolicy.display import Displayed
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,8 @@ class Info(Displayed):
         """Number of entries that have a value in the file."""
         return sum(tensor.stored for tensor in self.tensors)
 
-    def __rich__(self) -> "RenderableType":
+    def __rich__(self) -> Table:
         """Return a table with a row for each tensor."""
-        from rich.table import Table
-
         title = (
             f"{self.path.name}: {self.stored:,} of {self.entries:,} entries, {self.bytes:,} bytes "
             f"({self.bytes / max(self.base_bytes, 1):.2%} of the model's), base {self.base}"

@@ -10,11 +10,10 @@ from gradpolicy.delta.change import BASE, NEW, Change, bits, of_entries
 from gradpolicy.delta.file import Delta, check_replaceable, read, write
 from gradpolicy.delta.info import Info, describe
 from gradpolicy.errors import PolicyError, shortened, shown
-from gradpolicy.finite import all_finite
 
 
 def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path) -> Info:
-    """Writes a file with the changes of several, each with its weight.
+    """Write a file with the changes of several, each with its weight.
 
     ``new = base + Σ_k weight_k · (new_k − base)``, in float64, then rounded to the tensor's dtype. An entry
     that one file alone changes, with weight 1, keeps its bits.
@@ -72,29 +71,23 @@ def _merged(name: str, parts: list[tuple[Change, float]]) -> Change:
     """Return the sum of the changes of one tensor, each with its weight."""
     if len(parts) == 1 and parts[0][1] == 1.0:
         return parts[0][0]
-    first = parts[0][0]
-    each = [change.entries() for change, _ in parts]
-    total_size = math.prod(first.shape)
-    entries = torch.arange(total_size) if total_size in map(len, each) else torch.cat(each).unique()
-    dtype = first.values.dtype
-    both = torch.zeros(2, len(entries), dtype=dtype)
+    shape, dtype = parts[0][0].shape, parts[0][0].values.dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    moved = torch.zeros(len(entries), dtype=wide)
-    # How many files change an entry, and whether its one change is to be taken as it is.
-    count = torch.zeros(len(entries), dtype=torch.int32)
-    exact = torch.zeros(len(entries), dtype=torch.bool)
-    for (change, weight), own in zip(parts, each, strict=True):
-        places = torch.searchsorted(entries, own)
-        values = change.values.reshape(2, -1)
-        moved[places] += weight * (values[NEW].to(wide) - values[BASE].to(wide))
-        bits(both[BASE])[places] = bits(values[BASE])
-        bits(both[NEW])[places] = bits(values[NEW])
-        count[places] += 1
-        exact[places] = weight == 1.0
-    exact &= count == 1
-    mixed = both[BASE].to(wide) + moved
+    both = torch.zeros(2, math.prod(shape), dtype=dtype)
+    moved = torch.zeros(both.shape[1], dtype=wide)
+    # 0 where no file changes an entry, 1 where its one change is taken as it is.
+    count = torch.zeros(both.shape[1], dtype=torch.int32)
+    for change, weight in parts:
+        own, values = change.entries(), change.values.reshape(2, -1)
+        moved[own] += weight * (values[NEW].to(wide) - values[BASE].to(wide))
+        bits(both[BASE])[own] = bits(values[BASE])
+        bits(both[NEW])[own] = bits(values[NEW])
+        count[own] += 1 if weight == 1.0 else 2
+    computed = count > 1
+    mixed = both[BASE][computed].to(wide) + moved[computed]
     rounded = (mixed if dtype.is_floating_point or dtype.is_complex else mixed.round()).to(dtype)
-    if not all_finite([rounded.to(wide)[~exact]]):
+    if not torch.isfinite(rounded.to(wide)).all():
         raise PolicyError(f"delta.merge: {shown(name)} would hold values that are not finite")
-    bits(both[NEW])[~exact] = bits(rounded)[~exact]
-    return of_entries(first.shape, entries, both)
+    bits(both[NEW])[computed] = bits(rounded)
+    entries = count.nonzero().flatten()
+    return of_entries(shape, entries, both[:, entries])

@@ -1,4 +1,4 @@
-"""Writing a delta file: the differences of a model from its base."""
+"""Write a delta file: the differences of a model from its base."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from gradpolicy.tensors.sharding import local_shard
 
 
 def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) -> Info:
-    """Writes a file of what changed from a base to a model: parameters and buffers.
+    """Write a file of what changed from a base to a model: parameters and buffers.
 
     Args:
         path: The safetensors file; a delta that is there is replaced, and no other file.

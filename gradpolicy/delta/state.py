@@ -63,7 +63,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def overwrite(tensor: Tensor, values: Tensor) -> None:
-    """Writes whole values into a tensor on any device, sharded or not."""
+    """Write whole values into a tensor on any device, sharded or not."""
     with torch.no_grad():
         if is_sharded(tensor):
             tensor, values = local_shard(tensor), local_shard(shard_like(values, tensor))
@@ -84,7 +84,7 @@ def fingerprint(prints: Prints) -> str:
 
 
 def check_same_tensors(names: Iterable[str], expected: Iterable[str], owner: str, other: str) -> None:
-    """Makes sure that two states have the same names.
+    """Make sure that two states have the same names.
 
     Args:
         names: Names of the one.

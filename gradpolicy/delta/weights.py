@@ -13,7 +13,7 @@ ENDING = ".safetensors"
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Reads a state_dict, without running what is in the file.
+    """Read a state_dict, without running what is in the file.
 
     Args:
         path: A ``.safetensors`` file, or what ``torch.save`` wrote: a state_dict, or a checkpoint that holds
@@ -42,7 +42,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def write_weights(path: str | Path, tensors: dict[str, Tensor], *, is_base: bool = False) -> None:
-    """Writes a state_dict as a safetensors file.
+    """Write a state_dict as a safetensors file.
 
     Args:
         path: The file; none is overwritten.
