@@ -10,38 +10,27 @@ from gradpolicy.where import STEP_OPERATIONS
 
 
 def test_what_is_a_policys_own_may_be_positional():
+    rules = {
+        gp.StraightThrough("tanh"): ("tanh", {}),
+        gp.StraightThrough("tanh", parameters={"slope": 3.0}): ("tanh", {"slope": 3.0}),
+        gp.Scale(0.5, modules="a"): ("scale", {"factor": 0.5}),
+        gp.Reverse(2.0, modules="a"): ("reverse", {"factor": 2.0}),
+        gp.UseRule("gate", ops="where"): ("gate", {}),
+        gp.Clip(norm=2, per_sample=True, modules="a"): ("clip_norm", {"norm": 2.0, "per_sample": True}),
+        gp.Clip(value=0.1, modules="a"): ("clip_value", {"value": 0.1}),
+    }
+    assert {policy: (policy.rule.name, policy.rule.parameters) for policy in rules} == rules
     assert gp.Stop("zero", modules="a").mode == "zero"
-    assert gp.StraightThrough("tanh").rule.name == "tanh"
-    assert gp.Scale(0.5, modules="a").rule.parameters == {"factor": 0.5}
-    assert gp.Reverse(2.0, modules="a").rule.parameters == {"factor": 2.0}
-    assert gp.UseRule("gate", ops="where").rule.name == "gate"
     assert gp.Freeze(torch.tensor(True)).params == ("*",)
 
 
-def test_unless_told_otherwise_guided_and_deconv_mean_every_relu_and_straight_through_every_step():
+def test_policies_have_defaults_for_where_and_when():
     assert gp.Guided().ops == gp.Deconv().ops == ("relu",)
     assert gp.StraightThrough().ops == STEP_OPERATIONS
     assert gp.StraightThrough().rule.name == "identity"
-
-
-def test_policies_hold_in_fit_unless_told_otherwise():
     assert gp.Guided().when == gp.When()
     when = gp.When(phases="test")
     assert gp.Guided(when=when).when is when
-
-
-def test_clip_makes_the_rule_that_its_bound_means():
-    by_norm, by_value = gp.Clip(norm=2, per_sample=True, modules="a"), gp.Clip(value=0.1, modules="a")
-    assert (by_norm.rule.name, by_norm.rule.parameters) == ("clip_norm", {"norm": 2.0, "per_sample": True})
-    assert (by_value.rule.name, by_value.rule.parameters) == ("clip_value", {"value": 0.1})
-
-
-def test_parameters_reach_the_rule():
-    assert gp.StraightThrough("tanh", parameters={"slope": 3.0}).rule.parameters == {"slope": 3.0}
-    schedule = gp.schedules.Linear(1, 3, steps=10)
-    assert gp.UseRule("tanh", parameters={"slope": schedule}, ops="sign").rule.parameters == {
-        "slope": schedule
-    }
 
 
 @pytest.mark.parametrize(
@@ -88,6 +77,18 @@ def test_a_policy_can_be_pickled_and_tells_what_it_is(policy):
         (lambda: gp.Clip(value=1.0, per_sample=True, modules="a"), r"Clip.per_sample: goes with norm="),
         (lambda: gp.Freeze(torch.tensor(True), frozen_state="keeep"), r"Freeze.frozen_state: .*'keep'"),
         (lambda: gp.Freeze(torch.tensor(True), bias_correction="row"), r"Freeze.bias_correction: unknown"),
+        (
+            lambda: gp.Freeze(torch.tensor(True), params=None),
+            r"Freeze\.params: names no parameter; '\*' means",
+        ),
+        (lambda: gp.Freeze(torch.tensor(True), params=[]), r"Freeze\.params: names no parameter; '\*' means"),
+        # Arguments that a policy does not have.
+        (lambda: gp.Scale(2.0, module="fc"), "Scale: takes no argument 'module'; did you mean 'modules'"),
+        (lambda: gp.Scale(facter=2.0, modules="fc"), "Scale: .*'facter'; did you mean 'factor'"),
+        (lambda: gp.StraightThrough(surogate="a"), "StraightThrough: .*'surogate'; did you mean 'surrogate'"),
+        (lambda: gp.Freeze(torch.tensor(True), param="x"), "Freeze: .*'param'; did you mean 'params'"),
+        (lambda: gp.Freeze(masks=torch.tensor(True)), "Freeze: .*'masks'; did you mean 'mask'"),
+        (lambda: gp.When(phase="fit"), "When: takes no argument 'phase'; did you mean 'phases'"),
     ],
 )
 def test_wrong_input_names_the_key(make, message):
@@ -95,49 +96,18 @@ def test_wrong_input_names_the_key(make, message):
         make()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: gp.Scale(2.0, module="fc"), "Scale: takes no argument 'module'; did you mean 'modules'"),
-        (
-            lambda: gp.Scale(facter=2.0, modules="fc"),
-            "Scale: takes no argument 'facter'; did you mean 'factor'",
-        ),
-        (
-            lambda: gp.StraightThrough(surogate="tanh"),
-            "StraightThrough: .*'surogate'; did you mean 'surrogate'",
-        ),
-        (lambda: gp.Freeze(torch.tensor(True), param="x"), "Freeze: .*'param'; did you mean 'params'"),
-        (lambda: gp.Freeze(masks=torch.tensor(True)), "Freeze: .*'masks'; did you mean 'mask'"),
-        (lambda: gp.When(phase="fit"), "When: takes no argument 'phase'; did you mean 'phases'"),
-    ],
-)
-def test_an_unknown_argument_is_refused_by_name_with_the_nearest(make, message):
-    with pytest.raises(PolicyError, match=message):
-        make()
-
-
-def test_a_policy_of_ones_own_takes_its_own_arguments_beside_those_of_its_base():
+def test_a_policy_of_ones_own_takes_its_arguments_and_those_that_it_passes_on():
     class Halve(gp.Scale):
         def __init__(self, *, twice: bool = False, **where_and_when):
             super().__init__(0.25 if twice else 0.5, **where_and_when)
 
-    assert Halve(twice=True, modules="a").rule.parameters == {"factor": 0.25}
-    with pytest.raises(PolicyError, match="Halve: takes no argument 'twise'; did you mean 'twice'"):
-        Halve(twise=True, modules="a")
-
-
-def test_a_policy_of_ones_own_may_say_itself_where_it_acts():
     class HalveTrunk(gp.Scale):
         def __init__(self):
             super().__init__(0.5, modules="trunk")
 
+    assert Halve(twice=True, modules="a").rule.parameters == {"factor": 0.25}
+    with pytest.raises(PolicyError, match="Halve: takes no argument 'twise'; did you mean 'twice'"):
+        Halve(twise=True, modules="a")
     assert HalveTrunk().modules == ("trunk",)
     with pytest.raises(PolicyError, match="HalveTrunk: takes no argument 'modules'"):
         HalveTrunk(modules="head")
-
-
-@pytest.mark.parametrize("params", [None, []])
-def test_freeze_without_a_pattern_is_refused(params):
-    with pytest.raises(PolicyError, match=r"Freeze\.params: names no parameter; '\*' means all"):
-        gp.Freeze(torch.tensor(True), params=params)

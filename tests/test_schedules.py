@@ -32,12 +32,8 @@ def test_a_ramp_follows_its_curve(kind: type, start: float, stop: float) -> None
     for count in range(60):
         passed = min(max((count - 10) / 40, 0), 1)
         assert ramp(count) == pytest.approx(stop + (start - stop) * CURVES[kind](passed), abs=1e-12)
-
-
-def test_a_ramp_holds_its_ends_exactly() -> None:
-    for kind in CURVES:
-        ramp = kind(0.7, 0.3, steps=5, begin=2)
-        assert (ramp(0), ramp(2), ramp(7), ramp(99)) == (0.7, 0.7, 0.3, 0.3)
+    # Its ends are exact.
+    assert (ramp(0), ramp(10), ramp(50), ramp(99)) == (start, start, stop, stop)
 
 
 def test_exponential_keeps_the_ratio():
@@ -78,11 +74,6 @@ def test_yaml_may_nest_a_schedule_within_a_rules_parameters():
         assert instantiate(config).rule.parameters == {"slope": Linear(1, 2, 4)}
 
 
-def test_schedules_are_found_under_the_package():
-    assert gp.schedules.Ganin is Ganin
-    assert "schedules" in dir(gp)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -92,13 +83,9 @@ def test_schedules_are_found_under_the_package():
         (lambda: Cosine(math.nan, 1, 1), "Cosine.start: must be a finite number"),
         (lambda: Exponential(-1, 1, 1), "Exponential: start and stop must be of one sign"),
         (lambda: Exponential(0, 1, 1), "Exponential: start and stop must be of one sign"),
+        (lambda: Cubic(1.0, stp=0.1, steps=3), "Cubic: takes no argument 'stp'; did you mean 'stop'"),
     ],
 )
 def test_wrong_input_names_the_key(make, message):
     with pytest.raises(gp.PolicyError, match=message):
         make()
-
-
-def test_an_unknown_argument_names_the_nearest() -> None:
-    with pytest.raises(gp.PolicyError, match="Cubic: takes no argument 'stp'; did you mean 'stop'"):
-        Cubic(1.0, stp=0.1, steps=3)

@@ -8,25 +8,17 @@ from hypothesis import strategies as st
 from gradpolicy import PolicyError, When
 
 
-def test_by_default_it_holds_at_every_step_of_fitting_only():
+def test_phase_and_unit_decide_what_counts():
     assert When().active(step=0)
     assert When().active(phase="fit", step=10**6)
     assert not When().active(phase="test")
-
-
-def test_epochs_count_where_the_unit_says_so():
-    when = When(start=2, unit="epoch")
-    assert not when.active(step=100, epoch=1)
-    assert when.active(step=0, epoch=2)
-
-
-def test_outside_fitting_only_the_phase_counts():
-    when = When(phases=("test", "predict"), start=100)
-    assert when.active(phase="test", step=0)
-    assert not when.active(phase="fit", step=200)
-
-
-def test_one_phase_may_be_a_plain_name():
+    epochs = When(start=2, unit="epoch")
+    assert not epochs.active(step=100, epoch=1)
+    assert epochs.active(step=0, epoch=2)
+    # Outside of fitting only the phase counts.
+    outside = When(phases=("test", "predict"), start=100)
+    assert outside.active(phase="test", step=0)
+    assert not outside.active(phase="fit", step=200)
     assert When(phases="validate") == When(phases=["validate"])
 
 

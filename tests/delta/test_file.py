@@ -54,15 +54,11 @@ def refused(path: Path) -> str:
     return line
 
 
-def test_every_changed_bit_is_found(whole_file: Path, tmp_path: Path) -> None:
+def test_every_changed_bit_and_missing_or_added_byte_is_found(whole_file: Path, tmp_path: Path) -> None:
     raw, path = whole_file.read_bytes(), tmp_path / "damaged"
     for place in range(0, len(raw), 7):
         path.write_bytes(raw[:place] + bytes([raw[place] ^ 4]) + raw[place + 1 :])
         assert "delta: " in refused(path)
-
-
-def test_every_missing_or_added_byte_is_found(whole_file: Path, tmp_path: Path) -> None:
-    raw, path = whole_file.read_bytes(), tmp_path / "damaged"
     for content in (*(raw[:size] for size in range(0, len(raw), 50)), raw[:-1], raw + b"\0"):
         path.write_bytes(content)
         assert "is damaged" in refused(path)
@@ -106,11 +102,9 @@ MADE_UP: dict[str, tuple[Callable[[Content, Metadata], None], str]] = {
         "index 30 is out of range, there are 30",
     ),
     "gap_without_end": (replaced("gaps:a", torch.tensor([3, 255], dtype=torch.uint8)), "has no end"),
-    "gaps_of_floats": (replaced("gaps:a", torch.zeros(2)), "gaps must be"),
     "gaps_of_two_dimensions": (replaced("gaps:a", torch.zeros(2, 1, dtype=torch.uint8)), "gaps must be"),
     "too_few_values": (replaced("values:a", torch.zeros(2, 1, 1)), "shape"),
     "no_values": (replaced("values:a", torch.zeros(2, 0, 1)), "which no lines of"),
-    "one_side": (replaced("values:b", torch.zeros(1, 1, 4)), "shape"),
     "other_rows": (replaced("values:c", torch.zeros(2, 2, 4)), "shape"),
     "other_dtype": (replaced("values:b", torch.zeros(2, 1, 4).half()), "its values are torch.float16"),
     "unknown_name": (replaced("values:e", torch.zeros(2, 4)), "'values:e', which belongs to no tensor"),
@@ -118,9 +112,7 @@ MADE_UP: dict[str, tuple[Callable[[Content, Metadata], None], str]] = {
         lambda content, _: content.__delitem__("values:a"),
         "'gaps:a', which belongs to no tensor",
     ),
-    "no_kind": (replaced("a", torch.zeros(2)), "'a', which belongs to no tensor"),
     "no_base": (lambda _, metadata: metadata.__delitem__("base"), "'base' cannot be read"),
-    "no_json": (lambda _, metadata: metadata.update(base="{"), "'base' cannot be read"),
     "deep_json": (lambda _, metadata: metadata.update(base=DEEP), "'base' cannot be read"),
     "no_table": (lambda _, metadata: metadata.update(same="[]"), "'same' is no table"),
     "negative_size": (
@@ -128,13 +120,7 @@ MADE_UP: dict[str, tuple[Callable[[Content, Metadata], None], str]] = {
         "describes the base's 'b'",
     ),
     "huge_size": (altered("base", lambda base: base["b"][2].append(2**63)), "describes the base's 'b'"),
-    "size_true": (
-        altered("base", lambda base: base["b"][2].__setitem__(0, True)),
-        "describes the base's 'b'",
-    ),
     "strange_dtype": (altered("base", lambda base: base["b"].__setitem__(1, "object")), "describes"),
-    "base_is_text": (altered("base", lambda base: base.update(b="b")), "describes the base's 'b'"),
-    "same_as_nothing": (altered("same", lambda same: same.update(d="e")), "cannot be the same as 'e'"),
     "same_as_a_list": (altered("same", lambda same: same.update(d=[])), "cannot be the same as"),
     "same_as_itself": (altered("same", lambda same: same.update(a="a")), "cannot be the same as 'a'"),
     "same_of_nothing": (altered("same", lambda same: same.update(e="a")), "cannot be the same as 'a'"),
@@ -170,12 +156,11 @@ def test_wrong_values_of_the_base_are_found_before_anything_is_written(
     assert not any(tensor.any() for tensor in model.values())
 
 
-def test_others_may_read_the_file(whole_file: Path, tmp_path: Path) -> None:
+def test_others_may_read_the_file_and_a_place_that_cannot_be_written_is_named(
+    whole_file: Path, tmp_path: Path
+) -> None:
     (tmp_path / "plain").touch()
     assert whole_file.stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"nowhere.x\.safetensors cannot be written"):
         gp.delta.save(tmp_path / "nowhere" / "x.safetensors", {"a": torch.ones(3)}, {"a": torch.zeros(3)})
 
