@@ -50,15 +50,12 @@ def finished(runs: list[Run]) -> list[Run]:
     return runs
 
 
-def test_the_base_of_a_seed_comes_first_and_the_rows_start_from_it(runs: list[Run], tmp_path: Path) -> None:
+def test_the_base_of_a_seed_comes_first_and_results_count_for_their_settings_only(
+    runs: list[Run], tmp_path: Path
+) -> None:
     assert [(run.row, run.seed) for run in runs[:4]] == [("base", 0), ("slow", 0), ("fast", 0), ("base", 1)]
     assert f"ckpt_path='{tmp_path}/base/seed-1/best.ckpt'" in runs[4].overrides
     assert "seed=1" in runs[4].overrides
-
-
-def test_a_run_with_other_settings_or_a_damaged_result_is_not_finished(
-    runs: list[Run], tmp_path: Path
-) -> None:
     pretend(runs[1])
     assert runs[1].result is not None
     again = list(runs_of(TWO_WAYS, [0], tmp_path, ["trainer.max_epochs=9"]))
@@ -77,17 +74,14 @@ def test_the_table_has_means_and_sample_standard_deviations_of_finished_runs(fin
         "| slow | 2.50 ± 1.80 | 3 ± 1 | 3 |",
         "| fast | 0.50 ± 0.00 | – | 3 |",
     ]
+    with pytest.raises(PolicyError, match="none of the runs"):
+        table_of(TWO_WAYS, [])
     (finished[4].directory / RESULT).unlink()
     table = table_of(TWO_WAYS, finished)
     assert table.loc["slow", ("mean", "loss")] == pytest.approx((1.0 + 4.5) / 2)
     assert table.loc["slow", ("seeds", "")] == 2
     # One seed has no spread.
     assert "| slow | 1.00 | 2 | 1 |" in markdown(TWO_WAYS, table_of(TWO_WAYS, finished[:2]))
-
-
-def test_no_finished_run_at_all_is_an_error(runs: list[Run]) -> None:
-    with pytest.raises(PolicyError, match="none of the runs"):
-        table_of(TWO_WAYS, runs)
 
 
 def test_a_band_holds_the_steps_that_all_seeds_have(finished: list[Run]) -> None:
@@ -141,9 +135,6 @@ def test_a_run_that_fails_says_why_and_names_its_log(
     assert "wrong with seed 0: " in message
     assert "no such policy" in message
     assert "no such policy" in (tmp_path / "wrong/seed-0.log").read_text()
-
-
-def test_an_unknown_comparison_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["fashon"]) == 2
     assert "did you mean 'fashion'" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ import gradpolicy.launch.run as launch
 from fuzz import fuzz
 from fuzzing import commands, policies
 from fuzzing.case import ACCEPT, EITHER, REFUSE, Case, Expectation, command
-from fuzzing.dangers import FILES, RunsWhenRead, allowed
+from fuzzing.dangers import FILES, RunsWhenRead
 from fuzzing.judging import ACCEPTED, FAULT, REFUSED, judge, same
 from fuzzing.running import run_case
 from fuzzing.values import written
@@ -118,24 +118,16 @@ def is_killed(arguments: Sequence[str]) -> int:
 KEEP = Path("guarded/keep.txt")
 FAULTS: dict[str, tuple[Callable, str]] = {
     "two lines": (refuses("error: seed\nmore of it"), "2 lines instead of one"),
-    "no line": (refuses(""), "0 lines instead of one"),
     "an empty message": (refuses("error: "), "an empty message"),
     "a long line": (refuses(f"error: {'a' * 600}"), "a line of 607 characters"),
     "torch's advice": (refuses("error: load it with weights_only=False"), "weights_only"),
     "a stumble": (refuses("error: trainer: KeyError: 'loops'"), "stumbled"),
-    "an address": (refuses("error: no <object object at 0x7f12e03ab560>"), "stumbled"),
     "another key": (refuses("error: optimizer: is wrong"), "names none of 'seed'"),
     "an error": (crashes, "exit code 1"),
-    "an exit code": (refuses(code=130), "exit code 130"),
     "a traceback": (prints_a_traceback, "a traceback"),
     "a signal": (is_killed, "ended by signal 9"),
     "a folder": (first(lambda: Path("outputs").mkdir()), "left behind: outputs is new"),
-    "a folder of a plan": (
-        first(lambda: Path("outputs").mkdir(), runs(RIGHT)),
-        "left behind: outputs is new",
-    ),
     "a write": (first(lambda: KEEP.write_text("yours")), "left behind: guarded/keep.txt was changed"),
-    "a removal": (first(KEEP.unlink), "left behind: guarded/keep.txt is gone"),
     "an import": (first(lambda: __import__("stranger")), "left behind: canary is new"),
     "no run": (lambda arguments: 0, "accepted, but nothing was run"),
 }
@@ -158,12 +150,8 @@ def test_a_program_that_hangs_is_killed_and_a_fault(judged) -> None:
 FORBIDDEN = {
     "os.system": lambda: os.system("touch canary"),
     "subprocess.Popen": lambda: subprocess.run(["touch", "canary"]),
-    "os.posix_spawn": lambda: os.posix_spawn("/usr/bin/touch", ["touch", "canary"], {}),
-    "os.exec": lambda: os.execvp("touch", ["touch", "canary"]),
     "os.system, unpickled": lambda: pickle.loads(pickle.dumps(RunsWhenRead())),
     "open": lambda: Path("/tmp/written by the fuzzer").write_text(""),
-    "os.mkdir": lambda: os.mkdir("/tmp/made by the fuzzer"),
-    "os.remove": lambda: os.remove("/tmp/../nothing"),
     "os.rename": lambda: os.rename("guarded", "/tmp/moved by the fuzzer"),
     "os.fork": lambda: [os.fork() or os._exit(0) for _ in range(20)],
 }
@@ -238,12 +226,6 @@ def test_cases_are_of_many_sorts(cases: Callable) -> None:
     keep()
     assert len({case.what for case in drawn}) >= 6
     assert {case.expectation for case in drawn} == {*Expectation}
-
-
-def test_every_allowed_callable_is_given_arguments_that_load() -> None:
-    names = {name for name, _ in allowed()}
-    assert {"gradpolicy.masks.Random", "gradpolicy.policies.Freeze", "torch.nn.Linear"} <= names
-    assert len(names) > 300
 
 
 def test_a_written_value_is_read_by_hydra_as_it_was() -> None:

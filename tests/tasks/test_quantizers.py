@@ -15,27 +15,18 @@ from gradpolicy.tasks.quantizers import LSQ, PACT, DoReFaWeight, LSQPlus, Quanti
 
 QUANTIZE = "gradpolicy.tasks.quantizers.quantize"
 CLIP = "gradpolicy.tasks.quantizers.clip_and_quantize"
+WEIGHTS, ACTIVATIONS = "*.parametrizations.*", ["*", "!*.parametrizations.*"]
+
+
+def on(rule: str, modules: str | list[str], **parameters: object) -> gp.UseRule:
+    return gp.UseRule(rule, parameters={"bits": 4, **parameters}, ops=[QUANTIZE], modules=modules)
+
+
 POLICIES = {
     "dorefa": [gp.StraightThrough(ops=["round"])],
-    "pact": [
-        gp.StraightThrough(ops=["round"], modules="*.parametrizations.*"),
-        gp.UseRule("pact", ops=[CLIP]),
-    ],
-    "lsq": [
-        gp.UseRule("lsq", parameters={"bits": 4}, ops=[QUANTIZE], modules="*.parametrizations.*"),
-        gp.UseRule(
-            "lsq",
-            parameters={"bits": 4, "signed": False},
-            ops=[QUANTIZE],
-            modules=["*", "!*.parametrizations.*"],
-        ),
-    ],
-    "lsq_plus": [
-        gp.UseRule("lsq", parameters={"bits": 4}, ops=[QUANTIZE], modules="*.parametrizations.*"),
-        gp.UseRule(
-            "lsq_plus", parameters={"bits": 4}, ops=[QUANTIZE], modules=["*", "!*.parametrizations.*"]
-        ),
-    ],
+    "pact": [gp.StraightThrough(ops=["round"], modules=WEIGHTS), gp.UseRule("pact", ops=[CLIP])],
+    "lsq": [on("lsq", WEIGHTS), on("lsq", ACTIVATIONS, signed=False)],
+    "lsq_plus": [on("lsq", WEIGHTS), on("lsq_plus", ACTIVATIONS)],
 }
 LAYERS = {
     "dorefa": (DoReFaWeight, lambda: QuantizedReLU(15)),
@@ -91,6 +82,10 @@ class PublishedPACT(Function):
         return incoming * ~dropped, (incoming * (x >= alpha)).sum(), None
 
 
+def published_pact(x, alpha, bits):
+    return PublishedPACT.apply(x, alpha, bits)
+
+
 def published_lsq(values, step, lowest, highest):
     """Appendix A of the paper, in pseudocode there; as zhutmost/lsq-net, quan/quantizer/lsq.py."""
     scaled = scaled_gradient(step, 1 / (values.numel() * highest) ** 0.5)
@@ -104,55 +99,51 @@ def published_lsq_plus(values, step, offset, highest):
     return passed_round(((values - shift) / scaled).clamp(0, highest)) * scaled + shift
 
 
-def computed(module, published, values, incoming, policies, learned=()):
-    """The value and all gradients: of a layer under policies, and of the published computation."""
+def uses(rule, **parameters):
+    return gp.UseRule(rule, parameters=parameters, ops=[QUANTIZE])
+
+
+def with_step(module, step):
+    with torch.no_grad():
+        module.step.fill_(step)
+    return module
+
+
+def dorefa(bits):
+    return DoReFaWeight(bits), POLICIES["dorefa"][0], functools.partial(published_dorefa, bits=bits)
+
+
+def pact(bits):
+    published = functools.partial(published_pact, bits=bits)
+    return PACT(bits, clip=1.7), gp.UseRule("pact", ops=[CLIP]), published
+
+
+def lsq(bits, signed, step, lowest, highest):
+    published = functools.partial(published_lsq, lowest=lowest, highest=highest)
+    return with_step(LSQ(bits, signed), step), uses("lsq", bits=bits, signed=signed), published
+
+
+def lsq_plus(bits):
+    published = functools.partial(published_lsq_plus, highest=2**bits - 1)
+    return LSQPlus(bits, low=-0.4, high=2.0), uses("lsq_plus", bits=bits), published
+
+
+@pytest.mark.parametrize(
+    ("module", "policy", "published"),
+    [
+        *(make(bits) for make in (dorefa, pact, lsq_plus) for bits in (2, 4)),
+        lsq(3, True, 0.31, -4, 3),
+        lsq(4, False, 0.13, 0, 15),
+    ],
+)
+def test_values_and_gradients_are_as_published(values, incoming, module, policy, published):
+    learned = list(module.double().parameters())
     expected = published(values, *learned)
-    with gp.install(nn.Sequential(module), policies):
+    with gp.install(nn.Sequential(module), [policy]):
         found = module(values)
     ours, theirs = ((y, *grad(y, [values, *learned], incoming)) for y in (found, expected))
-    return ours, theirs
-
-
-def agree(ours, theirs):
-    """Whether values and gradients are the same, and no gradient is 0 all over."""
-    close = all(torch.allclose(*both, rtol=1e-12, atol=1e-12) for both in zip(ours, theirs, strict=True))
-    return close and all(gradient.abs().sum() > 0 for gradient in ours)
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_dorefa_is_as_published(values, incoming, bits):
-    published = functools.partial(published_dorefa, bits=bits)
-    assert agree(*computed(DoReFaWeight(bits), published, values, incoming, POLICIES["dorefa"]))
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_pact_is_as_published(values, incoming, bits):
-    module = PACT(bits, clip=1.7).double()
-
-    def published(x, alpha):
-        return PublishedPACT.apply(x, alpha, bits)
-
-    policies = [gp.UseRule("pact", ops=[CLIP])]
-    assert agree(*computed(module, published, values, incoming, policies, [module.clip]))
-
-
-@pytest.mark.parametrize(("bits", "signed", "lowest", "highest"), [(3, True, -4, 3), (4, False, 0, 15)])
-def test_lsq_is_as_published(values, incoming, bits, signed, lowest, highest):
-    module = LSQ(bits, signed).double()
-    with torch.no_grad():
-        module.step.fill_(0.31 if signed else 0.13)
-    policy = gp.UseRule("lsq", parameters={"bits": bits, "signed": signed}, ops=[QUANTIZE])
-    published = functools.partial(published_lsq, lowest=lowest, highest=highest)
-    assert agree(*computed(module, published, values, incoming, [policy], [module.step]))
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_lsq_plus_is_as_published(values, incoming, bits):
-    module = LSQPlus(bits, low=-0.4, high=2.0).double()
-    policy = gp.UseRule("lsq_plus", parameters={"bits": bits}, ops=[QUANTIZE])
-    published = functools.partial(published_lsq_plus, highest=2**bits - 1)
-    learned = [module.step, module.offset]
-    assert agree(*computed(module, published, values, incoming, [policy], learned))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert all(gradient.abs().sum() > 0 for gradient in ours)
 
 
 def test_a_grid_is_torchaos_fake_quantisation(values, incoming):
