@@ -6,18 +6,12 @@ run, as on the command line of train.py. ``scripts/comparisons.yaml`` lists the 
 """
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    # Ctrl-C during the imports below ends the program without a traceback.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import pandas as pd
 import yaml
@@ -232,5 +226,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -6,15 +6,9 @@ python scripts/draw.py overview           the picture of the README, into docs/p
 """
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import matplotlib as mpl
 
@@ -48,5 +42,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(sys.argv[1:])

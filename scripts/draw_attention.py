@@ -7,13 +7,7 @@ file.
 """
 
 import argparse
-import os
-import signal
 from pathlib import Path
-
-if __name__ == "__main__":
-    # Ctrl-C while the rest is imported: nothing has begun, so there is nothing to say.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from matplotlib.figure import Figure

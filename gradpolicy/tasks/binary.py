@@ -1,6 +1,6 @@
 """A small network with binary weights and activations.
 
-The model is written without a word about gradients: it takes signs. What the gradient of a sign is, is said
+The model contains nothing about gradients: it takes signs. What the gradient of a sign is, is said
 by policies, as in ``conf/policy/binary.yaml``.
 """
 
@@ -59,5 +59,5 @@ class BinaryPerceptron(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Classifies images of any shape (batch, …) with as many pixels as inputs."""
+        """Classify images of any shape (batch, …) with as many pixels as inputs."""
         return self.layers(images.flatten(1))

@@ -1,6 +1,6 @@
 """BYOL on small images: a network predicts what a slowly moving copy of it makes of another view.
 
-The model is written without a word about gradients. That none goes into the copy is said by a policy, as in
+The model contains nothing about gradients. That none goes into the copy is said by a policy, as in
 ``conf/policy/byol.yaml``.
 """
 

@@ -1,6 +1,6 @@
 """Domain-adversarial training: features that tell classes apart, and not where an image comes from.
 
-The model is written without a word about gradients. That the features learn *against* the classifier of
+The model contains nothing about gradients. That the features learn *against* the classifier of
 domains is said by a policy, as in ``conf/policy/domain_adversarial.yaml``.
 """
 
@@ -48,7 +48,7 @@ class DomainNetwork(nn.Module):
         self.domain = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
     def forward(self, images: Tensor) -> Domains:
-        """Classifies images of any shape (batch, …) with as many pixels as inputs."""
+        """Classify images of any shape (batch, …) with as many pixels as inputs."""
         features = self.features(images)
         return Domains(self.label(features), self.domain(features)[:, 0])
 

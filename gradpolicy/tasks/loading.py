@@ -32,7 +32,7 @@ class TensorRows(TensorDataset):
 
 
 def already_stacked(batch: Any) -> Any:
-    """Collates nothing, for datasets whose `__getitems__` gives a whole batch."""
+    """Return the batch, for datasets whose `__getitems__` gives a whole batch."""
     return batch
 
 
@@ -75,7 +75,7 @@ class EpochSampler(DistributedSampler[Any]):
         return iter(self.order()[self.rank :: self.num_replicas][self.start :].tolist())
 
     def __len__(self) -> int:
-        """Number of samples of this rank in a whole epoch."""
+        """Return the number of samples of this rank in a whole epoch."""
         return len(range(self.rank, self.count, self.num_replicas))
 
 
@@ -126,7 +126,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Mixe a seed and an epoch into one seed, so that neighbouring seeds do not share epochs.
+    """Mix a seed and an epoch into one seed, so that neighbouring seeds do not share epochs.
 
     The mixing is the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014).

@@ -108,7 +108,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Classifies images of shape (batch, channels, size, size)."""
+        """Classify images of shape (batch, channels, size, size)."""
         features = self.activation(self.hidden(self.trunk(images).flatten(1)))
         return self.head(self.dropout(features))
 
@@ -147,7 +147,7 @@ class MultilayerPerceptron(nn.Module):
         self.head = nn.Linear(sizes[-1], classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Classifies images of any shape (batch, …) with as many pixels as inputs."""
+        """Classify images of any shape (batch, …) with as many pixels as inputs."""
         return self.head(self.trunk(images.flatten(1)))
 
 
@@ -194,6 +194,6 @@ class QuantizedConvNet(nn.Module):
         self.probe = nn.Linear(features, classes)
 
     def forward(self, images: Tensor) -> Prediction:
-        """Classifies images of shape (batch, channels, size, size)."""
+        """Classify images of shape (batch, channels, size, size)."""
         features = self.dropout(self.trunk(images).flatten(1))
         return Prediction(self.head(features), self.probe(features))

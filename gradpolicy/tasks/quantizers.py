@@ -19,7 +19,7 @@ from gradpolicy.where import match_names
 
 
 def quantize(values: Tensor, step: Tensor, lowest: int, highest: int, offset: Tensor | None = None) -> Tensor:
-    """Rounds to a uniform grid: ``round(clamp((v − β) / s, lowest, highest)) · s + β``; without β, it is 0.
+    """Round to a uniform grid: ``round(clamp((v − β) / s, lowest, highest)) · s + β``; without β, it is 0.
 
     An operation: rules (``lsq``, ``lsq_plus``) get ``(values, step)`` or ``(values, step, offset)``.
 
@@ -43,7 +43,7 @@ def quantize(values: Tensor, step: Tensor, lowest: int, highest: int, offset: Te
 
 
 def clip_and_quantize(values: Tensor, clip: Tensor, levels: int) -> Tensor:
-    """Clip to ``[0, α]`` and rounds to multiples of ``α / levels``.
+    """Clip to ``[0, α]`` and round to multiples of ``α / levels``.
 
     An operation: its rule (``pact``) gets ``(values, clip)``.
 
@@ -103,7 +103,7 @@ class PACT(nn.Module):
         self.clip = nn.Parameter(torch.tensor(float(clip)))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Clip and quantises elementwise."""
+        """Clip and quantise elementwise."""
         return clip_and_quantize(values, self.clip, self.levels)
 
 
@@ -133,7 +133,7 @@ class LSQ(nn.Module):
         return quantize(values, self.step, self.lowest, self.highest)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Starts the step from weights; ``parametrize`` calls this when a weight is given."""
+        """Start the step from weights; ``parametrize`` calls this when a weight is given."""
         with torch.no_grad():
             self.step.copy_(2 * weight.abs().mean() / math.sqrt(self.highest))
         return weight

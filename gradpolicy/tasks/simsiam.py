@@ -1,6 +1,6 @@
 """SimSiam on small images: two views of an image learn to agree, without negative pairs.
 
-The model is written without a word about gradients. What keeps it from collapsing, and the probe from shaping
+The model contains nothing about gradients. What keeps it from collapsing, and the probe from shaping
 it, is said by policies, as in ``conf/policy/simsiam.yaml``.
 """
 
@@ -114,7 +114,7 @@ def spread(projections: Tensor) -> Tensor:
 
 
 def _view(images: Tensor) -> Tensor:
-    """Images moved by up to a pixel in each direction, with noise and a random brightness."""
+    """Return images moved by up to a pixel in each direction, with noise and a random brightness."""
     down, right = torch.randint(-1, 2, (2,)).tolist()
     moved = torch.roll(images, (down, right), (-2, -1))
     brightness = 0.8 + 0.4 * torch.rand(len(images), 1, 1, 1, device=images.device)

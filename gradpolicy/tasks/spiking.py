@@ -1,6 +1,6 @@
 """A small network of leaky integrate-and-fire neurons.
 
-The model is written without a word about gradients: a spike is ``(potential > threshold).float()``. What the
+The model contains nothing about gradients: a spike is ``(potential > threshold).float()``. What the
 gradient of a spike is, is said by a policy, as in ``conf/policy/spiking.yaml``.
 """
 
@@ -58,7 +58,7 @@ class SpikingNetwork(nn.Module):
         self.readout = nn.Linear(hidden, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Classifies images of any shape (batch, …) with as many pixels as inputs."""
+        """Classify images of any shape (batch, …) with as many pixels as inputs."""
         current = self.currents(images.flatten(1))
         potential, count = torch.zeros_like(current), torch.zeros_like(current)
         for _ in range(self.steps):

@@ -37,7 +37,7 @@ class Windows(Dataset[tuple[Tensor, ...]]):
         self.offsets = torch.arange(context + 1)
 
     def __len__(self) -> int:
-        """Number of stretches."""
+        """Return the number of stretches."""
         return max(0, (len(self.tokens) - len(self.offsets)) // self.stride + 1)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
@@ -103,7 +103,7 @@ class TinyShakespeareDataModule(FileDataModule):
         self.characters = ""
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the text, numbers its characters and cuts it in three."""
+        """Read the text, number its characters and cut it in three."""
         if self.train_set is not None:
             return
         text = (self.data_dir / self.files[0].name).read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """Visual attention by a mask: which places of an image a classifier looks at.
 
-The model is written without a word about gradients. How a sampled mask passes its gradient on to the
+The model contains nothing about gradients. How a sampled mask passes its gradient on to the
 attention is said by a policy, as in ``conf/policy/visual_attention.yaml``.
 """
 
@@ -80,7 +80,7 @@ class VisualAttention(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Attended:
-        """Classifies images of shape (batch, channels, size, size)."""
+        """Classify images of shape (batch, channels, size, size)."""
         attention = torch.sigmoid(self.attention(images))
         mask = self.mask(attention)
         return Attended(self.head(self.features(images) * mask), attention, mask)

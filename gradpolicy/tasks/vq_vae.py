@@ -1,6 +1,6 @@
 """A vector-quantised autoencoder of small images, and its training.
 
-The model is written without a word about gradients. Which of them pass is said by policies, as in
+The model contains nothing about gradients. Which of them pass is said by policies, as in
 ``conf/policy/vq_vae.yaml``: the quantiser passes its codes' gradient on to the encoder, and each of its two
 losses trains one side only.
 """
@@ -104,7 +104,7 @@ class VectorQuantizedAutoencoder(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Reconstruction:
-        """Encodes, quantises and decodes images of shape (batch, channels, height, width)."""
+        """Encode, quantise and decode images of shape (batch, channels, height, width)."""
         quantized = self.quantizer(self.encoder(images).movedim(1, -1))
         return Reconstruction(self.decoder(quantized.codes.movedim(-1, 1)), quantized)
 
