@@ -1,6 +1,7 @@
 """Masks, rates and steps against those of the authors' published code, on the same inputs.
 
-rigl-torch is run; what the other repositories' code does is on record, see recorded/record.py.
+rigl-torch is run. What the code of the other repositories does was recorded on fixed inputs; each file names
+the repository and its commit. `git show e1e659a:tests/masks/recorded/record.py` is the script that ran them.
 """
 
 import importlib
