@@ -65,12 +65,6 @@ def test_a_class_is_asked_when_it_says_that_it_is_due(stack) -> None:
     assert asked == [0, 3, 6]
 
 
-def test_a_tensor_and_a_dict_are_fixed_masks(prepared) -> None:
-    mask = torch.tensor([[True], [False]])
-    assert torch.equal(prepared(as_source(mask), {"w": torch.zeros(2, 3)}).masks(0, 0)["w"], mask)
-    assert prepared(as_source({"head.*": False})).masks(0, 0)["head.bias"] is False
-
-
 def test_what_is_no_source_is_an_error(prepared) -> None:
     with pytest.raises(PolicyError, match="must be a mask source"):
         as_source(3)
@@ -106,26 +100,6 @@ def test_a_function_with_some_arguments_given_is_told_by_its_own_name():
         return True
 
     assert "rows" in repr(gp.masks.Function(functools.partial(rows, share=0.5)))
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (None, "must be True, False, a bool tensor"),
-        (torch.ones(4, 4), r"must be bool \(True = this entry trains\), got float32"),
-        (
-            torch.ones(3, 4, dtype=torch.bool),
-            r"shape \(3, 4\) does not broadcast to the parameter's \(4, 4\)",
-        ),
-        (torch.ones(4, 4, dtype=torch.bool).to_sparse(), "must be dense"),
-        (torch.ones(4, 4, dtype=torch.bool, device="meta"), "the mask lies on the meta device"),
-    ],
-)
-def test_what_is_no_mask_of_the_parameter_is_an_error(stack, mask, message: str) -> None:
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
-    policy = gp.Freeze(lambda name, parameter, step: mask, params="blocks.0.weight")
-    with pytest.raises(PolicyError, match=f"policy.mine: mask of 'blocks.0.weight': {message}"):
-        Freezer(stack, [optimizer], {"mine": policy}).begin_step(0)
 
 
 def test_an_object_is_the_source_of_one_policy_only(stack) -> None:

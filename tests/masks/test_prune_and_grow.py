@@ -106,19 +106,6 @@ def test_the_exchanged_share_is_annealed(anneal: str, left) -> None:
         assert source.fraction_at(count) == pytest.approx(0.3 * left(min((count - 10) / 100, 1)))
 
 
-def test_the_topology_changes_by_the_timetable_and_keeps_its_density(prepared) -> None:
-    source = prepared(sources(), {"w": torch.randn(10, 10)})
-    changes, last = [], None
-    for step in range(20):
-        mask = source.masks(step, 0)["w"]
-        changes += [step] if mask is not last else []
-        last = mask
-        assert int(mask.sum()) == 40
-        if source.wants_gradients(step, 0):
-            source.observe({"w": torch.randn(10, 10)})
-    assert changes == [0, 3, 6, 9]
-
-
 def test_the_density_may_fall_as_in_gradual_pruning(prepared) -> None:
     """With nothing exchanged this is Zhu and Gupta's magnitude pruning: active entries only leave."""
     density = gp.masks.Cubic(start=1.0, stop=0.1, steps=8)

@@ -12,12 +12,6 @@ def test_masks_are_seeded_by_seed_step_and_name(prepared) -> None:
     assert masks["head.weight"] == RandomMask(4, 20, "head.weight", 0.3, "row")
 
 
-def test_masks_hold_until_the_next_change(prepared) -> None:
-    source = prepared(gp.masks.Random(density=0.5, every=4))
-    drawn = [source.masks(step, 0) for step in range(12)]
-    assert all((drawn[step] == drawn[step - 1]) == (step % 4 != 0) for step in range(1, 12))
-
-
 def test_the_density_follows_its_schedule(prepared) -> None:
     source = prepared(gp.masks.Random(density=gp.masks.Linear(1.0, 0.0, steps=8), every=2))
     given = [source.masks(step, 0)["head.bias"] for step in (0, 2, 5, 8)]

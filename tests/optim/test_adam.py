@@ -135,28 +135,6 @@ def test_the_tensors_count_begins_anew_where_its_state_is_removed_while_it_rests
     torch.testing.assert_close(before - parameter.detach(), torch.full_like(before, 0.1), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
-@pytest.mark.parametrize("changes", [2, 20, 150])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_and_reference_kernels_agree(use, changes, dtype, frozen_state):
-    start, ends = torch.randn(33001).to(dtype), []
-    for kernels in ("native", "reference"):
-        use(kernels)
-        torch.manual_seed(1)
-        parameter = torch.nn.Parameter(start.clone())
-        optimizer = MaskedOptimizer(
-            torch.optim.AdamW([parameter], lr=0.01, amsgrad=True), frozen_state=frozen_state
-        )
-        for _ in range(changes):
-            optimizer.set_mask(parameter, torch.rand(start.shape) < 0.3)
-            parameter.grad = torch.randn_like(parameter)
-            optimizer.step()
-        ends.append(parameter.detach())
-    rtol, atol = (0.03, 0.02) if dtype is torch.bfloat16 else (1e-5, 1e-6)
-    for end in ends[1:]:
-        torch.testing.assert_close(end, ends[0], rtol=rtol, atol=atol)
-
-
 WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
-from gradpolicy.tensors.seeded import RandomMask
 
 KINDS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, amsgrad=True),
@@ -351,16 +350,6 @@ def test_what_does_not_fit_is_named_and_nothing_of_it_loaded(change, message):
     assert optimizer.age(weight).max() == 1
 
 
-def test_ages_do_not_advance_when_the_state_is_looked_at_before_the_first_step():
-    model, optimizer = model_and_optimizer("adamw", "keep")
-    weight = model[0].weight
-    optimizer.set_mask(weight, torch.rand(7, 5) < 0.5)
-    get_optimizer_state_dict(model, optimizer)
-    assert optimizer.age(weight).max() == 0
-    assert optimizer.effective_steps == 0
-    assert optimizer.state[weight]["step"] == 0
-
-
 def test_with_and_without_the_wrapper_all_active_is_bit_for_bit():
     ends = []
     for first, second in [(False, False), (False, True), (True, False), (True, True)]:
@@ -423,23 +412,6 @@ def test_what_was_saved_stays_as_it_was_while_those_who_loaded_it_go_on():
     assert_same(*ends)
 
 
-def test_parameters_added_before_saving_come_back():
-    def build():
-        weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-        optimizer = MaskedOptimizer(torch.optim.AdamW(weights[:1]))
-        optimizer.add_param_group({"params": weights[1:], "lr": 0.5})
-        return weights, optimizer
-
-    weights, optimizer = build()
-    optimizer.set_mask(weights[1], torch.tensor([True, False, True]))
-    weights[1].grad = torch.ones(3)
-    optimizer.step()
-    twins, other = build()
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
-    assert other.age(twins[1]).tolist() == [1, 0, 1]
-    assert not other.get_mask(twins[1])[1]
-
-
 def test_bf16_ages_are_exact():
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     inner = torch.optim.AdamW([weight])
@@ -451,16 +423,3 @@ def test_bf16_ages_are_exact():
     optimizer.step()
     optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     assert optimizer.age(weight).tolist() == [70002, 70001, 70002, 70002]
-
-
-def test_the_mask_that_a_seeded_mask_made_comes_back():
-    weight = torch.nn.Parameter(torch.randn(300, 200))
-    optimizer = MaskedOptimizer(torch.optim.AdamW([weight]))
-    seeded = RandomMask(seed=1, step=5, name="weight", density=0.1, level="entry")
-    optimizer.set_mask(weight, seeded)
-    weight.grad = torch.randn(300, 200)
-    optimizer.step()
-    other = MaskedOptimizer(torch.optim.AdamW([weight]))
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
-    assert torch.equal(other.get_mask(weight), seeded.materialize(weight.shape, weight.device))
-    assert torch.equal(*torch.broadcast_tensors(other.age(weight), optimizer.age(weight)))

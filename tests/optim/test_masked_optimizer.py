@@ -125,20 +125,6 @@ def test_frozen_entries_keep_their_bits(name, dtype, frozen_state):
         assert weight.isfinite().all()
 
 
-def test_frozen_momentum_is_paused_by_keep_and_gone_by_zero():
-    for frozen_state in ("keep", "zero"):
-        weight = torch.nn.Parameter(torch.zeros(2, 3))
-        optimizer = MaskedOptimizer(
-            torch.optim.SGD([weight], lr=1.0, momentum=0.5), frozen_state=frozen_state
-        )
-        for step in range(4):
-            optimizer.set_mask(weight, torch.tensor([[True, True, step == 0]]) if step < 3 else None)
-            weight.grad = torch.ones(2, 3)
-            optimizer.step()
-        momentum = optimizer.state[weight]["momentum_buffer"]
-        assert momentum[0].tolist() == [1.875, 1.875, 1.5 if frozen_state == "keep" else 1.0]
-
-
 def test_zero_empties_moments_at_once_and_drop_holds_none():
     weight = torch.nn.Parameter(torch.randn(8, 8))
     optimizer = MaskedOptimizer(torch.optim.Adam([weight], amsgrad=True), frozen_state="zero")
@@ -317,21 +303,6 @@ def test_a_gradient_whose_entries_share_memory_can_be_masked(kind):
     torch.testing.assert_close(weight.detach(), -2 * torch.eye(2))
 
 
-def test_third_party_optimizers_freeze_too():
-    from pytorch_optimizer import SPAM, AdaBelief, Lion
-
-    for kind in (SPAM, AdaBelief, Lion):
-        weight = torch.nn.Parameter(torch.randn(6, 4))
-        optimizer = MaskedOptimizer(kind([weight], lr=0.1, weight_decay=0.1))
-        for _ in range(4):
-            mask = torch.rand(6, 4) < 0.5
-            optimizer.set_mask(weight, mask)
-            before = weight.detach().clone()
-            weight.grad = torch.randn(6, 4).masked_fill(~mask, float("nan"))
-            optimizer.step()
-            assert torch.equal(weight.detach() != before, mask)
-
-
 def test_state_that_a_third_party_keeps_for_the_whole_optimizer_is_counted_too():
     from pytorch_optimizer import MADGRAD, SPAM
 
@@ -422,20 +393,6 @@ def test_setting_the_mask_in_force_again_changes_nothing(parameter):
         moments = [value.clone() for value in optimizer.state[weight].values()]
         states.append([weight.detach(), optimizer.age(weight), optimizer.get_mask(weight), *moments])
     assert all(map(torch.equal, *states))
-
-
-def test_true_and_false_are_masks_of_the_whole_tensor(parameter):
-    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], weight_decay=0.1))
-    before = parameter.detach().clone()
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.set_mask(parameter, False)
-    optimizer.step()
-    assert torch.equal(parameter, before)
-    assert not optimizer.get_mask(parameter).any()
-    optimizer.set_masks({parameter: True})
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert (parameter < before).all()
 
 
 def test_copies_and_pickles_stand_alone():

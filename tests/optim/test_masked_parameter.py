@@ -53,16 +53,6 @@ def test_a_mask_may_lie_in_memory_in_any_way(kernels, frozen_state):
         assert torch.equal(weight.detach() != 0, mask)
 
 
-def test_options_hold_for_all_of_them():
-    optimizer, masks = made()
-    optimizer.set_masks(masks, frozen_state="drop", bias_correction="tensor")
-    for parameter in masks:
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    counts = [int(mask.sum()) for mask in masks.values()]
-    assert [optimizer.state[parameter]["exp_avg"].numel() for parameter in masks] == counts
-
-
 def test_masks_before_a_wrong_one_are_set():
     optimizer, masks = made()
     first, second, *_ = masks
@@ -81,6 +71,7 @@ MASKS = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("orders", [*itertools.product(MASKS, MASKS)], ids="-".join)
 @pytest.mark.parametrize(
     "frozen_states", [*itertools.product(["keep", "zero", "drop"], repeat=2)], ids="-".join
