@@ -1,21 +1,16 @@
-"""One file of a checkpoint: written with a checksum, checked for damage, read without running what is in it.
+"""Reads one file of a checkpoint: checked for damage, and without running what is in it."""
 
-`torch.save` writes a zip archive, in which only the contents have checksums. A checksum over every byte of
-the archive follows it, as the archive's comment, which readers of archives ignore.
-"""
-
+import errno
 import io
 import os
 import pickle
 import re
-import struct
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -23,62 +18,45 @@ from gradpolicy.errors import PolicyError
 
 # What ends an archive without comment: a record of this size whose last two bytes are the comment's length.
 _END_OF_ARCHIVE, _END_SIZE = b"PK\x05\x06", 22
-_TAG = b"gradpolicy crc32 "
-_COMMENT_SIZE = len(_TAG) + 8
-_LENGTH = struct.pack("<H", _COMMENT_SIZE)
-_BLOCK = 1 << 20
 
 
 class UnreadableError(Exception):
     """Why a file is not read: a clause that follows its name."""
 
 
-def save_file(content: Any, file: IO[bytes]) -> None:
-    """Saves with `torch.save`, and a checksum behind it. What plain `torch.load` reads is the same.
-
-    Args:
-        content: What is saved.
-        file: An empty file that is open for writing.
-    """
-    summed = _Summed(file)
-    torch.save(content, summed)  # type: ignore[arg-type]
-    # The archive ends with the length of its comment, which was 0 when the sum was taken.
-    file.seek(-len(_LENGTH), 2)
-    file.write(_LENGTH + _comment(summed.checksum))
-
-
 def check_file(path: Path) -> bool:
-    """Finds a changed bit, a missing or an added byte.
-
-    A file of :func:`save_file` is compared with its checksum. One that plain `torch.save` wrote is compared
-    with the checksums within, which cover all of its content.
+    """Compare a file with the checksums of its contents that `torch.save` has written into it.
 
     Returns:
-        Whether there are checksums; torch's format of before version 1.6 has none.
+        True if there are checksums; torch's format of before version 1.6 has none.
 
     Raises:
         UnreadableError: If it is damaged.
     """
-    size = path.stat().st_size
     with path.open("rb") as file:
-        archive = file.read(4) == b"PK\x03\x04" or zipfile.is_zipfile(path)
-        if not archive:
+        if file.read(4) != b"PK\x03\x04" and not zipfile.is_zipfile(path):
             return False
-        tail_size = len(_LENGTH) + _COMMENT_SIZE
-        file.seek(max(size - tail_size, 0))
-        tail = file.read()
-        if tail.startswith(_LENGTH + _TAG):
-            file.seek(0)
-            whole = zlib.crc32(b"\0\0", checksum(file, size - tail_size))
-            if tail != _LENGTH + _comment(whole):
-                raise UnreadableError("is damaged: its content differs from its checksum")
-            return True
-    _check_archive(path, tail)
+        file.seek(max(path.stat().st_size - _END_SIZE, 0))
+        end = file.read()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if not (end.startswith(_END_OF_ARCHIVE) and end.endswith(b"\0\0")):
+                raise UnreadableError("is damaged: there are bytes behind its end")
+            if min((each.header_offset for each in archive.infolist()), default=0):
+                raise UnreadableError("is damaged: there are bytes before its beginning")
+            broken = archive.testzip()
+    except (UnreadableError, OSError):
+        raise
+    except Exception as error:
+        # zipfile raises errors of any kind for damaged bytes.
+        raise UnreadableError(damage(error)) from error
+    if broken is not None:
+        raise UnreadableError(f"is damaged: {broken} differs from its checksum")
     return True
 
 
 def load_file(file: Path | io.BytesIO, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """Reads tensors and plain values, and nothing else that is in the file.
+    """Read tensors and plain values, and nothing else that is in the file.
 
     Args:
         file: The file, or its bytes.
@@ -104,7 +82,7 @@ def load_file(file: Path | io.BytesIO, *, map_location: Any = "cpu", mmap: bool 
 
 
 def read_file(path: Path, key: str) -> Any:
-    """Reads a file of tensors and plain values that need not be a checkpoint.
+    """Read a file of tensors and plain values that need not be a checkpoint.
 
     Raises:
         PolicyError: If it is damaged, or holds anything else.
@@ -115,7 +93,7 @@ def read_file(path: Path, key: str) -> Any:
 
 
 def check_kind(path: Path, key: str) -> None:
-    """Refuses a pipe, a socket or a device, which can be read without end.
+    """Refuse a pipe, a socket or a device, which can be read without end.
 
     Raises:
         PolicyError: If it is there, and is neither a file nor a directory.
@@ -127,7 +105,7 @@ def check_kind(path: Path, key: str) -> None:
 
 @contextmanager
 def errors_named(path: Path, key: str) -> Iterator[None]:
-    """Reports whatever is wrong with a file in one line, under the config key that names it.
+    """Report whatever is wrong with a file in one line, under the config key that names it.
 
     Raises:
         PolicyError: In place of any other error.
@@ -146,7 +124,7 @@ def errors_named(path: Path, key: str) -> Iterator[None]:
 
 
 def damage(error: BaseException) -> str:
-    """Describes a file that a reader failed on, without the advice of torch to read it unsafely."""
+    """Describe a file that a reader failed on, without the advice of torch to read it unsafely."""
     line = (str(error).splitlines() or [""])[0].strip()
     if not line or "weights_only" in line:
         line = type(error).__name__
@@ -154,52 +132,28 @@ def damage(error: BaseException) -> str:
 
 
 def refusal(name: str) -> str:
-    """Describes a file that names something that could run."""
+    """Describe a file that names something that could run."""
     return f"is not read: only tensors and plain values are, and it holds {name[:80]}"
 
 
-def checksum(file: IO[bytes], size: int) -> int:
-    """The CRC-32 of the next bytes of an open file."""
-    found = 0
-    while size > 0 and (block := file.read(min(_BLOCK, size))):
-        found, size = zlib.crc32(block, found), size - len(block)
-    return found
+def could_not_save(path: Path, error: BaseException, where: str = "") -> OSError:
+    """Return the error for a checkpoint that could not be saved; it names the newest that is left.
 
-
-class _Summed:
-    """A file that keeps the checksum of what is written to it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.checksum = file, 0
-
-    def write(self, block: Any) -> int:
-        self.checksum = zlib.crc32(block, self.checksum)
-        return self.file.write(block)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def _comment(whole: int) -> bytes:
-    return _TAG + b"%08x" % whole
-
-
-def _check_archive(path: Path, tail: bytes) -> None:
-    end = tail[-_END_SIZE:]
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if not (end.startswith(_END_OF_ARCHIVE) and end.endswith(b"\0\0")):
-                raise UnreadableError("is damaged: there are bytes behind its end")
-            if min((each.header_offset for each in archive.infolist()), default=0):
-                raise UnreadableError("is damaged: there are bytes before its beginning")
-            broken = archive.testzip()
-    except (UnreadableError, OSError):
-        raise
-    except Exception as error:
-        # zipfile raises errors of any kind for damaged bytes.
-        raise UnreadableError(damage(error)) from error
-    if broken is not None:
-        raise UnreadableError(f"is damaged: {broken} differs from its checksum")
+    Args:
+        path: The checkpoint.
+        error: What was raised. torch.save reports a failed write as another error, caused by an OSError.
+        where: The rank, for the message.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    number = errno.EIO if cause is None or cause.errno is None else cause.errno
+    reason = os.strerror(number) if number != errno.EIO else (str(error) or type(error).__name__)
+    left = sorted(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
+    hint = "there is no former checkpoint"
+    if left:
+        hint = f"the former {left[-1].name} is whole: make room and resume from it (ckpt_path=last)"
+    return OSError(number, f"could not save {path}: {where}{reason.splitlines()[0]}; {hint}")
 
 
 def _of_pickle(error: pickle.UnpicklingError, archive: bool) -> str:

@@ -73,10 +73,23 @@ def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: st
         _raise_difference({name: int(value) for name, value in sums.items()}, group, moment)
 
 
+def of_every_rank(value: Any, group: Any = None) -> list[Any]:
+    """Return what each rank gives, in their order; without a process group, the value alone.
+
+    Args:
+        value: Anything that can be pickled.
+        group: The process group; None for all ranks.
+    """
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
 def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
     """Exchange all checksums and name the first that differs."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, dict(sums), group=group)
+    everyone = of_every_rank(dict(sums), group)
     names = list(dict.fromkeys(name for other in everyone for name in other))
     differing = [name for name in names if len({other.get(name) for other in everyone}) > 1]
     when = f" {moment}" if moment else ""

@@ -1,12 +1,13 @@
-"""Reads shards that ``torch.distributed.checkpoint`` wrote; nothing in them is run.
+"""Reads shards that ``torch.distributed.checkpoint`` wrote, without running anything in them.
 
 Torch's own reader unpickles the directory's metadata, and every value that is no tensor.
 """
 
 import io
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -17,12 +18,65 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
 
-from gradpolicy.checkpoint_file import load_file
-from gradpolicy.distributed.shard_metadata import read_metadata
+from gradpolicy.checkpoint_file import UnreadableError, load_file, refusal
+
+# The classes of torch's that metadata consists of, by their modules. They hold values and do nothing.
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+}
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read the file that ``torch.distributed.checkpoint`` calls ``.metadata``.
+
+    Raises:
+        UnreadableError: If it holds anything that torch would not have written, or names a file outside of
+            its directory.
+    """
+    folder = path.parent.resolve()
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise UnreadableError(refusal(type(metadata).__name__))
+        for place in metadata.storage_data.values():
+            # Through links too.
+            if not (folder / place.relative_path).resolve().is_relative_to(folder):
+                raise UnreadableError(f"names a file outside of it: {place.relative_path[:80]!r}")
+    except (UnreadableError, OSError):
+        raise
+    except Exception as error:
+        # Bytes that are no pickle can raise any error.
+        raise UnreadableError(f"is damaged, or made by hand: {path.name} is not what torch writes") from error
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds the classes of metadata, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "pathlib":
+            return PurePosixPath
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if name in _CLASSES.get(module, ()) or isinstance(dtype, torch.dtype):
+            return super().find_class(module, name)
+        raise UnreadableError(refusal(f"{module}.{name}"))
 
 
 def load_into(state: dict[str, Any], path: Path) -> None:
-    """Reads into the tensors of a state; every rank calls this.
+    """Read into the tensors of a state; every rank calls this.
 
     Args:
         state: Tensors, DTensors and plain values, as they were saved or sharded otherwise; it is changed.
@@ -33,7 +87,7 @@ def load_into(state: dict[str, Any], path: Path) -> None:
 
 
 def load_all(path: Path) -> dict[str, Any]:
-    """Reads all of a directory into this process's memory, without process group."""
+    """Read all of a directory into this process's memory, without process group."""
     content: dict[str, Any] = {}
     with _plain_errors():
         _load_state_dict(content, storage_reader=SafeReader(path), planner=_SafePlannerOfAll(), no_dist=True)
@@ -41,24 +95,29 @@ def load_all(path: Path) -> dict[str, Any]:
 
 
 def entries(path: Path, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Reads shard by shard: all plain values, and the tensors whose names begin with a prefix."""
-    reader = SafeReader(path)
-    metadata = reader.read_metadata()
-    for index, place in metadata.storage_data.items():
-        plain = isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata)
-        if plain or index.fqn.startswith(prefix):
-            with (path / place.relative_path).open("rb") as file:
-                part = reader._slice_file(file, place)
-                # torch's own reader undoes the writer's transforms, such as compression.
-                whole = reader.transforms.transform_load_stream(None, place.transform_descriptors or (), part)  # type: ignore[arg-type]
-                yield index.fqn, load_file(io.BytesIO(whole.read(-1)))
+    """Read all plain values, then the tensors whose names begin with a prefix one by one.
+
+    All tensors together may not fit into memory.
+    """
+    kinds = read_metadata(path / ".metadata").state_dict_metadata
+    plain: dict[str, Any] = {
+        name: None for name, kind in kinds.items() if isinstance(kind, BytesStorageMetadata)
+    }
+    tensors = [name for name in kinds if name not in plain and name.startswith(prefix)]
+    for state in (plain, *({name: None} for name in tensors)):
+        for name in state.keys() - plain.keys():
+            kind: Any = kinds[name]
+            state[name] = torch.empty(kind.size, dtype=kind.properties.dtype)
+        with _plain_errors():
+            _load_state_dict(state, storage_reader=SafeReader(path), planner=_SafePlanner(), no_dist=True)
+        yield from state.items()
 
 
 class SafeReader(FileSystemReader):
-    """Reads the directory's metadata without unpickling it."""
+    """Reads the directory's metadata without unpickling just anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads what the directory holds, and where.
+        """Read what the directory holds, and where.
 
         Raises:
             UnreadableError: If it holds anything that torch would not have written.
@@ -88,7 +147,7 @@ class _SafePlannerOfAll(_SafeBytes, _EmptyStateDictLoadPlanner):
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raises the error of a rank in place of torch's, which has a traceback for each rank."""
+    """Raise the error of a rank in place of torch's, which has a traceback for each rank."""
     try:
         yield
     except CheckpointException as error:

@@ -17,11 +17,13 @@ from gradpolicy.insight.record import Record
 from gradpolicy.launch.config import Settings
 from gradpolicy.launch.processes import agreed, is_first_rank, under_torchrun
 from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.lightning.checkpoints import SETTINGS, read_checkpoint, setting_differs
+from gradpolicy.lightning.checkpoints import BY_INITIAL_WEIGHTS, read_checkpoint
 from gradpolicy.lightning.resume import append_rows, starts_new_run
 from gradpolicy.lightning.runs import LAST, RunRecord, find_checkpoint, last_checkpoint, run_of, step_of
 
 ABSENT = object()
+# The key of the settings in a checkpoint.
+SETTINGS = "gradpolicy_settings"
 # Classes of callbacks, each with the argument that its state in a checkpoint replaces.
 RESTORED_ARGUMENTS = {"InitialWeights": "path", "EarlyStopping": "patience"}
 # Groups that make another run. What is below any other key is decided by the checkpoint.
@@ -63,7 +65,10 @@ class Resumed:
     def __str__(self) -> str:
         if self.directory is not None:
             return f"going on from {self.checkpoint}"
-        return f"a new run from {self.checkpoint}, since {self.reason}; the best scores begin anew"
+        return (
+            f"a new run from {self.checkpoint}, since {self.reason}; its optimizer goes on, the best scores"
+            " begin anew"
+        )
 
 
 def chosen_checkpoint(settings: Settings, own: Path | None, *, in_sweep: bool = False) -> Path | None:
@@ -213,7 +218,11 @@ def _differences(settings: Settings, saved: Mapping[Any, Any]) -> Iterator[str]:
         # Without the callback there is nothing to replace. One that is new begins without a state, but first
         # weights would be replaced by those of the checkpoint.
         elif group != "callbacks" or (key in given and (key in saved or key.endswith(".path"))):
-            raise setting_differs(brief(key), _told(here), _told(there))
+            raise PolicyError(
+                f"{brief(key)}: {_told(here)} given, and the run that ckpt_path goes on with has"
+                f" {_told(there)}; leave it so; a new run begins with the weights alone by"
+                f" {BY_INITIAL_WEIGHTS}"
+            )
     yield from found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
@@ -44,10 +44,11 @@ from gradpolicy.launch.run_directory import (
     locked,
     run_directory,
 )
-from gradpolicy.lightning.checkpoints import check_fits, check_optimizer, check_resumable
+from gradpolicy.lightning.checkpoints import check_fits, check_resumable
 from gradpolicy.lightning.resume import checked_restore
 from gradpolicy.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 from gradpolicy.planning.plan import plan, training_loss
+from gradpolicy.tasks.task import Task
 
 # The config without overrides, in the directory of a run.
 DEFAULTS = "defaults.yaml"
@@ -109,7 +110,7 @@ def plan_and_run(
     if resumed is not None:
         check_resumable(resumed.checkpoint)
     if settings.train:
-        check_optimizer(subject.model, checkpoint)
+        check_optimizer(subject.model)
     if checkpoint is None and not settings.train and not settings.plan_only:
         rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
     if resumed is not None:
@@ -160,6 +161,19 @@ def checked_checkpoint(settings: Settings, directory: RunDirectory) -> tuple[Pat
     if checkpoint is None or not settings.train:
         return checkpoint, None
     return checkpoint, resumed_run(settings, checkpoint, own)
+
+
+def check_optimizer(model: LightningModule) -> None:
+    """Make the optimizer of a task once, before hours are spent.
+
+    Raises:
+        PolicyError: For arguments that the optimizer refuses.
+    """
+    if isinstance(model, Task):
+        try:
+            model.make_optimizer(model.parameters())
+        except (TypeError, ValueError) as error:
+            raise PolicyError(f"optimizer: {error}") from error
 
 
 def check_accelerator(trainer: Mapping[str, Any]) -> None:

@@ -27,13 +27,13 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from gradpolicy.errors import PolicyError, brief
+from gradpolicy.distributed.agreement import of_every_rank
+from gradpolicy.errors import PolicyError, brief, shortened
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoints import CANNOT_RESUME, KEY, PATHS, check_checkpoint
 from gradpolicy.lightning.runs import cut_checkpoints, step_of
+from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.where import plain_name
 from gradpolicy.whole_file import written_whole
 
@@ -93,16 +93,20 @@ class ExactResume(Callback):
             "random": random_states(pl_module.device),
             "moment": now,
             "should_stop": trainer.should_stop,
-            "seen": move_data_to_device(dict(trainer.callback_metrics), "cpu"),
+            "metrics": move_data_to_device(dict(trainer.callback_metrics), "cpu"),
             "row": _pending_row(trainer, now),
             "ended_epoch": self._ended_epoch or _ended_epoch(trainer, now),
-            "rows": [_written_rows(logger) for logger in _csv_loggers(trainer)],
+            "rows": [_count_rows(logger) for logger in _csv_loggers(trainer)],
             "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
             "deferred": {key: each._defer_save_until_validation for key, each in _kept(trainer).items()},
         }
         if trainer.fit_loop.epoch_loop._should_accumulate():
-            state["gradients"] = _gradients(pl_module)
-        checkpoint[self.KEY] = _of_every_rank(state, trainer.world_size)
+            state["gradients"] = {
+                plain_name(name): local_shard(parameter.grad).cpu()
+                for name, parameter in pl_module.named_parameters()
+                if parameter.grad is not None
+            }
+        checkpoint[self.KEY] = of_every_rank(state)
 
     # ---- restoring
 
@@ -158,8 +162,8 @@ class ExactResume(Callback):
         """Restore this rank's state, after all other hooks that run before the first batch.
 
         Raises:
-            PolicyError: For a checkpoint of another number of optimizers. Lightning restores as many states
-                as there are and ignores the rest.
+            PolicyError: For a checkpoint of another optimizer, or of another number of them. Lightning
+                restores as many states as there are and ignores the rest.
         """
         counts, self._counts = self._counts, {}
         needed = (len(trainer.optimizers), len(trainer.lr_scheduler_configs))
@@ -169,6 +173,13 @@ class ExactResume(Callback):
                     f"{KEY}: {trainer.ckpt_path} holds {counts[name]} {name}, and this run needs {number}:"
                     f" {CANNOT_RESUME}"
                 )
+        for optimizer in trainer.optimizers:
+            lacking = optimizer.defaults.keys() - optimizer.param_groups[0].keys()
+            if lacking:
+                raise PolicyError(
+                    f"{KEY}: {trainer.ckpt_path} is of another optimizer than this run's, which needs"
+                    f" {shortened(sorted(lacking))}: {CANNOT_RESUME}"
+                )
         self._cut(trainer)
         saved, self._restored = self._restored, []
         if not saved:
@@ -177,7 +188,7 @@ class ExactResume(Callback):
         state = saved[trainer.global_rank if same_ranks else 0]
         stopped = any(each.wait_count >= each.patience for each in _stoppers(trainer).values())
         trainer.should_stop = trainer.should_stop or (state["should_stop"] and stopped)
-        _restore_metrics(trainer, pl_module, state)
+        _restore_metrics(trainer, state)
         self._ended_epoch = saved[0]["ended_epoch"]
         if same_ranks:
             _restore_rank(pl_module, state)
@@ -208,7 +219,7 @@ class ExactResume(Callback):
         if self._restored:
             self._cut(trainer)
             saved, self._restored = self._restored, []
-            _restore_metrics(trainer, pl_module, saved[0])
+            _restore_metrics(trainer, saved[0])
             _log_row(trainer, saved[0]["row"])
 
     def _cut(self, trainer: Trainer) -> None:
@@ -219,7 +230,7 @@ class ExactResume(Callback):
         cut_checkpoints(self.directory, self._step)
         rows = self._restored[0]["rows"] if self._restored else []
         for logger, number in zip(_csv_loggers(trainer), rows, strict=False):
-            _cut_rows(_path_of_rows(logger), number)
+            _cut_rows(Path(logger.experiment.metrics_file_path), number)
 
     def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Have the loops go on after the moment at which the checkpoint was saved."""
@@ -358,6 +369,7 @@ def _state_here(state: dict[str, Any], callback: ModelCheckpoint, step: int) -> 
     """
     folder, scores = Path(str(callback.dirpath)), state["best_k_models"]
     here: dict[str, str] = {}
+    named: dict[str, Any]
     for path in {each for each in (*map(state.get, PATHS), *scores) if each}:
         name = os.path.relpath(path, state["dirpath"])
         try:
@@ -370,18 +382,10 @@ def _state_here(state: dict[str, Any], callback: ModelCheckpoint, step: int) -> 
                 rank_zero_warn(f"{error}: {name} ({score}) does not count among the best checkpoints")
     named = {name: here.get(state.get(name, ""), "") for name in PATHS}
     left = {here[path]: score for path, score in scores.items() if path in here}
-    moved = {**state, **named, "dirpath": callback.dirpath, "best_k_models": left}
-    if len(left) == len(scores):
-        return moved
-    best = (min if callback.mode == "min" else max)(left, key=left.__getitem__, default="")
-    fewer = {
-        "best_model_path": best,
-        "best_model_score": left.get(best),
-        # One more can be kept before the worst is deleted.
-        "kth_best_model_path": "",
-        "kth_value": callback.kth_value,
-    }
-    return {**moved, **fewer}
+    if len(left) < len(scores):
+        best = (min if callback.mode == "min" else max)(left, key=left.__getitem__, default="")
+        named |= {"best_model_path": best, "best_model_score": left.get(best)}
+    return {**state, **named, "dirpath": callback.dirpath, "best_k_models": left}
 
 
 # ---- what is logged
@@ -419,10 +423,10 @@ def _ended_epoch(trainer: Trainer, now: str) -> dict[str, Any]:
     }
 
 
-def _restore_metrics(trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
+def _restore_metrics(trainer: Trainer, state: dict[str, Any]) -> None:
     """Give the trainer the metrics that were logged before."""
-    seen = move_data_to_device(state["seen"], pl_module.device)
-    trainer._logger_connector._callback_metrics.update(seen)
+    metrics = move_data_to_device(state["metrics"], trainer.strategy.root_device)
+    trainer._logger_connector._callback_metrics.update(metrics)
 
 
 class _AppendingWriter(ExperimentWriter):
@@ -446,30 +450,24 @@ def _csv_loggers(trainer: Trainer) -> list[CSVLogger]:
     return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
 
 
-def _path_of_rows(logger: CSVLogger) -> Path:
-    return Path(logger.experiment.metrics_file_path)
-
-
-def _written_rows(logger: CSVLogger) -> int:
-    """Return the number of rows in a logger's file, once it has written what it holds."""
+def _count_rows(logger: CSVLogger) -> int:
+    """Return the number of lines in a logger's file, once it has written what it holds."""
     logger.save()
-    path = _path_of_rows(logger)
-    return len(_lines(path)) - 1 if path.is_file() else 0
+    return len(_lines(Path(logger.experiment.metrics_file_path)))
 
 
 def _cut_rows(path: Path, number: int) -> None:
-    """Leave the first rows of a log."""
-    lines = _lines(path) if path.is_file() else []
-    if len(lines) - 1 < number:
+    """Leave the first lines of a log."""
+    lines = _lines(path)
+    if len(lines) < number:
         rank_zero_warn(f"{path} lacks rows of the steps before the checkpoint")
-    elif len(lines) - 1 > number:
-        with written_whole(path, newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(lines[: number + 1])
+    elif len(lines) > number:
+        with written_whole(path, "wb") as file:
+            file.writelines(lines[:number])
 
 
-def _lines(path: Path) -> list[list[str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.reader(file))
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
 
 
 # ---- the state of a rank
@@ -481,12 +479,11 @@ def random_states(device: torch.device) -> dict[str, Any]:
     Args:
         device: The process's own; that of a CUDA device has a state too.
     """
-    version, words, spare = random.getstate()
-    mersenne = np.random.get_state(legacy=False)
-    keys = torch.from_numpy(mersenne["state"]["key"].astype(np.int64))
+    mersenne: Any = np.random.get_state()
+    name, keys, *rest = mersenne
     states: dict[str, Any] = {
-        "python": [version, torch.tensor(words), spare],
-        "numpy": {**mersenne, "state": {"key": keys, "pos": mersenne["state"]["pos"]}},
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
@@ -496,11 +493,8 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """Set the states that `random_states` returned."""
-    version, words, spare = states["python"]
-    random.setstate((version, tuple(words.tolist()), spare))
-    mersenne = states["numpy"]
-    keys = mersenne["state"]["key"].cpu().numpy().astype(np.uint32)
-    np.random.set_state({**mersenne, "state": {**mersenne["state"], "key": keys}})
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"].cpu())
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
@@ -511,39 +505,5 @@ def _restore_rank(pl_module: LightningModule, state: dict[str, Any]) -> None:
     for name, parameter in pl_module.named_parameters():
         gradient = state.get("gradients", {}).get(plain_name(name))
         if gradient is not None:
-            parameter.grad = _like(parameter, gradient.to(parameter.device))
-
-
-def _gradients(pl_module: LightningModule) -> dict[str, Tensor]:
-    """Return this rank's gradients in an unfinished accumulation window; of sharded ones its shard."""
-    gathered = {
-        plain_name(name): parameter.grad
-        for name, parameter in pl_module.named_parameters()
-        if parameter.grad is not None
-    }
-    return {
-        name: (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach().cpu()
-        for name, gradient in gathered.items()
-    }
-
-
-def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient, of which this rank holds its shard, sharded as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return gradient
-    return DTensor.from_local(
-        gradient,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def _of_every_rank(state: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
-    if ranks == 1:
-        return [state]
-    gathered: list[Any] = [None] * ranks
-    torch.distributed.all_gather_object(gathered, state)
-    return gathered
+            parameter.grad = torch.empty_like(parameter)
+            local_shard(parameter.grad).copy_(gradient)

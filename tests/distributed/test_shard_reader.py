@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gradpolicy.checkpoint_file import UnreadableError
-from gradpolicy.distributed.shard_reader import entries, load_all, load_into
+from gradpolicy.distributed.shard_reader import entries, load_all, load_into, read_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -87,9 +87,27 @@ def test_an_error_is_the_ranks_own_not_torchs_collection(path: Path) -> None:
         assert isinstance(caught.value.__cause__, CheckpointException)
 
 
-def test_metadata_is_not_unpickled(path: Path, tmp_path: Path) -> None:
+def test_metadata_is_what_torch_reads_and_not_just_unpickled(path: Path, tmp_path: Path) -> None:
+    own, torchs = read_metadata(path / ".metadata"), FileSystemReader(path).read_metadata()
+    for part in ("state_dict_metadata", "storage_data", "planner_data"):
+        assert getattr(own, part) == getattr(torchs, part)
     (path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
     for read in (load_all, lambda path: load_into({"loops": {"epoch": 0}}, path)):
-        with pytest.raises(Exception, match="metadata"):
+        with pytest.raises(Exception, match=r"posix\.mkdir"):
             read(path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_metadata_of_another_kind_is_refused(path: Path) -> None:
+    whole = (path / ".metadata").read_bytes()
+    for content, words in (
+        (pickle.dumps(torch.distributed.checkpoint.metadata.BytesStorageMetadata()), "BytesStorageMetadata"),
+        (whole[:-20], "is damaged, or made by hand"),
+        (pickle.dumps(3), "holds int"),
+    ):
+        (path / ".metadata").write_bytes(content)
+        with pytest.raises(UnreadableError, match=words):
+            read_metadata(path / ".metadata")
+    (path / ".metadata").unlink()
+    with pytest.raises(FileNotFoundError):
+        read_metadata(path / ".metadata")

@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from runs import fit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from gradpolicy.checkpoint_file import UnreadableError
 from gradpolicy.distributed import sharded_checkpoint
 from gradpolicy.distributed.sharded_checkpoint import (
-    by_number,
     check_manifest,
     find_whole,
     is_whole,
@@ -135,14 +136,49 @@ def test_last_passes_over_what_was_not_finished(pair: ProcessPool, tmp_path: Pat
     assert not old.exists()
 
 
-def test_what_others_wrote_has_no_manifest_to_be_checked_by(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    save_whole({"state_dict": {"weight": torch.ones(3)}}, {"global_step": 1}, path)
-    assert check_manifest(path)
-    (path / "whole").write_text("")
-    assert not check_manifest(path)
-    (path / "whole").unlink()
-    assert not check_manifest(path)
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    save_whole({"state_dict": {"weight": torch.ones(3)}}, {"global_step": 1}, tmp_path / "a.ckpt")
+    assert check_manifest(tmp_path / "a.ckpt")
+    return tmp_path / "a.ckpt"
+
+
+def test_what_others_wrote_has_no_manifest_to_be_checked_by(whole: Path) -> None:
+    (whole / "whole").write_text("")
+    assert not check_manifest(whole)
+    (whole / "whole").unlink()
+    assert not check_manifest(whole)
+
+
+SHARD = "__0_0.distcp"
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "said"),
+    [
+        (SHARD, lambda content: content[:-1] + bytes([content[-1] ^ 1]), f"{SHARD} differs from its"),
+        ("meta.pt", lambda content: content + b"\0", "meta.pt differs from its checksum"),
+        ("meta.pt", lambda content: None, "it has no file 'meta.pt'"),
+        ("whole", lambda content: b'{"files": {"../other": [0, 0]}}', "it has no file '../other'"),
+        ("whole", lambda content: b'{"files": [1]}', "whole is no list of its files"),
+        ("whole", lambda content: content[:-5], "whole is no list of its files"),
+        ("whole", lambda content: content + b" ", "whole was changed"),
+    ],
+)
+def test_every_change_of_a_directory_is_found(
+    whole: Path, name: str, spoil: Callable[[bytes], bytes | None], said: str
+) -> None:
+    (whole.parent / "other").write_bytes(b"")
+    content = spoil((whole / name).read_bytes())
+    (whole / name).unlink() if content is None else (whole / name).write_bytes(content)
+    with pytest.raises(UnreadableError, match=f"is damaged: {said}"):
+        check_manifest(whole)
+
+
+def caused_by(cause: OSError) -> RuntimeError:
+    error = RuntimeError("torch failed to write")
+    error.__cause__ = cause
+    return error
 
 
 class SilentError(RuntimeError):
@@ -156,6 +192,7 @@ class SilentError(RuntimeError):
         (SilentError(), errno.EIO, "SilentError;"),
         (OSError(errno.ENOSPC, "full"), errno.ENOSPC, f"{os.strerror(errno.ENOSPC)};"),
         (OSError("of no number"), errno.EIO, "of no number;"),
+        (caused_by(OSError(errno.ENOSPC, "full")), errno.ENOSPC, f"{os.strerror(errno.ENOSPC)};"),
     ],
 )
 def test_whatever_fails_is_told_in_a_line_with_its_number(
@@ -166,28 +203,10 @@ def test_whatever_fails_is_told_in_a_line_with_its_number(
 
     monkeypatch.setattr(sharded_checkpoint, "save_shards", fail)
     with pytest.raises(
-        OSError, match=f"could not save .*: rank 0: {said} there is no former a.ckpt$"
+        OSError, match=f"could not save .*: rank 0: {said} there is no former checkpoint$"
     ) as caught:
         save_whole({}, {}, tmp_path / "a.ckpt")
     assert caught.value.errno == number
-
-
-def test_the_number_of_an_error_is_that_of_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("torch failed to write") from OSError(errno.ENOSPC, "full")
-
-    monkeypatch.setattr(sharded_checkpoint, "save_shards", fail)
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
-        save_whole({}, {}, tmp_path / "a.ckpt")
-    assert caught.value.errno == errno.ENOSPC
-
-
-def test_the_state_of_an_optimizer_goes_from_names_to_numbers() -> None:
-    named = {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["a"]}, {"params": ["b"], "lr": 0.1}]}
-    assert by_number(named) == {
-        "state": {1: {"step": 1}},
-        "param_groups": [{"params": [0]}, {"params": [1], "lr": 0.1}],
-    }
 
 
 class Code:

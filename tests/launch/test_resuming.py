@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from gradpolicy.insight import record
 from gradpolicy.launch.app import main
-from gradpolicy.lightning.checkpoints import SETTINGS, write_checkpoint
+from gradpolicy.lightning.checkpoints import write_checkpoint
 from gradpolicy.lightning.runs import RunRecord
 
 from .conftest import CONF, QUICK
@@ -295,17 +295,3 @@ def test_loggers_go_on_with_what_they_stored(train, tmp_path: Path) -> None:
     assert set(record_before.loggers) == {"csv", "tensorboard", "wandb", "mlflow"}
     assert record_after.loggers == record_before.loggers
     assert len(list(first.run.glob("tensorboard/*"))) == len(list(first.run.glob("csv/*"))) == 1
-
-
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_the_rate_in_a_checkpoint_of_another_program_is_compared_too(
-    train, trained, tmp_path: Path, scheduled: bool
-) -> None:
-    del trained[SETTINGS]
-    if scheduled:
-        trained["lr_schedulers"] = [{}]
-        trained["optimizer_states"][0]["param_groups"][0] |= {"lr": 0.1, "initial_lr": 0.002}
-    path = saved(trained, tmp_path / "a.ckpt")
-    resumed = (f"ckpt_path={path}", "trainer.max_epochs=2", "plan_only=true")
-    assert train(*resumed).code == 0
-    assert train(*resumed, "optimizer.lr=0.5").refusal.startswith("optimizer.lr: 0.5 given")

@@ -136,19 +136,6 @@ def test_names_of_torch_that_run_code_do_nothing(of_torch: Path, ran: Path) -> N
     assert "holds torch.serialization.load" in refused(of_torch, ran)
 
 
-def test_a_pickle_cannot_change_the_classes_that_it_names(
-    of_torch: Path, ran: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writes = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}U\x07versionU\x04evils\x86b."
-    monkeypatch.setattr(Metadata, "version", None)
-    pickle.loads(writes)
-    assert Metadata.version == "evil", "this is how it is done"
-    monkeypatch.setattr(Metadata, "version", None)
-    (of_torch / ".metadata").write_bytes(writes)
-    refused(of_torch, ran)
-    assert Metadata.version is None
-
-
 def test_code_in_lightnings_own_file_is_refused(directory: Path, of_torch: Path, ran: Path) -> None:
     torch.save(Code(ran), of_torch / "meta.pt")
     assert "holds posix.mkdir" in refused(of_torch, ran)
@@ -202,11 +189,6 @@ def test_paths_that_a_callback_would_delete_are_refused(
 # ---- damage
 
 
-def test_each_of_40_flipped_bits_in_a_file_is_refused(tmp_path: Path, ran: Path) -> None:
-    write_checkpoint({"state_dict": weights(), "global_step": 3}, tmp_path / "last.ckpt")
-    assert_flips_are_refused(tmp_path / "last.ckpt", [tmp_path / "last.ckpt"], ran)
-
-
 def test_each_of_40_flipped_bits_in_a_directory_is_refused(directory: Path, ran: Path) -> None:
     assert {"whole", "meta.pt", ".metadata", "__0_0.distcp"} == set(os.listdir(directory))
     for file in directory.iterdir():
@@ -224,7 +206,7 @@ def assert_flips_are_refused(path: Path, files: list[Path], ran: Path) -> None:
         with pytest.raises(PolicyError, match=r"^ckpt_path: "):
             check_checkpoint(path)
         file.write_bytes(whole)
-    assert check_checkpoint(path).infinite == ()
+    assert check_checkpoint(path) == frozenset()
 
 
 def test_a_missing_shard_is_named(directory: Path, ran: Path) -> None:
@@ -275,7 +257,7 @@ def test_nan_weights_are_refused_by_name(tmp_path: Path, ran: Path, kind: str, d
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_infinite_values_are_found_but_may_be_those_of_a_mask(tmp_path: Path, kind: str) -> None:
     save_as(kind, tmp_path / "a.ckpt", {"mask": torch.tensor([0.0, -torch.inf]), "weight": torch.ones(2)})
-    assert check_checkpoint(tmp_path / "a.ckpt").infinite == ("mask",)
+    assert check_checkpoint(tmp_path / "a.ckpt") == {"mask"}
 
 
 @pytest.mark.parametrize(
@@ -294,22 +276,20 @@ def test_nan_is_found_in_tensors_of_any_layout(tmp_path: Path, ran: Path, spoilt
 def test_weights_without_entries_or_fractions_are_taken(tmp_path: Path) -> None:
     state = {"empty": torch.zeros(0), "count": torch.tensor(3), "mask": torch.tensor([True]), "name": "words"}
     write_checkpoint({"state_dict": state}, tmp_path / "a.ckpt")
-    assert check_checkpoint(tmp_path / "a.ckpt").infinite == ()
+    assert check_checkpoint(tmp_path / "a.ckpt") == frozenset()
 
 
-def test_a_file_of_weights_alone_can_be_tested_and_other_content_is_given_as_it_is(tmp_path: Path) -> None:
+def test_a_file_of_weights_alone_can_be_tested(tmp_path: Path) -> None:
     write_checkpoint({"state_dict": weights()}, tmp_path / "weights.ckpt")
     assert load_checkpoint(tmp_path / "weights.ckpt")["pytorch-lightning_version"]
     write_checkpoint({"state_dict": weights(), "pytorch-lightning_version": "2.0"}, tmp_path / "whole.ckpt")
     assert load_checkpoint(tmp_path / "whole.ckpt")["pytorch-lightning_version"] == "2.0"
-    write_checkpoint({"step": 3}, tmp_path / "other.ckpt")
-    assert load_checkpoint(tmp_path / "other.ckpt") == {"step": 3}
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"step": 3}, {"state_dict": [1, 2]}])
 def test_what_holds_no_weights_by_name_is_no_checkpoint_of_a_run(tmp_path: Path, content: Any) -> None:
     write_checkpoint(content, tmp_path / "a.ckpt")
-    for read in (read_checkpoint, read_weights):
+    for read in (read_checkpoint, read_weights, load_checkpoint):
         with pytest.raises(PolicyError, match="holds no 'state_dict' with tensors by name"):
             read(tmp_path / "a.ckpt")
 

@@ -208,7 +208,7 @@ def content(checkpoint: Path, averages: bool = True) -> list[tuple[str, Any]]:
     """Everything that is in a checkpoint, perhaps but for what was logged."""
     saved = torch.load(checkpoint, weights_only=True)
     for state in saved[ExactResume.KEY] if not averages else ():
-        state |= dict.fromkeys(("seen", "row", "ended_epoch"))
+        state |= dict.fromkeys(("metrics", "row", "ended_epoch"))
     leaves, _ = tree_flatten_with_path(saved)
     flat = tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.tolist()), leaves)
     return [(keystr(place), leaf) for place, leaf in flat]
@@ -490,9 +490,10 @@ class WithSchedulers(TwoLayers):
     """So many schedulers on its one optimizer."""
 
     schedulers = 1
+    make = torch.optim.SGD
 
     def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
+        optimizer = self.make(self.parameters(), lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(self.schedulers)]
 
 
@@ -516,6 +517,16 @@ def test_another_number_of_schedulers_is_refused_before_anything_is_trained(
     with pytest.raises(PolicyError, match=r"one\.ckpt holds 1 lr_schedulers, and this run needs 2:"):
         trainer.fit(model, loader, ckpt_path=checkpoint, weights_only=True)
     assert trainer.global_step == 1
+
+
+def test_the_state_of_another_optimizer_is_refused_by_what_it_lacks(
+    make_trainer, loader, checkpoint: Path
+) -> None:
+    model = WithSchedulers()
+    model.make = torch.optim.Adagrad
+    trainer = make_trainer(max_epochs=9, max_steps=2, callbacks=[ExactResume()])
+    with pytest.raises(PolicyError, match=r"is of another optimizer than this run's, which needs .*lr_decay"):
+        trainer.fit(model, loader, ckpt_path=checkpoint, weights_only=True)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused_before_it_is_restored(tmp_path: Path) -> None:
