@@ -1,11 +1,10 @@
 """The functions that the processes of test_distributed.py run."""
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import gradpolicy as gp
 
@@ -54,19 +53,16 @@ def expected(world):
     return total
 
 
-def run(rank, world, port, kind, result):
-    """Takes two backward passes on a rank; rank 0 keeps the second's gradients."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def run(rank, world, kind, folder):
+    """Take two backward passes on a rank; rank 0 saves the second's gradients."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     model = make_model()
     installed = gp.install(model, POLICIES) if kind.endswith("before") else None
     wrapped: nn.Module = model
     if kind.startswith("ddp"):
         wrapped = nn.parallel.DistributedDataParallel(model)
     else:
-        from torch.distributed.fsdp import fully_shard
-
         fully_shard(model.first)
         fully_shard(model)
     if installed is None:
@@ -79,7 +75,7 @@ def run(rank, world, port, kind, result):
         for name, p in wrapped.named_parameters()
     }
     if rank == 0:
-        torch.save(gradients, result)
+        torch.save(gradients, f"{folder}/gradients.pt")
     installed.remove()
     assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in wrapped.parameters())
     dist.destroy_process_group()

@@ -17,11 +17,6 @@ def softmax_grad(grad, inputs, output, *, call):
     return (output * (grad - (grad * output).sum(dim, keepdim=True))).to(inputs[0].dtype)
 
 
-def cumsum_grad(grad, inputs, output, *, call):
-    dim = call.arguments["dim"]
-    return grad.flip(dim).cumsum(dim).flip(dim).to(inputs[0].dtype)
-
-
 def norm_grad(grad, inputs, output, *, call):
     x, p, dim = inputs[0], call.arguments["p"], call.arguments["dim"]
     p = 2.0 if p == "fro" else float(p)
@@ -50,13 +45,6 @@ CALLS = {
         lambda x: torch.special.softmax(x, 1),
         nn.Softmax(dim=0),
     ],
-    "cumsum": [
-        lambda x: torch.cumsum(x, 0),
-        lambda x: x.cumsum(dim=1),
-        lambda x: torch.cumsum(x, axis=-1),
-        lambda x: x.cumsum(0, dtype=torch.float64),
-        lambda x: x.clone().cumsum_(1),
-    ],
     "norm": [
         torch.norm,
         lambda x: x.norm(),
@@ -77,7 +65,7 @@ CALLS = {
         lambda x: x.clamp(min=LOW),
     ],
 }
-RULES = {"softmax": softmax_grad, "cumsum": cumsum_grad, "norm": norm_grad, "clamp": clamp_grad}
+RULES = {"softmax": softmax_grad, "norm": norm_grad, "clamp": clamp_grad}
 
 
 @pytest.mark.parametrize(

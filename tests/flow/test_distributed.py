@@ -1,9 +1,5 @@
 """Two processes: the gradients are the mean of what one process gives with the same policies."""
 
-import socket
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,27 +7,16 @@ import torch.multiprocessing
 from torch.distributed.fsdp import fully_shard
 
 import gradpolicy as gp
-
-sys.path.insert(0, str(Path(__file__).parent))
-import distributed_steps
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+from tests.flow import distributed_steps
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp before", "ddp after", "fsdp before", "fsdp after"])
 def test_the_gradients_are_the_mean_over_the_ranks(kind, tmp_path):
-    result = tmp_path / "gradients.pt"
-    torch.multiprocessing.spawn(distributed_steps.run, (2, free_port(), kind, str(result)), nprocs=2)
-    found, expected = torch.load(result), distributed_steps.expected(2)
-    assert found.keys() == expected.keys()
+    torch.multiprocessing.spawn(distributed_steps.run, (2, kind, str(tmp_path)), nprocs=2)
+    found, expected = torch.load(tmp_path / "gradients.pt"), distributed_steps.expected(2)
     assert expected["stem.weight"].any()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.fixture
@@ -62,23 +47,23 @@ def test_rules_act_on_the_whole_gradient_of_a_sharded_parameter(one_process, sha
     assert [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()] == tables
 
 
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.embed.unshard()
+        return torch.nn.functional.linear(self.head(x), self.embed.weight)
+
+
 @pytest.mark.parametrize("sharded_first", [False, True])
 def test_a_sharded_parameter_used_past_its_module_is_refused_not_plain(one_process, sharded_first):
-    class Tied(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-
-        def forward(self, x):
-            self.embed.unshard()
-            return torch.nn.functional.linear(self.head(x), self.embed.weight)
-
-    model = Tied()
-    install = lambda: gp.install(model, [gp.Scale(2.0, params="embed.weight")])  # noqa: E731
-    installed = None if sharded_first else install()
+    model, policies = Tied(), [gp.Scale(2.0, params="embed.weight")]
+    installed = None if sharded_first else gp.install(model, policies)
     fully_shard(model.embed)
     fully_shard(model)
-    installed = installed or install()
+    installed = installed or gp.install(model, policies)
     loss = model(distributed_steps.batch_of(0)).sum()
     with pytest.raises(gp.PolicyError, match=r"'embed.weight' is sharded and was used while"):
         loss.backward()

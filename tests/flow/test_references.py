@@ -1,7 +1,10 @@
-"""Guided and deconv against captum and zennit, on networks of distinct nn.ReLU modules."""
+"""Guided and deconv, however a network is written, against captum, zennit and an autograd.Function."""
+
+import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import gradpolicy as gp
@@ -24,21 +27,146 @@ def images():
     return torch.randn(3, 1, 6, 6)
 
 
-@pytest.mark.parametrize(("policy", "name"), [(gp.Guided, "GuidedBackprop"), (gp.Deconv, "Deconvolution")])
-def test_input_gradients_agree_with_captum(network, images, gradient, policy, name):
+@pytest.mark.parametrize(
+    ("policy", "of_captum", "of_zennit"),
+    [(gp.Guided, "GuidedBackprop", "GuidedBackprop"), (gp.Deconv, "Deconvolution", "DeconvNet")],
+)
+def test_input_gradients_agree_with_captum_and_zennit(
+    network, images, gradient, zennit, policy, of_captum, of_zennit
+):
     attr = pytest.importorskip("captum.attr")
-    with gp.install(network, [policy()]):
-        ours, _ = gradient(lambda x: network(x)[:, 1], images)
-    theirs = getattr(attr, name)(network).attribute(images.clone().requires_grad_(), target=1)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("policy", "name"), [(gp.Guided, "GuidedBackprop"), (gp.Deconv, "DeconvNet")])
-def test_input_gradients_agree_with_zennit(network, images, gradient, zennit, policy, name):
     from zennit import composites
 
     with gp.install(network, [policy()]):
         ours, _ = gradient(lambda x: network(x)[:, 1], images)
-    with getattr(composites, name)().context(network):
-        theirs, _ = gradient(lambda x: network(x)[:, 1], images)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    with getattr(composites, of_zennit)().context(network):
+        by_zennit, _ = gradient(lambda x: network(x)[:, 1], images)
+    by_captum = getattr(attr, of_captum)(network).attribute(images.clone().requires_grad_(), target=1)
+    torch.testing.assert_close(ours, by_zennit, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours, by_captum, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+class GuidedByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(min=0) * (ctx.saved_tensors[0] > 0)
+
+
+class Written(nn.Module):
+    """Layers one by one, with a function in place of each ReLU, or the module itself."""
+
+    def __init__(self, layers, relu=None):
+        super().__init__()
+        self.layers, self.relu = layers, relu
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.relu(x) if self.relu and isinstance(layer, nn.ReLU) else layer(x)
+        return x
+
+
+@pytest.fixture
+def by_hand(layers):
+    return Written(layers, GuidedByHand.apply)
+
+
+@pytest.mark.parametrize("write", [nn.Sequential, Written, lambda layers: Written(layers, F.relu)])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_every_way_to_write_a_network_is_guided_alike(
+    write, inplace, layers, by_hand, batch, parameter_gradients, same
+):
+    wanted = parameter_gradients(by_hand, batch)
+    layers[1].inplace = layers[3].inplace = inplace
+    with gp.install(model := write(layers), [gp.Guided()]) as installed:
+        found = parameter_gradients(model, batch)
+        # A rule of an outer block does not reach them.
+        with gp.gradient_override({"relu": "stop"}):
+            again = parameter_gradients(model, batch)
+    for gradients in (found, again):
+        for one, other in zip(gradients.values(), wanted.values(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert installed.report().rows[0].matched == {"relu": 4}
+
+
+def test_gradients_at_the_relus_own_output_are_the_plain_ones(layers, batch):
+    with gp.install(layers, [gp.Guided()]):
+        hidden = layers[1](layers[0](batch))
+        result = layers[4](layers[3](layers[2](hidden)))
+        (at_output,) = torch.autograd.grad(result.sum(), hidden)
+    (at_input,) = torch.autograd.grad(layers[4](GuidedByHand.apply(layers[2](hidden))).sum(), hidden)
+    torch.testing.assert_close(at_output, at_input)
+    assert (at_output < 0).any()
+
+
+def _own_forward(layers):
+    linear = copy.deepcopy(layers[0])
+    layers[0].forward = lambda x: F.relu(linear(x))
+
+
+# What is done to the layers, and how many ReLUs run after it.
+CHANGES = {
+    "replaced": (lambda layers: layers.__setitem__(1, nn.Sequential(nn.ReLU())), 2),
+    "appended": (lambda layers: layers.append(nn.ReLU()), 3),
+    "hook": (lambda layers: layers[0].register_forward_hook(lambda _, args, output: F.relu(output)), 3),
+    "pre-hook": (lambda layers: layers[3].register_forward_pre_hook(lambda _, args: (F.relu(args[0]),)), 3),
+    "forward": (_own_forward, 3),
+    "parametrisation": (
+        lambda layers: nn.utils.parametrize.register_parametrization(layers[0], "weight", nn.ReLU()),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_is_changed_after_the_installation_is_seen(kind, layers, batch):
+    change, relus = CHANGES[kind]
+    with gp.install(layers, [gp.Guided()]) as installed:
+        layers(batch)
+        before = installed.report().rows[0].operations_matched
+        change(layers)
+        layers(batch)
+        assert installed.report().rows[0].operations_matched - before == relus
+
+
+def test_a_relu_that_another_tool_wrapped_is_let_through_after_removal(
+    layers, batch, parameter_gradients, same
+):
+    plain = parameter_gradients(layers, batch)
+    installed = gp.install(layers, [gp.Guided()])
+    ours = layers[1].forward
+    layers[1].forward = lambda x: ours(x)
+    with pytest.warns(UserWarning, match="was replaced"):
+        installed.remove()
+    assert same(parameter_gradients(layers, batch), plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("kind", ["script", "trace"])
+def test_rules_at_a_scripted_or_traced_module_know_its_arguments(kind):
+    def double(grad, inputs, output, *, call):
+        assert torch.equal(call.arguments["input"], inputs[0])
+        return 2.0 * grad
+
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    traced = torch.jit.script(inner) if kind == "script" else torch.jit.trace(inner, torch.ones(1, 2))
+    model, x = nn.Sequential(nn.Linear(2, 2), traced), torch.ones(3, 2)
+    (plain,) = torch.autograd.grad(model(x).sum(), model[0].weight)
+    for policy, expected in (
+        (gp.Scale(3.0, modules="1", argument="input"), 3.0 * plain),
+        (gp.Scale(3.0, modules="1", argument=0), 3.0 * plain),
+        (gp.UseRule(double, modules="1", at="through"), 2.0 * torch.ones(2, 3) @ x),
+    ):
+        with gp.install(model, [policy], strict=True):
+            (found,) = torch.autograd.grad(model(x).sum(), model[0].weight)
+        torch.testing.assert_close(found, expected)
+    assert "forward" not in traced.__dict__ or kind == "script"
