@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.factors import divided_factors
@@ -90,14 +92,15 @@ def plan(
         buffers = copy_buffers(duplicate)
         rows, gradients, partly, acting = _flow_rows(duplicate, flow, step)
         changed = changed_buffers(buffers, duplicate)
-        sizes = {name: parameter.numel() for name, parameter in _trainable(duplicate).items()}
+        parameters = _trainable(duplicate)
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     sources, masks = _freeze_masks(freeze, matched, gradients, seed)
     put_back = tuple(put_back_remarks(_partly_frozen(freeze, masks), optimized, trained_by))
     vain = trained_in_vain(policies, matched, gradients)
     # Those that hold later leave the first step alone.
     first = {name: masks[name] for name, policy in freeze.items() if policy.when.active()}
     _check_cuts(flow, rows, gradients, first)
-    combined = _combine(duplicate, masks)
+    combined = _combine(parameters, masks)
     freeze_rows = {
         name: _freeze_row(name, freeze[name], matched[name], sources[name], masks[name], vain[name])
         for name in freeze
@@ -106,7 +109,7 @@ def plan(
     return Plan(
         rows=planned,
         entries=sum(sizes.values()),
-        training_entries=_training_entries(duplicate, first, sizes, gradients),
+        training_entries=_training_entries(parameters, first, gradients),
         combined=combined,
         combined_entries={name: sizes[name] for name in combined},
         cuts=_cuts({name: flow[name] for name in flow if name in acting}, rows),
@@ -129,11 +132,11 @@ def plan(
 
 
 def _training_entries(
-    model: nn.Module, masks: Any, sizes: Mapping[str, int], gradients: Mapping[str, Any]
+    parameters: Mapping[str, nn.Parameter], masks: Any, gradients: Mapping[str, Any]
 ) -> int:
     """Return how many entries get a gradient and are active in the first step."""
-    getting = (name for name in sizes if gets_gradient(gradients[name]))
-    return round(sum(sizes[name] * _share(model, masks, name) for name in getting))
+    getting = {name: each for name, each in parameters.items() if gets_gradient(gradients[name])}
+    return round(sum(each.numel() * _share(each, masks, name) for name, each in getting.items()))
 
 
 def training_loss(module: Any, batch: Any) -> Tensor:
@@ -199,24 +202,13 @@ def _optimizers(duplicate: nn.Module, given: Optimizers | None) -> list[torch.op
     """Return the optimizers that were given, or that a LightningModule makes."""
     if given is not None:
         return [given] if isinstance(given, torch.optim.Optimizer) else list(given)
-    if not hasattr(duplicate, "configure_optimizers"):
-        return []
-    configure: Any = duplicate.configure_optimizers
+    configure: Any = getattr(duplicate, "configure_optimizers", tuple)
     try:
-        return _optimizers_in(configure())
+        made = configure()
     except Exception:
-        # Some ask a Trainer, of which there is none yet; the plan can do without.
+        # Some ask a Trainer, which does not exist yet; the plan can do without.
         return []
-
-
-def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in whatever ``configure_optimizers`` may give."""
-    if isinstance(given, torch.optim.Optimizer):
-        return [given]
-    if isinstance(given, Mapping):
-        return _optimizers_in(given.get("optimizer"))
-    several = given if isinstance(given, list | tuple) else ()
-    return [each for item in several for each in _optimizers_in(item)]
+    return [each for each in tree_leaves(made) if isinstance(each, torch.optim.Optimizer)]
 
 
 # ---- flow policies: one step for training, one for what holds in other phases
@@ -242,7 +234,8 @@ def _observe(
 ) -> tuple[dict[str, Tensor | None], dict[str, PlanRow], list[str], set[str]]:
     """Take one step with some of the policies active."""
     parameters = _trainable(model)
-    installed = install(model, policies, entry_points={"": _entry_points(model)})
+    entry_point = "training_step" if hasattr(model, "training_step") else "forward"
+    installed = install(model, policies, entry_points={"": [entry_point]})
     try:
         for name in policies:
             installed.set_active(name, name in active)
@@ -260,10 +253,6 @@ def _observe(
         lines += [f"{name}: {message}"] if message else []
     rows = {name: _flow_row(name, policies[name], report[name]) for name in policies}
     return found, rows, lines, {name for name in active if report[name].matched}
-
-
-def _entry_points(model: nn.Module) -> tuple[str, ...]:
-    return ("training_step",) if hasattr(model, "training_step") else ("forward",)
 
 
 def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
@@ -439,26 +428,22 @@ def mask_share(mask: Any) -> float:
 
 
 def _combine(
-    model: nn.Module, masks: Mapping[str, Mapping[str, Any]]
+    parameters: Mapping[str, nn.Parameter], masks: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, tuple[tuple[str, ...], float]]:
-    """For each parameter under several policies, their names and the share that they leave to train."""
-    holders = {key: tuple(name for name in masks if key in masks[name]) for key in _trainable(model)}
-    return {key: (names, _share(model, masks, key)) for key, names in holders.items() if len(names) > 1}
+    """For each parameter under several policies, return their names and the share that trains."""
+    holders = {key: tuple(name for name in masks if key in masks[name]) for key in parameters}
+    return {
+        key: (names, _share(parameters[key], masks, key)) for key, names in holders.items() if len(names) > 1
+    }
 
 
-def _share(model: nn.Module, masks: Mapping[str, Mapping[str, Any]], key: str) -> float:
+def _share(parameter: Tensor, masks: Mapping[str, Mapping[str, Any]], key: str) -> float:
     """Return the share of a parameter that all policies together let train."""
     chosen = [given[key] for given in masks.values() if key in given]
-    if len(chosen) < 2:
-        return mask_share(chosen[0]) if chosen else 1.0
-    return _intersection_share(chosen, _trainable(model)[key])
-
-
-def _intersection_share(masks: list[Any], parameter: Tensor) -> float:
-    if parameter.is_meta:
-        return float(torch.tensor([mask_share(mask) for mask in masks]).prod())
+    if len(chosen) < 2 or parameter.is_meta:
+        return math.prod(mask_share(mask) for mask in chosen)
     shape, device = parameter.shape, parameter.device
-    return mask_share(functools.reduce(lambda one, other: intersect(one, other, shape, device), masks))
+    return mask_share(functools.reduce(lambda one, other: intersect(one, other, shape, device), chosen))
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
