@@ -1,4 +1,4 @@
-"""Compiles the C sources when the package is installed, else at first use. Nothing depends on a compiler.
+"""Compile the C sources when the package is installed, else at first use. Nothing depends on a compiler.
 
 Only the standard library is used here: `setup.py` runs this file before anything is installed.
 """

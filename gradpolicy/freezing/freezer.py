@@ -1,4 +1,4 @@
-"""Asks mask sources at each step, intersects their masks and sets them at the optimizers."""
+"""The engine of freeze policies: masks of sources, intersected and set at each step."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

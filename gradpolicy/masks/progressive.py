@@ -1,4 +1,4 @@
-"""FreezeOut: layers freeze for good, from the input on, each with a learning rate that ends at 0."""
+"""FreezeOut: layers freeze for good, each with a learning rate that ends at 0."""
 
 import math
 from collections.abc import Mapping

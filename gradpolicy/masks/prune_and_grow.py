@@ -1,4 +1,4 @@
-"""Sparse training with a topology that changes: SET and RigL. Entries outside the mask are zero."""
+"""Sparse training with a topology that changes: SET and RigL."""
 
 import math
 from collections.abc import Iterable, Mapping

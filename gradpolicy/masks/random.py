@@ -1,4 +1,4 @@
-"""Random masks, drawn anew every so often."""
+"""Seeded random masks, drawn again by a timetable."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Only some rows train: new tokens of an embedding, heads, any part that an index names."""
+"""Masks of rows: new tokens of an embedding, heads, any part that an index names."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Trains the entries that score highest: by gradient, weight, Fisher information, movement or change."""
+"""Masks of the entries that score highest, by gradients or weights."""
 
 import math
 from collections.abc import Mapping

@@ -193,7 +193,7 @@ def _is_outdated(state: dict[str, Any], checksum: int | None) -> bool:
 
 
 def check(record: Record, state: dict[str, Any], masked: MaskedParameter, name: str) -> None:
-    """Makes sure that a record and its state can be given to a parameter, before anything is loaded.
+    """Make sure that a record and its state can be given to a parameter, before anything is loaded.
 
     Raises:
         PolicyError: If something is missing, damaged, or another parameter's.
@@ -228,7 +228,7 @@ def _refuse(what: str, shape: Any, parameter: Tensor, name: str) -> NoReturn:
 
 
 def restore(masked: MaskedParameter, record: Record) -> None:
-    """Gives a parameter the mask and ages of a record; its state is loaded already, and dense."""
+    """Give a parameter the mask and ages of a record; its state is loaded already, and dense."""
     masked.options = Options(record["frozen_state"], record["bias_correction"])
     shape = record["mask_shape"]
     masked.restore(

@@ -120,7 +120,7 @@ class Layout:
         return shaped
 
     def write_back(self, flat: Tensor, tensor: Tensor) -> None:
-        """Writes a vector that `flat` or `memory` gave back to its tensor where it is a copy."""
+        """Write a vector that `flat` or `memory` gave back to its tensor where it is a copy."""
         if self.plain and tensor.data_ptr() == flat.data_ptr():
             return
         target = _real(local_shard(tensor.detach()))

@@ -81,12 +81,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
     _kinds: ClassVar[list[type[MaskedOptimizer]]] = []
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Registers a subclass for the optimizers that its `wraps` accepts."""
+        """Register a subclass for the optimizers that its `wraps` accepts."""
         super().__init_subclass__(**options)
         MaskedOptimizer._kinds.append(cls)
 
     def __new__(cls, inner: Any = None, *options: Any, **named: Any) -> MaskedOptimizer:
-        """Makes the subclass for this optimizer."""
+        """Create an instance of the subclass for this optimizer."""
         kinds = [kind for kind in MaskedOptimizer._kinds if kind.wraps(inner)]
         return super().__new__(kinds[0] if cls is MaskedOptimizer and kinds else cls)
 
@@ -111,7 +111,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Does what `Optimizer.__init__` does, except for what is the wrapped optimizer's own."""
+        """Set up what `Optimizer.__init__` would, except for what the wrapped optimizer has."""
         _WRAPPERS[self.inner] = weakref.ref(self)
         for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
             setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
@@ -181,11 +181,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the wrapped optimizer; its parameters start with every entry active."""
+        """Add a group to the wrapped optimizer; its parameters start with every entry active."""
         self.inner.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients, as the wrapped optimizer does."""
+        """Clear all gradients, as the wrapped optimizer does."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     # --- masks
@@ -198,7 +198,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         frozen_state: str | None = None,
         bias_correction: str | None = None,
     ) -> None:
-        """Sets which entries of a parameter train from the next step on.
+        """Set which entries of a parameter train from the next step on.
 
         Args:
             parameter: One of the optimizer's parameters.
@@ -220,7 +220,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         frozen_state: str | None = None,
         bias_correction: str | None = None,
     ) -> None:
-        """Sets the masks of many parameters; others keep theirs.
+        """Set the masks of many parameters; others keep theirs.
 
         Args:
             masks: By parameter, what `set_mask` takes.
@@ -327,7 +327,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         masked.mask_gradient(gradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the active entries.
+        """Update the active entries.
 
         Args:
             closure: Reevaluates the model and returns the loss; it runs first, with gradients enabled.
@@ -371,7 +371,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(self, closure: Callable[[], Any] | None) -> Any:
-        """Makes one update: the wrapped optimizer's own for what it can do, then the rule's for the rest."""
+        """Update once: by the wrapped optimizer where it is exact, then by the rule for the rest."""
         work = self._sorted(closure is not None)
         if closure is None and self.is_probed:
             state_probe.probe(self._wrapped, self._masked.values())
@@ -420,7 +420,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return work
 
     def _update_by_rule(self, rule: UpdateRule, groups: list[tuple[Group, list[Member]]]) -> None:
-        """Updates the active entries of parameters by the rule, and counts the update."""
+        """Update the active entries of parameters by the rule, and count the update."""
         steps: list[Tensor] = []
         for group, members in groups:
             together: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
@@ -446,7 +446,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version([m.parameter for _, members in groups for m, _ in members])
 
     def _update_alike(self, rule: UpdateRule, group: Group, members: list[Member]) -> None:
-        """Makes one call of a kernel for all tensors of a dtype and a device."""
+        """Update all tensors of one dtype and device by one call of a kernel."""
         parameter = members[0][0].parameter
         dtype, device = parameter.dtype.to_real(), parameter.device
         oldest = max([max(masked.ages.oldest, masked.updates) for masked, _ in members])
@@ -501,7 +501,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return self._wrapped.rule is None or any(hooks) or "step" in vars(inner)
 
     def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
-        """Makes the wrapped optimizer's step, without effect on the frozen entries of these parameters."""
+        """Step the wrapped optimizer, without effect on the frozen entries of these parameters."""
         if self._only_probed:
             state_probe.forget(self._wrapped, self._masked, closure is not None)
             self._only_probed = False
@@ -552,7 +552,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state_dict of this class or of the wrapped optimizer alone.
+        """Load a state_dict of this class or of the wrapped optimizer alone.
 
         Masks and ages become what was saved. Without saved ones, masks stay and every entry's age becomes its
         tensor's step count.
@@ -579,7 +579,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def restore(self, parameter: Tensor, record: checkpoint.Record) -> None:
-        """Gives a parameter the mask and ages of a record that fits; its state is loaded already."""
+        """Give a parameter the mask and ages of a record that fits; its state is loaded already."""
         checkpoint.restore(self._masked.setdefault(parameter, self._known(parameter)), record)
 
     def _fitting_records(
@@ -667,7 +667,7 @@ def _check_inner(inner: Any) -> None:
 def _refuse_to_pass_masks(
     wrapper: weakref.ref[MaskedOptimizer], inner: torch.optim.Optimizer, *_: Any
 ) -> None:
-    """Runs before each step of a wrapped optimizer.
+    """Run before each step of a wrapped optimizer.
 
     Raises:
         PolicyError: If the step is not the wrapper's, and entries are frozen.

@@ -101,7 +101,7 @@ class MaskedParameter:
         self._begin(updates)
 
     def _begin(self, updates: int | None) -> None:
-        """Makes every entry active and as old as its tensor."""
+        """Set every entry active, with its tensor's number of updates as its age."""
         self.updates = self.state.count() if updates is None else updates
         self.ages = Ages.all_active(self.updates, self.layout.size, local_shard(self.parameter).device)
         self.frozen_everywhere = False
@@ -188,7 +188,7 @@ class MaskedParameter:
     # --- a new mask
 
     def set_mask(self, mask: Tensor | None) -> None:
-        """Makes the entries of a mask active, the others frozen, and moves state as the options say.
+        """Set the mask, and move state as the options say.
 
         Args:
             mask: Bool, of the parameter's dimensions, to which it broadcasts; None: all are active.
@@ -206,7 +206,7 @@ class MaskedParameter:
         self._finish_change()
 
     def _take_empty_mask(self, mask: Tensor) -> None:
-        """Takes a mask on a process that holds no entry of the parameter."""
+        """Keep the mask as it is on a process that holds no entry of the parameter."""
         self.empty_mask = local_mask(mask, self.parameter)
         if not is_sharded(self.parameter):
             self.frozen_everywhere = False
@@ -214,7 +214,7 @@ class MaskedParameter:
             self._empty_state()
 
     def _set_flags(self, flags: Tensor, block: int) -> None:
-        """Turns ages and moves state so that these blocks alone are active."""
+        """Change ages and state so that these blocks alone are active."""
         active, forget = int(flags.count_nonzero()) * block, self.options.forget
         partly = 0 < active < self.layout.size
         if partly and self.rule is None:
@@ -245,7 +245,7 @@ class MaskedParameter:
             self._empty_state()
 
     def _empty_state(self) -> None:
-        """Empties the state of a tensor of which no entry is active here."""
+        """Empty the state of a tensor of which no entry is active here."""
         self.ages = self.ages._replace(oldest=0)
         if not self.state.values:
             return
@@ -258,7 +258,7 @@ class MaskedParameter:
             self._set_count(0)
 
     def _finish_change(self) -> None:
-        """Makes the state what the wrapped optimizer's own updates would have left, where these go on."""
+        """Complete state and count where the wrapped optimizer itself makes the next updates."""
         mode = self.mode
         if mode is not Mode.PUT_BACK:
             self.copies = {}
@@ -280,7 +280,7 @@ class MaskedParameter:
     # --- loaded state and records
 
     def adopt_state(self, updates: int | None = None) -> None:
-        """Takes the optimizer's state as it now stands, dense and of one age; the mask stays.
+        """Use the optimizer's state as it now is, dense and of one age; the mask stays.
 
         Args:
             updates: Number of updates that the tensor has had; None: as many as the state has counted.
@@ -290,7 +290,7 @@ class MaskedParameter:
         self.set_mask(mask)
 
     def restore(self, ages: Tensor, mask_shape: tuple[int, ...] | None, updates: int, begun: bool) -> None:
-        """Takes a saved mask and its ages; the optimizer's state is loaded already, and dense.
+        """Load a saved mask and its ages; the optimizer's state is loaded already, and dense.
 
         Args:
             ages: Signed ages that broadcast to the parameter.
@@ -323,7 +323,7 @@ class MaskedParameter:
         return coarse[:, 0].contiguous(), coarse.shape[1]
 
     def adopt_ages(self, signed: Tensor, block: int) -> None:
-        """Takes signed ages, one for each block of entries; the state is dense.
+        """Set signed ages, one for each block of entries; the state is dense.
 
         Of a sharded parameter `frozen_everywhere` is set already.
         """
@@ -375,12 +375,12 @@ class MaskedParameter:
         )
 
     def count_update(self) -> None:
-        """Counts an update of the active entries."""
+        """Count an update of the active entries."""
         self.updates += 1
         self.ages = self.ages.counted()
 
     def count_update_on_others(self) -> None:
-        """Counts an update that other processes made of their parts of the tensor."""
+        """Count an update that other processes made of their parts of the tensor."""
         self._set_count(self.updates + 1)
 
     def mask_gradient(self, gradient: Tensor) -> None:
@@ -415,12 +415,12 @@ class MaskedParameter:
         return set(saved)
 
     def restore_frozen(self, saved: set[str]) -> None:
-        """Puts frozen entries and their state back after the step, bit for bit."""
+        """Put frozen entries and their state back after the step, bit for bit."""
         own = entry_state(self.state.values, self.parameter)
         self._put_back({"": self.parameter, **own}, {key: self.copies[key] for key in saved})
 
     def _put_back(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-        """Gives frozen entries of tensors their saved values, or else their initial ones if known."""
+        """Give frozen entries of tensors their saved values, or else their initial ones if known."""
         for key, tensor in tensors.items():
             flat = self.layout.flat(tensor)
             fill: Tensor | float | None = saved.get(key)

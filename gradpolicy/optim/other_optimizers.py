@@ -77,7 +77,7 @@ def initial_value(
 def reset_state(
     optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor, state: Mapping[str, Any]
 ) -> None:
-    """Resets the state of all entries of a parameter to its initial values, in place."""
+    """Reset the state of all entries of a parameter to its initial values, in place."""
     for key, value in entry_state(state, parameter).items():
         start = initial_value(optimizer, key, group, parameter)
         if start == AS_PARAMETER:
@@ -136,7 +136,7 @@ def _start(value: Tensor) -> float | str:
 
 
 def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> None:
-    """Makes sure that some entries of a parameter can be put back while others train.
+    """Make sure that some entries of a parameter can be put back while others train.
 
     Raises:
         PolicyError: If the optimizer's state has no value for each entry.
@@ -151,7 +151,7 @@ def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, par
 
 
 def check_state_of_entries(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Makes sure that no state of a parameter is quantised.
+    """Make sure that no state of a parameter is quantised.
 
     Raises:
         PolicyError: If some is.

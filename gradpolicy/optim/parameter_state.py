@@ -54,7 +54,7 @@ class ParameterState:
         return present
 
     def check(self, state: dict[str, Tensor], ages: Ages) -> None:
-        """Makes sure that state has as many entries as it should, on the parameter's device.
+        """Make sure that state has as many entries as it should, on the parameter's device.
 
         Raises:
             PolicyError: If it has not, since somebody replaced it.
@@ -167,14 +167,14 @@ class ParameterState:
         return step_count(self.values) if rule is None else rule.updates(self.values, self.group)
 
     def remove(self) -> bool:
-        """Removes all state; returns False where the optimizer's step would not make it again."""
+        """Remove all state; return False where the optimizer's step would not make it again."""
         if isinstance(self.wrapped.optimizer, torch.optim.Adagrad):
             return False  # torch 2.11 makes it in the constructor alone
         self.wrapped.optimizer.state.pop(self.parameter, None)
         return True
 
     def empty(self, drop: bool) -> None:
-        """Empties the state of every entry.
+        """Empty the state of every entry.
 
         Args:
             drop: True if no memory is held for it. Its names stay, with None, to tell it apart from state
@@ -202,7 +202,7 @@ def _numbers_in(value: Tensor) -> int:
 
 
 def _fill(value: Tensor, start: float) -> Tensor:
-    """Fills a tensor with a number, both parts of complex ones."""
+    """Fill a tensor with a number, both parts of complex ones."""
     local = local_shard(value)
     (torch.view_as_real(local) if local.is_complex() else local).fill_(start)
     return value

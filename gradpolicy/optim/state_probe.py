@@ -1,4 +1,4 @@
-"""The step by which `torch.distributed.checkpoint.state_dict` finds out which state an optimizer keeps.
+"""The step by which `torch.distributed.checkpoint` finds out which state an optimizer keeps.
 
 Before the first step it sets all gradients and learning rates to 0 and calls `step`. That must not count as
 an update, nor change the first one: some state begins at the learning rate or at the first gradient.
@@ -29,7 +29,7 @@ def is_probe(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def probe(wrapped: Wrapped, masked: Iterable[MaskedParameter]) -> None:
-    """Makes the state of every parameter without counting an update.
+    """Create the state of every parameter without counting an update.
 
     Args:
         wrapped: The wrapped optimizer.
@@ -57,7 +57,7 @@ def probe(wrapped: Wrapped, masked: Iterable[MaskedParameter]) -> None:
 
 
 def forget(wrapped: Wrapped, masked: dict[Tensor, MaskedParameter], closure: bool) -> None:
-    """Removes the state that a probe made of parameters whose first update comes now.
+    """Remove the state that a probe made of parameters whose first update comes now.
 
     Args:
         wrapped: The wrapped optimizer.

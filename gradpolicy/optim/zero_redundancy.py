@@ -75,7 +75,7 @@ class MaskedZero(MaskedOptimizer):
         return any(known is parameter for group in self.local.param_groups for known in group["params"])
 
     def set_masks(self, masks: Mapping[Tensor, Any], **options: Any) -> None:
-        """Sets masks, as MaskedOptimizer does; every rank must set the same."""
+        """Set masks, as MaskedOptimizer does; every rank must set the same."""
         super().set_masks(masks, **options)
         self.local.set_masks({key: mask for key, mask in masks.items() if self.owns(key)}, **options)
 
@@ -84,7 +84,7 @@ class MaskedZero(MaskedOptimizer):
         self.inner.consolidate_state_dict(to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a whole state; each rank keeps what it owns."""
+        """Load a whole state; each rank keeps what it owns."""
         own, _, saved = checkpoint.split(state_dict)
         parameters = self._wrapped.parameters()
         # Torch's optimizer empties the state that it is given.
@@ -106,12 +106,12 @@ class MaskedZero(MaskedOptimizer):
         return super().state_bytes(parameter) + self.local.state_bytes(parameter)
 
     def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
-        """Makes the step; the local optimizers leave frozen entries alone by themselves."""
+        """Step; the local optimizers leave frozen entries alone by themselves."""
         return super()._step_inner((), closure)
 
 
 def as_masked(optimizer: Optimizer) -> MaskedOptimizer:
-    """Wraps an optimizer unless it is wrapped already."""
+    """Wrap an optimizer unless it is wrapped already."""
     return optimizer if isinstance(optimizer, MaskedOptimizer) else MaskedOptimizer(optimizer)
 
 

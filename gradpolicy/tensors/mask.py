@@ -20,7 +20,7 @@ Mask = bool | Tensor | RandomMask
 
 
 def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
-    """Makes sure that a mask fits a parameter.
+    """Make sure that a mask fits a parameter.
 
     Args:
         mask: The given mask.

@@ -49,7 +49,7 @@ def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
 
 
 def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Writes values at flat indices of the whole tensor, each process those of its part.
+    """Write values at flat indices of the whole tensor, each process those of its part.
 
     Args:
         tensor: The tensor to write to.

@@ -59,7 +59,7 @@ class Kernels:
     def update(
         self, rule: UpdateRule, settings: tuple[float, ...], numbers: Tensor, updates: Sequence[EntryUpdate]
     ) -> None:
-        """Updates active entries of tensors of one dtype.
+        """Update active entries of tensors of one dtype.
 
         Args:
             rule: How one entry moves.
@@ -91,7 +91,7 @@ class Kernels:
                     _write_back(update, active, own)
 
     def turn(self, ages: Tensor, uncounted: int, flags: Tensor, forget: bool) -> None:
-        """Makes the blocks active whose flag is set, the others frozen, in place.
+        """Make the blocks active whose flag is set, the others frozen, in place.
 
         Args:
             ages: Of all blocks.
@@ -111,7 +111,7 @@ class Kernels:
     def fill_frozen(
         self, values: Tensor, ages: Tensor | None, index: Tensor | None, block: int, fill: float | Tensor
     ) -> None:
-        """Gives frozen blocks a number, or the values that another tensor has there, in place.
+        """Give frozen blocks a number, or the values that another tensor has there, in place.
 
         Args:
             values: All entries.
@@ -236,7 +236,7 @@ def _update(
     settings: tuple[Any, ...],
     numbers: Tensor,
 ) -> None:
-    """Updates the active rows, in place."""
+    """Update the active rows, in place."""
     dtype = numbers.dtype
     if numbers.shape[0] == 1:  # one row of numbers is all entries'
         own = numbers[0].unbind()

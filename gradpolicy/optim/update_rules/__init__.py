@@ -38,7 +38,7 @@ _REGISTERED: dict[type[torch.optim.Optimizer], type[UpdateRule]] = {}
 def update_rule(
     optimizer_class: type[torch.optim.Optimizer],
 ) -> Callable[[type[UpdateRule]], type[UpdateRule]]:
-    """Makes MaskedOptimizer exact for your own optimizer: decorates an `UpdateRule` that describes it.
+    """Make MaskedOptimizer exact for your own optimizer; decorate an `UpdateRule` that describes it.
 
     Args:
         optimizer_class: The class of the optimizer.

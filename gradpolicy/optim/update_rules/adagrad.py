@@ -17,7 +17,7 @@ class Adagrad(UpdateRule):
     kernel = "adagrad"
 
     def state(self, group: Group) -> dict[str, float]:
-        """The sum of squares, from the constructor's start: torch does not look at a param group's."""
+        """Return the sum of squares, from the constructor's start: torch does not look at a param group's."""
         return {"sum": float(self.optimizer.defaults["initial_accumulator_value"])}
 
     def settings(self, group: Group) -> tuple[float, ...]:
@@ -25,7 +25,7 @@ class Adagrad(UpdateRule):
         return (sign_of(group), float(group["weight_decay"]), float(group["lr"]), float(group["eps"]))
 
     def age_settings(self, group: Group) -> tuple[float, ...]:
-        """The decay of the learning rate."""
+        """Return the decay of the learning rate."""
         return (float(group["lr_decay"]),)
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:

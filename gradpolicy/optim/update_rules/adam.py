@@ -41,7 +41,7 @@ class Adam(UpdateRule):
         return (sign_of(group), *terms, *rates, float(group.get("amsgrad", False)))
 
     def age_settings(self, group: Group) -> tuple[float, ...]:
-        """The betas."""
+        """Return the betas."""
         return tuple(map(float, group["betas"]))
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:

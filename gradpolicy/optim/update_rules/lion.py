@@ -19,19 +19,19 @@ class Lion(UpdateRule):
     kernel = "lion"
 
     def supports(self, group: Group) -> bool:
-        """Not with options that look at a whole tensor."""
+        """Return False with options that go by a whole tensor."""
         return not any(group.get(option) for option in ("use_gc", "adanorm", "cautious"))
 
     def state(self, group: Group) -> dict[str, float]:
-        """The momentum."""
+        """Return the momentum."""
         return {"exp_avg": 0.0}
 
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
-        """Nothing: it counts once for a param group."""
+        """Return nothing: Lion counts once for a param group."""
         return {}
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
-        """The group's count, where the tensor has been updated."""
+        """Return the group's count, where the tensor has been updated."""
         return int(group.get("step", 0)) if state else 0
 
     def settings(self, group: Group) -> tuple[float, ...]:

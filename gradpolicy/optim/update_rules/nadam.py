@@ -23,7 +23,7 @@ class NAdam(Adam):
     kernel = "nadam"
 
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
-        """The count, and mu_1 ... mu_t."""
+        """Return the count, and mu_1 ... mu_t."""
         beta1, _, decay = self.age_settings(group)
         return {"step": float(updates), "mu_product": self._product(updates, beta1, decay)}
 
@@ -33,7 +33,7 @@ class NAdam(Adam):
         return float(_products(length, *settings, torch.get_default_dtype())[updates - 1]) if updates else 1.0
 
     def age_settings(self, group: Group) -> tuple[float, ...]:
-        """The betas and psi."""
+        """Return the betas and psi."""
         return (*map(float, group["betas"]), float(group["momentum_decay"]))
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:

@@ -21,11 +21,11 @@ class SGD(UpdateRule):
     kernel = "sgd"
 
     def state(self, group: Group) -> dict[str, float]:
-        """The momentum, where there is any."""
+        """Return the momentum, where there is any."""
         return {"momentum_buffer": 0.0} if group["momentum"] else {}
 
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
-        """Nothing: torch's SGD does not count."""
+        """Return nothing: torch's SGD does not count."""
         return {}
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
@@ -39,11 +39,11 @@ class SGD(UpdateRule):
         return (sign_of(group), float(group["weight_decay"]), momentum, *ahead, float(group["lr"]))
 
     def age_settings(self, group: Group) -> tuple[float, ...]:
-        """The dampening."""
+        """Return the dampening."""
         return (float(group["dampening"]),)
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """The share of the gradient that goes into the momentum: 1 at first, then 1 - tau."""
+        """Return the share of the gradient that goes into the momentum: 1 at first, then 1 - tau."""
         return (1 - age_settings[0] * (ages > 1).double(),)
 
     def update(
@@ -60,7 +60,7 @@ class SGD(UpdateRule):
 
 
 def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
-    """Gives parameters that join torch's fused SGD later than others the momentum to begin with.
+    """Give parameters that join torch's fused SGD later than others the momentum to begin with.
 
     The fused step needs the momentum buffers of a group to exist all or not at all. The buffer made here has
     ``mu b + (1 - tau) g = g``, as after a first update.
