@@ -70,7 +70,7 @@ class Estimate(Generic[Value]):
 
 
 def gradient_at(loss: Loss, parameters: Named, delta: Named) -> dict[str, Tensor]:
-    """The gradient with the parameters moved: ``g(θ + δ)``, under the policies in force.
+    """Return the gradient with the parameters moved: ``g(θ + δ)``, under the policies in force.
 
     Args:
         loss: Computes the loss, a scalar, from the parameters as they are when it is called.
@@ -95,7 +95,7 @@ def gradient_at(loss: Loss, parameters: Named, delta: Named) -> dict[str, Tensor
 
 
 def hvp(loss: Loss, parameters: Named, vector: Named) -> dict[str, Tensor]:
-    """The product of a vector with the derivative of the gradient: ``J v``; without a policy, ``H v``.
+    """Return the product of a vector with the derivative of the gradient: ``J v``; without a policy, ``H v``.
 
     Args:
         loss: See :func:`gradient_at`.
@@ -121,7 +121,7 @@ def hvp(loss: Loss, parameters: Named, vector: Named) -> dict[str, Tensor]:
 def trace(
     loss: Loss, parameters: Named, samples: int = 32, generator: torch.Generator | None = None
 ) -> Estimate[float]:
-    """The trace of J: the mean of ``zᵀ J z`` over random signs z.
+    """Estimate the trace of J: the mean of ``zᵀ J z`` over random signs z.
 
     Args:
         loss: See :func:`gradient_at`.
@@ -142,7 +142,7 @@ def trace(
 def frobenius_norm(
     loss: Loss, parameters: Named, samples: int = 32, generator: torch.Generator | None = None
 ) -> Estimate[float]:
-    """The Frobenius norm of J: the square root of the mean of ``‖J z‖²`` over random signs z.
+    """Estimate the Frobenius norm of J: the square root of the mean of ``‖J z‖²`` over random signs z.
 
     Its standard error is that of the mean, over twice the norm.
 
@@ -165,7 +165,7 @@ def frobenius_norm(
 def diagonal(
     loss: Loss, parameters: Named, samples: int = 32, generator: torch.Generator | None = None
 ) -> Estimate[dict[str, Tensor]]:
-    """The diagonal of J: the mean of ``z · J z``, entry by entry, over random signs z.
+    """Estimate the diagonal of J: the mean of ``z · J z``, entry by entry, over random signs z.
 
     Args:
         loss: See :func:`gradient_at`.
@@ -197,7 +197,7 @@ def diagonal(
 def top_eigenvalue(
     loss: Loss, parameters: Named, iterations: int = 32, generator: torch.Generator | None = None
 ) -> Estimate[float]:
-    """The largest eigenvalue of J; if J is not symmetric, the largest real part of one.
+    """Estimate the largest eigenvalue of J; if J is not symmetric, the largest real part of one.
 
     Arnoldi's method from a random vector, which for symmetric J is Lanczos's. It keeps a vector of the size
     of all parameters for each iteration, and ends early when the residual is small.
@@ -219,7 +219,7 @@ def top_eigenvalue(
     Source: Saad 2011, "Numerical Methods for Large Eigenvalue Problems", chapter 6.
     """
     check_whole("curvature.top_eigenvalue: iterations", iterations, least=1)
-    generator = _checked_or_seeded(generator)
+    generator = _given_or_seeded(generator)
     field = _GradientField(loss, parameters)
     size = min(iterations, sum(parameter.numel() for parameter in parameters.values()))
     start = field.random(torch.randn, generator)
@@ -246,9 +246,9 @@ def top_eigenvalue(
 def _products(
     loss: Loss, parameters: Named, samples: int, generator: torch.Generator | None
 ) -> Iterator[tuple[Named, Named]]:
-    """Vectors of random signs, each with its product with J."""
+    """Yield vectors of random signs, each with its product with J."""
     check_whole("curvature: samples", samples, least=2)
-    generator = _checked_or_seeded(generator)
+    generator = _given_or_seeded(generator)
     field = _GradientField(loss, parameters)
     for _ in range(samples):
         vector = field.random(_random_signs, generator)
@@ -264,15 +264,13 @@ class _GradientField:
     """
 
     def __init__(self, loss: Loss, parameters: Named) -> None:
-        if not callable(loss):
-            raise PolicyError(f"curvature: loss must be a function without arguments, got {shown(loss)}")
         _check_parameters(parameters)
         self.loss = loss
         self.parameters = dict(parameters)
         self.values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def derivative(self, vector: Named) -> dict[str, Tensor]:
-        """``J v``: by autograd if no rule acts, otherwise by central differences."""
+        """Return ``J v``: by autograd if no rule acts, otherwise by central differences."""
         if self._graph is not None:
             varying = {
                 name: part for name, part in self._graph.items() if part.requires_grad and name in vector
@@ -322,14 +320,10 @@ class _GradientField:
         return {name: (ahead[name] - behind[name]) / (2 * step) for name in self.parameters}
 
     def like_parameters(self, key: str, given: Named) -> dict[str, Tensor]:
-        """Checks what is given by parameter name, and lays it out as the parameters are."""
-        if not isinstance(given, Mapping):
-            raise PolicyError(f"curvature: {key} must be a dict of tensors by name, got {shown(given)}")
+        """Check tensors that are given by parameter name, and shard them as the parameters are."""
         for name, tensor in given.items():
             if name not in self.parameters:
                 raise unknown("parameter", name, self.parameters, key=f"curvature: {key}")
-            if not isinstance(tensor, Tensor):
-                raise PolicyError(f"curvature: {key}[{name!r}] must be a tensor, got {shown(tensor)}")
             if tensor.shape != self.parameters[name].shape:
                 raise PolicyError(
                     f"curvature: {key}[{name!r}] has shape {tuple(tensor.shape)}, the parameter"
@@ -341,7 +335,7 @@ class _GradientField:
         }
 
     def random(self, draw: Callable[..., Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Random tensors in the place of the parameters, the same however these are sharded."""
+        """Return random tensors in the place of the parameters, the same however these are sharded."""
         return {
             name: shard_like(
                 draw(value.shape, generator=generator, device=generator.device, dtype=value.dtype), value
@@ -351,7 +345,7 @@ class _GradientField:
 
     @contextmanager
     def moved(self, delta: Named) -> Iterator[None]:
-        """Moves the parameters meanwhile; what an evaluation of the loss changes is then put back."""
+        """Move the parameters meanwhile; what an evaluation of the loss changes is then put back."""
         devices = {p.device for p in self.parameters.values() if p.device.type != "cpu"}
         device_type = next((device.type for device in devices), "cuda")
         with torch.random.fork_rng(devices=devices, device_type=device_type), _buffers_restored():
@@ -366,7 +360,7 @@ class _GradientField:
 
     @torch.enable_grad()
     def gradient(self, create_graph: bool = False) -> dict[str, Tensor]:
-        """The gradient with the parameters as they are."""
+        """Return the gradient with the parameters as they are."""
         loss = self.loss()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise PolicyError(f"curvature: the loss must be a scalar tensor, got {shown(loss)}")
@@ -385,7 +379,7 @@ class _GradientField:
 
 
 def _gradient_by_backward(loss: Tensor, parameters: Named) -> dict[str, Tensor]:
-    """The gradient as FSDP2 gives it: its graph ends in whole parameters, and a hook fills ``.grad``."""
+    """Return the gradient under FSDP2: its graph ends in whole parameters, and a hook fills ``.grad``."""
     before = {name: parameter.grad for name, parameter in parameters.items()}
     try:
         for parameter in parameters.values():
@@ -401,7 +395,7 @@ def _gradient_by_backward(loss: Tensor, parameters: Named) -> dict[str, Tensor]:
 
 
 def _ends_in_errors(gradients: Iterable[Tensor]) -> bool:
-    """Whether a function in the graph is marked ``once_differentiable``: autograd takes it as constant."""
+    """Return True if a function is marked ``once_differentiable``: autograd takes its result as constant."""
     nodes: list[Any] = [gradient.grad_fn for gradient in gradients]
     seen = {None}
     while nodes:
@@ -416,7 +410,7 @@ def _ends_in_errors(gradients: Iterable[Tensor]) -> bool:
 
 @contextmanager
 def _buffers_restored() -> Iterator[None]:
-    """Restores the buffers of every module that is called meanwhile."""
+    """Restore the buffers of every module that is called meanwhile."""
     before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def note(module: nn.Module, inputs: Any) -> None:
@@ -434,27 +428,16 @@ def _buffers_restored() -> Iterator[None]:
 
 
 def _check_parameters(parameters: Named) -> None:
-    if not isinstance(parameters, Mapping) or not parameters:
-        raise PolicyError(f"curvature: parameters must be a dict of tensors by name, got {shown(parameters)}")
+    if not parameters:
+        raise PolicyError("curvature: parameters must be a dict of tensors by name, got none")
     for name, parameter in parameters.items():
-        if not isinstance(parameter, Tensor) or not parameter.requires_grad or not parameter.is_leaf:
+        if not parameter.requires_grad or not parameter.is_leaf:
             raise PolicyError(f"curvature: parameters[{name!r}] must be a leaf tensor that requires grad")
 
 
-def _checked_or_seeded(generator: torch.Generator | None) -> torch.Generator:
-    """The generator, or one of its own: torch's default one stays the same while the loss is evaluated.
-
-    Raises:
-        PolicyError: If it is something else, such as a seed.
-    """
-    if generator is None:
-        return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-    if not isinstance(generator, torch.Generator):
-        raise PolicyError(
-            f"generator: must be a torch.Generator, got {shown(generator)}; "
-            "torch.Generator().manual_seed(3) is one"
-        )
-    return generator
+def _given_or_seeded(generator: torch.Generator | None) -> torch.Generator:
+    """Return the generator, or a new one: torch's default one stays the same while the loss is evaluated."""
+    return generator or torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
 
 def _random_signs(shape: torch.Size, **how: Any) -> Tensor:
@@ -462,7 +445,7 @@ def _random_signs(shape: torch.Size, **how: Any) -> Tensor:
 
 
 def _dot(one: Named, other: Named) -> float:
-    """The inner product over all parameters, in float64."""
+    """Return the inner product over all parameters, in float64."""
     return sum(float(full_tensor((one[name].double() * other[name].double()).sum())) for name in one)
 
 
@@ -475,6 +458,6 @@ def _scaled(vector: Named, factor: float) -> dict[str, Tensor]:
 
 
 def _mean(found: list[float]) -> Estimate[float]:
-    """The mean, with the standard error of the mean."""
+    """Return the mean, with the standard error of the mean."""
     values = torch.tensor(found, dtype=torch.float64)
     return Estimate(float(values.mean()), float(values.std() / math.sqrt(len(found))), len(found))

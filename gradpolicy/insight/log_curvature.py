@@ -1,4 +1,4 @@
-"""Logs the curvature of the training loss, under the run's own policies, every so many steps."""
+"""A callback that logs the curvature of the training loss under the run's own policies."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 from torchmetrics import Metric
 
 from gradpolicy.checks import check_choice, check_whole
@@ -56,7 +55,7 @@ class LogCurvature(Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks that calling ``training_step`` again does not train."""
+        """Check that calling ``training_step`` again does not train."""
         if not pl_module.automatic_optimization:
             raise PolicyError(
                 f"callbacks.curvature: {type(pl_module).__name__} optimizes by hand in training_step, which"
@@ -67,7 +66,7 @@ class LogCurvature(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs the estimates if a step was taken, and it is one to log."""
+        """Log the estimates if a step was taken, and it is one to log."""
         step = trainer.global_step
         if step == self._last_step or step % self.every:
             return
@@ -87,30 +86,20 @@ class LogCurvature(Callback):
 
 @contextmanager
 def _unobserved(module: LightningModule) -> Iterator[None]:
-    """Training steps meanwhile log nothing, and leave no trace in metrics."""
-    methods = ("log", "log_dict")
-    own = {name: vars(module)[name] for name in methods if name in vars(module)}
+    """Run training steps that log nothing, and leave no trace in metrics."""
+    before = dict(vars(module))
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     states = [
-        {name: _copied(getattr(part, name)) for name in (*part._defaults, "_update_count", "_computed")}
+        {name: copy.deepcopy(vars(part)[name]) for name in (*part._defaults, "_update_count", "_computed")}
         for part in metrics
     ]
-    vars(module).update(dict.fromkeys(methods, _nothing))
+    vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *arguments, **named: None))
     try:
         yield
     finally:
-        for name in methods:
+        for name in ("log", "log_dict"):
             del vars(module)[name]
-        vars(module).update(own)
+        vars(module).update({name: before[name] for name in ("log", "log_dict") if name in before})
         for part, state in zip(metrics, states, strict=True):
             for name, value in state.items():
                 setattr(part, name, value)
-
-
-def _copied(value: Any) -> Any:
-    """A metric's state as it is now: a tensor, or a list of tensors."""
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
-def _nothing(*arguments: Any, **named: Any) -> None:
-    """Takes the place of what logs."""

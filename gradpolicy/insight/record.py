@@ -14,16 +14,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from pydantic import BaseModel, Field, NonNegativeInt, create_model
+from pydantic_core import to_json
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.costs import optimizer_bytes
@@ -115,11 +114,6 @@ class Record(Callback):
             self._write("fit", updates, {})
         self._updates = updates
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the file; a later line opens it again."""
-        if self.file is not None:
-            self.file.close()
-
     def _cut(self, file: RecordFile, restored: dict[str, Any]) -> None:
         if not file.begin(restored.get("size", 0)):
             rank_zero_warn(f"{file.path} lacks rows of the steps before the checkpoint")
@@ -136,9 +130,6 @@ class Record(Callback):
         if self.file is not None:
             epoch = self._trainer.current_epoch
             self.file.append({"kind": row["kind"], "step": step, "epoch": epoch, **row} for row in rows)
-            if phase != "fit":
-                # The stage may end without a call of `teardown` after this one.
-                self.file.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length of the file."""
@@ -189,7 +180,7 @@ class RecordFile:
     def __init__(self, directory: Path) -> None:
         self.path = directory.absolute() / RECORD
         self.size = 0
-        self._file: IO[bytes] | None = None
+        self._has_begun = False
 
     def begin(self, size: int = 0) -> bool:
         """Cut the file to its length when a checkpoint was saved; without one, empty it.
@@ -197,51 +188,22 @@ class RecordFile:
         Returns:
             True if the file had that many bytes.
         """
-        self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             file.truncate(min(file.tell(), size))
-        self._open()
+            self.size = len(_whole_lines(self.path.read_bytes()))
+            file.truncate(self.size)
+        self._has_begun = True
         return self.size == size
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows at once, a line each."""
-        text = "".join(f"{_encoded(row)}\n" for row in rows).encode()
-        (self._file or self._open()).write(text)
-        self.size += len(text)
-
-    def close(self) -> None:
-        """Close the file; a later :meth:`append` opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> IO[bytes]:
-        """Open the file behind its last whole line."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = _whole_lines(self.path.read_bytes()) if self.path.is_file() else b""
-        # Unbuffered, so that a line that was written survives a kill.
-        self._file = self.path.open("ab", buffering=0)
-        self._file.truncate(len(whole))
-        self.size = len(whole)
-        return self._file
-
-
-_ENCODER = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":"))
-
-
-def _encoded(row: Mapping[str, Any]) -> str:
-    """Return a row as JSON, which has neither NaN nor infinity: null stands for both."""
-    try:
-        return _ENCODER.encode(row)
-    except ValueError:
-        return _ENCODER.encode({key: _finite(value) for key, value in row.items()})
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        """Write rows at once, a line each, behind the last whole line; null stands for NaN and infinity."""
+        if not self._has_begun:
+            self.begin(self.path.stat().st_size if self.path.is_file() else 0)
+        content = b"".join(to_json(row, inf_nan_mode="null") + b"\n" for row in rows)
+        with self.path.open("ab", buffering=0) as file:
+            file.write(content)
+        self.size += len(content)
 
 
 def _whole_lines(content: bytes) -> bytes:
