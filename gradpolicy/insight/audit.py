@@ -33,7 +33,7 @@ class Audit(Callback):
       some entries are remembered, and compared before the mask changes, every few updates, at each
       checkpoint and at the very end, after all other callbacks.
     - What :class:`~gradpolicy.Stop` stops receives exactly zero.
-    - Each flow policy meets the same operations in every batch that is looked at.
+    - The rule of each flow policy is put on the same operations in every batch that is checked.
 
     At the end it prints one line, such as ``frozen entries: 1,284 intervals, 0 changed``, and writes
     ``audit.json``. Each process checks what it holds; rank 0 writes what all of them counted. A resumed run
@@ -44,9 +44,9 @@ class Audit(Callback):
         entries: How many random places of each tensor are compared. None (``null`` in YAML) compares all
             frozen entries, also at each change of masks, with a copy of them in the host's memory.
         every: Frozen entries are compared, and others chosen, at multiples of this many updates. Flow
-            policies are looked at as often; in each batch if `entries` is None.
-        operations: Check that each batch meets the same operations; not for a model whose forward pass
-            differs from batch to batch on purpose.
+            policies are checked as often; in each batch if `entries` is None.
+        operations: Check that rules are put on the same operations in each batch; not for a model whose
+            forward pass differs from batch to batch on purpose.
         on_difference: ``"stop"`` ends the run, ``"warn"`` gives a warning.
         seed: Seeds the places.
 
@@ -265,7 +265,7 @@ def summary(report: AuditFile, *, stops: bool = False) -> str:
 
     Args:
         report: The content of ``audit.json``.
-        stops: Whether a policy stops gradients, so that something should have been looked at.
+        stops: If True, a policy stops gradients, so that something should have been checked.
 
     Example:
         >>> summary(AuditFile(intervals=1284, entries=9000, changed=0, sampled=True))

@@ -211,7 +211,8 @@ class FlowChecks:
     - What :class:`gradpolicy.Stop` stops receives exactly zero: what leaves a cut in the graph requires no
       gradient, what is passed on under ``mode="zero"`` is zero, and parameters that are stopped themselves
       (``params=``) have no gradient, or zeros.
-    - Each policy meets the same operations and places in every batch in which it holds as in the first one.
+    - The rule of each policy is put on the same operations and places in every batch as in the first one in
+      which the policy holds.
 
     Args:
         installed: The flow policies.
@@ -273,17 +274,19 @@ class FlowChecks:
             if policy not in self._before or policy not in self._after:
                 continue
             before, after = self._before[policy], self._after[policy]
-            met = {place: n - before.get(place, 0) for place, n in after.items() if n > before.get(place, 0)}
-            first = self._first.setdefault(policy, met)
+            calls = {
+                place: n - before.get(place, 0) for place, n in after.items() if n > before.get(place, 0)
+            }
+            first = self._first.setdefault(policy, calls)
             self.operations["checked"] += 1
-            if met != first:
+            if calls != first:
                 self.operations["differing"] += 1
-                place = next(each for each in (*first, *met) if met.get(each) != first.get(each))
-                now, then = met.get(place, 0), first.get(place, 0)
+                place = next(each for each in (*first, *calls) if calls.get(each) != first.get(each))
+                now, then = calls.get(place, 0), first.get(place, 0)
                 message = (
-                    f"policy.{policy}: {place} was met {now} times in the batch before update {step + 1}, "
-                    f"and {then} times in the first; where the forward pass differs from batch to batch on "
-                    "purpose, set callbacks.audit.operations=false"
+                    f"policy.{policy}: its rule was put on {place} {now} times in the batch before update "
+                    f"{step + 1}, and {then} times in the first; where the forward pass differs from batch "
+                    "to batch on purpose, set callbacks.audit.operations=false"
                 )
                 differences.append(_of_policy(policy, place, "operations", abs(now - then), step, message))
         return differences

@@ -1,4 +1,4 @@
-"""What training costs: time a step, and bytes of optimizer state."""
+"""A callback that measures the time of a step and the bytes of optimizer state."""
 
 import time
 from typing import Any
@@ -18,7 +18,7 @@ class Costs(Callback):
       the update. Validation, checkpoints and loading are not in it. On a GPU it is the host's time, which
       over many batches is the device's.
     - ``cost/step_cpu_milliseconds``: the same in processor time of the process, over all its threads, which
-      tells less of what else the machine does.
+      depends less on what else the machine does.
     - ``cost/optimizer_bytes_peak``: the most bytes of optimizer state held after any batch on this process:
       moments, steps, masks and ages. What mask sources gather of gradients is not in it.
 
@@ -41,15 +41,15 @@ class Costs(Callback):
         self._began = (0.0, 0.0)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins anew; what a run cost before it was resumed does not count."""
+        """Reset the costs; those of a run before it was resumed do not count."""
         self._reset()
 
     def on_train_batch_start(self, *arguments: Any) -> None:
-        """Reads the clocks."""
+        """Read the clocks."""
         self._began = (time.perf_counter(), time.process_time())
 
     def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-        """Adds up the batch's time, and looks how much state there is."""
+        """Add up the batch's time, and measure the state."""
         seconds, cpu_seconds = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
         self.batches += 1
         if self.batches > self.skip:
@@ -59,7 +59,7 @@ class Costs(Callback):
         self.peak_bytes = max(self.peak_bytes, present)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Logs the costs so far; the times only if there were more batches than are skipped."""
+        """Log the costs so far; the times only if there were more batches than are skipped."""
         costs = {"cost/optimizer_bytes_peak": float(self.peak_bytes)}
         timed = self.batches - self.skip
         if timed > 0:
@@ -69,7 +69,7 @@ class Costs(Callback):
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that an optimizer holds as its state on this process.
+    """Return the bytes that an optimizer holds as its state on this process.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(10))

@@ -1,14 +1,10 @@
-"""A small recorded run that a test kills: ``record_program.py FOLDER [--kill-at N] [--resume FILE]``."""
+"""A small recorded run."""
 
-import argparse
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import gradpolicy as gp
@@ -33,17 +29,6 @@ class Network(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Kill(Callback):
-    """Ends the process at once after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-        if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def train(
     folder: Path, *more: Callback, resume: Path | None = None, accelerator: str = "cpu", **settings: Any
 ) -> None:
@@ -66,19 +51,3 @@ def train(
         **settings,
     )
     trainer.fit(Network(), DigitsDataModule(batch_size=64, seed=0), ckpt_path=resume, weights_only=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kill-at", type=int, default=-1)
-    parser.add_argument("--resume", type=Path)
-    chosen = parser.parse_args()
-    saving = ModelCheckpoint(chosen.folder / "checkpoints", every_n_train_steps=7, save_last=True)
-    train(
-        chosen.folder, Kill(chosen.kill_at), saving, resume=chosen.resume, max_steps=30, val_check_interval=6
-    )
-
-
-if __name__ == "__main__":
-    main()

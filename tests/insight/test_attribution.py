@@ -104,11 +104,8 @@ def test_the_gradient_is_that_of_each_score_alone(modules: Modules, images: Tens
 def test_without_a_target_the_predicted_class_is_attributed(modules: Modules, images: Tensor) -> None:
     predicted, probabilities = predict(modules, images)
     torch.testing.assert_close(gradient(modules, images), gradient(modules, images, predicted))
-    torch.testing.assert_close(probabilities, modules(images).softmax(1).amax(1))
-
-
-def test_one_target_stands_for_all_images(modules: Modules, images: Tensor) -> None:
     assert torch.equal(gradient(modules, images, 1), gradient(modules, images, [1, 1, 1]))
+    torch.testing.assert_close(probabilities, modules(images).softmax(1).amax(1))
 
 
 def test_the_smoothed_gradient_of_a_quadratic_score_is_the_gradient_at_the_mean_noisy_image() -> None:

@@ -89,20 +89,6 @@ def test_the_attribution_is_that_of_the_policies_of_the_run(
     assert [sample.truth for sample in drawn] == [str(int(label)) for label in labels]
 
 
-def test_fitting_before_testing_makes_no_picture(
-    module: Classifier, make_trainer: Callable[..., Trainer], tmp_path: Path
-) -> None:
-    trainer = make_trainer(
-        callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(directory=tmp_path / "here")],
-        limit_train_batches=1,
-        limit_val_batches=1,
-    )
-    trainer.fit(module, DigitsDataModule())
-    assert not (tmp_path / "here").exists()
-    trainer.test(module, DigitsDataModule(), verbose=False)
-    assert (tmp_path / "here" / "guided.png").is_file()
-
-
 def attributions_of_ranks(strategy: str, folder: str) -> Tensor:
     """Tests on all ranks, and gives the attributions that this one has computed."""
     torch.manual_seed(0)
@@ -156,14 +142,8 @@ def test_a_policy_that_is_absent_or_does_not_hold_is_refused(
     trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(policy)])
     with pytest.raises(PolicyError, match=message):
         trainer.test(module, DigitsDataModule(), verbose=False)
-
-
-def test_a_policy_that_is_not_required_may_be_absent(
-    module: Classifier, make_trainer: Callable[..., Trainer], tmp_path: Path
-) -> None:
-    trainer = make_trainer(callbacks=[gp.GradientPolicies({}), AttributionPictures(required=False)])
-    trainer.test(module, DigitsDataModule(), verbose=False)
-    assert not (tmp_path / "pictures").exists()
+    with pytest.raises(PolicyError, match=r"count: must be .*, got 0"):
+        AttributionPictures(count=0)
 
 
 class Named(LightningDataModule):
@@ -189,11 +169,6 @@ def test_data_without_images_are_refused_where_pictures_are_required(
     with pytest.warns(UserWarning, match="holds no images.*there are no pictures"):
         trainer.test(module, Named(), verbose=False)
     assert not (tmp_path / "pictures").exists()
-
-
-def test_no_picture_at_all_is_refused() -> None:
-    with pytest.raises(PolicyError, match=r"count: must be .*, got 0"):
-        AttributionPictures(count=0)
 
 
 def test_tensorboard_really_takes_the_picture(

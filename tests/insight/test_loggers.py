@@ -1,11 +1,6 @@
 """Every logger gets config and plan; the plan lies in the run directory."""
 
 import json
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,7 +140,7 @@ def test_wandb_has_config_and_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mlflow_has_parameters_and_plan_and_its_page_starts(tmp_path: Path) -> None:
+def test_mlflow_has_parameters_and_plan(tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path}/mlflow.db"
     logger = MLFlowLogger("mine", "named", store, artifact_location=str(tmp_path / "mlflow"))
     tell(logger)
@@ -155,27 +150,3 @@ def test_mlflow_has_parameters_and_plan_and_its_page_starts(tmp_path: Path) -> N
     assert run.data.params["policy.ro_und_._target_"] == "gradpolicy.StraightThrough"
     kept = {file.path for file in logger.experiment.list_artifacts(logger.run_id)}
     assert kept == {"config.yaml", "plan.json", "plan.txt"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    program = Path(sys.executable).parent / "mlflow"
-    command = [program, "ui", "--backend-store-uri", store, "--port", str(port), "--workers", "1"]
-    with (tmp_path / "ui.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
-        try:
-            assert b"MLflow" in page(f"http://127.0.0.1:{port}/", process)
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def page(address: str, process: subprocess.Popen, seconds: float = 120) -> bytes:
-    """What a server gives once it is up."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(address, timeout=5) as answer:
-                return answer.read()
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(f"nothing at {address}")

@@ -1,9 +1,5 @@
 """The record tells what policies did, costs nothing where it is off, and resumes without gap or doubling."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +17,6 @@ from torch import Tensor
 import gradpolicy as gp
 from gradpolicy.insight import record
 from gradpolicy.insight.record import RECORD, Record, RecordFile
-
-PROGRAM = Path(__file__).with_name("record_program.py")
 
 
 def freeze(**settings: Any) -> gp.Freeze:
@@ -291,9 +285,6 @@ def test_two_ranks_give_one_record(pair: ProcessPool, tmp_path: Path, kind: str)
         assert next(memory) == pytest.approx(next(memory), rel=0.4 if strategy == "zero1" else 0.05)
 
 
-# ---- a kill
-
-
 @pytest.mark.parametrize(
     "garbage",
     [
@@ -305,22 +296,3 @@ def test_two_ranks_give_one_record(pair: ProcessPool, tmp_path: Path, kind: str)
 def test_garbage_in_a_checkpoint_is_refused(garbage: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="SavedRecord"):
         Record().load_state_dict({**Record().state_dict(), **garbage})
-
-
-@pytest.mark.slow
-def test_a_killed_and_resumed_run_has_the_record_of_the_undisturbed_one(tmp_path: Path) -> None:
-    def run(name: str, *options: str) -> int:
-        command = [sys.executable, str(PROGRAM), str(tmp_path / name), *options]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.run(command, env=environment, timeout=300, check=False).returncode
-
-    assert run("alone") == 0
-    assert run("killed", "--kill-at", "17") == -signal.SIGKILL
-    text = (tmp_path / "alone" / RECORD).read_text()
-    # What happened in the last second before the kill may be missing.
-    left = (tmp_path / "killed" / RECORD).read_text()
-    assert text.startswith(left)
-    assert record.load(tmp_path / "killed")["step"].max() >= 7
-    last = tmp_path / "killed" / "checkpoints" / "last.ckpt"
-    assert run("killed", "--resume", str(last)) == 0
-    assert (tmp_path / "killed" / RECORD).read_text() == text

@@ -81,26 +81,11 @@ def with_other(content: bytes, draw: random.Random) -> bytes:
     return "\n".join(lines).encode() + b"\n"
 
 
-def cut(content: bytes, draw: random.Random) -> bytes:
-    return content[: draw.randrange(len(content))]
-
-
 def overwritten(content: bytes, draw: random.Random) -> bytes:
+    """Some bytes left out, and others in their place, perhaps up to the end."""
     start = draw.randrange(len(content))
-    return content[:start] + draw.randbytes(draw.randint(1, 30)) + content[start + draw.randint(0, 30) :]
-
-
-def junk(content: bytes, draw: random.Random) -> bytes:
-    return draw.randbytes(draw.randrange(200))
-
-
-DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    with_other,
-    with_other,
-    cut,
-    overwritten,
-    junk,
-)
+    end = draw.choice([start + draw.randint(0, 30), len(content)])
+    return content[:start] + draw.randbytes(draw.randint(0, 30)) + content[end:]
 
 
 def report_of(run: Path, name: str, content: bytes, others: Sequence[Run] = ()) -> None:
@@ -112,14 +97,7 @@ def report_of(run: Path, name: str, content: bytes, others: Sequence[Run] = ()) 
     assert not found.missing.keys() - {name, ".hydra/overrides.yaml"}
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("seed", range(2))
-def test_a_damaged_file_is_named_and_stops_no_report(run: Path, name: str, seed: int) -> None:
-    draw = random.Random(f"{name} {seed}")
-    report_of(run, name, with_other((run / name).read_bytes(), draw))
-
-
-@pytest.mark.parametrize("lines", range(1, 4))
+@pytest.mark.parametrize("lines", [1, 3])
 def test_a_record_of_few_lines_is_shown(run: Path, lines: int) -> None:
     whole = (run / "record.jsonl").read_bytes().splitlines(keepends=True)
     report_of(run, "record.jsonl", b"".join(whole[:lines]))
@@ -136,8 +114,13 @@ def test_a_record_of_few_lines_is_shown(run: Path, lines: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(FILES), st.sampled_from(DAMAGES), st.randoms(use_true_random=False), st.booleans())
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(FILES),
+    st.sampled_from([with_other, overwritten]),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
 def test_no_damage_stops_a_report(
     run: Path, name: str, damage: Callable[[bytes, random.Random], bytes], draw: random.Random, several: bool
 ) -> None:
