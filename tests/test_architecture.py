@@ -69,7 +69,6 @@ def test_the_picture_shows_every_room_and_no_other() -> None:
 SHARED_NAMES = {
     "base.py": "what the files of its folder have in common",
     "resume.py": "the subcommand, and what it does by Lightning",
-    "sampling.py": "rules for draws, and how draws are found",
 }
 
 

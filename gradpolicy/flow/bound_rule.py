@@ -51,8 +51,8 @@ class BoundRule:
         return self._with({key: self.parameters[key].clone() for key in self.state.changing})
 
     def for_call(self, call: Call) -> "BoundRule":
-        """Return the rule with the call that its gradient is of."""
-        return self._with({"call": call})
+        """Return the rule with the call that its gradient is of, if it asks for that."""
+        return self._with({"call": call}) if self.takes_call else self
 
     def _with(self, parameters: dict[str, Any]) -> "BoundRule":
         merged = {**self.parameters, **parameters}

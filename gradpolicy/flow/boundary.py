@@ -1,19 +1,28 @@
-"""Rules at a module's boundary: on every tensor that enters or leaves it."""
+"""Rules at a module as a whole: on what enters or leaves it, or from its output to its input."""
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from gradpolicy.flow.arguments import Argument
-from gradpolicy.flow.autograd_functions import AdoptHistory, insert_rule, may_have_gradient
+from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.flow.arguments import Argument, Signature
+from gradpolicy.flow.autograd_functions import (
+    AdoptHistory,
+    insert_rule,
+    is_differentiable,
+    may_have_gradient,
+    replace_gradient,
+)
 from gradpolicy.flow.bound_rule import BoundRule
-from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors
-from gradpolicy.flow.locations import place_at
+from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors, replace_at, tensors_in
+from gradpolicy.flow.locations import RulePlacement, place_at
 from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.registry import Call
 
 # What a module got, by the names of its forward's parameters; None where no rule asks.
@@ -27,18 +36,15 @@ class Boundary:
     Args:
         side: ``"input"`` or ``"output"``.
         module: The module's name.
-        states: The rules, in the order in which the gradient meets them.
-        arguments: For each rule, the one argument of the forward on which it acts; None means all of them.
+        rules: The rules, in the order in which the gradient meets them, each with the one argument of the
+            forward on which it acts; None means all of them.
     """
 
-    def __init__(
-        self, side: str, module: str, states: Sequence[RuleState], arguments: Sequence[Argument | None]
-    ) -> None:
+    def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Argument | None]]) -> None:
         self.module = module
         self.location = location = place_at(side, module)
         # The rule put on last is the first that the gradient meets.
-        self.bound_rules = tuple(BoundRule(state, location) for state in reversed(states))
-        self.arguments = tuple(reversed(arguments))
+        self.rules = tuple((BoundRule(state, location), argument) for state, argument in reversed(rules))
         self._has_looked = False
 
     def enter(
@@ -54,16 +60,12 @@ class Boundary:
         """
         due = self._due(arguments)
         passed: set[str] = set()
-        if all(argument is None for _, argument in due):
-            args, kwargs = self._cross((args, kwargs), [rule for rule, _ in due], crossed, passed)
-        else:
-            args = tuple(
-                [self._cross(value, _rules_at(slot, due), crossed, passed) for slot, value in enumerate(args)]
-            )
-            kwargs = {
-                slot: self._cross(value, _rules_at(slot, due), crossed, passed)
-                for slot, value in kwargs.items()
-            }
+        args = tuple(
+            [self._cross(value, _rules_at(slot, due), crossed, passed) for slot, value in enumerate(args)]
+        )
+        kwargs = {
+            slot: self._cross(value, _rules_at(slot, due), crossed, passed) for slot, value in kwargs.items()
+        }
         self._note_untouched(due, passed)
         return args, kwargs
 
@@ -78,14 +80,12 @@ class Boundary:
     def _due(self, arguments: Arguments) -> DueRules:
         """Return the rules that act in this call, each with its argument."""
         due = [
-            (rule, argument)
-            for rule, argument in zip(self.bound_rules, self.arguments, strict=True)
-            if rule.state.is_due(self.location, self.module)
+            (rule, argument) for rule, argument in self.rules if rule.state.is_due(self.location, self.module)
         ]
         if arguments is None:
             return due
         call = Call(self.location, arguments)
-        return [(rule.for_call(call) if rule.takes_call else rule, argument) for rule, argument in due]
+        return [(rule.for_call(call), argument) for rule, argument in due]
 
     def _note_untouched(self, due: DueRules, passed: Collection[str]) -> None:
         for rule, _ in due:
@@ -144,3 +144,285 @@ def adopt_writes(crossed: list[tuple[Tensor, Tensor]], versions: list[int]) -> N
             # The values stay, so what was saved of them for the backward pass stays valid.
             with _unsafe_preserve_version_counter(tensor):
                 AdoptHistory.apply(tensor, alias)
+
+
+Forward = Callable[[tuple, dict], Any]
+
+
+class ThroughRule:
+    """The rule of one policy across one module.
+
+    Args:
+        state: The rule, and whether it is active.
+        module: The module's name.
+        argument: The argument that gets the gradient; None means all tensors that enter.
+        forward: The module's forward, for the names of its parameters.
+    """
+
+    def __init__(
+        self,
+        state: RuleState,
+        module: str,
+        argument: Argument | None,
+        forward: Callable[..., Any],
+    ) -> None:
+        self.state = state
+        self.module = module
+        self.signature = Signature.of(forward)
+        policy = cast(RulePlacement, state.policy)
+        self.output = policy.output
+        self.keeps_own = policy.inside == "own"
+        self.argument = argument
+        self.location = place_at("through", module)
+        self.bound_rule = BoundRule(state, self.location)
+
+    def put_on(
+        self, result: Any, args: tuple, kwargs: dict, arguments: Arguments = None
+    ) -> tuple[Any, list[Tensor]]:
+        """Return the chosen outputs the rule's gradient to the inputs.
+
+        Args:
+            result: What the forward gave.
+            args: The arguments that the module got, not those that its forward was fed.
+            kwargs: The same by name.
+            arguments: The same by name, for a rule that asks for the call.
+
+        Returns:
+            The result with its chosen outputs replaced, and these.
+        """
+        if len(kwargs) > 1:
+            # The first input is that of the forward's first parameter, in whichever order a call names them.
+            kwargs = self.signature.in_order(kwargs)
+        given = (args, kwargs) if self.argument is None else self.argument.value(args, kwargs)
+        inputs = tensors_in(given)
+        chosen = [tensor for part in self._parts(result) for tensor in tensors_in(part)]
+        chosen = [tensor for tensor in chosen if is_differentiable(tensor)]
+        if not chosen:
+            raise self._error("gives no floating-point output that could have a gradient")
+        matching = [tensor for tensor in inputs if is_differentiable(tensor)]
+        pairs = len(chosen) == len(matching) > 1 and all(
+            one.shape == other.shape for one, other in zip(chosen, matching, strict=True)
+        )
+        self._note(inputs)
+        bound_rule = self.bound_rule
+        if arguments is not None:
+            bound_rule = bound_rule.for_call(Call(self.module, arguments))
+        replaced: list[Tensor] = []
+
+        def replace(tensor: Tensor) -> Tensor:
+            # As many outputs as inputs, of the same shapes: each belongs to its own.
+            own_inputs = [matching[len(replaced)]] if pairs else inputs
+            replaced.append(self._replaced(tensor, own_inputs, bound_rule))
+            return replaced[-1]
+
+        if not self.output:
+            return map_tensors(replace, result, is_differentiable), replaced
+        for place in self.output:
+            result = replace_at(result, place, lambda part: map_tensors(replace, part, is_differentiable))
+        return result, replaced
+
+    def _note(self, inputs: Iterable[Tensor]) -> None:
+        """Count the call. Where no input needs a gradient the rule is never asked, but the path is cut."""
+        if self.state.detaches or any(may_have_gradient(tensor) for tensor in inputs):
+            self.state.note("matched", self.location)
+            return
+        self.state.note("without_gradient", self.location)
+        if not self.keeps_own:
+            self.state.note("matched", f"{self.location}, cut off")
+
+    def _parts(self, result: Any) -> list:
+        """Return the outputs that the policy names.
+
+        Raises:
+            PolicyError: If the module does not give one of them.
+        """
+        if not self.output:
+            return [result]
+        parts: list = []
+        for place in self.output:
+            try:
+                replace_at(result, place, lambda part: parts.append(part) or part)  # type: ignore[func-returns-value]
+            except LookupError as error:
+                names = list(map(str, error.args[0]))
+                kind = "one tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+                hint = f"; {nearest(str(place), names)}" if names else ""
+                raise self._error(f"gives {kind} without an output {place!r}{hint}") from None
+        return parts
+
+    def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:
+        if self.state.detaches and self.keeps_own:
+            return tensor
+        if self.state.detaches:
+            result = tensor.detach()
+            self.state.note_cut(self.location, result)
+            return result
+        # Such a rule gives one input the gradient of the output as it is, or a multiple of it.
+        if self.state.rule.each:
+            self._check_input(tensor, inputs)
+        ruled = replace_gradient(bound_rule, tensor.detach(), inputs)
+        if self.keeps_own and tensor.requires_grad:
+            return BothGradients.apply(tensor, ruled)
+        return ruled
+
+    def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
+        """Refuse to pass a gradient on where several inputs need one, or to an input of another shape."""
+        count = sum(one.requires_grad for one in inputs)
+        if count > 1:
+            taken = ", ".join(self.signature.names)
+            if self.signature.several is not None:
+                taken = f"{taken}{', ' * bool(taken)}*{self.signature.several}: give a position"
+            raise self._error(
+                f"rule {self.state.rule.name!r} gives its gradient to one input, and {count} need one; name "
+                f"the argument that is meant (argument=…, its forward takes {taken}), or use a function that "
+                "returns a gradient for each (UseRule)"
+            )
+        first = next((one for one in inputs if is_differentiable(one)), None)
+        if first is not None and first.requires_grad and first.shape != tensor.shape:
+            raise self._error(
+                f"rule {self.state.rule.name!r} passes a gradient of shape {tuple(tensor.shape)} on to an "
+                f"input of shape {tuple(first.shape)}; name the outputs that it is for (output=…), the input "
+                "(argument=…), or another rule"
+            )
+
+    def _error(self, text: str) -> PolicyError:
+        return PolicyError(f"policy {self.state.name!r}: module {self.module!r}: {text}")
+
+
+class Through:
+    """The rules across one module.
+
+    Args:
+        rules: The rules, each for outputs of its own.
+    """
+
+    def __init__(self, rules: Sequence[ThroughRule]) -> None:
+        self.rules = tuple(rules)
+
+    def run(self, forward: Forward, args: tuple, kwargs: dict, arguments: Arguments = None) -> Any:
+        """Run the module's forward, with the rules' gradients from its output to its input.
+
+        Args:
+            forward: The forward.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            arguments: The same by name, for rules that ask for the call.
+        """
+        active = [rule for rule in self.rules if rule.state.is_due(rule.location, rule.module)]
+        if not active:
+            return forward(args, kwargs)
+        cuts = any(rule.keeps_own for rule in active)
+        fed: list[tuple[Tensor, Tensor]] = []
+
+        def feed(tensor: Tensor) -> Tensor:
+            fed.append((tensor, _fed(tensor, cuts)))
+            return fed[-1][1]
+
+        inner_args, inner_kwargs = map_tensors(feed, (args, kwargs), may_have_gradient)
+        versions = [] if in_transform() else [tensor._version for tensor, _ in fed]
+        result = forward(inner_args, inner_kwargs)
+        ruled: list[Tensor] = []
+        for rule in active:
+            result, replaced = rule.put_on(result, args, kwargs, arguments)
+            ruled += replaced
+        if cuts:
+            result = self._with_own_gradients(result, ruled, fed, versions)
+        elif not in_transform():
+            adopt_writes(fed, versions)
+        return result
+
+    def _with_own_gradients(
+        self, result: Any, ruled: list[Tensor], fed: list[tuple[Tensor, Tensor]], versions: list[int]
+    ) -> Any:
+        """Return the outputs without a rule their own gradients to inputs that were cut off.
+
+        Raises:
+            PolicyError: In compiled code, or if the module wrote to its inputs.
+        """
+        if not in_transform() and any(
+            tensor._version != version for (tensor, _), version in zip(fed, versions, strict=True)
+        ):
+            raise self.rules[0]._error("writes to its input in place, which inside='own' does not allow")
+
+        def has_own(tensor: Tensor) -> bool:
+            return tensor.requires_grad and not any(tensor is one for one in ruled)
+
+        def reattach(tensor: Tensor) -> Tensor:
+            if in_transform():
+                raise self.rules[0]._error(
+                    "has outputs without a rule, and with inside='own' their gradients cannot be compiled or "
+                    "transformed; leave the module to eager mode (torch.compiler.disable)"
+                )
+            inner = [alias for _, alias in fed]
+            return OwnGradient.apply(tensor, inner, *(outer for outer, _ in fed))
+
+        return map_tensors(reattach, result, has_own)
+
+
+class FeedInput(Function):
+    """An alias of an input. Its gradient goes on to the input, or stops."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cuts: bool) -> Tensor:
+        """Return the alias."""
+        ctx.cuts = cuts
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        """Pass the gradient on, unless it is to stop."""
+        return None if ctx.cuts else grad, None
+
+
+class BothGradients(Function):
+    """One value with two histories: a module's own, and a rule's. The gradient flows to both."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(own: Tensor, ruled: Tensor) -> Tensor:
+        """Return the value, which both have."""
+        return own.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Pass the gradient to both."""
+        return grad, grad
+
+
+class OwnGradient(Function):
+    """An output's own gradient to the inputs of a module that were cut off for its other outputs.
+
+    Autograd adds up what outputs pass back to one input. So the module is fed inputs that pass nothing back,
+    and the gradient of this output alone is taken by a backward pass of its own through the same graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, fed: list[Tensor], *inputs: Tensor) -> Tensor:
+        """Return the output."""
+        ctx.output, ctx.fed = output, fed
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        """Pass the gradient to the module's parameters, and the output's share to its inputs."""
+        if torch.is_grad_enabled():
+            raise PolicyError(
+                "with inside='own' an output that keeps its own gradient has no second derivatives "
+                "(create_graph=True)"
+            )
+        own = torch.autograd.grad(ctx.output, ctx.fed, grad, retain_graph=True, allow_unused=True)
+        return (grad, None, *own)
+
+
+def _fed(tensor: Tensor, cuts: bool) -> Tensor:
+    """Return an alias of an input for the forward, which may write to it; its gradient may stop."""
+    if not in_transform():
+        return FeedInput.apply(tensor, cuts)
+    if cuts:
+        return tensor.detach()
+    # Under torch.compile a copy costs nothing, and an alias that is written to cannot be traced.
+    return tensor.clone() if torch.compiler.is_compiling() else tensor

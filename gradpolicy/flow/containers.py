@@ -23,17 +23,17 @@ def map_tensors(
     """
     if isinstance(values, Tensor):
         return function(values) if where(values) else values
-    children = _children(values)
-    if not any(_contains(child, where) for child in children):
+    if not any(where(tensor) for tensor in tensors_in(values)):
         return values
-    return _rebuilt(values, [map_tensors(function, child, where) for child in children])
+    items = _items(values).items()
+    return _rebuilt(values, {place: map_tensors(function, child, where) for place, child in items})
 
 
 def tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(values, Tensor):
         return [values]
-    return [tensor for child in _children(values) for tensor in tensors_in(child)]
+    return [tensor for child in _items(values).values() for tensor in tensors_in(child)]
 
 
 def classes_that_hide_tensors(values: Any) -> set[str]:
@@ -41,9 +41,9 @@ def classes_that_hide_tensors(values: Any) -> set[str]:
 
     The items of an iterator are unknown until it is used.
     """
-    children = _children(values)
+    children = _items(values)
     if isinstance(values, Tensor) or children:
-        return set().union(*(classes_that_hide_tensors(child) for child in children))
+        return set().union(*(classes_that_hide_tensors(child) for child in children.values()))
     if isinstance(values, Iterator):
         return {type(values).__name__}
     if isinstance(values, Set | deque):
@@ -74,15 +74,13 @@ def replace_at(values: Any, place: int | str, function: Callable[[Any], Any]) ->
         changed = copy.copy(values)
         setattr(changed, place, function(getattr(values, place)))
         return changed
-    children, names = _children(values), _places(values)
-    if place in names:
-        index = names.index(place)
-    elif isinstance(place, int) and -len(children) <= place < len(children):
-        index = place % len(children)
-    else:
-        raise LookupError(names)
-    children[index] = function(children[index])
-    return _rebuilt(values, children)
+    children = _items(values)
+    names = list(children)
+    if place not in children:
+        if not isinstance(place, int) or not -len(names) <= place < len(names):
+            raise LookupError(names)
+        place = names[place]
+    return _rebuilt(values, {**children, place: function(children[place])})
 
 
 def rebuilt_sequence(like: Any, items: list) -> Any:
@@ -90,38 +88,24 @@ def rebuilt_sequence(like: Any, items: list) -> Any:
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
-def _contains(values: Any, where: Callable[[Tensor], bool]) -> bool:
-    if isinstance(values, Tensor):
-        return where(values)
-    return any(_contains(child, where) for child in _children(values))
-
-
-def _children(values: Any) -> list:
+def _items(values: Any) -> dict[Any, Any]:
+    """Return what a container holds by key, attribute or index; nothing for anything else."""
     if _is_dataclass(values):
-        return [getattr(values, name) for name in _fields(values)]
+        names = [field.name for field in dataclasses.fields(values)]
+        return {name: getattr(values, name) for name in names if hasattr(values, name)}
     if isinstance(values, Mapping):
-        return list(values.values())
-    return list(values) if isinstance(values, tuple | list) else []
-
-
-def _places(values: Any) -> list:
-    """Return the keys, attributes or indices of what :func:`_children` lists."""
-    if _is_dataclass(values):
-        return _fields(values)
-    if isinstance(values, Mapping):
-        return list(values)
+        return dict(values)
     if not isinstance(values, tuple | list):
-        return []
-    return list(getattr(values, "_fields", range(len(values))))
+        return {}
+    return dict(zip(getattr(values, "_fields", range(len(values))), values, strict=True))
 
 
-def _rebuilt(values: Any, children: list) -> Any:
+def _rebuilt(values: Any, children: dict[Any, Any]) -> Any:
     if _is_dataclass(values):
-        return _rebuilt_dataclass(values, dict(zip(_fields(values), children, strict=True)))
+        return _rebuilt_dataclass(values, children)
     if isinstance(values, Mapping):
-        items = dict(zip(values, children, strict=True))
-        return items if type(values) is dict else _rebuilt_mapping(values, items)
-    return rebuilt_sequence(values, children)
+        return children if type(values) is dict else _rebuilt_mapping(values, children)
+    return rebuilt_sequence(values, list(children.values()))
 
 
 def _rebuilt_mapping(values: Mapping, items: dict) -> Any:
@@ -150,7 +134,3 @@ def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:
 def _is_dataclass(values: Any) -> bool:
     # Not `dataclasses.is_dataclass`, which torch 2.11 cannot compile; nor does the compiler take a slice.
     return not isinstance(values, slice | type) and hasattr(values, "__dataclass_fields__")
-
-
-def _fields(values: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(values) if hasattr(values, field.name)]

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.apply import call_of, check_forward, replacing_rule, run_forward
+from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import map_tensors, tensors_in
+from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.rules.gradcheck import Outcomes
 from gradpolicy.rules.registry import Call, Rule, RuleFunction
-from gradpolicy.rules.routing import first_index
 
 # The largest deviation that counts as exact, by the precision in which the forward computes.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
@@ -194,7 +195,9 @@ class _Comparison:
     """A rule and the true gradient at some inputs; all floating-point ones are one vector, end to end."""
 
     def __init__(self, rule: Rule, inputs: tuple[Tensor, ...], call: Call) -> None:
-        self.rule, self.inputs, self.call = rule, inputs, call
+        state = RuleState(call.operation, rule, has_own_gradient=False)
+        self.bound_rule = BoundRule(state, f"forward {call.operation!r}").for_call(call)
+        self.rule, self.inputs = rule, inputs
         self.numbers = [n for n, one in enumerate(inputs) if one.is_floating_point() and one.numel()]
         if not self.numbers:
             raise PolicyError(f"rule {rule.name!r}: there is no floating-point input to check")
@@ -273,26 +276,11 @@ class _Comparison:
 
     def _by_rule(self, grad: Any, output: Any) -> Tensor:
         """Return the rule's gradients for the floating-point inputs, end to end; None counts as zeros."""
-        name, inputs = self.rule.name, self.inputs
-        gradients = self.rule(grad, inputs, output, self.call)
-        if not isinstance(gradients, tuple | list):
-            gradients = [gradients if n == first_index(inputs) else None for n in range(len(inputs))]
-        if len(gradients) != len(inputs):
-            raise PolicyError(f"rule {name!r} returned {len(gradients)} gradients for {len(inputs)} inputs")
-        flat = []
-        for number in self.numbers:
-            gradient, tensor = gradients[number], inputs[number]
-            if gradient is None:
-                gradient = torch.zeros_like(tensor)
-            if not isinstance(gradient, Tensor):
-                raise PolicyError(f"rule {name!r} returned {gradient!r} for input {number}, not a tensor")
-            if gradient.shape != tensor.shape:
-                raise PolicyError(
-                    f"rule {name!r} returned a gradient of shape {tuple(gradient.shape)} "
-                    f"for input {number} of shape {tuple(tensor.shape)}"
-                )
-            flat.append(gradient.double().flatten())
-        return torch.cat(flat)
+        wanted = [number in self.numbers for number in range(len(self.inputs))]
+        gradients = self.bound_rule.gradients(grad, self.inputs, output, wanted)
+        given = [(gradients[number], self.inputs[number]) for number in self.numbers]
+        flat = [torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in given]
+        return torch.cat([gradient.double().flatten() for gradient in flat])
 
     def _differences(self, forward: Callable[..., Tensor], eps: float) -> tuple[Tensor, Tensor]:
         """Return the transposed Jacobian by central differences, and which entries lie at a kink or jump.

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.arguments import Argument, Signature
-from gradpolicy.flow.boundary import Boundary
+from gradpolicy.flow.boundary import Boundary, Through, ThroughRule
 from gradpolicy.flow.dispatch import DispatchTable
 from gradpolicy.flow.locations import Locations, RulePlacement, describe_location, find_locations, place_at
 from gradpolicy.flow.operation_rule import rules_for
@@ -20,10 +20,8 @@ from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
 from gradpolicy.flow.policy_report import Report, ReportRow, report_unmet, warn_or_raise
 from gradpolicy.flow.rule_state import CallScope, FlowObserver, RuleState
-from gradpolicy.flow.session import InstallSession
-from gradpolicy.flow.through import Through, ThroughRule
-from gradpolicy.flow.wrapped_forward import WrappedForward
-from gradpolicy.where import BOUNDARIES, STEP_OPERATIONS, plain_name
+from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
+from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, plain_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,41 +91,17 @@ class Installed(Displayed):
         self.model = model
         self.strict = strict
         self.policies = dict(policies)
-        self._states = {
-            name: RuleState(
-                name,
-                policy.rule,
-                policy,
-                has_own_gradient=policy.at != "through",
-            )
+        self._placed = {
+            name: Placed(RuleState(name, policy.rule, policy), find_locations(model, name, policy))
             for name, policy in self.policies.items()
         }
-        self._locations = {
-            name: find_locations(model, name, policy) for name, policy in self.policies.items()
-        }
-        check_policies(self.policies, self._locations)
-        self._session = InstallSession(self._states.values())
-        self._has_operations = any(locations.operations for locations in self._locations.values())
-        # The policies on each parameter, in the order in which its gradient is to meet them.
-        self._parameter_policies: dict[int, list[str]] = {}
-        for name, locations in self._locations.items():
-            for parameter in locations.parameters.values():
-                self._parameter_policies.setdefault(id(parameter), []).append(name)
-        # Where each policy acts on modules as a whole or on parameters.
-        self._places: dict[str, dict[str, Place]] = {
-            name: {
-                f"parameter {key!r}": Place(None, key in self.policies[name].params)
-                for key in locations.parameters
-            }
-            for name, locations in self._locations.items()
-        }
-        # The modules that a policy names, instead of matching them by a glob or class.
-        self._named = {
-            name: {id(module) for key, module in found.modules.items() if key in self.policies[name].modules}
-            for name, found in self._locations.items()
-        }
-        # Those of a policy on operations.
-        self._named_modules: dict[str, list[str]] = {name: [] for name in self.policies}
+        check_policies(self.policies, {name: placed.locations for name, placed in self._placed.items()})
+        self._session = InstallSession(self._states)
+        # The rules on each parameter, with its name, in the order in which its gradient is to meet them.
+        self._on_parameters: dict[int, list[tuple[str, RuleState]]] = {}
+        for placed in self._placed.values():
+            for name, parameter in placed.locations.parameters.items():
+                self._on_parameters.setdefault(id(parameter), []).append((name, placed.state))
         # One table for all modules with the same policies inside, by the names of these.
         self._tables: dict[tuple[str, ...], DispatchTable] = {}
         self._wraps: list[WrappedForward] = []
@@ -147,9 +121,8 @@ class Installed(Displayed):
         if warns:
             self._report_unmet()
         if isinstance(error, RuntimeError) and is_cut(error):
-            check_cuts(
-                {name: self.policies[name] for name, state in self._states.items() if state.seen.matched}
-            )
+            acted = [state.name for state in self._states if state.seen.matched]
+            check_cuts({name: self.policies[name] for name in acted})
 
     def remove(self, *, quiet: bool = False) -> None:
         """Remove the policies; the model is then as it was found. A second call does nothing.
@@ -176,7 +149,7 @@ class Installed(Displayed):
             step: Effective optimizer steps taken so far.
             epoch: Epochs completed so far.
         """
-        for state in self._states.values():
+        for state in self._states:
             state.update(phase, step, epoch)
 
     def is_active(self, name: str) -> bool:
@@ -197,7 +170,7 @@ class Installed(Displayed):
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
         """Tell the factor on the loss (fp16), so that absolute clip thresholds follow it."""
-        for state in self._states.values():
+        for state in self._states:
             state.set_loss_scale(scale)
 
     def measure_norms(self, on: bool, *, zeros: bool = False) -> None:
@@ -209,7 +182,7 @@ class Installed(Displayed):
             on: Whether to measure.
             zeros: Count zeros in what is let through too, for `zeros_passed`.
         """
-        for state in self._states.values():
+        for state in self._states:
             if on:
                 state.norms.clear()
             state.norms.on, state.norms.counts_zeros = on, zeros
@@ -217,7 +190,7 @@ class Installed(Displayed):
     @property
     def gradient_norms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The gradient's norm before and after each measured policy, over all its locations."""
-        measured = {name: state.norms.read() for name, state in self._states.items()}
+        measured = {state.name: state.norms.read() for state in self._states}
         return {name: norms for name, norms in measured.items() if norms is not None}
 
     def observe(self, name: str, observer: FlowObserver | None) -> None:
@@ -233,19 +206,18 @@ class Installed(Displayed):
 
         Policies that acted in compiled code are left out, since nobody counts there.
         """
-        seen = {name: state.seen for name, state in self._states.items()}
-        return {name: dict(each.matched) for name, each in seen.items() if not each.compiled}
+        return {state.name: dict(state.seen.matched) for state in self._states if not state.seen.compiled}
 
     @property
     def zeros_passed(self) -> dict[str, tuple[Tensor, int]]:
         """For each measured policy: how many entries of what it let through were 0, and of how many."""
-        norms = {name: state.norms for name, state in self._states.items()}
+        norms = {state.name: state.norms for state in self._states}
         return {name: (each.zeros, each.entries) for name, each in norms.items() if each.zeros is not None}
 
     @property
     def operation_counts(self) -> dict[str, int]:
         """How often each policy's rule was put on a call so far."""
-        return {name: sum(state.seen.matched.values()) for name, state in self._states.items()}
+        return {state.name: sum(state.seen.matched.values()) for state in self._states}
 
     def __rich__(self) -> "RenderableType":
         """Render the report."""
@@ -255,17 +227,22 @@ class Installed(Displayed):
         """Return what each policy matched and did so far."""
         return Report(tuple(self._row(name) for name in self.policies))
 
+    @property
+    def _states(self) -> list[RuleState]:
+        return [placed.state for placed in self._placed.values()]
+
     def _state(self, name: str) -> RuleState:
-        if name not in self._states:
-            raise unknown("policy", name, self._states)
-        return self._states[name]
+        if name not in self._placed:
+            raise unknown("policy", name, self._placed)
+        return self._placed[name].state
 
     def _row(self, name: str) -> ReportRow:
-        policy, locations, state = self.policies[name], self._locations[name], self._states[name]
+        policy, placed = self.policies[name], self._placed[name]
+        state, locations = placed.state, placed.locations
         ran = set().union(*(table.seen for names, table in self._tables.items() if name in names))
         state.seen.ran |= {name_of(function) for function in ran}
         state.seen.taken |= self._session.taken
-        places, idle = self._places[name], self._idle(name)
+        idle = placed.idle(self._session.entered)
         return ReportRow(
             name=name,
             kind=type(policy).__name__,
@@ -276,42 +253,28 @@ class Installed(Displayed):
             parameters=tuple(locations.parameters),
             seen=state.seen,
             any_of=policy.ops == STEP_OPERATIONS,
-            places=tuple(place for place, at in places.items() if at.module not in idle),
-            named=frozenset(place for place, at in places.items() if at.is_named),
+            places={
+                place: at.is_named
+                for place, at in placed.places.items()
+                if not policy.ops and at.module not in idle
+            },
             idle=idle,
             aliases=locations.aliases,
         )
 
-    def _idle(self, name: str) -> tuple[str, ...]:
-        """Return the modules of a policy of which the forward never ran, though it should have."""
-        seen = self._states[name].seen
-        passed = {*seen.matched, *seen.without_gradient, *seen.off}
-        never = [
-            at for place, at in self._places[name].items() if at.module is not None and place not in passed
-        ]
-        if len(never) < len(self._places[name]):
-            # A list of modules has no forward; where a glob matches one, those in it are meant too.
-            never = [at for at in never if at.is_named or at.has_forward]
-        named = self._named_modules[name] if "compiled" not in seen.forward else ()
-        return (
-            *(at.module for at in never if at.module is not None),
-            *(module for module in named if module not in self._session.entered),
-        )
-
     def _report_unmet(self) -> None:
         strict, session = self.strict, self._session
-        has_run = session.has_run or any(
-            state.seen.forward or state.seen.matched for state in self._states.values()
-        )
+        has_run = session.has_run or any(state.seen.forward or state.seen.matched for state in self._states)
         if not has_run and (strict or session.autograd_worked()):
-            names = [repr(name) for name, state in self._states.items() if state.active]
+            names = [repr(state.name) for state in self._states if state.active]
             message = (
                 "the model never ran while the policies were on it, so that they changed nothing; they act "
                 "on what its forward and those of its modules do within the block"
             )
             warn_or_raise(f"policy {', '.join(names)}", message if names else "", strict=strict)
-        for name, state in self._states.items():
-            policy, forward = self.policies[name], state.seen.forward
+        for state in self._states:
+            name, forward = state.name, state.seen.forward
+            policy = self.policies[name]
             ran = "on" in forward or (strict and "off" not in forward) or state.seen.without_gradient
             # Gradients come to parameters in a backward pass only.
             if has_run and ran and (session.ran_backward() or not policy.params):
@@ -327,8 +290,8 @@ class Installed(Displayed):
             if id(module) not in done and "_orig_mod" not in module._modules:
                 done.add(id(module))
                 self._put_on_module(plain_name(raw_name), module, entry_points)
-        for name, locations in self._locations.items():
-            _note_script_modules(self.model, locations, self._states[name])
+        for placed in self._placed.values():
+            _note_script_modules(self.model, placed.locations, placed.state)
         self._session.acts_on_parameters = bool(self._parameter_rules)
         for rules in self._parameter_rules:
             rules.put_on()
@@ -339,19 +302,24 @@ class Installed(Displayed):
 
     def _put_on_module(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
         table = self._table(module)
-        policies = self._policies_at(module)
+        at_module = [placed for placed in self._placed.values() if id(module) in placed.locations.boundaries]
         parameter_rules = self._rules_on_parameters(module)
         # The model itself is always wrapped: it notes what happens to its parts.
-        if name and table is None and not policies and not parameter_rules:
+        if name and table is None and not at_module and not parameter_rules:
             return
         self._parameter_rules += parameter_rules
-        self._note_places(name, module, policies, table)
+        for placed in self._placed.values():
+            placed.note_module(name, module)
+        counted = [(placed.state, f"module {name!r}") for placed in at_module if placed.state.calls]
+        self._session.scope.counted += tuple(counted)
         for method in entry_points.get(name, ("forward",)):
-            arguments = {policy: self._argument(policy, name, module, method) for policy in policies}
-            entering, leaving = (self._boundary(name, side, arguments) for side in BOUNDARIES)
-            at_module = [self._states[policy] for policy in policies]
-            counted = [(state, f"module {name!r}") for state in at_module if state.calls]
-            self._session.scope.counted += tuple(counted)
+            forward = getattr(module, method)
+            rules = {side: self._rules_at(side, name, at_module, forward) for side in PLACES}
+            entering, leaving = (
+                Boundary(side, name, rules[side]) if rules[side] else None for side in BOUNDARIES
+            )
+            through = [ThroughRule(state, name, argument, forward) for state, argument in rules["through"]]
+            asks = any(placed.state.rule.takes_call for placed in at_module)
             wrap = WrappedForward(
                 module,
                 method,
@@ -360,49 +328,33 @@ class Installed(Displayed):
                 table=table,
                 entering=entering,
                 leaving=leaving,
-                through=self._through(name, arguments, getattr(module, method)),
+                through=Through(through) if through else None,
                 scope=self._scope(name, module),
                 parameter_rules=parameter_rules,
-                signature=Signature.of(getattr(module, method))
-                if any(state.rule.takes_call for state in at_module)
-                else None,
+                signature=Signature.of(forward) if asks else None,
                 is_counted=bool(counted),
             )
             wrap.put_on()
             self._wraps.append(wrap)
 
-    def _note_places(
-        self, name: str, module: nn.Module, policies: Iterable[str], table: DispatchTable | None
-    ) -> None:
-        """Keep where policies act at a module, or in it where they name it."""
-        has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
-        for policy, locations in self._locations.items():
-            if id(module) not in locations.boundaries and not (table and id(module) in locations.inside):
-                continue
-            is_named = id(module) in self._named[policy]
-            if policy in policies:
-                place = place_at(locations.side, name)
-                self._places[policy][place] = Place(name, is_named, has_forward)
-            elif is_named:
-                self._named_modules[policy].append(name)
-
     def _table(self, module: nn.Module) -> DispatchTable | None:
-        """Return the rules on operations inside a module; None if none can run in it."""
-        if not self._has_operations:
+        """Return the rules on operations inside a module; None where there is no policy on operations."""
+        if not any(placed.locations.operations for placed in self._placed.values()):
             return None
-        names = tuple(name for name, found in self._locations.items() if id(module) in found.inside)
+        inside = [placed for placed in self._placed.values() if id(module) in placed.locations.inside]
+        names = tuple(placed.state.name for placed in inside)
         if names not in self._tables:
-            rules = [rules_for(self._locations[name].operations, self._states[name]) for name in names]
+            rules = [rules_for(placed.locations.operations, placed.state) for placed in inside]
             self._tables[names] = DispatchTable(list(itertools.chain(*rules)))
         return self._tables[names]
 
     def _scope(self, name: str, module: nn.Module) -> CallScope | None:
         """Return the counts of calls in a module's forward, if a policy names the module and some of them."""
         counted = [
-            (self._states[policy], f"operation {operation.name!r}")
-            for policy, found in self._locations.items()
-            if self.policies[policy].calls and any(module is matched for matched in found.modules.values())
-            for operation in found.operations
+            (placed.state, f"operation {operation.name!r}")
+            for placed in self._placed.values()
+            if placed.state.calls and any(module is one for one in placed.locations.modules.values())
+            for operation in placed.locations.operations
         ]
         if not counted:
             return None
@@ -412,41 +364,22 @@ class Installed(Displayed):
         """Return the rules on a module's own parameters; a shared one has them in its first module."""
         found = []
         for attribute, parameter in module._parameters.items():
-            names = self._parameter_policies.pop(id(parameter), ())
-            if names:
-                matched = self._locations[names[0]].parameters
-                full_name = next(key for key, value in matched.items() if value is parameter)
-                states = [self._states[name] for name in names]
-                found.append(ParameterRules(full_name, module, attribute, states))
+            rules = self._on_parameters.pop(id(parameter), ())
+            if rules:
+                states = [state for _, state in rules]
+                found.append(ParameterRules(rules[0][0], module, attribute, states))
         return found
 
-    def _policies_at(self, module: nn.Module) -> list[str]:
-        """Return the policies that act at a module as a whole: at its boundary, or through it."""
-        return [name for name, found in self._locations.items() if id(module) in found.boundaries]
-
-    def _argument(self, policy: str, name: str, module: nn.Module, method: str) -> Argument | None:
-        wanted = self.policies[policy].argument
-        if wanted is None:
-            return None
-        signature = Signature.of(getattr(module, method))
-        return signature.argument(wanted, f"policy {policy!r} at module {name!r}")
-
-    def _boundary(self, name: str, side: str, arguments: Mapping[str, Argument | None]) -> Boundary | None:
-        policies = [policy for policy in arguments if self._locations[policy].side == side]
-        if not policies:
-            return None
-        states = [self._states[policy] for policy in policies]
-        return Boundary(side, name, states, [arguments[policy] for policy in policies])
-
-    def _through(
-        self, name: str, arguments: Mapping[str, Argument | None], forward: Callable[..., Any]
-    ) -> Through | None:
-        rules = [
-            ThroughRule(self._states[key], name, self.policies[key], argument, forward)
-            for key, argument in arguments.items()
-            if self._locations[key].side == "through"
-        ]
-        return Through(rules) if rules else None
+    def _rules_at(
+        self, side: str, name: str, at_module: Iterable["Placed"], forward: Callable[..., Any]
+    ) -> list[tuple[RuleState, Argument | None]]:
+        """Return the rules at a side of a module, or through it, each with the argument that it is for."""
+        found: list[tuple[RuleState, Argument | None]] = []
+        for state in [placed.state for placed in at_module if placed.locations.side == side]:
+            wanted = self.policies[state.name].argument
+            owner = f"policy {state.name!r} at module {name!r}"
+            found.append((state, None if wanted is None else Signature.of(forward).argument(wanted, owner)))
+        return found
 
 
 def deactivate(model: nn.Module, policies: Collection[RulePlacement]) -> None:
@@ -480,7 +413,7 @@ def _refuse_replicas(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A place of a policy: a module as a whole, or a parameter.
+    """A place of a policy: a module, or a parameter.
 
     Args:
         module: The module's name; None for a parameter.
@@ -491,6 +424,50 @@ class Place:
     module: str | None
     is_named: bool
     has_forward: bool = True
+
+
+class Placed:
+    """A policy on the model: its rule, where it acts, and the places at which it must be seen to act.
+
+    Args:
+        state: The rule.
+        locations: Where it acts.
+    """
+
+    def __init__(self, state: RuleState, locations: Locations) -> None:
+        self.state, self.locations = state, locations
+        policy = cast(RulePlacement, state.policy)
+        self.places = {
+            f"parameter {key!r}": Place(None, key in policy.params) for key in locations.parameters
+        }
+        # The modules that the policy names, instead of matching them by a glob or class.
+        self.named = {id(module) for key, module in locations.modules.items() if key in policy.modules}
+
+    def note_module(self, name: str, module: nn.Module) -> None:
+        """Keep a module as a place, if the policy acts at it, or in it and names it."""
+        is_named = id(module) in self.named
+        has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
+        if id(module) in self.locations.boundaries:
+            self.places[place_at(self.locations.side, name)] = Place(name, is_named, has_forward)
+        elif is_named and id(module) in self.locations.inside:
+            self.places[f"module {name!r}"] = Place(name, is_named)
+
+    def idle(self, entered: Collection[str]) -> tuple[str, ...]:
+        """Return the modules of which the forward never ran, though it should have.
+
+        Args:
+            entered: The modules that ran with rules on operations inside.
+        """
+        seen = self.state.seen
+        passed = {*seen.matched, *seen.without_gradient, *seen.off, *(f"module {name!r}" for name in entered)}
+        if self.locations.operations and "compiled" in seen.forward:
+            return ()
+        at_modules = [(place, at) for place, at in self.places.items() if at.module is not None]
+        never = [at for place, at in at_modules if place not in passed]
+        if len(never) < len(self.places):
+            # A list of modules has no forward; where a glob matches one, those in it are meant too.
+            never = [at for at in never if at.is_named or at.has_forward]
+        return tuple(at.module for at in never if at.module is not None)
 
 
 def _note_script_modules(model: nn.Module, locations: Locations, state: RuleState) -> None:

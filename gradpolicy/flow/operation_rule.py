@@ -6,11 +6,14 @@ in Python. Every other rule *replaces* the gradient by an autograd Function, and
 ``torch.compile`` and ``torch.func``, where hooks on nodes do not run.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Bernoulli, Categorical
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
@@ -26,16 +29,9 @@ from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.rule_state import GradientNorms, RuleState
-from gradpolicy.flow.sampling import OF_LOGITS, replace_samplers, scores_of_argmax, scores_of_draw
-from gradpolicy.flow.tracing import in_transform
+from gradpolicy.flow.tracing import active_modes, in_transform
 from gradpolicy.rules.rectifiers import positive_part
 from gradpolicy.rules.registry import Call
-
-# Operations whose result is an index into categories: the scores that it was chosen by.
-_SCORES: dict[str, Callable[..., Tensor]] = {
-    "argmax_one_hot": scores_of_argmax,
-    "categorical": scores_of_draw,
-}
 
 
 class OperationRule:
@@ -153,13 +149,11 @@ class OperationRule:
             or any(result is tensor for tensor in inputs)
         ):
             return insert_rule(self.bound_rule, result)
-        self.hook_on(result.grad_fn)
-        return result
-
-    def hook_on(self, node: Any) -> None:
-        """Register the rule's filter, with its numbers as they are now, as a hook on a node."""
+        node: Any = result.grad_fn
+        # The rule's numbers are those of now, whatever they are in backward.
         hook = _filter_before(self.bound_rule.with_current_numbers()) if self.state.changing else self.hook
         (node.register_hook if self.hooks_behind else node.register_prehook)(hook)
+        return result
 
     def _named_inputs(
         self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
@@ -252,6 +246,7 @@ class OperationRule:
         return start_path(self.bound_rule, self.name, index, [scores], native.module, classes=classes)
 
 
+@dataclass(eq=False)
 class NativeCall:
     """A call of a torch function.
 
@@ -264,17 +259,12 @@ class NativeCall:
         target: The tensor that the call writes to, if the first argument is a copy of that.
     """
 
-    def __init__(
-        self,
-        function: Function,
-        args: tuple,
-        kwargs: Mapping[str, Any],
-        inputs: list[Tensor],
-        module: str | None,
-        target: Tensor | None = None,
-    ) -> None:
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.inputs, self.module, self.target = inputs, module, target
+    function: Function
+    args: tuple
+    kwargs: Mapping[str, Any]
+    inputs: list[Tensor]
+    module: str | None
+    target: Tensor | None = None
 
     def run(self) -> Any:
         """Call the function; on a copy of the first argument, if it writes to that."""
@@ -407,3 +397,61 @@ def _has_gradient(result: Any) -> bool:
     if isinstance(result, Tensor):
         return result.requires_grad or in_transform()
     return isinstance(result, tuple | list) and any(_has_gradient(item) for item in result)
+
+
+# Rules that take logits where the operation takes probabilities.
+OF_LOGITS = ("gumbel", "reinmax")
+# The samplers as torch has them, once they are replaced.
+_ORIGINAL: dict[str, Any] = {}
+
+
+def replace_samplers() -> None:
+    """Replace the samplers whose draws a rule cannot see; without a rule on the draw they act as before.
+
+    ``Bernoulli.sample`` switches gradients off, and ``Categorical.sample`` transposes its draws by an
+    attribute (``.T``) that compiled code does not show.
+    """
+    if not _ORIGINAL:
+        _ORIGINAL.update(bernoulli=Bernoulli.sample, categorical=Categorical.sample)
+        Bernoulli.sample = functools.wraps(Bernoulli.sample)(_draw_bits)  # type: ignore[method-assign]
+        Categorical.sample = functools.wraps(Categorical.sample)(_draw_categories)  # type: ignore[method-assign]
+
+
+def _draw_bits(self: Bernoulli, sample_shape: Any = ()) -> Tensor:
+    if not (torch.is_grad_enabled() and _has_rule(torch.bernoulli)):
+        return _ORIGINAL["bernoulli"](self, sample_shape)
+    return torch.bernoulli(self.probs.expand(self._extended_shape(sample_shape)))
+
+
+def _draw_categories(self: Categorical, sample_shape: Any = ()) -> Tensor:
+    if not (torch.is_grad_enabled() and _has_rule(torch.multinomial)):
+        return _ORIGINAL["categorical"](self, sample_shape)
+    probabilities = self.probs.reshape(-1, self._num_events)
+    drawn = torch.multinomial(probabilities, torch.Size(sample_shape).numel(), True)
+    return drawn.t().reshape(self._extended_shape(sample_shape))
+
+
+def _has_rule(function: Any) -> bool:
+    """Return True if a block that runs has a rule on a function."""
+    return any(function in mode.table.by_function for mode in active_modes())
+
+
+def _scores_of_argmax(result: Tensor, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """Return the scores that an argmax chose by, in the shape of its one-hot code: categories last."""
+    if dim is None:
+        return input.reshape(*result.shape, -1)
+    scores = input.movedim(dim, -1)
+    return scores.unsqueeze(dim if dim >= 0 else dim - 1) if keepdim else scores
+
+
+def _scores_of_draw(result: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the probabilities that ``torch.multinomial`` drew by, in the shape of the one-hot code."""
+    probabilities = input / input.sum(-1, keepdim=True)
+    return probabilities.unsqueeze(-2).expand(*result.shape, -1)
+
+
+# Operations whose result is an index into categories: the scores that it was chosen by.
+_SCORES: dict[str, Callable[..., Tensor]] = {
+    "argmax_one_hot": _scores_of_argmax,
+    "categorical": _scores_of_draw,
+}

@@ -95,44 +95,22 @@ IN_PLACE_OPERATORS = (
 )
 
 _COMPARISONS = ("gt", "ge", "lt", "le")
-_CASTS = ("int", "long", "short", "to", "type")
-_RECTIFIERS = ("leaky_relu", "prelu", "elu", "gelu", "silu", "softplus")
 
-# For each operation, those that a model may use in its place, the likeliest first.
-SIMILAR: dict[str, tuple[str, ...]] = {
-    "add": ("sub",),
-    "argmax_one_hot": ("max", "topk", "scatter", "eq"),
-    "bernoulli": (*_COMPARISONS, "rand", "rand_like", "binomial", "categorical", "dropout"),
-    "categorical": ("argmax_one_hot", "bernoulli", "rand", "rand_like"),
-    "ceil": ("round", "floor", "trunc", *_CASTS),
-    "clamp": ("hardtanh", "relu6", "relu", "maximum", "minimum", "where"),
-    "div": ("floor_divide", "mul", "reciprocal"),
-    "floor": ("floor_divide", "round", "trunc", "ceil", *_CASTS),
-    "floor_divide": ("floor", "div", "trunc", "round"),
-    "ge": ("gt", "le", "lt", "heaviside", "sign", "where"),
-    "gelu": ("relu", "silu", "tanh"),
-    "gt": ("ge", "lt", "le", "heaviside", "sign", "where"),
-    "hardtanh": ("clamp", "relu6", "relu", "tanh"),
-    "heaviside": (*_COMPARISONS, "where", "sign", "bool"),
-    "le": ("lt", "ge", "gt", "heaviside", "sign", "where"),
-    "leaky_relu": ("relu", "prelu", "elu", "where"),
-    "linear": ("matmul", "mm", "addmm", "bmm", "einsum", "conv1d", "conv2d"),
-    "log_softmax": ("cross_entropy", "softmax", "logsumexp", "exp"),
-    "lt": ("le", "gt", "ge", "heaviside", "sign", "where"),
-    "matmul": ("linear", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
-    "max_pool": ("adaptive_max_pool2d", "amax", "max", "avg_pool2d"),
-    "relu": ("relu6", "clamp", "maximum", "hardtanh", "threshold", "where", *_RECTIFIERS),
-    "relu6": ("relu", "clamp", "hardtanh"),
-    "round": ("floor", "ceil", "trunc", "floor_divide", *_CASTS, "fake_quantize_per_tensor_affine"),
-    "sigmoid": ("hardsigmoid", "logsigmoid", "softmax", "tanh", "silu", "binary_cross_entropy_with_logits"),
-    "sign": ("sgn", "heaviside", "where", *_COMPARISONS),
-    "silu": ("sigmoid", "gelu", "relu", "hardswish"),
-    "softmax": ("log_softmax", "cross_entropy", "exp", "sigmoid", "scaled_dot_product_attention"),
-    "sub": ("add",),
-    "tanh": ("hardtanh", "sigmoid", "gelu"),
-    "trunc": ("floor", "round", "ceil", "frac", *_CASTS),
-    "where": ("masked_fill", *_COMPARISONS, "heaviside", "mul", "clamp"),
-}
+# Operations that a model may use in each other's place.
+FAMILIES = (
+    (*_COMPARISONS, "heaviside", "sign", "where", "sgn", "bool", "masked_fill", "eq"),
+    ("round", "floor", "ceil", "trunc", "floor_divide", "int", "long", "short", "to", "type", "frac"),
+    ("bernoulli", *_COMPARISONS, "rand", "rand_like", "binomial", "categorical", "dropout"),
+    ("argmax_one_hot", "categorical", "max", "topk", "scatter", "eq", "bernoulli"),
+    ("relu", "relu6", "clamp", "hardtanh", "maximum", "minimum", "threshold", "where"),
+    ("relu", "leaky_relu", "prelu", "elu", "gelu", "silu", "softplus", "hardswish"),
+    ("sigmoid", "tanh", "hardsigmoid", "logsigmoid", "hardtanh", "gelu", "silu"),
+    ("softmax", "log_softmax", "cross_entropy", "logsumexp", "exp", "scaled_dot_product_attention"),
+    ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d"),
+    ("max_pool", "adaptive_max_pool2d", "amax", "max", "avg_pool2d"),
+    ("add", "sub"),
+    ("mul", "div", "reciprocal"),
+)
 
 _ATTENTION = frozenset({"softmax", "dropout", "matmul", "linear"})
 _GATES = frozenset({"sigmoid", "tanh"})

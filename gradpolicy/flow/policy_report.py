@@ -1,13 +1,13 @@
 """The report of policies, and warnings of what did not happen."""
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, nearest, shortened, warn_user
-from gradpolicy.flow.operation_tables import SIMILAR
+from gradpolicy.flow.operation_tables import FAMILIES
 from gradpolicy.flow.operations import operation_names
 from gradpolicy.flow.rule_state import Seen
 
@@ -35,8 +35,8 @@ class ReportRow:
         parameters: Names of the parameters that it matched.
         seen: What happened there so far.
         any_of: Whether one of the operations is enough, as for the default of ``StraightThrough``.
-        places: Where the gradient was to meet its rule: sides of modules that ran, and parameters.
-        named: Those that were named one by one. Of others, which a glob or class matched, one is enough.
+        places: Where the gradient was to meet its rule: sides of modules that ran, and parameters. True for
+            those that were named one by one; of others, which a glob or class matched, one is enough.
         idle: The modules that it matched and whose forward never ran.
         aliases: Other names of what it matched, which it does not name and where it acts too.
     """
@@ -50,8 +50,7 @@ class ReportRow:
     parameters: tuple[str, ...] = ()
     seen: Seen = field(default_factory=Seen)
     any_of: bool = False
-    places: tuple[str, ...] = ()
-    named: Collection[str] = ()
+    places: Mapping[str, bool] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -98,10 +97,10 @@ class ReportRow:
         acted = any(place in seen.matched for place in self.places)
         return tuple(
             place
-            for place in self.places
+            for place, is_named in self.places.items()
             if place not in seen.matched
             and place not in seen.off
-            and (place in self.named or not acted)
+            and (is_named or not acted)
             and not any(call.endswith(f" at {place}") for call, _ in seen.opaque)
         )
 
@@ -146,28 +145,19 @@ class ReportRow:
 
     def _about_operations(self, unmet: list[str]) -> list[str]:
         seen = self.seen
-        by_reason: dict[str, list[str]] = {"taken": [], "discrete": [], "without": [], "never": []}
+        by_reason: dict[str, list[str]] = {}
         for name in unmet:
-            reason = (
-                "taken"
-                if name in seen.taken
-                else "discrete"
-                if name in seen.discrete
-                else "without"
-                if name in seen.without_gradient
-                else "never"
-            )
-            by_reason[reason].append(name)
+            reasons = ("taken", "discrete", "without_gradient")
+            reason = next((each for each in reasons if name in getattr(seen, each)), "never")
+            by_reason.setdefault(reason, []).append(name)
         parts = []
-        if by_reason["taken"]:
-            parts.append(f"{_operations(by_reason['taken'])} taken by another override or policy inside")
-        if by_reason["discrete"]:
-            parts.append(f"the result of {_quoted(by_reason['discrete'])} {NEVER_FLOATING}")
-        if without := by_reason["without"]:
-            parts.append(
-                f"{'operation' if len(without) == 1 else 'operations'} {_quoted(without)} {NO_GRADIENT}"
-            )
-        if (never := by_reason["never"]) and not (self.any_of and parts):
+        if taken := by_reason.get("taken"):
+            parts.append(f"{_operations(taken)} taken by another override or policy inside")
+        if discrete := by_reason.get("discrete"):
+            parts.append(f"the result of {_quoted(discrete)} {NEVER_FLOATING}")
+        if without := by_reason.get("without_gradient"):
+            parts.append(f"operation{'s' * (len(without) > 1)} {_quoted(without)} {NO_GRADIENT}")
+        if (never := by_reason.get("never")) and not (self.any_of and parts):
             parts.append(f"{_operations(never)} never met; {self._instead(never)}")
         return parts
 
@@ -176,7 +166,9 @@ class ReportRow:
         ran = self.operations_met
         if any(name in ran for name in never):
             return "it ran only with arguments that make it another operation"
-        likely = dict.fromkeys(name for operation in never for name in SIMILAR.get(operation, ()))
+        likely = dict.fromkeys(
+            name for operation in never for family in FAMILIES if operation in family for name in family
+        )
         similar = [name for name in likely if name in ran][:4]
         if similar:
             return f"near it, {_quoted(similar)} ran there: name what is meant"

@@ -149,6 +149,7 @@ class RuleState:
         # The one argument of each operation that it is for; None means all.
         self.argument = policy.argument if policy is not None and policy.ops else None
         # True if the rule's filter changes the gradient that comes in.
+        has_own_gradient = has_own_gradient and (policy is None or policy.at != "through")
         self.filters = has_own_gradient and rule.gradient_filter is not None
         self.active = True
         self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}

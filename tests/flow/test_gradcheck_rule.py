@@ -76,9 +76,12 @@ def test_a_departure_is_given_in_figures_and_words(rule, forward, figures, text)
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (lambda grad, inputs, output: (grad, grad), "'<lambda>' returned 2 gradients for 1 inputs"),
-        (lambda grad, inputs, output: grad.sum(), r"gradient of shape \(\) for input 0 of shape \(2, 2\)"),
-        (lambda grad, inputs, output: 2.0, r"returned 2.0 for input 0, not a tensor"),
+        (
+            lambda grad, inputs, output: (grad, grad),
+            r"'<lambda>' at forward 'clone': returned 2 gradients \(.*\) for 1 inputs",
+        ),
+        (lambda grad, inputs, output: grad.sum(), r"gradient 0 of shape \(\) for an input of shape \(2, 2\)"),
+        (lambda grad, inputs, output: 2.0, r"returned float as gradient 0; it must be a tensor"),
     ],
 )
 def test_a_wrong_gradient_names_the_rule(rule, message):
