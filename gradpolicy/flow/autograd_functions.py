@@ -25,8 +25,8 @@ class ReplaceGradient(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(bound_rule: BoundRule, module: str | None, count: int, *tensors: Tensor) -> Any:
-        """Take the rule, the running module, the number of values, the values, then the inputs.
+    def forward(bound_rule: BoundRule, count: int, *tensors: Tensor) -> Any:
+        """Take the rule, the number of values, the values, then the inputs.
 
         Returns:
             The values.
@@ -39,7 +39,7 @@ class ReplaceGradient(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         """Keep what the rule reads. Shapes come from the gradient if that is enough."""
-        bound_rule, module, count, *tensors = inputs
+        bound_rule, count, *tensors = inputs
         outputs = output if isinstance(output, tuple) else (output,)
         given = tensors[count:]
         reads_inputs = count > 1 or "inputs" in bound_rule.reads
@@ -48,7 +48,7 @@ class ReplaceGradient(Function):
             reads_inputs or tensor.shape != outputs[0].shape or not tensor.is_floating_point()
             for tensor in given
         ]
-        ctx.bound_rule, ctx.module, ctx.count = bound_rule, module, count
+        ctx.bound_rule, ctx.count = bound_rule, count
         ctx.kept, ctx.reads_output = kept, reads_output
         ctx.dtypes = [tensor.dtype for tensor in given]
         saved = [tensor for tensor, keep in zip(given, kept, strict=True) if keep]
@@ -63,9 +63,9 @@ class ReplaceGradient(Function):
             inputs.append(saved.pop(0) if keep else grads[0].to(dtype))
         outputs = tuple(saved) if ctx.reads_output else grads
         grad, output = (grads[0], outputs[0]) if ctx.count == 1 else (grads, outputs)
-        wanted = ctx.needs_input_grad[3 + ctx.count :]
-        gradients = ctx.bound_rule.gradients(grad, tuple(inputs), output, wanted, ctx.module)
-        return (None, None, None, *[None] * ctx.count, *gradients)
+        wanted = ctx.needs_input_grad[2 + ctx.count :]
+        gradients = ctx.bound_rule.gradients(grad, tuple(inputs), output, wanted)
+        return (None, None, *[None] * ctx.count, *gradients)
 
 
 class ChangeOwnGradients(Function):
@@ -77,10 +77,8 @@ class ChangeOwnGradients(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        bound_rule: BoundRule, module: str | None, outputs: list, places: tuple, *tensors: Tensor
-    ) -> Any:
-        """Take the rule, the running module, where the outputs arrive, which inputs change, the inputs.
+    def forward(bound_rule: BoundRule, outputs: list, places: tuple, *tensors: Tensor) -> Any:
+        """Take the rule, where the outputs arrive, which inputs change, the inputs.
 
         Returns:
             Those inputs that need a gradient; one by itself.
@@ -91,7 +89,7 @@ class ChangeOwnGradients(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         """Keep the inputs if the rule reads them, otherwise their shapes."""
-        ctx.bound_rule, ctx.module, ctx.outputs, ctx.places, *tensors = inputs
+        ctx.bound_rule, ctx.outputs, ctx.places, *tensors = inputs
         ctx.reads_inputs = "inputs" in ctx.bound_rule.reads
         ctx.set_materialize_grads(False)
         ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
@@ -112,8 +110,8 @@ class ChangeOwnGradients(Function):
             ]
         output = ctx.outputs[-1] if ctx.outputs else None
         wanted = [grad is not None for grad in own]
-        gradients = ctx.bound_rule.gradients(tuple(own), tuple(inputs), output, wanted, ctx.module)
-        return (None, None, None, None, *gradients)
+        gradients = ctx.bound_rule.gradients(tuple(own), tuple(inputs), output, wanted)
+        return (None, None, None, *gradients)
 
 
 class HandOverOutput(Function):
@@ -186,16 +184,13 @@ def run_function(function: type[Function], *args: Any) -> Any:
     return super(Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
 
 
-def replace_gradient(
-    bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor], module: str | None = None
-) -> Any:
+def replace_gradient(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor]) -> Any:
     """Return one value, or the floating-point values of a tuple, the gradient of a rule.
 
     Args:
         bound_rule: The rule.
         values: A tensor, or a tuple of tensors and others; computed without a graph.
         inputs: What they were computed from.
-        module: The module in whose forward they were computed, for messages.
 
     Raises:
         PolicyError: If the values are neither, or ``torch.compile`` traces a transform of ``torch.func``.
@@ -206,30 +201,27 @@ def replace_gradient(
         # There is nothing to do, and the compiler would call a Function of several tensors wrongly.
         return values
     if isinstance(values, Tensor):
-        return run_function(ReplaceGradient, bound_rule, module, 1, values, *inputs)
+        return run_function(ReplaceGradient, bound_rule, 1, values, *inputs)
     if not isinstance(values, tuple | list):
         raise PolicyError(f"cannot put a rule on a result of type {type(values).__name__}")
     indices = [index for index, value in enumerate(values) if is_differentiable(value)]
     if not indices:
         return values
     floating = [values[index] for index in indices]
-    found = run_function(ReplaceGradient, bound_rule, module, len(indices), *floating, *inputs)
+    found = run_function(ReplaceGradient, bound_rule, len(indices), *floating, *inputs)
     results = list(values)
     for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
         results[index] = result
     return rebuilt_sequence(values, results)
 
 
-def change_own_gradients(
-    bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list, module: str | None = None
-) -> list[Tensor]:
+def change_own_gradients(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[Tensor]:
     """Let a rule change the gradients that an operation gives its inputs.
 
     Args:
         bound_rule: The rule.
         inputs: The inputs.
         outputs: Empty; :func:`hand_over` puts there what the operation gave, if the rule reads that.
-        module: The module in whose forward it runs, for messages.
 
     Returns:
         The inputs that the operation is to be called with.
@@ -259,7 +251,7 @@ def change_own_gradients(
     if is_compiling():
         # Of a view of an input the compiler would return one without a gradient.
         inputs = [tensor.clone() if place in places else tensor for place, tensor in enumerate(inputs)]
-    changed = run_function(ChangeOwnGradients, bound_rule, module, outputs, tuple(places), *inputs)
+    changed = run_function(ChangeOwnGradients, bound_rule, outputs, tuple(places), *inputs)
     for place, tensor in zip(places, changed if len(places) > 1 else (changed,), strict=True):
         found[place] = tensor
     return found
@@ -277,13 +269,13 @@ def hand_over(outputs: list, values: Any) -> Any:
     return rebuilt_sequence(values, [next(left) if is_differentiable(value) else value for value in values])
 
 
-def insert_rule(bound_rule: BoundRule, values: Any, module: str | None = None) -> Any:
+def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
     """Put a rule between a tensor, or each floating-point tensor of a tuple, and its node."""
     if isinstance(values, Tensor):
         if not is_differentiable(values):
             return values
-        return replace_gradient(bound_rule, values.detach(), [values], module)
-    return rebuilt_sequence(values, [insert_rule(bound_rule, value, module) for value in values])
+        return replace_gradient(bound_rule, values.detach(), [values])
+    return rebuilt_sequence(values, [insert_rule(bound_rule, value) for value in values])
 
 
 @skip_alone

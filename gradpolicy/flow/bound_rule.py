@@ -54,17 +54,19 @@ class BoundRule:
         """Return the rule with the call that its gradient is of, if it asks for that."""
         return self._with({"call": call}) if self.takes_call else self
 
-    def _with(self, parameters: dict[str, Any]) -> "BoundRule":
-        merged = {**self.parameters, **parameters}
-        return BoundRule(self.state, self.location, sums_broadcast=self.sums_broadcast, parameters=merged)
+    def in_module(self, module: str | None) -> "BoundRule":
+        """Return the rule with a location that names the module in whose forward it acts."""
+        if module is None:
+            return self
+        return self._with({}, f"{self.location} in {f'module {module!r}' if module else 'the model'}")
+
+    def _with(self, parameters: dict[str, Any], location: str = "") -> "BoundRule":
+        merged = {**self.parameters, **parameters} if parameters else self.parameters
+        location = location or self.location
+        return BoundRule(self.state, location, sums_broadcast=self.sums_broadcast, parameters=merged)
 
     def gradients(
-        self,
-        grad: Any,
-        inputs: tuple[Tensor, ...],
-        output: Any,
-        wanted: Sequence[bool],
-        module: str | None = None,
+        self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         """Return the rule's gradients, one per input, checked and in each input's dtype.
 
@@ -74,25 +76,24 @@ class BoundRule:
             inputs: The inputs.
             output: The output.
             wanted: Which inputs need a gradient.
-            module: The module in whose forward the operation ran, for messages.
 
         Raises:
             PolicyError: If the rule fails, or returns the wrong number, shape or kind of gradients.
         """
         gradients: Sequence
         if self.state.filters and self.rule.gradient_filter is not None:
-            gradients = [self._call(module, self.rule.gradient_filter, grad)]
+            gradients = [self._call(self.rule.gradient_filter, grad)]
             if gradients[0] is None:
-                raise self._error(module, "returned None; a gradient filter returns a tensor")
+                raise self._error("returned None; a gradient filter returns a tensor")
         elif self.rule.own and self.rule.each:
             gradients = [
-                None if one is None else self._returned(module, one, (tensor,), tensor, (True,))[0]
+                None if one is None else self._returned(one, (tensor,), tensor, (True,))[0]
                 for one, tensor in zip(grad, inputs, strict=True)
             ]
         else:
-            gradients = self._returned(module, grad, inputs, output, wanted)
+            gradients = self._returned(grad, inputs, output, wanted)
         checked = [
-            self._checked(module, number, gradient, tensor, output) if needed else None
+            self._checked(number, gradient, tensor, output) if needed else None
             for number, (gradient, tensor, needed) in enumerate(zip(gradients, inputs, wanted, strict=True))
         ]
         self.state.norms.measure(grad, checked)
@@ -100,7 +101,7 @@ class BoundRule:
             self.state.observer.passed(self.state.name, checked)
         return checked
 
-    def _call(self, module: str | None, function: Callable, *arguments: Any) -> Any:
+    def _call(self, function: Callable, *arguments: Any) -> Any:
         """Call the user's function. No override may act on the operations that it computes with.
 
         Raises:
@@ -114,33 +115,27 @@ class BoundRule:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                raise self._failure(module, error, *arguments) from error
+                raise self._failure(error, *arguments) from error
 
     def _returned(
-        self,
-        module: str | None,
-        grad: Any,
-        inputs: tuple[Tensor, ...],
-        output: Any,
-        wanted: Sequence[bool],
+        self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]
     ) -> Sequence:
         """Return what the rule's function gives, one gradient per input.
 
         Raises:
             PolicyError: If it returns the wrong number, or one gradient where several inputs need one.
         """
-        returned = self._call(module, self.rule.function, grad, inputs, output)
+        returned = self._call(self.rule.function, grad, inputs, output)
         if isinstance(returned, tuple | list):
             if len(returned) != len(inputs):
                 raise self._error(
-                    module,
                     f"returned {len(returned)} gradients {_shapes(returned)} "
                     f"for {len(inputs)} inputs {_shapes(inputs)}",
                 )
             return returned
         first = list(wanted).index(True) if self.rule.own else first_index(inputs)
         if any(wanted[number] for number in range(len(inputs)) if number != first):
-            raise self._error(module, self._of_several_inputs(returned, inputs))
+            raise self._error(self._of_several_inputs(returned, inputs))
         return [returned if number == first else None for number in range(len(inputs))]
 
     def _of_several_inputs(self, returned: Any, inputs: tuple[Tensor, ...]) -> str:
@@ -156,9 +151,7 @@ class BoundRule:
             text += "; or change the operation's own gradients, for every input (own=True)"
         return text
 
-    def _checked(
-        self, module: str | None, number: int, gradient: Any, tensor: Tensor, output: Any
-    ) -> Tensor | None:
+    def _checked(self, number: int, gradient: Any, tensor: Tensor, output: Any) -> Tensor | None:
         if gradient is None:
             return None
         wrong = ""
@@ -176,12 +169,10 @@ class BoundRule:
                     f"gradient {number} of shape {_shapes(gradient)} for an input of shape {_shapes(tensor)}"
                 )
         if wrong:
-            raise self._error(module, f"returned {wrong}")
+            raise self._error(f"returned {wrong}")
         return gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
 
-    def _failure(
-        self, module: str | None, error: Exception, grad: Any, inputs: Any = (), output: Any = None
-    ) -> PolicyError:
+    def _failure(self, error: Exception, grad: Any, inputs: Any = (), output: Any = None) -> PolicyError:
         given = [f"a gradient of shape {_shapes(grad)}"]
         if inputs:
             given.append(f"inputs of shapes {_shapes(inputs)}")
@@ -189,14 +180,11 @@ class BoundRule:
             given.append(f"an output of shape {_shapes(output)}")
         reason = " ".join(str(error).split()).removeprefix(f"rule {self.rule.name!r}: ")
         kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
-        return self._error(module, f"failed with {', '.join(given)}: {kind}{reason}")
+        return self._error(f"failed with {', '.join(given)}: {kind}{reason}")
 
-    def _error(self, module: str | None, text: str) -> PolicyError:
+    def _error(self, text: str) -> PolicyError:
         policy = f"policy {self.state.name!r}: " if self.state.policy is not None else ""
-        where = self.location
-        if module is not None:
-            where += f" in module {module!r}" if module else " in the model"
-        return PolicyError(f"{policy}rule {self.rule.name!r} at {where}: {text}")
+        return PolicyError(f"{policy}rule {self.rule.name!r} at {self.location}: {text}")
 
 
 def _was_broadcast(tensor: Tensor, output: Any, gradient: Tensor) -> bool:

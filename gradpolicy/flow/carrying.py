@@ -143,7 +143,6 @@ def start_path(
     operation: str,
     result: Tensor,
     inputs: Sequence[Tensor],
-    module: str | None,
     *,
     classes: int | None = None,
 ) -> Tensor:
@@ -154,7 +153,6 @@ def start_path(
         operation: The operation's name.
         result: Its result.
         inputs: Its inputs.
-        module: The module in whose forward it ran, for messages.
         classes: If the result is an index into categories: how many there are. The rule gets one-hot codes.
 
     Returns:
@@ -168,7 +166,7 @@ def start_path(
         values = result.to(dtype)
     else:
         values = F.one_hot(result, classes).to(dtype)
-    path = replace_gradient(bound_rule, values, inputs, module)
+    path = replace_gradient(bound_rule, values, inputs)
     bound_rule.state.note("discrete", operation)
     origin = Origin(bound_rule.state, operation)
     return set_path(result, GradientPath(path, (origin,), is_index=classes is not None))

@@ -106,7 +106,7 @@ class OperationRule:
             native.kwargs = {key: native.kwargs[key] for key in native.kwargs if key != "input"}
         target = native.args[0]
         if self.filters and not in_transform() and not target._is_view():
-            return self.filtered(native.run())
+            return self._filtered(native.run())
         before = target.clone()
         inputs = [before if tensor is target else tensor for tensor in native.inputs]
         native = native.mapped(lambda tensor: before if tensor is target else tensor)
@@ -121,7 +121,7 @@ class OperationRule:
         if self.name in _SCORES:
             return self._index(native)
         if self.filters:
-            return self.filtered(native.run(), native.inputs)
+            return self._filtered(native.run(), native.inputs)
         detached, target = native.mapped(Tensor.detach), native.target
         if self.state.detaches:
             self.state.note("matched", self.name)
@@ -132,9 +132,9 @@ class OperationRule:
             values = detached.run()
         if target is not None and is_discrete(target):
             values = target.copy_(values)
-        return self.replaced(values, native.inputs, native.module, self._bound_to(detached))
+        return self._replaced(values, native.inputs, self._bound_to(detached))
 
-    def filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
+    def _filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
         """Return the result of the native operation, with the rule's filter before its node."""
         if not _has_gradient(result):
             self.state.note("without_gradient", self.name)
@@ -179,13 +179,11 @@ class OperationRule:
     def _changed(self, native: "NativeCall") -> Any:
         """Make the native call with inputs that get its gradients as the rule changes them."""
         outputs: list = []
-        bound_rule = self.bound_rule
-        if bound_rule.takes_call:
-            bound_rule = self._bound_to(native.mapped(Tensor.detach))
+        bound_rule = self._bound_to(native.mapped(Tensor.detach) if self.bound_rule.takes_call else native)
         if self.state.detaches:
             changed = [tensor.detach() for tensor in native.inputs]
         else:
-            changed = change_own_gradients(bound_rule, native.inputs, outputs, native.module)
+            changed = change_own_gradients(bound_rule, native.inputs, outputs)
         left = list(zip(native.inputs, changed, strict=True))
 
         def replacement(tensor: Tensor) -> Tensor:
@@ -209,15 +207,12 @@ class OperationRule:
             result = hand_over(outputs, result)
         return result
 
-    def replaced(
-        self, values: Any, inputs: Sequence[Tensor], module: str | None, bound_rule: BoundRule | None = None
-    ) -> Any:
+    def _replaced(self, values: Any, inputs: Sequence[Tensor], bound_rule: BoundRule) -> Any:
         """Return values with the rule's gradient; a discrete tensor gets a gradient path instead."""
-        bound_rule = bound_rule or self.bound_rule
         if is_discrete(values):
-            return start_path(bound_rule, self.name, values, inputs, module)
+            return start_path(bound_rule, self.name, values, inputs)
         self.state.note("matched", self.name)
-        result = replace_gradient(bound_rule, values, inputs, module)
+        result = replace_gradient(bound_rule, values, inputs)
         if isinstance(result, tuple):
             # The indices of topk and sort: a warning says so where they become numbers.
             lost = GradientPath(None, (Origin(self.state, self.name),), is_index=True)
@@ -227,11 +222,12 @@ class OperationRule:
         return result
 
     def _bound_to(self, native: "NativeCall") -> BoundRule:
-        """Return the rule; if it has a keyword ``call``, with the call. The arguments are detached."""
-        if not self.bound_rule.takes_call:
-            return self.bound_rule
+        """Return the rule in the running module, with the call if it asks for that: arguments are detached."""
+        bound_rule = self.bound_rule.in_module(native.module)
+        if not bound_rule.takes_call:
+            return bound_rule
         arguments = arguments_of(native.function, self.name, native.args, native.kwargs)
-        return self.bound_rule.for_call(Call(self.name, arguments))
+        return bound_rule.for_call(Call(self.name, arguments))
 
     def _index(self, native: "NativeCall") -> Tensor:
         """Return an index into categories; its rule compares one-hot codes with the scores chosen by."""
@@ -243,7 +239,8 @@ class OperationRule:
         if self.name == "categorical" and self.state.rule.name in OF_LOGITS:
             scores = scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
         classes = scores.shape[-1]
-        return start_path(self.bound_rule, self.name, index, [scores], native.module, classes=classes)
+        bound_rule = self.bound_rule.in_module(native.module)
+        return start_path(bound_rule, self.name, index, [scores], classes=classes)
 
 
 @dataclass(eq=False)
