@@ -222,7 +222,7 @@ class OperationRule:
         return result
 
     def _bound_to(self, native: "NativeCall") -> BoundRule:
-        """Return the rule in the running module, with the call if it asks for that: arguments are detached."""
+        """Return the rule in the running module, with the detached call if it asks for that."""
         bound_rule = self.bound_rule.in_module(native.module)
         if not bound_rule.takes_call:
             return bound_rule
