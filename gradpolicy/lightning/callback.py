@@ -101,12 +101,12 @@ class GradientPolicies(TrainingPolicies, Callback):
     # ---- installing and removing
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses callbacks that average frozen weights, before anything is trained."""
+        """Refuse callbacks that average frozen weights, before anything is trained."""
         if stage == "fit":
             check_weight_averaging(trainer.callbacks, self.policies)  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs all policies: the model is on its device and wrapped, and the optimizers exist."""
+        """Install all policies: the model is on its device and wrapped, and the optimizers exist."""
         self._install_flow(pl_module, STEP_POINTS)
         if self.freeze_policies:
             if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -118,24 +118,24 @@ class GradientPolicies(TrainingPolicies, Callback):
         self._join_ranks(pl_module, trainer.strategy.model, communication)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs flow policies, or switches them to this phase within a fit."""
+        """Install flow policies, or switch them to this phase within a fit."""
         self._begin_evaluation(trainer, pl_module, "validate")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs flow policies for testing."""
+        """Install flow policies for testing."""
         self._begin_evaluation(trainer, pl_module, "test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs flow policies for prediction."""
+        """Install flow policies for prediction."""
         self._begin_evaluation(trainer, pl_module, "predict")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves the model as it was found."""
+        """Leave the model as it was found."""
         self._measure_evaluation(trainer)
         self._remove(quiet=stage != "fit")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the model as it was found, also when the run fails."""
+        """Leave the model as it was found, also when the run fails."""
         self._remove()
 
     def _remove(self, *, quiet: bool = True) -> None:
@@ -147,7 +147,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     # ---- training
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Applies restored state; some strategies restore it only after ``on_fit_start``."""
+        """Apply restored state; some strategies restore it only after ``on_fit_start``."""
         restored, self._restored = self._restored, None
         if restored is not None:
             self._apply_restored(restored)
@@ -160,7 +160,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Updates the policies before the first batch of each effective step."""
+        """Update the policies before the first batch of each effective step."""
         if not self._has_planned:
             self._has_planned = True
             self._print_plan(trainer, pl_module, batch)
@@ -177,7 +177,7 @@ class GradientPolicies(TrainingPolicies, Callback):
             self.installed.measure_norms(self._measures, zeros=True)
 
     def _print_plan(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        """Prints what each policy will touch, found by a step of a copy of the model on the first batch."""
+        """Print what each policy will touch, found by a step of a copy of the model on the first batch."""
         if self.plan is False or not self.policies or (self.plan is None and not sys.stdout.isatty()):
             return
         if trainer.world_size > 1 or not pl_module.automatic_optimization:
@@ -202,7 +202,7 @@ class GradientPolicies(TrainingPolicies, Callback):
             pl_module.print(planned)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Names the policy that cut the loss off from all parameters, before torch raises a less clear error.
+        """Name the policy that cut the loss off from all parameters, before torch raises a less clear error.
 
         Raises:
             PolicyError: If there is such a policy.
@@ -211,7 +211,7 @@ class GradientPolicies(TrainingPolicies, Callback):
             self._check_cuts()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Masks gradients under manual optimization, where the module may clip before the step begins.
+        """Mask gradients under manual optimization, where the module may clip before the step begins.
 
         Not if a source needs whole gradients: then call the optimizer's ``mask_gradients`` before you clip.
         """
@@ -223,7 +223,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Shows sources the gradients, and masks them if they are clipped or logged; after unscaling."""
+        """Show sources the gradients, and mask them if they are clipped or logged; after unscaling."""
         if self._measures or self._wanted_gradients():
             _unscale(trainer, optimizer)
         if self.freezer is None or optimizer not in self.masked_optimizers:
@@ -240,7 +240,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Checks after the first batch that operations were met; measures an update that took place."""
+        """Check after the first batch that operations were met; measure an update that took place."""
         self._check_operations_met("fit", thaws=any(not p.requires_grad for p in pl_module.parameters()))
         updates = self.updates(trainer)
         if self._measures and updates > self._updates_seen:
@@ -252,12 +252,12 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
     ) -> None:
-        """Checks after the first batch that every operation was met."""
+        """Check after the first batch that every operation was met."""
         # In a test gradients are recorded only where a callback enables them.
         self._check_operations_met("test", thaws=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Switches back from validation within a fit."""
+        """Switch back from validation within a fit."""
         if trainer.state.fn is TrainerFn.FITTING:
             self._measure_evaluation(trainer)
             self._update_flow(trainer, "fit")
@@ -272,7 +272,7 @@ class GradientPolicies(TrainingPolicies, Callback):
             self._start_measuring().begin(phase)
 
     def _measure_evaluation(self, trainer: Trainer) -> None:
-        """Measures an evaluation after all other callbacks, which may use its policies at its end."""
+        """Measure an evaluation after all other callbacks, which may use its policies at its end."""
         phase, self._evaluated = self._evaluated, None
         if phase is None or self.installed is None:
             return
@@ -288,13 +288,13 @@ class GradientPolicies(TrainingPolicies, Callback):
             self.installed.update(phase=phase, step=self.updates(trainer), epoch=trainer.current_epoch)
 
     def updates(self, trainer: Trainer) -> int:
-        """Updates that took place; if no optimizer is masked, the trainer's count."""
+        """Return the count of updates that took place; if no optimizer is masked, the trainer's count."""
         if self.masked_optimizers:
             return max(optimizer.effective_steps for optimizer in self.masked_optimizers)
         return trainer.global_step
 
     def _gradients_are_read(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Whether gradients are clipped before the update, or another hook may read them."""
+        """Return True if gradients are clipped before the update, or another hook may read them."""
         hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
         others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         return (
@@ -304,7 +304,7 @@ class GradientPolicies(TrainingPolicies, Callback):
         )
 
     def _is_measured(self, trainer: Trainer, phase: str) -> bool:
-        """Whether somebody wants to know what policies do in a phase."""
+        """Return True if somebody wants to know what policies do in a phase."""
         is_sanity_check = phase == "validate" and trainer.sanity_checking
         logs = self.log_policies and bool(trainer.loggers) and phase in ("fit", "test")
         return not is_sanity_check and (logs or bool(self.sinks))
@@ -312,7 +312,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     # ---- checkpoints
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the state until training starts."""
+        """Keep the state until training starts."""
         self._restored = state_dict
 
     def _warn(self, line: str) -> None:
@@ -325,7 +325,7 @@ def _loss_scale(trainer: Trainer) -> float:
 
 
 def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
-    """Removes the loss scale from gradients that a fused optimizer would get with it."""
+    """Remove the loss scale from gradients that a fused optimizer would get with it."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         # It has been done for any other optimizer, and may have been under manual optimization.
@@ -335,7 +335,7 @@ def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Leaves one gradient, of zeros, for the loss scaler, which refuses an optimizer without any."""
+    """Leave one gradient, of zeros, for the loss scaler, which refuses an optimizer without any."""
     if getattr(trainer.precision_plugin, "scaler", None) is None:
         yield
         return
@@ -348,13 +348,13 @@ def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> It
 
 
 def _logs_after_this(trainer: Trainer) -> bool:
-    """Whether Lightning logs after the update that is being prepared."""
+    """Return True if Lightning logs after the update that is being prepared."""
     # The trainer counts the steps of all optimizers together.
     updates = trainer.global_step // max(len(trainer.optimizers), 1)
     return (updates + 1) % log_interval(trainer) == 0
 
 
 def log_interval(trainer: Trainer) -> int:
-    """How many updates lie between two that are logged."""
+    """Return the number of updates from one that is logged to the next."""
     # Lightning sets the attribute from outside the class, where a type checker does not see it.
     return max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]

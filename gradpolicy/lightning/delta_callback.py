@@ -40,7 +40,7 @@ class SaveDelta(Callback):
         self._restored: Path | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps what a training begins with; a run that resumes has begun before."""
+        """Keep what a training begins with; a run that resumes has begun before."""
         model = self._module_of(pl_module)
         if trainer.is_global_zero:
             check_replaceable(self.directory / DELTA)
@@ -51,13 +51,13 @@ class SaveDelta(Callback):
                 write_weights(self.directory / BASE, begun, is_base=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes sure that the base is there, and of this model, before hours are spent."""
+        """Make sure that the base is there, and of this model, before hours are spent."""
         names = tensors_of(self._module_of(pl_module))
         if trainer.is_global_zero:
             check_same_tensors(names, self._read_base(), f"{KEY}: the model", str(self._base_path()))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the file."""
+        """Write the file."""
         trained = self._gathered(trainer, self._module_of(pl_module))
         if trainer.is_global_zero:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -69,11 +69,11 @@ class SaveDelta(Callback):
         trainer.strategy.barrier("gradpolicy.delta")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the base lies."""
+        """Return the path of the base."""
         return {"base": str(self._base_path().absolute())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the base of the run that is resumed."""
+        """Take up the base of the run that is resumed."""
         self._restored = Path(state_dict["base"])
 
     def _base_path(self) -> Path:
@@ -99,7 +99,7 @@ class SaveDelta(Callback):
 
     @staticmethod
     def _gathered(trainer: Trainer, model: nn.Module) -> dict[str, Tensor]:
-        """The weights on the first process; every process takes part in gathering them."""
+        """Return the weights on the first process; every process takes part in gathering them."""
         found = {}
         for name, tensor in tensors_of(model).items():
             gathered = whole(tensor)

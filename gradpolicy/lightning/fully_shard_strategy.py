@@ -62,14 +62,14 @@ class FullyShardStrategy(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
 
     def setup_environment(self) -> None:
-        """Lays all ranks along the data-parallel dimension."""
+        """Lay all ranks along the data-parallel dimension."""
         if self._data_parallel_size == "auto":
             ranks = self.num_nodes * self.num_processes
             self._data_parallel_size = ranks // int(self._tensor_parallel_size)
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Shards the module unless it shards itself."""
+        """Shard the module unless it shards itself."""
         module = self.lightning_module
         assert module is not None
         if is_overridden("configure_model", module):
@@ -91,7 +91,7 @@ class FullyShardStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Saves the shards of every rank into a directory, complete or absent.
+        """Save the shards of every rank into a directory, complete or absent.
 
         Raises:
             OSError: On every rank, if one could not write.
@@ -109,7 +109,7 @@ class FullyShardStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a directory of any number of ranks, or the file of a strategy that does not shard.
+        """Load a directory of any number of ranks, or the file of a strategy that does not shard.
 
         Args:
             checkpoint_path: The checkpoint; that of the first rank counts.
@@ -132,7 +132,7 @@ class FullyShardStrategy(ModelParallelStrategy):
         return checkpoint
 
     def _load_directory(self, path: Path, *, strict: bool) -> dict[str, Any]:
-        """Loads weights, then optimizers one by one: an optimizer that had not stepped has saved no state."""
+        """Load weights, then optimizers one by one: an optimizer that had not stepped has saved no state."""
         model = self.model
         assert model is not None
         rest = read_checkpoint(path)
@@ -148,7 +148,7 @@ class FullyShardStrategy(ModelParallelStrategy):
         return {VERSION: lightning.__version__, **rest}
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Deletes a checkpoint. If the run is killed meanwhile, what is left is not taken for a whole one."""
+        """Delete a checkpoint. If the run is killed meanwhile, what is left is not taken for a whole one."""
         if self.is_global_zero:
             sharded_checkpoint.remove_whole(Path(filepath))
 
@@ -156,7 +156,7 @@ class FullyShardStrategy(ModelParallelStrategy):
 def shard_modules(
     model: nn.Module, mesh: DeviceMesh, patterns: tuple = (), *, reshard_after_forward: bool = True
 ) -> None:
-    """Applies ``fully_shard`` to the chosen modules and then to the model.
+    """Apply ``fully_shard`` to the chosen modules and then to the model.
 
     Args:
         model: The model; it is changed in place. A model that is sharded already is left alone.
@@ -191,4 +191,4 @@ def _members(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _already_sharded() -> None:
-    """Takes the place of ``configure_model`` in a module that is sharded."""
+    """Take the place of ``configure_model`` in a module that is sharded."""

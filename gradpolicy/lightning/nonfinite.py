@@ -3,21 +3,20 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import FailedRunError
 from gradpolicy.finite import all_finite
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
-from gradpolicy.where import plain_name
+from gradpolicy.tensors.sharding import is_sharded, local_shard
+from gradpolicy.where import match_modules, match_parameters, plain_name
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,11 @@ class StopOnNonFinite(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remembers the batch."""
+        """Remember the batch."""
         self._batch = (batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Checks the loss."""
+        """Check the loss."""
         if not torch.isfinite(loss.detach()).all():
             finding = first_nonfinite_value(pl_module, self._run, _policies(trainer))
             raise FailedRunError(f"{_moment(trainer)}: the loss is {loss.item()}; {finding}")
@@ -74,20 +73,21 @@ class StopOnNonFinite(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Checks the gradients."""
+        """Check the gradients."""
         if not self.gradients or getattr(trainer.precision_plugin, "scaler", None) is not None:
             return
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-        if not all_finite([_local(gradient) for gradient in gradients]):
+        if not all_finite([local_shard(gradient) for gradient in gradients]):
             finding = first_nonfinite_gradient(pl_module, self._run, _policies(trainer))
-            if trainer.world_size > 1 and not any(isinstance(gradient, DTensor) for gradient in gradients):
-                finding = _first_of_all_ranks(finding)
+            if trainer.world_size > 1 and not any(map(is_sharded, gradients)):
+                # Ranks share gradients, not batches.
+                finding = next((each for each in of_every_rank(finding) if each.module), finding)
             raise FailedRunError(f"{_moment(trainer)}: a gradient is not finite; {finding}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Forgets the batch."""
+        """Forget the batch."""
         self._batch = None
 
     def _run(self, pl_module: nn.Module) -> Tensor:
@@ -99,7 +99,7 @@ class StopOnNonFinite(Callback):
 def first_nonfinite_value(
     model: nn.Module, run: Callable[[nn.Module], Tensor], policies: Mapping[str, Policy] | None = None
 ) -> Finding:
-    """Runs a model forward and finds the first module whose output is not finite.
+    """Run a model forward and find the first module whose output is not finite.
 
     Args:
         model: The model.
@@ -138,7 +138,7 @@ def first_nonfinite_value(
 def first_nonfinite_gradient(
     model: nn.Module, run: Callable[[nn.Module], Tensor], policies: Mapping[str, Policy] | None = None
 ) -> Finding:
-    """Runs a model forward and backward and finds the module whose backward first gave what is not finite.
+    """Run a model forward and backward and find the module whose backward first gave what is not finite.
 
     The parameters' gradients are left alone. Arguments as for :func:`first_nonfinite_value`.
     """
@@ -172,7 +172,7 @@ def first_nonfinite_gradient(
 
 @contextmanager
 def _hooks(model: nn.Module, see: Callable[[str, Any, Any], None]) -> Iterator[None]:
-    """Calls a function with every module's inputs and output, innermost modules first."""
+    """Call a function with every module's inputs and output, innermost modules first."""
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         return lambda module, inputs, output: see(name, inputs, output)
@@ -187,7 +187,7 @@ def _hooks(model: nn.Module, see: Callable[[str, Any, Any], None]) -> Iterator[N
 
 @contextmanager
 def _unlogged(pl_module: Any) -> Iterator[None]:
-    """Lets a training step run once more without logging twice."""
+    """Let a training step run once more without logging twice."""
     pl_module.log = lambda *positional, **named: None
     try:
         yield
@@ -205,47 +205,24 @@ def _policies(trainer: Any) -> dict[str, Policy]:
 
 
 def _acting(model: nn.Module, name: str, policies: Mapping[str, Policy]) -> tuple[str, ...]:
-    """The policies that act on a module, on one that contains it, or on its parameters."""
-    parameters = [plain_name(f"{name}.{key}") for key, _ in model.get_submodule(name).named_parameters()]
-    acting = []
+    """Return the policies that act on a module, on one that contains it, or on its parameters."""
+    place, acting = plain_name(name), []
     for policy_name, policy in policies.items():
         if isinstance(policy, Freeze | FlowPolicy) and policy.params:
-            here = any(_matches(policy.params, parameter) for parameter in parameters)
-        elif isinstance(policy, FlowPolicy):
-            parts = plain_name(name).split(".")
             here = any(
-                _matches(policy.modules, ".".join(parts[: end + 1]), model) for end in range(len(parts))
+                parameter.startswith(f"{place}.") for parameter in match_parameters(model, policy.params)
             )
+        elif isinstance(policy, FlowPolicy) and policy.modules:
+            modules = match_modules(model, policy.modules)
+            here = any(f"{place}.".startswith(f"{module}.") for module in modules)
         else:
             here = True
         acting += [policy_name] if here else []
     return tuple(acting)
 
 
-def _matches(patterns: tuple, name: str, model: nn.Module | None = None) -> bool:
-    def one(pattern: Any) -> bool:
-        if isinstance(pattern, type):
-            return model is not None and isinstance(model.get_submodule(name), pattern)
-        return fnmatchcase(name, pattern.removeprefix("!"))
-
-    away = [pattern for pattern in patterns if isinstance(pattern, str) and pattern.startswith("!")]
-    wanted = [pattern for pattern in patterns if pattern not in away]
-    return (any(map(one, wanted)) or not wanted) and not any(map(one, away))
-
-
 def _finite(value: Any) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors_in(value))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _first_of_all_ranks(finding: Finding) -> Finding:
-    """The finding of the first rank that has one: ranks share gradients, not batches."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, finding)
-    return next((each for each in found if each.module), finding)
 
 
 def _moment(trainer: Trainer) -> str:

@@ -6,13 +6,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -23,11 +20,10 @@ from gradpolicy.errors import unknown
 class SaveOnPreemption(Checkpoint):
     """Saves a checkpoint and exits when a signal says that the machine will be taken away.
 
-    A signal to any rank sets a flag there. At the end of each batch the ranks reduce their flags (one number,
-    read a batch later, so that no rank waits for it). If one is set, all ranks save together to
-    ``last.ckpt``, where ``ckpt_path=last`` finds it, a Slurm job is put back into the queue, and the run
-    exits with 128 + the signal's number. A checkpoint saved by the signal handler itself, in the middle of a
-    step, could not be resumed exactly.
+    A signal to any rank sets a flag there. At the end of each batch the ranks reduce their flags. If one is
+    set, all ranks save together to ``last.ckpt``, where ``ckpt_path=last`` finds it, a Slurm job is put back
+    into the queue, and the run exits with 128 + the signal's number. A checkpoint saved by the signal handler
+    itself, in the middle of a step, could not be resumed exactly.
 
     Args:
         signals: The signals that mean this. Slurm sends SIGUSR1 ahead of its time limit where the job asks
@@ -47,32 +43,28 @@ class SaveOnPreemption(Checkpoint):
         self.requeue = requeue
         self._received = 0
         self._former: dict[signal.Signals, Any] = {}
-        self._group: Any = None
-        self._pending: tuple[Any, torch.Tensor] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replaces Lightning's signal handlers, which run collectives in the middle of a step."""
-        self._received, self._pending = 0, None
-        if trainer.world_size > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=5))
+        """Replace Lightning's signal handlers, which run collectives in the middle of a step."""
+        self._received = 0
         for number in self.signals:
             self._former[number] = signal.signal(number, self._remember)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the former signal handlers."""
+        """Restore the former signal handlers."""
         self._restore_handlers()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restores the former signal handlers."""
+        """Restore the former signal handlers."""
         self._restore_handlers()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves and exits if any rank received a signal. A Checkpoint runs after other callbacks."""
-        received = self._received if trainer.world_size == 1 else self._of_any_rank()
-        if not received:
+        """Save and exit if any rank received a signal. A Checkpoint runs after other callbacks."""
+        if not trainer.strategy.reduce_boolean_decision(bool(self._received), all=False):
             return
+        received = self._received or self.signals[0]
         path = _path_of_last(trainer)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
@@ -86,17 +78,6 @@ class SaveOnPreemption(Checkpoint):
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
-    def _of_any_rank(self) -> int:
-        """The signal that any rank had received at the end of the batch before."""
-        known = 0
-        if self._pending is not None:
-            work, flag = self._pending
-            work.wait()
-            known = int(flag)
-        flag = torch.tensor(self._received)
-        self._pending = dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True), flag
-        return known
-
     def _restore_handlers(self) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
@@ -104,7 +85,7 @@ class SaveOnPreemption(Checkpoint):
 
 
 def requeue_slurm_job() -> None:
-    """Puts this process's Slurm job back into the queue; does nothing outside Slurm."""
+    """Put this process's Slurm job back into the queue; do nothing outside Slurm."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
@@ -122,7 +103,7 @@ def requeue_slurm_job() -> None:
 
 
 def _path_of_last(trainer: Trainer) -> Path:
-    """The path at which ``ckpt_path=last`` finds it."""
+    """Return the path at which ``ckpt_path=last`` finds it."""
     kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     folder = next((callback.dirpath for callback in kept if callback.dirpath), None)
     name = kept[0].CHECKPOINT_NAME_LAST if kept else "last"

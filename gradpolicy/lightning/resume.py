@@ -77,7 +77,7 @@ class ExactResume(Callback):
         self._ended_epoch: dict[str, Any] = {}
 
     def goes_on(self, trainer: Trainer) -> bool:
-        """True if the checkpoint that is resumed is one of this run's directory."""
+        """Return True if the checkpoint that is resumed is one of this run's directory."""
         if self.directory is None or trainer.ckpt_path is None:
             return False
         return Path(str(trainer.ckpt_path)).resolve().is_relative_to(self.directory.resolve())
@@ -270,7 +270,7 @@ class ExactResume(Callback):
 
 
 def starts_new_run(trainer: Trainer) -> bool:
-    """True if the run starts from the checkpoint of another run, whose record and counts are not its own."""
+    """Return True if the run starts from the checkpoint of another run, whose record is not its own."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     found = [each for each in callbacks if isinstance(each, ExactResume) and each.directory is not None]
     return trainer.ckpt_path is not None and any(not each.goes_on(trainer) for each in found)

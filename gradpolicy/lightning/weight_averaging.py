@@ -11,7 +11,7 @@ from gradpolicy.policies import Freeze, Policy
 
 
 def check_weight_averaging(callbacks: Iterable[Callback], policies: Mapping[str, Policy]) -> None:
-    """Makes sure that no callback averages weights of which other entries freeze as training goes on.
+    """Check that no callback averages weights of which other entries freeze as training goes on.
 
     An average over all steps mixes what an entry was while it trained with what it is while it is frozen.
     Where masks never change, every average of a frozen entry is over equal values.

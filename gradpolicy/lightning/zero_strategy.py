@@ -20,13 +20,13 @@ class ZeroStrategy(DDPStrategy):
     """
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Shards the state of each optimizer."""
+        """Shard the state of each optimizer."""
         super().setup_optimizers(trainer)
         self.optimizers = [as_zero(optimizer) for optimizer in self.optimizers]
 
 
 def as_zero(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
-    """Shards the state of a new optimizer over the ranks.
+    """Shard the state of a new optimizer over the ranks.
 
     Args:
         optimizer: An optimizer that has not stepped.
@@ -45,7 +45,7 @@ def as_zero(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     shared.param_groups = optimizer.param_groups
 
     def share_groups(loaded: Optimizer) -> None:
-        """Loading a state makes new groups."""
+        """Share the new groups that loading a state makes."""
         optimizer.param_groups = loaded.param_groups
 
     shared.register_load_state_dict_post_hook(share_groups)

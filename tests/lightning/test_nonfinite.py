@@ -250,7 +250,7 @@ def test_policies_act_where_their_patterns_say() -> None:
     nn.init.constant_(model[0][0].weight, -1.0)
     policies = {
         "of a class": gp.Guided(modules=Root),
-        "of another class": gp.Guided(modules=nn.ReLU),
+        "of another class": gp.Guided(modules=nn.Linear),
         "of what contains it": gp.Guided(modules="0"),
         "of all but what lies there": gp.Guided(modules="!0*"),
         "of all but another": gp.Guided(modules="!1"),
