@@ -151,14 +151,10 @@ def send_active(state: ActiveEntries, bucket: GradBucket) -> Future[Tensor]:
 
     def unpack(future: Future[list[Tensor]]) -> Tensor:
         summed = future.value()[0].to(buffer.dtype)
-        return buffer.copy_(summed) if positions is None else _spread(buffer, positions, summed)
+        return buffer.copy_(summed) if positions is None else buffer.zero_().index_copy_(0, positions, summed)
 
     work = dist.all_reduce(packed, group=state.group, async_op=True)
     return work.get_future().then(unpack)
-
-
-def _spread(buffer: Tensor, positions: Tensor, values: Tensor) -> Tensor:
-    return buffer.zero_().index_copy_(0, positions, values)
 
 
 def _finished(value: Tensor) -> Future[Tensor]:

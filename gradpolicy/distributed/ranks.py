@@ -87,50 +87,35 @@ class Ranks:
             self._check_agreement(f"before update {step + 1}")
 
     def _check_agreement(self, moment: str) -> None:
-        check_agreement(self.replicated(), moment=moment)
-        for group, compared in self.replicated_shards().items():
-            check_agreement(compared, group=group, moment=moment)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for group, compared in self.replicated().items():
+                check_agreement(compared, group=group, moment=moment)
 
-    def replicated(self) -> dict[str, Any]:
-        """Return what must be the same on every rank, by name.
+    def replicated(self) -> dict[Any, dict[str, Any]]:
+        """Return what must be the same on the ranks of a process group, by name; None means all ranks.
 
         That is masks, ages, the count of updates, learning rates, the state of mask sources, then weights. Of
-        a sharded parameter only its source's mask is among it: no two ranks hold the same shard.
+        a sharded parameter only its source's mask is the same everywhere. Under plain FSDP2 no two ranks hold
+        the same shard; under hybrid sharding several do.
         """
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return {}
-        masks: dict[str, Any] = {}
-        ages: dict[str, Any] = {}
-        for name, masked in self._masked():
-            if not isinstance(masked.parameter, DTensor):
-                signed = masked.ages.dense()
-                masks[f"the mask of {name!r}"] = signed > 0
-                ages[f"the ages of {name!r}"] = signed
-        for name in self.freezer.parameters if self.freezer is not None else ():
-            if isinstance(self.named[name], DTensor):
-                masks[f"the mask of {name!r}"] = self.freezer.mask_of(name)  # type: ignore[union-attr]
-        weights = {
-            f"the weights {name!r}": parameter
-            for name, parameter in self.named.items()
-            if not isinstance(parameter, DTensor)
-        }
-        return {**masks, **ages, **self._schedules(), **weights}
+        found: dict[Any, dict[str, Any]] = {None: {}}
 
-    def replicated_shards(self) -> dict[Any, dict[str, Any]]:
-        """Return what must be the same on the ranks that hold the same shard, by their process group.
-
-        It is empty under plain FSDP2. Under hybrid sharding several ranks hold each shard.
-        """
-        common: dict[Any, dict[str, Any]] = {}
-        for name, masked in self._masked():
-            for group in _replica_groups(masked.parameter):
-                signed, compared = masked.ages.dense(), common.setdefault(group, {})
-                compared[f"the mask of {name!r}"] = signed > 0
-                compared[f"the ages of {name!r}"] = signed
-        for name, parameter in self.named.items():
+        def add(parameter: Tensor, name: str, value: Any) -> None:
             for group in _replica_groups(parameter):
-                common.setdefault(group, {})[f"the weights {name!r}"] = local_shard(parameter)
-        return common
+                found.setdefault(group, {})[name] = value
+
+        for name, masked in self._masked():
+            signed = masked.ages.dense()
+            add(masked.parameter, f"the mask of {name!r}", signed > 0)
+            add(masked.parameter, f"the ages of {name!r}", signed)
+        if self.freezer is not None:
+            for name in self.freezer.parameters:
+                if isinstance(self.named[name], DTensor):
+                    found[None][f"the mask of {name!r}"] = self.freezer.mask_of(name)
+        found[None] |= self._schedules()
+        for name, parameter in self.named.items():
+            add(parameter, f"the weights {name!r}", local_shard(parameter))
+        return found
 
     def _masked(self) -> Iterator[tuple[str, MaskedParameter]]:
         names = {id(parameter): name for name, parameter in self.named.items()}
@@ -169,9 +154,9 @@ class Ranks:
 
 
 def _replica_groups(parameter: Tensor) -> list[Any]:
-    """Return the process groups of ranks that hold the same shard of a parameter."""
+    """Return the process groups of ranks that hold the same shard of a parameter; None means all ranks."""
     if not isinstance(parameter, DTensor):
-        return []
+        return [None]
     mesh = parameter.device_mesh
     return [
         mesh.get_group(dimension)

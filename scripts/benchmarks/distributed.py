@@ -154,7 +154,7 @@ def _agreement() -> list[Row]:
     step = _stepper(model, optimizer, torch.randn(64, 512))
     check = paired_ratio(
         "a check of masks, ages, weights / a step",
-        lambda: check_agreement(ranks.replicated()),
+        lambda: check_agreement(ranks.replicated()[None]),
         step,
         rounds=15,
     )
