@@ -37,7 +37,7 @@ Factor = Scheduled | Tensor
 
 
 class Policy:
-    """What every policy has: a time at which it holds.
+    """The base of all policies: a time at which the policy is active.
 
     Args:
         when: When the policy holds; a mapping, as a config gives it, holds the arguments of :class:`When`.
@@ -83,7 +83,7 @@ class FlowPolicy(Policy, RulePlacement):
     and ``UseRule(own=True)`` change it, for every input.
 
     Args:
-        rule: What becomes of the gradient there.
+        rule: The rule that computes the gradient there.
         modules: Globs on qualified names, or module classes; a leading ``!`` takes away.
         ops: Names of operations, or torch functions.
         params: Globs on parameter names.
@@ -241,7 +241,7 @@ class Stop(FlowPolicy):
 
 
 class StraightThrough(FlowPolicy):
-    """Gives step-like operations, or whole modules, the gradient of a stand-in; forward values stay exact.
+    """Gives steps, or whole modules, the gradient of a surrogate; forward values stay exact.
 
     ``StraightThrough(modules="quantizer")`` acts across the module: the gradient passes from its output to
     its input, and the parameters within get none from there (see ``inside`` of :class:`FlowPolicy`). Where

@@ -19,18 +19,11 @@ from torch import nn
 from torch.nn import functional
 
 import gradpolicy as gp
+from gradpolicy.tasks import quantizers
 from gradpolicy.tasks.digits import DigitsDataModule
 from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
 from gradpolicy.tasks.models import MultilayerPerceptron, QuantizedReLU
-from gradpolicy.tasks.quantizers import (
-    LSQ,
-    PACT,
-    DoReFaWeight,
-    LSQPlus,
-    Quantized,
-    clip_and_quantize,
-    quantize,
-)
+from gradpolicy.tasks.quantizers import LSQ, PACT, DoReFaWeight, LSQPlus, Quantized
 
 BITS, SEEDS = 4, (0, 1, 2)
 WEIGHTS, ACTIVATIONS = "*.parametrizations.*", ["*", "!*.parametrizations.*"]
@@ -59,26 +52,28 @@ def pact(model: nn.Module) -> Made:
     """DoReFa's weights, and activations with a learned clip."""
     policies = [
         gp.StraightThrough(ops=["round"], modules=WEIGHTS),
-        gp.UseRule("pact", ops=[clip_and_quantize]),
+        gp.UseRule("pact", ops=[quantizers.clip_and_quantize]),
     ]
     return quantized(model, partial(DoReFaWeight, BITS), partial(PACT, BITS)), policies
 
 
 def on_weights() -> gp.UseRule:
     """LSQ's rule on the weights."""
-    return gp.UseRule("lsq", parameters={"bits": BITS}, ops=[quantize], modules=WEIGHTS)
+    return gp.UseRule("lsq", parameters={"bits": BITS}, ops=[quantizers.quantize], modules=WEIGHTS)
 
 
 def lsq(model: nn.Module) -> Made:
     """Learned steps."""
     unsigned = {"bits": BITS, "signed": False}
-    on_activations = gp.UseRule("lsq", parameters=unsigned, ops=[quantize], modules=ACTIVATIONS)
+    on_activations = gp.UseRule("lsq", parameters=unsigned, ops=[quantizers.quantize], modules=ACTIVATIONS)
     return no_policy(model)[0], [on_weights(), on_activations]
 
 
 def lsq_plus(model: nn.Module) -> Made:
     """Learned steps, and offsets of the activations."""
-    on_activations = gp.UseRule("lsq_plus", parameters={"bits": BITS}, ops=[quantize], modules=ACTIVATIONS)
+    on_activations = gp.UseRule(
+        "lsq_plus", parameters={"bits": BITS}, ops=[quantizers.quantize], modules=ACTIVATIONS
+    )
     return quantized(model, partial(LSQ, BITS), partial(LSQPlus, BITS)), [on_weights(), on_activations]
 
 
@@ -96,13 +91,7 @@ def torchao(model: nn.Module) -> Made:
 
 
 METHODS: dict[str, Callable[[nn.Module], Made]] = {
-    "full_precision": full_precision,
-    "no_policy": no_policy,
-    "dorefa": dorefa,
-    "pact": pact,
-    "lsq": lsq,
-    "lsq_plus": lsq_plus,
-    "torchao": torchao,
+    method.__name__: method for method in (full_precision, no_policy, dorefa, pact, lsq, lsq_plus, torchao)
 }
 
 

@@ -1,4 +1,4 @@
-"""Files of what a training changed: small, shareable, exact both ways.
+"""Delta files: only the weights that training changed, applied and reverted exactly.
 
 A file holds the indices and values of what changed in each tensor: single entries, rows, or the tensor as a
 whole, whichever is smallest. Each new value is stored with the base's, so that :func:`revert` restores its

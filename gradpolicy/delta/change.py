@@ -44,7 +44,7 @@ class Change:
 
     @property
     def stored(self) -> int:
-        """How many entries have values here."""
+        """The number of entries that have values here."""
         return self.values[NEW].numel()
 
     def entries(self) -> Tensor:

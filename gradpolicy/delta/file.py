@@ -42,7 +42,7 @@ class Delta:
 
     Args:
         base: The fingerprint of each tensor of the base, in the order of their names.
-        changes: What changed, by the tensor's name. Names that share a tensor share a change.
+        changes: The changes, by the tensor's name. Names that share a tensor share a change.
     """
 
     base: Prints

@@ -1,4 +1,4 @@
-"""Merging several delta files of one base."""
+"""Merge several delta files of one base."""
 
 import math
 from collections.abc import Sequence

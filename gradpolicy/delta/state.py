@@ -89,8 +89,8 @@ def check_same_tensors(names: Iterable[str], expected: Iterable[str], owner: str
     Args:
         names: Names of the one.
         expected: Names of the other.
-        owner: What messages call the one.
-        other: What messages call the other.
+        owner: The name of the one in messages.
+        other: The name of the other in messages.
 
     Raises:
         PolicyError: If they differ: the names, and the nearest.

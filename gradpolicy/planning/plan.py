@@ -61,15 +61,15 @@ def plan(
         policies: The policies, by name or in a list.
         step: Does a training step's forward pass with the model it is given and returns the loss, a scalar.
         seed: The seed that mask sources without one of their own will get.
-        optimizers: What will train the model; None: what its ``configure_optimizers`` gives, if it has one.
+        optimizers: The model's optimizers; None: those of its ``configure_optimizers``, if it has one.
 
     Returns:
         The plan, which prints as a table and displays in a notebook.
 
     Raises:
         PolicyError: If something is no policy, a pattern matches nothing, an operation that a policy names is
-            not met, a stop leaves nothing that trains with a gradient, two policies contradict each other, or
-            the optimizer cannot freeze some entries of a tensor.
+            not called, a stop leaves nothing that trains with a gradient, two policies contradict each other,
+            or the optimizer cannot freeze some entries of a tensor.
 
     Example:
         >>> import gradpolicy as gp

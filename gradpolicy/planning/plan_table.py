@@ -1,4 +1,4 @@
-"""The plan, and how a person sees it: a table, and remarks below."""
+"""The plan as a table with remarks below."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,12 +17,12 @@ HEADINGS = ("policy", "what", "where", "matches", "entries that train")
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What one policy will touch.
+    """One policy and everything that it matches.
 
     Args:
         name: The policy's name.
         policy: The policy's class.
-        what: What it does: the class, and the mask source of a freeze policy.
+        what: Its effect: the class, and the mask source of a freeze policy.
         where: The place, as a person writes it.
         modules: The modules that it matched.
         operations: How many calls of each operation it matched in one step.
@@ -53,12 +53,12 @@ class PlanRow:
 
     @property
     def active_entries(self) -> int:
-        """How many entries the policy lets train at its first step."""
+        """The number of entries that the policy lets train at its first step."""
         return round(self.entries * self.active_share)
 
     @property
     def remarks(self) -> list[str]:
-        """What there is to say of a freeze policy: how its masks change, and its groups of layers."""
+        """Remarks on a freeze policy: how its masks change, and its groups of layers."""
         lines = [f"{self.name}: {self.course}."] if self.course else []
         if self.groups:
             lines.append(f"{self.name} goes by {len(self.groups)} groups: {', '.join(self.groups)}.")
@@ -90,7 +90,7 @@ class PlanModule:
 
 @dataclass(frozen=True)
 class Plan(Displayed):
-    """What the policies together will do in the first training step.
+    """The effect of all policies together in the first training step.
 
     Args:
         rows: One a policy.
@@ -102,7 +102,7 @@ class Plan(Displayed):
         cuts: Where the gradient is cut.
         without_gradient: Parameters that get no gradient at all.
         zero_gradient: Parameters whose gradient is zero in every entry.
-        warnings: What will have no effect, or another one than it seems: what gets no gradient comes first.
+        warnings: Policies without effect or with an unexpected one; missing gradients come first.
         modules: The modules of the model, in the order in which it has them.
     """
 

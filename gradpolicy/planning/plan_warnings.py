@@ -1,4 +1,4 @@
-"""What a plan warns of: policies that will have no effect, or another one than they seem to have."""
+"""Warnings of a plan: policies on parameters that get no gradient."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 

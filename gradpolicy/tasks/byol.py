@@ -1,4 +1,4 @@
-"""BYOL on small images: a network predicts what a slowly moving copy of it makes of another view.
+"""BYOL on small images: a network predicts the output of its moving average for another view.
 
 The model contains nothing about gradients. That none goes into the copy is said by a policy, as in
 ``conf/policy/byol.yaml``.
@@ -39,7 +39,7 @@ class BYOL(SimSiam):
         optimizer: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
-        momentum: What stays of the copy at each step, between 0 and 1.
+        momentum: The share of the copy that is kept at each step, between 0 and 1.
 
     Raises:
         PolicyError: If the momentum is no share.

@@ -1,4 +1,4 @@
-"""Domain-adversarial training: features that tell classes apart, and not where an image comes from.
+"""Domain-adversarial training: features that distinguish classes, but not the domain of an image.
 
 The model contains nothing about gradients. That the features learn *against* the classifier of
 domains is said by a policy, as in ``conf/policy/domain_adversarial.yaml``.
@@ -15,7 +15,7 @@ from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory, Task
 
 
 class Domains(NamedTuple):
-    """What a model of two domains gives.
+    """The output of a model of two domains.
 
     Attributes:
         logits: Of the classes, shape (batch, classes).

@@ -79,7 +79,7 @@ def fetch(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
     Args:
         directory: The directory that has the files, or gets them.
         files: The files.
-        download: Whether files that are absent are downloaded, with a progress bar.
+        download: Download files that are absent, with a progress bar.
 
     Raises:
         PolicyError: If a file is absent and `download` is false or the download fails, or if a file has other

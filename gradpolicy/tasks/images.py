@@ -1,4 +1,4 @@
-"""Pictures from files, as tensors of the size that a model takes."""
+"""Pictures from files, as tensors of the shape that a model takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ SHRUNK = 4
 
 @dataclass(frozen=True)
 class ImageShape:
-    """What a model takes.
+    """The shape of the images that a model takes.
 
     Attributes:
         channels: 1 for grey, 3 for colour.
@@ -44,7 +44,7 @@ def images_of(batch: Any, owner: str) -> tuple[Tensor, Tensor | None]:
     """Take a batch apart: images, or images and more, of which the second are their classes.
 
     Args:
-        batch: What a data loader gives.
+        batch: A batch of a data loader.
         owner: Whose batch it is, for the message.
 
     Raises:
@@ -107,7 +107,7 @@ def warn_of_shrunk(paths: Sequence[Path], shape: ImageShape) -> None:
 
     Args:
         paths: The pictures.
-        shape: What the model takes.
+        shape: The shape that the model takes.
     """
     if min(shape.height, shape.width) >= RECOGNISABLE:
         return

@@ -1,6 +1,6 @@
 """Data loaders whose order and position depend only on (seed, epoch, batches done).
 
-A run that is killed and resumed must see the samples that the undisturbed run would have seen. So nothing
+A run that is killed and resumed must get the samples that the undisturbed run would have seen. So nothing
 here is drawn from the global random state, and a loader keeps no position of its own: Lightning's progress
 counter, which is in every checkpoint, says how many batches of the epoch are done, and the loader begins
 there. This works with worker processes (batches they have prefetched do not count), within an accumulation
@@ -44,8 +44,8 @@ class EpochSampler(DistributedSampler[Any]):
     `DistributedSampler`, it is not replaced by Lightning.
 
     Args:
-        dataset: What is sampled from.
-        shuffle: Whether each epoch has an order of its own.
+        dataset: The dataset that is sampled.
+        shuffle: Give each epoch an order of its own.
         seed: Seeds the orders.
         ranks: Number of processes that share an epoch.
         rank: This process.

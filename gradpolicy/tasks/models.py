@@ -1,4 +1,4 @@
-"""Small image classifiers, built of distinct modules with telling names."""
+"""Small image classifiers in which every activation is a module of its own."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +11,7 @@ from gradpolicy.checks import LARGEST_SIZE, check_share, check_sizes, check_whol
 
 
 class Prediction(NamedTuple):
-    """What a model with a probe gives.
+    """The output of a model with a probe.
 
     Attributes:
         logits: Unnormalised log-probabilities of the head, shape (batch, classes).
@@ -120,7 +120,7 @@ class MultilayerPerceptron(nn.Module):
         inputs: Pixels of an image, over all channels.
         hidden: Units of each hidden layer.
         classes: Number of classes.
-        normalize: Whether each ReLU follows a normalisation over the batch.
+        normalize: Put batch normalisation before each ReLU.
 
     Raises:
         PolicyError: For an impossible size.

@@ -1,4 +1,4 @@
-"""Quantised weights and activations: the forward values alone. Their gradients are the policies' of the run.
+"""Quantised weights and activations: forward values only. Policies supply the gradients.
 
 What rounds here is an operation, so that a policy can name it: ``round`` in :class:`DoReFaWeight` and in
 :class:`~gradpolicy.tasks.models.QuantizedReLU`, and the functions :func:`quantize` and
@@ -115,7 +115,7 @@ class LSQ(nn.Module):
 
     Args:
         bits: b, the width of the grid.
-        signed: Whether the grid goes from ``−2ᵇ⁻¹`` to ``2ᵇ⁻¹ − 1``, or from 0 to ``2ᵇ − 1``.
+        signed: Use a grid from ``−2ᵇ⁻¹`` to ``2ᵇ⁻¹ − 1`` instead of one from 0 to ``2ᵇ − 1``.
         magnitude: The mean size ``⟨|v|⟩`` that activations are expected to have at the start.
 
     Source: Esser et al. 2020, arXiv:1902.08153.

@@ -15,7 +15,7 @@ from gradpolicy.tasks.task import Task
 
 
 class Views(NamedTuple):
-    """What SimSiam gives for two views.
+    """The output of SimSiam for two views.
 
     Attributes:
         loss: The mean of the two negative cosine similarities.

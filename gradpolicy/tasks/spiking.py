@@ -16,7 +16,7 @@ class Neurons(nn.Module):
     Formula, at each step: ``v = decay · v + current``, ``spike = 1[v − 1 > 0]``, ``v = v − spike``.
 
     Args:
-        decay: What stays of the potential from step to step, between 0 and 1.
+        decay: The share of the potential that is kept from step to step, between 0 and 1.
     """
 
     def __init__(self, decay: float = 0.9) -> None:

@@ -28,7 +28,7 @@ def stratified_split(indices: Indices, labels: Indices, share: float, seed: int)
     Args:
         indices: The samples.
         labels: The class of every sample there is, by index.
-        share: What share is taken away, between 0 and 1.
+        share: The share that is taken away, between 0 and 1.
         seed: Decides which.
 
     Returns:

@@ -17,7 +17,7 @@ class Task(LightningModule):
     """A model with an optimizer and perhaps a learning-rate scheduler.
 
     Args:
-        model: What is trained.
+        model: The model that is trained.
         optimizer: Makes the optimizer of an iterable of parameters, as Hydra's ``_partial_: true`` gives it.
         scheduler: Makes a learning-rate scheduler of the optimizer.
         scheduler_interval: When the scheduler steps, ``"step"`` or ``"epoch"``.

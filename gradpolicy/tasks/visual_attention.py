@@ -1,4 +1,4 @@
-"""Visual attention by a mask: which places of an image a classifier looks at.
+"""Visual attention by a mask: the positions of an image that a classifier uses.
 
 The model contains nothing about gradients. How a sampled mask passes its gradient on to the
 attention is said by a policy, as in ``conf/policy/visual_attention.yaml``.
@@ -15,12 +15,12 @@ from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory
 
 
 class Attended(NamedTuple):
-    """What a model with visual attention gives.
+    """The output of a model with visual attention.
 
     Attributes:
         logits: Unnormalised log-probabilities, shape (batch, classes).
         attention: The probability of each place, shape (batch, 1, height, width).
-        mask: What the features were multiplied by, of the same shape.
+        mask: The factors of the features, of the same shape.
     """
 
     logits: Tensor
@@ -32,7 +32,7 @@ class Mask(nn.Module):
     """The mask of an attention map: bits that are 1 with its probabilities, or the map as it is.
 
     Args:
-        sampled: Whether bits are drawn.
+        sampled: Draw bits.
     """
 
     def __init__(self, sampled: bool) -> None:

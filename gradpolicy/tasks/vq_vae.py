@@ -16,7 +16,7 @@ from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory, Task
 
 
 class Quantized(NamedTuple):
-    """What a quantiser gives.
+    """The output of a quantiser.
 
     Attributes:
         codes: The nearest vectors of the codebook, in the shape of what was encoded.
@@ -59,11 +59,11 @@ class VectorQuantizer(nn.Module):
 
 
 class Reconstruction(NamedTuple):
-    """What the autoencoder gives.
+    """The output of the autoencoder.
 
     Attributes:
         images: The images that the decoder makes of the codes.
-        quantized: What the quantiser gave.
+        quantized: The output of the quantiser.
     """
 
     images: Tensor

@@ -1,4 +1,4 @@
-"""What a training step costs with most of a network frozen, against ``requires_grad=False`` set by hand."""
+"""Time of a training step with frozen layers, against ``requires_grad=False`` set by hand."""
 
 import copy
 from collections.abc import Callable

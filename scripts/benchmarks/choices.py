@@ -1,4 +1,4 @@
-"""What it takes a mask source to decide about 20 M entries, against a step of torch's fused AdamW."""
+"""Time in which a mask source decides about 20 M entries, against a step of torch's fused AdamW."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What masks cost an optimizer in time and memory: every figure beside its bound, in one table.
+"""Time and memory that masks cost an optimizer: every figure beside its bound, in one table.
 
 Times are ratios to the same optimizer's fastest form in torch, on the same entries and taken in turn.
 """
@@ -200,7 +200,7 @@ def mask_changes() -> Iterator[Row]:
 
 
 def memory() -> Iterator[Row]:
-    """What `drop` holds, and how much more is needed while masks change."""
+    """The memory that `drop` holds, and the additional memory while masks change."""
     for name, rows, target in (("entries", False, 0.16), ("rows", True, 0.11)):
         held = masked(density=0.1, rows=rows, frozen_state="drop").state_bytes()
         share = held / (ADAM_BYTES * ENTRIES)
@@ -285,7 +285,7 @@ def freezer_step() -> Iterator[Row]:
 
 
 def without_compiler() -> Iterator[Row]:
-    """What the reference takes on a CPU, on one thread: most of torch's operations here use no more."""
+    """The reference on a CPU, on one thread: most of torch's operations here use no more."""
     shapes = [(1000, 4000)]
     # As with GRADPOLICY_NATIVE=0.
     with mock.patch.object(native, "supports", return_value=False), one_thread():

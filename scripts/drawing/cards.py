@@ -62,18 +62,8 @@ def key_below(canvas: Figure, axes: Axes) -> None:
 
 def arrows(axes: Axes, tails: Tensor, ways: Tensor, colour: str, label: str | None = None) -> None:
     """Draws arrows to scale; tails and ways have one row an arrow."""
-    axes.quiver(
-        tails[:, 0],
-        tails[:, 1],
-        ways[:, 0],
-        ways[:, 1],
-        color=colour,
-        label=label,
-        angles="xy",
-        scale_units="xy",
-        scale=1,
-        width=0.012,
-    )
+    scale = {"angles": "xy", "scale_units": "xy", "scale": 1, "width": 0.012}
+    axes.quiver(*tails.T, *ways.T, color=colour, label=label, **scale)
 
 
 def steps(axes: Axes, forward: Callable[[Tensor], Tensor], label: str | None = None) -> None:
@@ -216,15 +206,8 @@ def redirected() -> Figure:
 
 
 SURROGATES = (
-    "identity",
-    "hardtanh",
-    "tanh",
-    "sigmoid",
-    "fast_sigmoid",
-    "arctan",
-    "triangular",
-    "approx_sign",
-    "swish_sign",
+    *("identity", "hardtanh", "tanh", "sigmoid", "fast_sigmoid", "arctan"),
+    *("triangular", "approx_sign", "swish_sign"),
 )
 
 
@@ -270,7 +253,7 @@ def sampling() -> Figure:
 
 
 def error_of_expectation(name: str, logits: Tensor, weight: Tensor) -> float:
-    """How far a rule's expected gradient is from the true one for the loss exp(weight · sample)."""
+    """Return the distance of a rule's expected gradient from the true one, for exp(weight · sample)."""
     check = gp.gradcheck_rule(
         name,
         torch.softmax,

@@ -1,4 +1,4 @@
-"""What all pictures share: panels, and small files."""
+"""Panels and small files, for all pictures."""
 
 import io
 from pathlib import Path
@@ -11,7 +11,7 @@ from PIL import Image
 def panel(
     axes: Axes, title: str, x_label: str = "x", y_label: str = "", baseline: bool = True, size: int = 9
 ) -> Axes:
-    """Gives a panel its title in this font size, its labels and a line at 0."""
+    """Give a panel its title in this font size, its labels and a line at 0."""
     axes.set_title(title, fontsize=size)
     axes.set_xlabel(x_label, fontsize=8)
     axes.set_ylabel(y_label, fontsize=8)

@@ -39,7 +39,7 @@ class Network(nn.Module):
 
 @dataclass
 class Course:
-    """What a source did: for each step the share that trains of each layer, rates and one weight's mask."""
+    """For each step the share of each layer that trains, the rates, and one weight's mask."""
 
     layers: list[str]
     shares: list[list[float]] = field(default_factory=list)

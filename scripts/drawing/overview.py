@@ -29,13 +29,8 @@ def overview() -> Image.Image:
         raise RuntimeError(f"the picture is taken by a browser: install {' or '.join(BROWSERS)}")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        job = [
-            sys.executable,
-            str(ROOT / "train.py"),
-            "seed=0",
-            "logger=csv",
-            f"hydra.run.dir={place / 'run'}",
-        ]
+        settings = ["seed=0", "logger=csv", f"hydra.run.dir={place / 'run'}"]
+        job = [sys.executable, str(ROOT / "train.py"), *settings]
         subprocess.run(job, check=True, cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)})
         return taken(place / "run" / "report.html", browser)
 
@@ -45,10 +40,7 @@ def taken(report: Path, browser: str) -> Image.Image:
     page, picture = report.with_name("overview.html"), report.with_name("overview.png")
     page.write_text(report.read_text("utf-8").replace("</head>", f"{STYLE}</head>", 1), "utf-8")
     options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
+        *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
         "--virtual-time-budget=8000",
     ]
     size = f"--window-size={SIZE[0]},{SIZE[1]}"

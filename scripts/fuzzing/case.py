@@ -16,7 +16,7 @@ SHORT = (
 
 
 class Expectation(StrEnum):
-    """What must come of a case."""
+    """The result that a case must have."""
 
     REFUSE = "must be refused"
     ACCEPT = "must be accepted"

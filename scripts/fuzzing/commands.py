@@ -241,7 +241,7 @@ def _plain(line: tuple[str, ...]) -> bool:
 
 @cache
 def _keys() -> tuple[str, ...]:
-    """Return every key of the config that a run has unless told otherwise."""
+    """Return every key of the config that a run has by default."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = OmegaConf.to_container(compose("train"), resolve=False)
     # Loader processes without number, or many ranks, would be a matter of the machine.

@@ -1,4 +1,4 @@
-"""What no config may run: any callable, loaders as arguments, and pickles that run code."""
+"""Nodes and files that no config may run: callables, loaders as arguments, and pickles with code."""
 
 import io
 import os

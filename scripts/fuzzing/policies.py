@@ -20,7 +20,7 @@ HEAD = "# @package policy\n"
 CHOSEN = ("--config-dir", "mine", *command("policy=[straight_through,fuzzed]"))
 WRONG: dict[str, list[Any]] = EXAMPLES["wrong"]
 RIGHT: SearchStrategy[Node] = st.sampled_from(EXAMPLES["policies"]).map(copy.deepcopy)
-# The keys by which Hydra itself is told something.
+# The keys that are for Hydra itself.
 HYDRAS: tuple[tuple[str, Any], ...] = (
     *(("_partial_", value) for value in ("yes", True, [1])),
     *(("_recursive_", "no"), ("_convert_", "nonsense"), ("_convert_", 3), ("_nosuch_", 3)),

@@ -46,7 +46,7 @@ WRITES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case did.
+    """The outcome of a case.
 
     Attributes:
         code: The exit code; negative for the signal that ended it; None where the time was up.

@@ -1,4 +1,4 @@
-"""Compares what two runs left: checkpoints bit for bit, logs, records and results."""
+"""Compare the files of two runs: checkpoints bit for bit, logs, records and results."""
 
 import csv
 import re
@@ -21,7 +21,7 @@ RUN = re.compile(r".*/runs/[^/]+(?:/|$)")
 
 
 def compare(first: Path, second: Path) -> list[str]:
-    """Where the newest runs below two folders differ: checkpoints, log, record and results; in words."""
+    """Return in words where the newest runs below two folders differ."""
     one, other = (max((folder / "train/runs").iterdir()) for folder in (first, second))
     names = [sorted(path.name for path in run.glob("checkpoints/*")) for run in (one, other)]
     if names[0] != names[1]:
@@ -42,7 +42,7 @@ def compare(first: Path, second: Path) -> list[str]:
 
 
 def differences(first: Any, second: Any, place: str = "") -> list[str]:
-    """The places in which two checkpoints differ, bit for bit, but for the directories of their runs."""
+    """Return where two checkpoints differ, bit for bit, but for the directories of their runs."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         # What stands beside the shards may be a part of what all ranks hold.
         first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (first, second))
@@ -70,7 +70,7 @@ def _content(checkpoint: Path) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A path within its run's directory; anything else as it is."""
+    """Return a path within its run's directory, and anything else as it is."""
     return RUN.sub("", value) if isinstance(value, str) else value
 
 
