@@ -62,7 +62,7 @@ def key_below(canvas: Figure, axes: Axes) -> None:
 
 def arrows(axes: Axes, tails: Tensor, ways: Tensor, colour: str, label: str | None = None) -> None:
     """Draws arrows to scale; tails and ways have one row an arrow."""
-    scale = {"angles": "xy", "scale_units": "xy", "scale": 1, "width": 0.012}
+    scale: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "width": 0.012}
     axes.quiver(*tails.T, *ways.T, color=colour, label=label, **scale)
 
 
