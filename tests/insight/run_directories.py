@@ -69,14 +69,6 @@ def config_of(directory: Path, seed: int, lr: float) -> dict[str, Any]:
 
 def plan() -> dict[str, Any]:
     """The plan, with modules that form a tree."""
-    common = {
-        "matched": [],
-        "parameters": [],
-        "entries": 0,
-        "active_entries": 0,
-        "operations": {},
-        "remarks": [],
-    }
     names = [
         "",
         "model",
@@ -94,31 +86,12 @@ def plan() -> dict[str, Any]:
     }
     return {
         "rows": [
+            {"name": "cut", "what": "Stop", "where": "input of model.probe", "matched": ["model.probe"]},
+            {"name": "through", "what": "StraightThrough", "where": "ops round", "operations": {"round": 3}},
             {
-                **common,
-                "name": "cut",
-                "policy": "cut",
-                "what": "Stop",
-                "where": "input of model.probe",
-                "when": "",
-                "matched": ["model.probe"],
-            },
-            {
-                **common,
-                "name": "through",
-                "policy": "through",
-                "what": "StraightThrough",
-                "where": "ops round",
-                "when": "in fit",
-                "operations": {"round": 3},
-            },
-            {
-                **common,
                 "name": "freeze",
-                "policy": "freeze",
                 "what": "Freeze · Random",
                 "where": "params model.trunk.*",
-                "when": "",
                 "parameters": [f"{layer}.weight" for layer in LAYERS],
                 "entries": 3088,
                 "active_entries": 1544,

@@ -442,28 +442,3 @@ def test_a_browser_draws_every_figure_without_an_error(
         assert 'class="main-svg"' in content, name
     assert "What was asked" in body
     assert not OUTSIDE.search(re.sub(r"<script>.*?</script>", "", output.read_text(), flags=re.DOTALL))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
-@pytest.mark.parametrize("width", [500, 900])
-def test_what_was_asked_fits_a_phone_and_a_small_window(run: Path, tmp_path: Path, width: int) -> None:
-    target = "gradpolicy.tasks.tiny_shakespeare.TinyShakespeareDataModule"
-    config = config_of(run, 0, 0.01) | {"data": {"_target_": target, "data_dir": f"/{'long' * 20}"}}
-    write_json(run / "config.yaml", config)
-    defaults = config_of(run, 0, 0.001) | {"data": {"_target_": "gradpolicy.tasks.digits.DigitsDataModule"}}
-    write_json(run / "defaults.yaml", defaults)
-    output = write([run], tmp_path / "report.html")
-    measure = "(table => document.body.append(`beyond: ${table.scrollWidth - table.clientWidth}`))"
-    look = f"<script>{measure}(document.querySelector('#asked-0 .scroll'))</script>"
-    output.write_text(output.read_text().replace("</body>", f"{look}</body>"))
-    # A window of Chromium is at least 500 pixels wide.
-    assert "beyond: 0\n" in browse(output, f"--window-size={width},900", "--dump-dom").stdout
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
-def test_a_report_of_an_empty_directory_opens(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    done = browse(write([tmp_path / "empty"], tmp_path / "report.html"), "--dump-dom")
-    assert "CONSOLE" not in done.stderr
-    assert "They were not recorded." in done.stdout
