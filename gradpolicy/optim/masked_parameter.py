@@ -22,9 +22,8 @@ from gradpolicy.optim.other_optimizers import (
     initial_value,
     warn_of_putting_back,
 )
-from gradpolicy.optim.parameter_state import ParameterState
 from gradpolicy.optim.update_rules import Group
-from gradpolicy.optim.wrapped import Wrapped
+from gradpolicy.optim.wrapped import ParameterState, Wrapped
 from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard
 
 

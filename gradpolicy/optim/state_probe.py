@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.optim.other_optimizers import entry_state, initial_value, reset_state
-from gradpolicy.optim.parameter_state import step_count
-from gradpolicy.optim.wrapped import Wrapped
+from gradpolicy.optim.wrapped import Wrapped, step_count
 from gradpolicy.tensors.sharding import local_shard
 
 

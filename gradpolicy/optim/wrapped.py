@@ -1,4 +1,4 @@
-"""The optimizer that a MaskedOptimizer wraps: its update rule, groups, state and names."""
+"""The optimizer that a MaskedOptimizer wraps, and the state that it keeps of a parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.optim.ages import Ages
+from gradpolicy.optim.kernels import select
+from gradpolicy.optim.layout import Layout
+from gradpolicy.optim.other_optimizers import reset_state
 from gradpolicy.optim.update_rules import Group, rule_for
+from gradpolicy.tensors.sharding import local_shard
 
 
 class Wrapped:
@@ -84,3 +89,194 @@ class Wrapped:
             f"the parameter{shape} is not one of the wrapped optimizer's; "
             f"its parameters have the shapes {', '.join(shapes[:8])}{', ...' if len(shapes) > 8 else ''}"
         )
+
+
+class ParameterState:
+    """The state of a parameter, which the wrapped optimizer keeps: dense, or of the active entries alone.
+
+    With an index in its ages, what the update rule keeps for each entry is a vector of the active entries.
+
+    Args:
+        parameter: The parameter.
+        wrapped: The optimizer.
+        layout: The parameter's layout.
+    """
+
+    def __init__(self, parameter: Tensor, wrapped: Wrapped, layout: Layout) -> None:
+        self.parameter, self.wrapped, self.layout = parameter, wrapped, layout
+
+    @property
+    def group(self) -> Group:
+        """The parameter's param group."""
+        return self.wrapped.group_of(self.parameter)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The optimizer's state of the parameter; empty before its first update."""
+        return self.wrapped.state_of(self.parameter)
+
+    def of_entries(self, ages: Ages) -> dict[str, Tensor]:
+        """Return what the update rule keeps for each entry, as far as it exists.
+
+        Raises:
+            PolicyError: If it is not the parameter's; see :meth:`check`.
+        """
+        names = () if self.wrapped.rule is None else self.wrapped.rule.names
+        values = self.values
+        present = {name: values[name] for name in names if values.get(name) is not None}
+        self.check(present, ages)
+        return present
+
+    def check(self, state: dict[str, Tensor], ages: Ages) -> None:
+        """Make sure that state has as many entries as it should, on the parameter's device.
+
+        Raises:
+            PolicyError: If it has not, since somebody replaced it.
+        """
+        count = ages.entries if ages.index is None else ages.signed.numel() * ages.block
+        device = self.parameter.device
+        for name, value in state.items():
+            if value.device == device and (value.numel() == count or _numbers_in(value) == count):
+                continue
+            raise PolicyError(
+                f"the optimizer's state {name!r} of a parameter of shape {tuple(self.parameter.shape)} on "
+                f"{device} has the shape {tuple(value.shape)} and lies on {value.device}; "
+                "load a state_dict of this model, or move the state along with it"
+            )
+
+    def completed(self, group: Group, ages: Ages, updates: int) -> dict[str, Tensor]:
+        """Return the state of each entry, after making what is missing of it and of the tensor's counts."""
+        assert self.wrapped.rule is not None
+        names = self.wrapped.rule.state(group)
+        state = self.wrapped.optimizer.state[self.parameter]
+        if any(state.get(name) is None for name in names):
+            state.update(self.initial(group, updates, ages.active if ages.index is not None else None))
+        return {name: state[name] for name in names}
+
+    def initial(self, group: Group, updates: int, packed: int | None = None) -> dict[str, Any]:
+        """Return what is missing of the state of a parameter that has had some updates.
+
+        Args:
+            group: The parameter's param group.
+            updates: Number of updates that the tensor has had.
+            packed: Number of entries that have state; None: all of them, in the parameter's shape.
+        """
+        rule = self.wrapped.rule
+        assert rule is not None
+        made: dict[str, Any] = {}
+        for name, value in rule.tensor_state(group, updates).items():
+            if self.values.get(name) is None:
+                made[name] = self._number(group, value)
+        for name, start in rule.state(group).items():
+            if self.values.get(name) is None:
+                made[name] = self._filled(start, packed)
+        return made
+
+    def _number(self, group: Group, value: float) -> Tensor:
+        """Return a tensor of one number, as torch's optimizers count."""
+        fused = bool(group.get("fused"))
+        on_device = bool(group.get("capturable")) or fused
+        double = torch.get_default_dtype() == torch.float64 and not fused
+        dtype = torch.float64 if double else torch.float32
+        return torch.tensor(value, dtype=dtype, device=self.parameter.device if on_device else "cpu")
+
+    def _filled(self, start: float, packed: int | None) -> Tensor:
+        own = local_shard(self.parameter)
+        if packed is not None:
+            dtype = own.dtype.to_real() if own.is_complex() else own.dtype
+            return torch.full((packed,), start, dtype=dtype, device=own.device)
+        value = torch.zeros_like(self.parameter, memory_format=torch.preserve_format)
+        return _fill(value, start) if start else value
+
+    def dense(self, ages: Ages) -> dict[str, Any]:
+        """Return the state as the wrapped optimizer itself would hold it."""
+        state = {name: value for name, value in self.values.items() if value is not None}
+        if ages.index is not None:
+            assert self.wrapped.rule is not None
+            starts = self.wrapped.rule.state(self.group)
+            for name, value in self.of_entries(ages).items():
+                start = starts.get(name, 0.0)
+                flat = ages.repacked(value, ages.index, None, ages.block, ages.block, start)
+                state[name] = self.layout.shaped(flat, self.parameter)
+        return state
+
+    def arrange(self, source: Tensor | None, block: int, ages: Ages, forget: bool) -> None:
+        """Arranges the state of each entry as the index of new ages says, one tensor after the other.
+
+        Args:
+            source: The index that had state so far; None: every entry had.
+            block: Entries in a block of both indices.
+            ages: The new ages.
+            forget: True if the state of frozen entries is emptied.
+        """
+        rule = self.wrapped.rule
+        repacks = source is not None or ages.index is not None
+        empties = forget and ages.index is None and ages.active < ages.entries
+        if rule is None or not (repacks or empties):
+            return
+        starts, values = rule.state(self.group), self.values
+        for name in [name for name in rule.names if values.get(name) is not None]:
+            value, start = values[name], starts.get(name, 0.0)
+            flat = self.layout.flat(value) if source is None else value
+            flat = ages.repacked(flat, source, ages.index, block, block, start)
+            if empties:
+                kernels = select(flat.device, flat.dtype)
+                kernels.fill_frozen(flat, ages.signed, None, ages.block, start)
+            if not repacks:
+                self.layout.write_back(flat, value)
+            else:
+                values[name] = flat if ages.index is not None else self.layout.shaped(flat, self.parameter)
+
+    def set_count(self, updates: int) -> None:
+        """Continues the tensor's own count from here."""
+        rule = self.wrapped.rule
+        counts = {"step": float(updates)} if rule is None else rule.tensor_state(self.group, updates)
+        for name, value in counts.items():
+            if isinstance(self.values.get(name), Tensor):
+                self.values[name].fill_(value)
+
+    def count(self) -> int:
+        """Return how many updates the tensor has had, as its state tells."""
+        rule = self.wrapped.rule
+        return step_count(self.values) if rule is None else rule.updates(self.values, self.group)
+
+    def remove(self) -> bool:
+        """Remove all state; return False where the optimizer's step would not make it again."""
+        if isinstance(self.wrapped.optimizer, torch.optim.Adagrad):
+            return False  # torch 2.11 makes it in the constructor alone
+        self.wrapped.optimizer.state.pop(self.parameter, None)
+        return True
+
+    def empty(self, drop: bool) -> None:
+        """Empty the state of every entry.
+
+        Args:
+            drop: True if no memory is held for it. Its names stay, with None, to tell it apart from state
+                that somebody removed.
+        """
+        rule, values, group = self.wrapped.rule, self.values, self.group
+        if rule is None:
+            reset_state(self.wrapped.optimizer, group, self.parameter, values)
+            return
+        starts = rule.state(group)
+        for name in rule.names:
+            if values.get(name) is not None:
+                values[name] = None if drop else _fill(values[name], starts.get(name, 0.0))
+
+
+def step_count(state: dict[str, Any]) -> int:
+    """Return the step count in an optimizer's state of a parameter; 0 where it has none."""
+    step = state.get("step", 0)
+    return int(step.item()) if isinstance(step, Tensor) else int(step)
+
+
+def _numbers_in(value: Tensor) -> int:
+    """Return how many real numbers of a tensor this process holds."""
+    return local_shard(value).numel() * (2 if value.is_complex() else 1)
+
+
+def _fill(value: Tensor, start: float) -> Tensor:
+    """Fill a tensor with a number, both parts of complex ones."""
+    local = local_shard(value)
+    (torch.view_as_real(local) if local.is_complex() else local).fill_(start)
+    return value
