@@ -197,7 +197,9 @@ def mask_curves(run: Run) -> Figure | None:
         "tensors' medians."
     )
     shared = {"y": "value", "color": "policy", "facet_row": "quantity"}
-    return line_figure("Share, flips and ages", table, note, wide=True, **shared)
+    drawn = line_figure("Share, flips and ages", table, note, wide=True, **shared)
+    drawn.figure.update_yaxes(rangemode="tozero")
+    return drawn
 
 
 # The columns that a timeline shows in colour, by their names there.
