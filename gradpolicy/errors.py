@@ -1,20 +1,15 @@
 """The one kind of error that wrong input gives, and the words that help to mend it."""
 
 import difflib
-import functools
 import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Self
 
-Made = TypeVar("Made")
-Arguments = ParamSpec("Arguments")
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
 _PACKAGE = str(Path(__file__).parent)
 
 
@@ -131,39 +126,32 @@ def check_named(policies: object) -> None:
         raise PolicyError(f"policies: must be a dict from names to policies, got {type(policies).__name__}")
 
 
-def knows_its_arguments(
-    constructor: Callable[Concatenate[Made, Arguments], None],
-) -> Callable[Concatenate[Made, Arguments], None]:
-    """Return a constructor that names the nearest arguments where it is given an unknown one.
+class KnowsItsArguments:
+    """A base of classes that name the nearest arguments if they are given an unknown one.
 
     Raises:
-        PolicyError: In place of Python's ``TypeError``, which names none.
+        PolicyError: In place of Python's ``TypeError``.
 
     Example:
-        >>> class Half:
-        ...     @knows_its_arguments
+        >>> class Half(KnowsItsArguments):
         ...     def __init__(self, of: int) -> None: ...
         >>> Half(off=2)
         Traceback (most recent call last):
         gradpolicy.errors.PolicyError: Half: takes no argument 'off'; did you mean 'of'?
     """
 
-    @functools.wraps(constructor)
-    def checked(self: Made, /, *values: Arguments.args, **named: Arguments.kwargs) -> None:
-        owner = next(base for base in type(self).__mro__ if vars(base).get("__init__") is checked)
-        refuse_unknown_arguments(owner, named, called=type(self).__name__)
-        constructor(self, *values, **named)
-
-    return checked
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Check the arguments before the constructor gets them."""
+        refuse_unknown_arguments(cls, named)
+        return super().__new__(cls)
 
 
-def refuse_unknown_arguments(kind: type, names: Iterable[str], *, called: str | None = None) -> None:
+def refuse_unknown_arguments(kind: type, names: Iterable[str]) -> None:
     """Refuse arguments that neither a class nor its base classes take.
 
     Args:
         kind: The class.
         names: The names of the arguments that it was given.
-        called: What to call it in the message; None: by its name.
 
     Raises:
         PolicyError: At the first that is unknown.
@@ -176,9 +164,7 @@ def refuse_unknown_arguments(kind: type, names: Iterable[str], *, called: str | 
     ]
     for name in names:
         if name not in known:
-            raise PolicyError(
-                f"{called or kind.__name__}: takes no argument {shown(name)}; {nearest(name, known)}"
-            )
+            raise PolicyError(f"{kind.__name__}: takes no argument {shown(name)}; {nearest(name, known)}")
 
 
 def constructors(kind: type) -> list[Callable[..., Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
-from gradpolicy.errors import PolicyError, knows_its_arguments, shown, under, unknown
+from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under, unknown
 from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.operations import find_rule
 from gradpolicy.masks.base import MaskSource
@@ -36,7 +36,7 @@ Scheduled = float | Callable[[int], float]
 Factor = Scheduled | Tensor
 
 
-class Policy:
+class Policy(KnowsItsArguments):
     """The base of all policies: a time at which the policy is active.
 
     Args:
@@ -45,12 +45,6 @@ class Policy:
     Raises:
         PolicyError: For an argument that the policy does not take, or a ``when`` that is none.
     """
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if "__init__" in vars(cls):
-            # Without this Python would miss the argument that was misspelt, and name no other.
-            cls.__init__ = knows_its_arguments(cls.__init__)  # type: ignore[method-assign, assignment]
 
     def __init__(self, when: WhenLike) -> None:
         if isinstance(when, Mapping):

@@ -18,12 +18,12 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from gradpolicy.checks import check_whole
-from gradpolicy.errors import PolicyError, knows_its_arguments, shown
+from gradpolicy.errors import KnowsItsArguments, PolicyError, shown
 
 __all__ = ["Constant", "Cosine", "Cubic", "Exponential", "Ganin", "Linear"]
 
 
-class Schedule(ABC):
+class Schedule(KnowsItsArguments, ABC):
     """A number for every count; equal to another one of the same class and settings.
 
     No dataclass, since Hydra would take one within ``parameters:`` for a config of its own.
@@ -56,7 +56,6 @@ class Constant(Schedule):
         value: The number.
     """
 
-    @knows_its_arguments
     def __init__(self, value: float) -> None:
         self.value = self._number("value", value)
 
@@ -78,7 +77,6 @@ class Ramp(Schedule):
         PolicyError: If a value is not finite, or there is not at least one step.
     """
 
-    @knows_its_arguments
     def __init__(self, start: float, stop: float, steps: int, begin: int = 0) -> None:
         self.start = self._number("start", start)
         self.stop = self._number("stop", stop)
@@ -134,7 +132,6 @@ class Exponential(Ramp):
         PolicyError: If the ratio does not exist: one end is 0, or the signs differ.
     """
 
-    @knows_its_arguments
     def __init__(self, start: float, stop: float, steps: int, begin: int = 0) -> None:
         super().__init__(start, stop, steps, begin)
         if not self.start * self.stop > 0:
@@ -158,7 +155,6 @@ class Ganin(Schedule):
     Source: Ganin, Lempitsky 2015, arXiv:1409.7495 (λₚ of its experiments).
     """
 
-    @knows_its_arguments
     def __init__(self, gamma: float = 10.0, steps: int = 10_000, begin: int = 0) -> None:
         self.gamma = self._number("gamma", gamma)
         self.steps = check_whole(f"{type(self).__name__}.steps", steps, least=1)

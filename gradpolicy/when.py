@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from gradpolicy.checks import check_whole
-from gradpolicy.errors import PolicyError, knows_its_arguments, shown, unknown
+from gradpolicy.errors import PolicyError, refuse_unknown_arguments, shown, unknown
 
 PHASES = ("fit", "validate", "test", "predict")
 UNITS = ("step", "epoch")
@@ -24,6 +24,11 @@ class Window:
     start: int = 0
     stop: int | None = None
     unit: str = "step"
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Name the nearest arguments for an unknown one."""
+        refuse_unknown_arguments(cls, named)
+        return super().__new__(cls)
 
     def check(self, key: str) -> None:
         """Check the values, and name a wrong one as an argument of ``key``.
@@ -136,7 +141,6 @@ class When(Window):
     phases: tuple[str, ...] = ("fit",)
     stride: int = 1
 
-    @knows_its_arguments
     def __init__(
         self,
         phases: str | Iterable[str] = ("fit",),
