@@ -46,11 +46,10 @@ def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        command = _imported_command(words, (config_dir or CONFIGS).resolve())
+        return _imported_command(words, (config_dir or CONFIGS).resolve())()
     except PolicyError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {brief(str(error), most=500)}", file=sys.stderr)
         return WRONG_INPUT
-    return command()
 
 
 def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], int]:

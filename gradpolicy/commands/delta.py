@@ -1,7 +1,6 @@
 """The command ``gradpolicy delta``: files of what changed, without writing Python."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from gradpolicy.delta.apply_delta import apply, revert
@@ -11,32 +10,21 @@ from gradpolicy.delta.merge import merge
 from gradpolicy.delta.save import save
 from gradpolicy.delta.weights import read_weights, write_weights
 from gradpolicy.display import wide_console
-from gradpolicy.errors import PolicyError
 
-WRONG_INPUT = 2
 WRITTEN = "the file that is written; only a delta is ever replaced"
 WEIGHTS = "a .safetensors file, or a checkpoint of torch.save or Lightning"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command.
+    """Run the command, and return its exit code.
 
     Args:
         arguments: What follows ``gradpolicy delta``.
 
-    Returns:
-        The exit code: 0, or 2 for wrong input.
+    Raises:
+        PolicyError: For wrong input.
     """
     options = _parser().parse_args(arguments)
-    try:
-        _run(options)
-    except PolicyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_INPUT
-    return 0
-
-
-def _run(options: argparse.Namespace) -> None:
     console = wide_console()
     match options.action:
         case "info":
@@ -53,6 +41,7 @@ def _run(options: argparse.Namespace) -> None:
             (apply if action == "apply" else revert)(weights, options.delta)
             write_weights(options.out, weights)
             console.print(f"wrote {options.out}", highlight=False)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradpolicy.errors import PolicyError, brief, shown
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.imports import to_install
 
 STARTER = Path(__file__).parent / "starter"
 # The package of the starter project, which gets the name of the directory.
 PACKAGE = "my_project"
-WRONG_INPUT = 2
 DESCRIPTION = """Write a small project: a model, data, two policies and a test.
 
 gradpolicy init my_project
@@ -21,17 +20,17 @@ cd my_project && python train.py && python -m pytest
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``gradpolicy init`` and return its exit code: 0, or 2 for wrong input."""
+    """Run ``gradpolicy init``, and return its exit code.
+
+    Raises:
+        PolicyError: As :func:`write_project`.
+    """
     parser = argparse.ArgumentParser(
         prog="gradpolicy init", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="the project's directory, new or empty")
     directory = parser.parse_args(arguments).directory.expanduser()
-    try:
-        write_project(directory)
-    except PolicyError as error:
-        print(f"error: {brief(str(error), most=500)}", file=sys.stderr)
-        return WRONG_INPUT
+    write_project(directory)
     print(f"Wrote {directory}; next:\n  cd {directory}\n  python train.py\nREADME.md says how to go on.")
     return 0
 
@@ -67,9 +66,8 @@ def write_project(directory: Path) -> None:
 
 def _write_schemas(configs: Path) -> None:
     try:
-        from gradpolicy.commands.schema import name_schemas, write_schemas
+        from gradpolicy.commands.schema import write_schemas
     except ModuleNotFoundError as error:
-        print(f"No schemas for editors: {to_install(error)}, then run gradpolicy schema --name-in-files")
+        print(f"No schemas for editors: {to_install(error)}, then run gradpolicy schema")
         return
     write_schemas(configs)
-    name_schemas(configs)

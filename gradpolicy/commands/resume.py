@@ -7,7 +7,6 @@ from pathlib import Path
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.app import main as train
-from gradpolicy.launch.messages import WRONG_INPUT, report_error
 from gradpolicy.launch.processes import quoted
 from gradpolicy.lightning.runs import LAST, RunRecord, find_checkpoint, run_of
 
@@ -23,7 +22,10 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
         config_dir: The directory of configs.
 
     Returns:
-        The exit code: that of the run, or 2 for wrong input.
+        The exit code of the run.
+
+    Raises:
+        PolicyError: If there is no such run.
     """
     parser = argparse.ArgumentParser(
         prog="gradpolicy resume", description="Goes on with a run, by the command line that began it."
@@ -31,13 +33,9 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
     parser.add_argument("words", nargs="*", metavar="RUN, OVERRIDE", help="its directory; what changes")
     words = parser.parse_args(arguments).words
     names = [word for word in words if "=" not in word]
-    try:
-        if len(names) > 1:
-            raise PolicyError(f"resume: takes one directory of a run, got {', '.join(names)}")
-        run, command = _run(Path(names[0]) if names else None)
-    except PolicyError as error:
-        report_error(error, show_traceback=False)
-        return WRONG_INPUT
+    if len(names) > 1:
+        raise PolicyError(f"resume: takes one directory of a run, got {', '.join(names)}")
+    run, command = _run(Path(names[0]) if names else None)
     return train(
         config_dir, [*command, *(w for w in words if "=" in w), f"ckpt_path={quoted(str(run.absolute()))}"]
     )

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import json
 import pkgutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +32,6 @@ from gradpolicy.when import When
 Schema = dict[str, Any]
 
 ENDING = ".schema.json"
-MODELINE = "# yaml-language-server: $schema="
 # The first line of each file says who wrote it, so that no other file is replaced.
 WRITER = '{"$comment": "written by gradpolicy schema",'
 # The packages and modules whose classes editors offer. The first path of a class is the one offered.
@@ -71,27 +69,20 @@ Node = Annotated[dict[str, Any], WithJsonSchema(_refer("node"))]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``gradpolicy schema`` and return its exit code: 0, or 2 if a file cannot be written."""
+    """Run ``gradpolicy schema``, and return its exit code.
+
+    Raises:
+        PolicyError: If a file cannot be written.
+    """
     parser = argparse.ArgumentParser(
         prog="gradpolicy schema",
         description="Write JSON schemas of config files, for editors (docs/editors.md).",
     )
     parser.add_argument("directory", nargs="?", default="conf", help="where they go; conf unless given")
-    parser.add_argument(
-        "--name-in-files", action="store_true", help="also name its schema in each YAML file below DIR"
-    )
-    options = parser.parse_args(arguments)
-    directory = Path(options.directory)
     try:
-        written = write_schemas(directory)
-        if options.name_in_files:
-            written += name_schemas(directory)
+        written = write_schemas(Path(parser.parse_args(arguments).directory))
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except PolicyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise PolicyError(f"DIR: {error.filename}: {error.strerror}") from error
     print(*written, sep="\n")
     return 0
 
@@ -115,32 +106,6 @@ def write_schemas(directory: Path) -> list[Path]:
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
         path.write_text(f"{WRITER}\n{text[1:]}\n", "utf-8")
     return list(paths)
-
-
-def name_schemas(root: Path) -> list[Path]:
-    """Name its schema in each config file that names none, and return the files changed.
-
-    Args:
-        root: The directory of configs, where the schemas lie. Files of groups without a schema are left
-            alone.
-    """
-    changed = []
-    for path in sorted(root.rglob("*.yaml")):
-        try:
-            text = path.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise PolicyError(f"DIR: {path} is no text in UTF-8") from error
-        *groups, _ = path.relative_to(root).parts
-        group = groups[0] if groups else "train"
-        name = "experiment" if "# @package _global_" in text else group
-        if MODELINE in text or name not in (*GROUPS, *NODES, "experiment", "paths", "sweep", "train"):
-            continue
-        line = f"{MODELINE}{'../' * len(groups) or './'}{name}{ENDING}\n"
-        # Hydra reads `# @package` in the first line only.
-        first, rest = text.split("\n", 1) if text.startswith("# @package") else ("", text)
-        path.write_text(f"{first}\n{line}{rest}" if first else f"{line}{rest}", "utf-8")
-        changed.append(path)
-    return changed
 
 
 def schemas() -> dict[str, Schema]:

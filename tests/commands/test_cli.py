@@ -1,6 +1,7 @@
 """The command: its subcommands, what it says where something is missing, and whom it trusts."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,18 @@ from gradpolicy.launch import app
 from tests.launch.conftest import CONF
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `gradpolicy init` writes."""
-    write_project(tmp_path / "spirals_demo")
-    return tmp_path / "spirals_demo"
+    place = tmp_path_factory.mktemp("init") / "spirals_demo"
+    write_project(place)
+    return place
+
+
+@pytest.fixture
+def project(written: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(written, tmp_path / "spirals_demo"))
 
 
 @pytest.fixture
@@ -118,19 +126,16 @@ def test_a_directory_that_init_refuses(
 ASK = ("--cfg", "job", "--package", "policy")
 
 
-def test_a_project_chooses_from_its_own_configs_and_from_the_packages(project: Path) -> None:
-    def asked(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(project / "train.py"), *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=project)
-
-    done = asked("policy=[half_trunk,layerwise]", *ASK)
-    assert done.returncode == 0, done.stderr
-    assert "gradpolicy.masks.Random" in done.stdout
-    assert "gradpolicy.masks.Layerwise" in done.stdout
+def test_a_project_chooses_from_its_own_configs_and_from_the_packages(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["policy=[half_trunk,layerwise]", *ASK], project / "conf") == 0
+    printed = capsys.readouterr().out
+    assert "gradpolicy.masks.Random" in printed
+    assert "gradpolicy.masks.Layerwise" in printed
     for wrong, nearest in (("half_trnk", "half_trunk"), ("layrwise", "layerwise")):
-        done = asked(f"policy=[{wrong}]", *ASK)
-        assert done.returncode == 2
-        assert f"did you mean '{nearest}'" in done.stderr
+        assert main([f"policy=[{wrong}]", *ASK], project / "conf") == 2
+        assert f"did you mean '{nearest}'" in capsys.readouterr().err
 
 
 def test_only_the_projects_own_program_reads_its_list_of_packages(

@@ -5,32 +5,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradpolicy.commands.resume import main
+from gradpolicy.commands.cli import main
 from gradpolicy.lightning.runs import RunRecord
 from tests.launch.conftest import CONF
 
 
 def test_a_run_goes_on_by_the_command_line_that_began_it(train, tmp_path: Path, monkeypatch) -> None:
     first = train("seed=5", "test=false", "extras.plan=false", "trainer.max_epochs=1")
+    record = RunRecord.load(first.run)
+    assert record is not None
+    # What a directory allows itself is left out.
+    record.command.extend(["allowed_targets=[stranger]", "extensions=[stranger.rules]"])
+    record.save()
     monkeypatch.chdir(tmp_path)
-    assert main([str(first.run), "trainer.max_epochs=2"], CONF) == 0
+    assert main(["resume", str(first.run), "trainer.max_epochs=2"], CONF) == 0
     assert torch.load(first.run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 4
     assert first.run.is_dir()
     record = RunRecord.load(first.run)
     assert record is not None
     assert {"seed=5", "trainer.max_epochs=2"} <= set(record.command)
-
-
-def test_what_a_directory_allows_itself_is_left_out(train, tmp_path: Path, monkeypatch) -> None:
-    run = train("test=false", "extras.plan=false").run
-    record = RunRecord.load(run)
-    assert record is not None
-    record.command.extend(["allowed_targets=[stranger]", "extensions=[stranger.rules]"])
-    record.save()
-    monkeypatch.chdir(tmp_path)
-    assert main([str(run)], CONF) == 0
-    record = RunRecord.load(run)
-    assert record is not None
     assert not any("stranger" in word for word in record.command)
 
 
@@ -39,5 +32,5 @@ def test_what_is_no_run_is_refused(
     tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words, CONF) == 2
+    assert main(["resume", *words], CONF) == 2
     assert capsys.readouterr().err.startswith("error: ")
