@@ -26,6 +26,7 @@ KNOWN = (
 )
 # The extra that installs a package which is imported only where it is used.
 EXTRAS = {
+    "hydra_plugins": "sweeps",
     "mlflow": "mlflow",
     "optuna": "sweeps",
     "tensorboard": "tensorboard",

@@ -26,11 +26,10 @@ from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import METHODS, Attribution, find_convolution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
 from gradpolicy.insight.run_log import quieter, replace_unencodable
-from gradpolicy.launch.allowed_targets import KEY, trusted_packages
 from gradpolicy.launch.app import parse_command_line
-from gradpolicy.launch.build import Subject, build_subject
 from gradpolicy.launch.messages import WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.targets import check_targets
+from gradpolicy.launch.permissions import KEY, trusted_packages
+from gradpolicy.launch.run import Subject, build_subject
 from gradpolicy.lightning.checkpoints import check_fits, read_weights
 from gradpolicy.lightning.runs import find_checkpoint
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
@@ -216,7 +215,6 @@ def _subject(path: Path) -> Subject:
     container = yaml.safe_load(path.read_text())
     if not isinstance(container, Mapping) or not {"data", "model"} <= container.keys():
         raise PolicyError(f"ckpt_path: {path} is not the config of a run")
-    check_targets({part: container.get(part) for part in PARTS})
     return build_subject(container)
 
 

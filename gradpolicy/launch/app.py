@@ -26,7 +26,6 @@ from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, STOPPED, Result
 from gradpolicy.insight.run_log import quieter, replace_unencodable
 from gradpolicy.insight.sweep_summary import RESULTS, SUMMARY, SweepSummary, collect
-from gradpolicy.launch.allowed_targets import check_not_from_config, trusted_packages
 from gradpolicy.launch.compose import (
     VERSION_BASE,
     Source,
@@ -37,7 +36,6 @@ from gradpolicy.launch.compose import (
     jobs_of,
 )
 from gradpolicy.launch.config import Settings
-from gradpolicy.launch.hydra_settings import check_given_search_path, check_hydra, check_launcher
 from gradpolicy.launch.messages import (
     FAILED,
     INTERRUPTED,
@@ -49,8 +47,15 @@ from gradpolicy.launch.messages import (
     report_error,
     wrong_input_errors,
 )
+from gradpolicy.launch.permissions import (
+    check_given_search_path,
+    check_hydra,
+    check_launcher,
+    check_not_from_config,
+    trusted_packages,
+)
 from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits, under_srun
-from gradpolicy.launch.run_directory import RunDirectory, claimed_directory, is_fixed, is_unused
+from gradpolicy.launch.run_directory import KEY, RunDirectory, claimed_directory, is_fixed, is_unused
 
 CONFIG_NAME = "train"
 
@@ -67,25 +72,21 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         Ctrl-C, 143 for SIGTERM.
     """
     replace_unencodable()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    show_traceback = False
     try:
-        options = read_command_line(arguments)
-    except PolicyError as error:
-        report_error(error, show_traceback=False)
-        return WRONG_INPUT
-    flags = [word for word in arguments if word not in options.overrides]
-    show_traceback = "extras.traceback=true" in options.overrides
-    try:
+        options = parse_command_line(get_args_parser(), words)
+        if options.experimental_rerun:
+            raise PolicyError("--experimental-rerun: is not supported: it would run what a pickle holds")
         source = Source(
             Path(options.config_path or config_dir).absolute(),
             options.config_name or CONFIG_NAME,
             Path(options.config_dir).absolute() if options.config_dir else None,
         )
-        if options.experimental_rerun:
-            raise PolicyError("--experimental-rerun: is not supported: it would run what a pickle holds")
         trusted = trusted_packages(options.overrides, config_dir.parent)
         with limited_to(trusted), hydra_at(source) as prepared:
             if not _asks_for_information(options):
+                show_traceback = "extras.traceback=true" in options.overrides
                 config = compose_job(source, fixed_overrides(options.overrides))
                 show_traceback = OmegaConf.select(config, "extras.traceback") is True
                 return start(prepared, source, options, config)
@@ -95,35 +96,28 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
             if options.help:
                 _print_help(prepared, source, options)
                 return 0
+        flags = [word for word in words if word not in options.overrides]
         _ask_hydra(config_dir, [*flags, *options.overrides])
         return 0
-    except KeyboardInterrupt:
-        return _interrupted(options)
-    except SystemExit as leaving:
+    except (KeyboardInterrupt, SystemExit) as leaving:
         # Lightning raises SystemExit where Ctrl-C interrupts training.
-        if isinstance(leaving.__context__, KeyboardInterrupt):
-            return _interrupted(options)
-        if leaving.code == TERMINATED and is_first_rank():
-            print(f"ended by SIGTERM; {_how_to_resume(options, 'last')}", file=sys.stderr)
-        return leaving.code if isinstance(leaving.code, int) else FAILED
-    except wrong_input_errors() as error:
+        interrupts = any(isinstance(each, KeyboardInterrupt) for each in (leaving, leaving.__context__))
+        code = INTERRUPTED if interrupts else getattr(leaving, "code", FAILED)
+        if code in (INTERRUPTED, TERMINATED) and is_first_rank():
+            print(
+                "interrupted" if interrupts else "ended by SIGTERM",
+                _how_to_resume(words),
+                sep="; ",
+                file=sys.stderr,
+            )
+        return code if isinstance(code, int) else FAILED
+    except Exception as error:
+        is_wrong_input = isinstance(error, wrong_input_errors())
+        if not is_wrong_input and full_disk(error) is None:
+            raise
         if is_first_rank():
             report_error(error, show_traceback)
-        return getattr(error, "exit_code", WRONG_INPUT)
-    except Exception as error:
-        if full_disk(error) is None:
-            raise
-        report_error(error, show_traceback)
-        return FAILED
-
-
-def read_command_line(arguments: Sequence[str]) -> Namespace:
-    """Read Hydra's own flags; all other words are overrides.
-
-    Raises:
-        PolicyError: As :func:`parse_command_line`.
-    """
-    return parse_command_line(get_args_parser(), arguments)
+        return getattr(error, "exit_code", WRONG_INPUT if is_wrong_input else FAILED)
 
 
 def parse_command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Namespace:
@@ -134,14 +128,14 @@ def parse_command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]
     """
     # Otherwise the program ends here, and says how it is used before it says what is wrong.
     parser.exit_on_error = False
-    flags = [flag for action in parser._actions for flag in action.option_strings]
     try:
         options, unknown = parser.parse_known_intermixed_args(arguments)
     except argparse.ArgumentError as error:
         raise PolicyError(f"{error.argument_name}: {brief(str(error.message), most=LINE)}") from error
     if unknown:
         word = unknown[0].partition("=")[0]
-        raise PolicyError(f"{brief(word)}: there is no such flag; {nearest(word, flags)}")
+        hint = nearest(word, parser._option_string_actions)
+        raise PolicyError(f"{brief(word)}: there is no such flag; {hint}")
     return options
 
 
@@ -182,10 +176,10 @@ def run_job(prepared: Hydra, config: DictConfig, settings: Settings) -> None:
     callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
     job = Job(in_sweep=False)
     if not config.hydra.run.dir:
-        raise PolicyError("hydra.run.dir: names no directory")
+        raise PolicyError(f"{KEY}: names no directory")
     if settings.train and not settings.plan_only:
         choose_directory(config, settings)
-    with claimed_directory(config.hydra.run, "hydra.run.dir") as directory:
+    with claimed_directory(config.hydra.run, KEY) as directory:
         with read_write(config.hydra):
             config.hydra.run.dir = str(directory)
         try:
@@ -196,19 +190,19 @@ def run_job(prepared: Hydra, config: DictConfig, settings: Settings) -> None:
                 job_dir_key="hydra.run.dir",
                 job_subdir_key=None,
             )
+            failure = returned._return_value if returned.status is hydra_utils.JobStatus.FAILED else None
+            if failure is not None and not job.began:
+                raise failure
         except Exception as error:
-            # The job catches its own errors, so Hydra raised this one while it set the job up.
+            # Hydra raised it while it set the job up.
             RunDirectory(directory).clear_unless_begun()
             if isinstance(error, wrong_input_errors()):
                 raise
-            raise _cannot_set_up(error) from error
-        if returned.status is hydra_utils.JobStatus.FAILED and job.error is None:
-            # Hydra resolves the values of the job once more before it calls it.
-            RunDirectory(directory).clear_unless_begun()
-            raise _cannot_set_up(returned._return_value)
+            reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
+            raise PolicyError(f"hydra: the job cannot be set up: {reason}") from error
     callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=returned)
-    if job.error is not None:
-        raise job.error
+    if failure is not None:
+        raise failure
 
 
 def choose_directory(config: DictConfig, settings: Settings) -> None:
@@ -236,12 +230,6 @@ def choose_directory(config: DictConfig, settings: Settings) -> None:
             config.hydra.output_subdir = None
 
 
-def _cannot_set_up(error: BaseException) -> PolicyError:
-    return PolicyError(
-        f"hydra: the job cannot be set up: {type(error).__name__}: {brief(str(error), most=LINE)}"
-    )
-
-
 def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
     """Let Hydra's sweeper and launcher run the jobs; print the summary even if some failed."""
     with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
@@ -261,20 +249,20 @@ class Job:
     """The function that Hydra calls for each job.
 
     Args:
-        in_sweep: Whether it is one of several. Then the error of a failed job is raised to Hydra, which goes
-            on with the others.
+        in_sweep: Whether it is one of several, whose results are saved for the summary.
     """
 
     def __init__(self, *, in_sweep: bool) -> None:
         self.in_sweep = in_sweep
         # A launcher may run the job in a process that does not have this command line.
         self.trusted = allowed_packages()
-        self.error: Exception | None = None
+        self.began = False
 
     def __call__(self, config: DictConfig) -> float | None:
-        """Run a job; in a sweep, save its result for the summary."""
+        """Run a job."""
         from gradpolicy.launch.run import run
 
+        self.began = True
         hydra_config = HydraConfig.get()
         overrides = list(hydra_config.overrides.task)
         directory = Path(hydra_config.runtime.output_dir)
@@ -284,9 +272,7 @@ class Job:
                 result = run(config, overrides)
         except Exception as error:
             result = replace(result, status="failed", error=explain(error))
-            if self.in_sweep:
-                raise
-            self.error = error
+            raise
         finally:
             if self.in_sweep and is_first_rank():
                 result.save(Path(hydra_config.sweep.dir) / RESULTS / f"{hydra_config.job.num}.json")
@@ -296,16 +282,10 @@ class Job:
         return result.optimized
 
 
-def _interrupted(options: Namespace) -> int:
-    if is_first_rank():
-        print(f"interrupted; {_how_to_resume(options, 'newest')}", file=sys.stderr)
-    return INTERRUPTED
-
-
-def _how_to_resume(options: Namespace, which: str) -> str:
-    if options.multirun:
+def _how_to_resume(words: Sequence[str]) -> str:
+    if {"-m", "--multirun"} & set(words):
         return "ckpt_path=DIRECTORY goes on with a job of the sweep, in whose directory its checkpoints lie"
-    return f"ckpt_path=last goes on from the {which} checkpoint"
+    return "ckpt_path=last goes on from the last checkpoint"
 
 
 def _asks_for_information(options: Namespace) -> bool:
@@ -326,20 +306,15 @@ def _print_help(prepared: Hydra, source: Source, options: Namespace) -> None:
     prepared.app_help(source.name, get_args_parser(), options)
 
 
-def _ask_hydra(config_dir: Path, arguments: list[str]) -> None:
+def _ask_hydra(config_dir: Path, words: list[str]) -> None:
     """Let Hydra print what the command line asks for."""
     former = sys.argv
-    sys.argv = [former[0], *arguments]
+    sys.argv = [former[0], *words]
     try:
-        hydra.main(version_base=VERSION_BASE, config_path=str(config_dir), config_name=CONFIG_NAME)(
-            _nothing
-        )()
+        program = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir), config_name=CONFIG_NAME)
+        program(lambda config: None)()
     finally:
         sys.argv = former
-
-
-def _nothing(config: DictConfig) -> None:
-    """Take the place of the job if the command line asks for none."""
 
 
 def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:

@@ -20,10 +20,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gradpolicy.errors import PolicyError, brief, nearest, shown
-from gradpolicy.launch.allowed_targets import check_not_from_config, parsed
 from gradpolicy.launch.config import Settings, check_config
-from gradpolicy.launch.hydra_settings import check_given_search_path, check_hydra, check_search_path
 from gradpolicy.launch.messages import one_line
+from gradpolicy.launch.permissions import (
+    check_given_search_path,
+    check_hydra,
+    check_not_from_config,
+    check_search_path,
+    parsed,
+)
 
 VERSION_BASE = "1.3"
 # The plugin's own config has the same name. `hydra/launcher=submitit_slurm` means this project's.
@@ -99,7 +104,10 @@ def check_job(config: DictConfig, overrides: Sequence[str]) -> Settings:
     job = config.copy()
     with read_write(job), open_dict(job):
         del job["hydra"]
-    return check_config(job)
+    settings = check_config(job)
+    if settings.paths.output_dir != config.hydra.runtime.output_dir:
+        raise PolicyError("paths.output_dir: is the directory of the run; name it by hydra.run.dir=…")
+    return settings
 
 
 def compose_job(source: Source, overrides: list[str]) -> DictConfig:

@@ -11,6 +11,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from gradpolicy.errors import PolicyError, brief, shown
+from gradpolicy.imports import to_install
 
 WRONG_INPUT = 2
 FAILED = 1
@@ -20,22 +21,6 @@ TERMINATED = 143
 LINE = 300
 # The longest message of this program, in characters.
 LONGEST = 800
-# What a value must be, by the type of pydantic's error.
-WANTED = {
-    "bool_type": "true or false",
-    "callable_type": "a function",
-    "dict_type": "a mapping of keys to values",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
-    "iterable_type": "a list",
-    "list_type": "a list",
-    "missing": "given",
-    "string_type": "text",
-    "too_long": "shorter",
-    "tuple_type": "a list",
-}
 
 
 def wrong_input_errors() -> tuple[type[Exception], ...]:
@@ -62,6 +47,9 @@ def full_disk(error: BaseException | None) -> OSError | None:
 
 def _explanation(error: BaseException) -> str:
     full = full_disk(error)
+    cause = root_cause(error)
+    if isinstance(cause, ModuleNotFoundError):
+        return to_install(cause)
     if isinstance(error, PolicyError):
         return str(error)
     if isinstance(error, OverrideParseException):
@@ -77,23 +65,25 @@ def _explanation(error: BaseException) -> str:
     return one_line(error)
 
 
-def type_error(key: str, problems: Sequence[Mapping[str, Any]], *, nullable: bool = False) -> PolicyError:
+def type_error(key: str, problems: Sequence[Mapping[str, Any]]) -> PolicyError:
     """Say which types a value may have.
 
     Args:
         key: Its key in the config.
-        problems: What pydantic says is wrong, for each type that the value may have.
-        nullable: Whether it may be null, too.
+        problems: Pydantic's errors, one for each type that the value may have.
 
     Example:
-        >>> type_error("seed", [{"type": "int_type", "loc": (), "msg": "", "input": "x"}])
-        PolicyError("seed: must be a whole number, got 'x'")
+        >>> type_error("seed", [{"msg": "Input should be a valid integer", "loc": (), "input": "x"}])
+        PolicyError("seed: must be a valid integer, got 'x'")
     """
-    wanted = [WANTED.get(each["type"]) or each["msg"].removeprefix("Input should be ") for each in problems]
-    *others, last = dict.fromkeys([*wanted, *(["null"] if nullable else [])])
-    either = f"{', '.join(others)} or {last}" if others else last
+    first, *others = dict.fromkeys(problem["msg"] for problem in problems)
+    wanted = [
+        first.replace("Input should be", "must be"),
+        *(o.removeprefix("Input should be ") for o in others),
+    ]
     index = "".join(f"[{part}]" for part in problems[0]["loc"] if isinstance(part, int))
-    return PolicyError(f"{key}{index}: must be {brief(either, most=200)}, got {shown(problems[0]['input'])}")
+    text = brief(" or ".join(wanted), most=200)
+    return PolicyError(f"{key}{index}: {text}, got {shown(problems[0]['input'])}")
 
 
 def report_error(error: BaseException, show_traceback: bool) -> None:

@@ -30,7 +30,7 @@ START_FORMAT = "%Y-%m-%d_%H-%M-%S-%f"
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that prints, plans and writes."""
+    """Return True if this process is the one that prints, plans and writes."""
     lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
     if lightning is not None:
         return bool(lightning.rank_zero_only.rank == 0)
@@ -39,17 +39,17 @@ def is_first_rank() -> bool:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
+    """Return True if torchrun started this process."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def under_srun() -> bool:
-    """Whether Slurm's ``srun`` started this process beside others."""
+    """Return True if Slurm's ``srun`` started this process beside others."""
     return int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_ID" in os.environ
 
 
 def agreed(key: str, value: Callable[[], str]) -> str:
-    """Gives all processes of a torchrun the value that the first one computed, also after a restart.
+    """Give all processes of a torchrun the value that the first one computed, also after a restart.
 
     Args:
         key: The name of the value in the store that torchrun's agent keeps.
@@ -66,7 +66,7 @@ def agreed(key: str, value: Callable[[], str]) -> str:
 
 
 def started() -> str:
-    """When this run was started, for the name of its directory: the same on all its processes.
+    """Return when this run was started, the same on all its processes, for the name of its directory.
 
     Under Slurm's `srun` it is the job and step number, so that a job that was requeued finds its directory.
     """
@@ -81,21 +81,19 @@ def _now() -> str:
     return datetime.now().strftime(START_FORMAT)[:-3]
 
 
-def _called() -> str:
-    return _as_typed(Path(sys.argv[0]))
-
-
-def _as_typed(started: Path) -> str:
+def program_name() -> str:
+    """Return what a person types to have this job run again."""
+    started = program(HydraConfig.get()) if HydraConfig.initialized() else Path(sys.argv[0])
     return "python train.py" if started.name == "train.py" else COMMAND
 
 
 OmegaConf.register_new_resolver("started", started, use_cache=True, replace=True)
-OmegaConf.register_new_resolver("program", _called, replace=True)
+OmegaConf.register_new_resolver("program", program_name, replace=True)
 
 
 @contextmanager
 def termination_exits() -> Iterator[None]:
-    """Ends the program with code 143 on SIGTERM, and closes everything that is open.
+    """End the program with code 143 on SIGTERM, and close everything that is open.
 
     While a model trains, :class:`gradpolicy.lightning.preemption.SaveOnPreemption` handles the signal instead
     and saves a checkpoint first.
@@ -118,7 +116,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def quoted(value: str) -> str:
-    """Writes a value so that Hydra reads it as it is.
+    """Write a value so that Hydra reads it as it is.
 
     Example:
         >>> quoted("a=b, c")
@@ -131,7 +129,7 @@ def quoted(value: str) -> str:
 
 @contextmanager
 def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
-    """Makes the command line that of this job alone while it runs, and ends the process group after it.
+    """Make the command line that of this job alone while it runs, and end the process group after it.
 
     Lightning starts other ranks with the command line of this process. In a sweep that is the command line of
     the whole sweep: each other rank would run all jobs again, and train with other values than the first.
@@ -169,7 +167,7 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
 
 
 def job_arguments(hydra: Any) -> list[str]:
-    """The command line of this job alone."""
+    """Return the command line of this job alone."""
     sources = {source.provider: source.path for source in hydra.runtime.config_sources}
     arguments = ["--config-name", hydra.job.config_name] if hydra.job.config_name else []
     if "command-line" in sources:
@@ -179,7 +177,10 @@ def job_arguments(hydra: Any) -> list[str]:
 
 
 def program(hydra: Any) -> Path:
-    """The path of ``train.py`` or of the command; in a worker of a launcher the command line is another's."""
+    """Return the path of ``train.py`` or of the command.
+
+    In a worker of a launcher the command line is that of the launcher.
+    """
     started = Path(sys.argv[0])
     if started.name in (f"{hydra.job.name}.py", COMMAND):
         return started.absolute()
@@ -188,11 +189,6 @@ def program(hydra: Any) -> Path:
     return beside if beside.is_file() else Path(sysconfig.get_path("scripts")) / COMMAND
 
 
-def program_name() -> str:
-    """What a person types to have this job run again."""
-    return _as_typed(program(HydraConfig.get()) if HydraConfig.initialized() else Path(sys.argv[0]))
-
-
 def _is_package(spec: ModuleSpec | None) -> bool:
-    """Whether the program was started by ``python -m gradpolicy``."""
+    """Return True if the program was started by ``python -m gradpolicy``."""
     return spec is not None and spec.name == f"{COMMAND}.__main__"

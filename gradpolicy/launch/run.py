@@ -1,18 +1,17 @@
 """Does one run: builds its parts, plans, fits, tests, reports."""
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
@@ -25,7 +24,6 @@ from gradpolicy.insight.report import write_report
 from gradpolicy.insight.required_metric import RequiredMetric
 from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
 from gradpolicy.insight.run_log import logged_run, print_config, print_results, quieter
-from gradpolicy.launch.build import Subject, build_subject, build_trainer
 from gradpolicy.launch.compose import default_config
 from gradpolicy.launch.config import Settings, check_config, resolved
 from gradpolicy.launch.messages import LINE, explain, full_disk
@@ -39,23 +37,49 @@ from gradpolicy.launch.processes import (
 from gradpolicy.launch.resumed import Resumed, chosen_checkpoint, resumed_run
 from gradpolicy.launch.run_directory import (
     RunDirectory,
-    check_destinations,
-    checkpoint_directories,
+    check_writable,
+    destinations,
     locked,
     run_directory,
 )
+from gradpolicy.launch.targets import build, build_all
+from gradpolicy.launch.trainer import build_trainer, finished_loggers
+from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoints import check_fits, check_resumable
 from gradpolicy.lightning.resume import checked_restore
 from gradpolicy.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 from gradpolicy.planning.plan import plan, training_loss
+from gradpolicy.planning.plan_table import Plan
+from gradpolicy.policies import Policy
 from gradpolicy.tasks.task import Task
 
-# The config without overrides, in the directory of a run.
-DEFAULTS = "defaults.yaml"
+CONFIG, DEFAULTS = "config.yaml", "defaults.yaml"
+
+
+@dataclass
+class Subject:
+    """The data, the model, and the policies that act on it."""
+
+    data: LightningDataModule
+    model: LightningModule
+    policies: dict[str, Policy]
+
+
+def build_subject(container: Mapping[str, Any]) -> Subject:
+    """Build the data module, the model and the policies of a resolved config.
+
+    Raises:
+        PolicyError: If one cannot be built, or is of another kind.
+    """
+    return Subject(
+        build(container["data"], "data", LightningDataModule),
+        build(container["model"], "model", LightningModule),
+        build_all(container.get("policy"), "policy", Policy),
+    )
 
 
 def run(config: DictConfig, overrides: list[str]) -> Result:
-    """Does what a composed config says.
+    """Do what a composed config says.
 
     Args:
         config: The config, without Hydra's own part.
@@ -68,19 +92,18 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
     settings = check_config(config)
     name_loggers(dict(settings), overrides, sweep_name(settings))
     container = settings.model_dump(exclude_unset=True)
-    output = Path(settings.paths.output_dir)
     if not settings.plan_only:
         prepare_wandb(container)
     with (
         termination_exits(),
         quieter(),
-        run_directory(output, _made_by_hydra()) as directory,
+        run_directory(Path(settings.paths.output_dir)) as directory,
         ExitStack() as locks,
     ):
-        if is_first_rank():
-            check_destinations(container)
-        for key, place in checkpoint_directories(container).items():
-            locks.enter_context(locked(place, key))
+        for key, place in destinations(container).items():
+            check_writable(place, key)
+            if key.endswith(".dirpath"):
+                locks.enter_context(locked(place, key))
         with logged_run(first_rank=is_first_rank()) as console:
             return plan_and_run(settings, container, overrides, directory, console)
 
@@ -92,7 +115,7 @@ def plan_and_run(
     directory: RunDirectory,
     console: Console,
 ) -> Result:
-    """Checks, plans, trains, tests and reports.
+    """Check, plan, train, test and report.
 
     Args:
         settings: The config.
@@ -101,7 +124,7 @@ def plan_and_run(
         directory: Where the run writes.
         console: Where it prints.
     """
-    check_accelerator(settings.trainer)
+    check_accelerator(settings.trainer.get("accelerator"))
     seed_everything(settings.seed, workers=True, verbose=False)
     checkpoint, resumed = checked_checkpoint(settings, directory)
     subject = build_subject(container)
@@ -115,39 +138,57 @@ def plan_and_run(
         rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
     if resumed is not None:
         console.print(str(resumed), markup=False, soft_wrap=True)
-    if settings.plan_only:
-        check_trainer(settings, subject, directory)
-    planned = None
-    if is_first_rank() and (settings.plan_only or settings.extras.plan):
-        planned = make_run_plan(subject, settings.seed)
-        console.print(planned)
-    if settings.plan_only:
-        if settings.extras.print_config:
-            console.print("extras.print_config: a plan prints no config; --cfg job does", markup=False)
-        directory.clear_unless_begun()
-        return Result(overrides, status="planned")
-    if is_first_rank() and settings.extras.print_config:
-        print_config(container, console)
-    reporter = LogRun(container, planned, compared_metrics(settings))
+    reporter = LogRun(container, None, compared_metrics(settings))
+    policies = GradientPolicies(subject.policies, seed=settings.seed, plan=False)
+    record = record_of(settings, directory, resumed)
     result = Result(overrides, directory=str(directory.path), program=program_name())
     began = time.monotonic()
     try:
-        metrics = train_and_test(settings, subject, checkpoint, resumed, directory, reporter)
+        with own_command_line(checkpoint), finished_loggers():
+            trainer = build_trainer(
+                settings, policies, directory, record, reporter, *required_metric(settings), resumed=resumed
+            )
+            if is_first_rank() and (settings.plan_only or settings.extras.plan):
+                reporter.plan = make_run_plan(subject, settings.seed)
+                policies.shown_warnings = frozenset(reporter.plan.warnings)
+                console.print(reporter.plan)
+            if is_first_rank() and settings.extras.print_config:
+                print_config(container, console)
+            if settings.plan_only:
+                directory.clear_unless_begun()
+                return Result(overrides, status="planned")
+            if is_first_rank():
+                save_settings(container, reporter.plan, directory.path)
+            metrics = train_and_test(settings, subject, trainer, checkpoint)
+        result = replace(result, metrics=metrics, optimized=optimized_value(settings, metrics))
     except (Exception, KeyboardInterrupt, SystemExit) as error:
+        failure = explain(error) if isinstance(error, Exception) else STOPPED
+        status = "failed" if isinstance(error, Exception) else "stopped"
+        result = replace(result, status=status, error=failure)
         # Wrong input that is found before the first step leaves nothing.
         if directory.begun:
-            _save(_broken_off(replace(result, seconds=time.monotonic() - began), error), settings, console)
+            save_result(replace(result, seconds=time.monotonic() - began), settings, console)
         raise
-    result = replace(
-        result,
-        metrics=metrics,
-        optimized=optimized_value(settings, metrics),
-        seconds=time.monotonic() - began,
-    )
-    _save(result, settings, console)
+    result = replace(result, seconds=time.monotonic() - began)
+    save_result(result, settings, console)
     if is_first_rank():
         print_results(result, settings.optimized_metric, directory.path / REPORT, console)
     return result
+
+
+def check_accelerator(name: object) -> None:
+    """Check, before data and model are built, that this machine has an accelerator that the trainer asks for.
+
+    Raises:
+        PolicyError: If it has none.
+    """
+    there = any(kind.is_available() for kind in (CUDAAccelerator, MPSAccelerator))
+    if name in ("cuda", "gpu", "mps") and not there:
+        raise PolicyError(
+            f"trainer.accelerator: {shown(name)} given, and torch finds none on this machine; trainer=cpu or "
+            "trainer.accelerator=auto needs none (torch.cuda.is_available() is false with a build of torch "
+            "for CPUs alone, too)"
+        )
 
 
 def checked_checkpoint(settings: Settings, directory: RunDirectory) -> tuple[Path | None, Resumed | None]:
@@ -176,31 +217,8 @@ def check_optimizer(model: LightningModule) -> None:
             raise PolicyError(f"optimizer: {error}") from error
 
 
-def check_accelerator(trainer: Mapping[str, Any]) -> None:
-    """Makes sure that this machine has the device that a trainer asks for, before data and model are built.
-
-    Raises:
-        PolicyError: If it has none.
-    """
-    name = trainer.get("accelerator")
-    kinds = {"cuda": (CUDAAccelerator,), "mps": (MPSAccelerator,), "gpu": (CUDAAccelerator, MPSAccelerator)}
-    if name in kinds and not any(kind.is_available() for kind in kinds[name]):
-        raise PolicyError(
-            f"trainer.accelerator: {shown(name)} given, and torch finds none on this machine; trainer=cpu or "
-            "trainer.accelerator=auto needs none (torch.cuda.is_available() is false with a build of torch "
-            "for CPUs alone, too)"
-        )
-
-
-def _broken_off(result: Result, error: BaseException) -> Result:
-    """The result of a run that did not come to its end: it failed, or a signal stopped it."""
-    if isinstance(error, Exception):
-        return replace(result, status="failed", error=explain(error))
-    return replace(result, status="stopped", error=STOPPED)
-
-
-def _save(result: Result, settings: Settings, console: Console) -> None:
-    """Writes a run's result and report, of a run that was broken off too."""
+def save_result(result: Result, settings: Settings, console: Console) -> None:
+    """Write a run's result and report."""
     if is_first_rank():
         directory = Path(result.directory)
         result.save(directory / RESULT)
@@ -209,7 +227,7 @@ def _save(result: Result, settings: Settings, console: Console) -> None:
 
 
 def prepare_data(subject: Subject, stage: str = "fit") -> None:
-    """Has the data module get its data, and set up those for training, or those of another stage.
+    """Have the data module get its data, and set up those for training, or those of another stage.
 
     Raises:
         PolicyError: If it cannot, for want of a network, a file or a package.
@@ -229,74 +247,39 @@ def prepare_data(subject: Subject, stage: str = "fit") -> None:
         ) from error
 
 
-def make_run_plan(subject: Subject, seed: int) -> Any:
-    """Finds what the policies will touch, by one step of a copy of the model on the first batch."""
+def make_run_plan(subject: Subject, seed: int) -> Plan:
+    """Find what the policies will touch, by one step of a copy of the model on the first batch."""
     prepare_data(subject)
     batch = next(iter(subject.data.train_dataloader()))
     return plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
 
 
-def check_trainer(settings: Settings, subject: Subject, directory: RunDirectory) -> None:
-    """Builds the trainer as a run would, so that a plan is refused if the run would be.
-
-    Raises:
-        PolicyError: For what the trainer, a callback or a logger refuses.
-    """
-    with own_command_line(), finished_loggers():
-        build_trainer(settings, subject, directory, record_of(settings, directory, None))
-
-
 def train_and_test(
-    settings: Settings,
-    subject: Subject,
-    checkpoint: Path | None,
-    resumed: Resumed | None,
-    directory: RunDirectory,
-    reporter: LogRun,
+    settings: Settings, subject: Subject, trainer: Trainer, checkpoint: Path | None
 ) -> dict[str, float]:
     """Train, test the best weights, and return the last value of each metric."""
     metrics: dict[str, float] = {}
     best: dict[str, float] = {}
-    with own_command_line(checkpoint), finished_loggers():
-        shown_warnings = reporter.plan.warnings if reporter.plan else ()
-        callbacks = [reporter, *required_metric(settings)]
-        trainer = build_trainer(
-            settings,
-            subject,
-            directory,
-            record_of(settings, directory, resumed),
-            *callbacks,
-            resumed=resumed,
-            shown_warnings=shown_warnings,
-        )
-        if is_first_rank():
-            # Nothing has refused the config by now.
-            save_config(reporter.config, directory.path)
-            save_defaults(directory.path)
-            if reporter.plan is not None:
-                write_plan(reporter.plan, directory.path)
-            prepare_data(subject, "fit" if settings.train else "test")
-        if settings.train:
-            with monitor_errors_named(settings, trainer), checked_restore(checkpoint):
-                trainer.fit(subject.model, subject.data, ckpt_path=_text(checkpoint), weights_only=True)
-            metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-            best = best_scores(trainer)
-            metrics |= best
-            checkpoint = best_checkpoint(trainer)
-        if settings.test:
-            with checked_restore(checkpoint):
-                trainer.test(
-                    subject.model,
-                    subject.data,
-                    ckpt_path=_text(checkpoint),
-                    weights_only=True,
-                    verbose=False,
-                )
-            metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(best, step=trainer.global_step)
-            logger.save()
+    if is_first_rank():
+        prepare_data(subject, "fit" if settings.train else "test")
+    if settings.train:
+        with monitor_errors_named(settings, trainer), checked_restore(checkpoint):
+            trainer.fit(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True)
+        best = best_scores(trainer)
+        metrics = _numbers(trainer.callback_metrics) | best
+        checkpoint = best_checkpoint(trainer)
+    if settings.test:
+        with checked_restore(checkpoint):
+            trainer.test(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True, verbose=False)
+        metrics |= _numbers(trainer.callback_metrics)
+    for logger in trainer.loggers:
+        logger.log_metrics(best, step=trainer.global_step)
+        logger.save()
     return metrics
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | None) -> RunRecord:
@@ -308,17 +291,19 @@ def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | No
     return RunRecord.begin(directory.path, settings.task_name, former.kind if former else kind, command)
 
 
-def save_config(container: Mapping[str, Any], directory: Path) -> None:
-    """Writes the resolved config into the run's directory."""
+def save_settings(container: Mapping[str, Any], planned: Plan | None, directory: Path) -> None:
+    """Write into the run's directory its plan, its config, and the config without overrides.
+
+    By the latter a report says what was asked.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.yaml").write_text(yaml.safe_dump(dict(container), sort_keys=False))
-
-
-def save_defaults(directory: Path) -> None:
-    """Writes the config without overrides beside it, so that a report can say what was asked."""
-    config = default_config()
-    if config is not None:
-        (directory / DEFAULTS).write_text(yaml.safe_dump(resolved(config), sort_keys=False))
+    defaults = default_config()
+    configs = {CONFIG: dict(container), DEFAULTS: resolved(defaults) if defaults is not None else None}
+    for name, config in configs.items():
+        if config is not None:
+            (directory / name).write_text(yaml.safe_dump(config, sort_keys=False))
+    if planned is not None:
+        write_plan(planned, directory)
 
 
 def required_metric(settings: Settings) -> list[RequiredMetric]:
@@ -328,19 +313,19 @@ def required_metric(settings: Settings) -> list[RequiredMetric]:
 
 
 def compared_metrics(settings: Settings) -> list[str]:
-    """The metric that runs are compared by, and what it is the best value of."""
+    """Return the metric that runs are compared by, and what it is the best value of."""
     name = settings.optimized_metric
     return [] if name is None else list(dict.fromkeys((name, name.removesuffix("_best"))))
 
 
 def sweep_name(settings: Settings) -> str | None:
-    """The name of the sweep or study that the run is part of."""
+    """Return the name of the sweep or study that the run is part of."""
     study = ((settings.callbacks or {}).get("study") or {}).get("study")
     return Path(HydraConfig.get().sweep.dir).name if _in_sweep() else study
 
 
 def prepare_wandb(container: Mapping[str, Any]) -> None:
-    """Lets W&B find the output streams and its settings, if the run logs to it: before its first warning."""
+    """Let W&B find the output streams and its settings, if the run logs to it: before its first warning."""
     loggers = (container.get("logger") or {}).values()
     if any(str((node or {}).get("_target_")).endswith(".WandbLogger") for node in loggers):
         import wandb
@@ -349,7 +334,7 @@ def prepare_wandb(container: Mapping[str, Any]) -> None:
 
 
 def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float | None:
-    """The value that a sweep compares; None, with a warning, if it was not logged.
+    """Return the value that a sweep compares; None, with a warning, if it was not logged.
 
     A run that keeps no checkpoints (``trainer.fast_dev_run``, most of ``debug=``) has no best value to log.
     """
@@ -362,11 +347,6 @@ def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float |
     return metrics.get(name)
 
 
-def _made_by_hydra() -> Path | None:
-    """The directory that Hydra has made for this job."""
-    return Path(HydraConfig.get().runtime.output_dir) if HydraConfig.initialized() else None
-
-
 def _in_sweep() -> bool:
     # Hydra numbers the jobs of a sweep. Their mode is that of a single run unless a config sets it.
     return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
@@ -374,7 +354,7 @@ def _in_sweep() -> bool:
 
 @contextmanager
 def monitor_errors_named(settings: Settings, trainer: Trainer) -> Iterator[None]:
-    """Names the key of a callback whose metric is not logged, and the metrics that are.
+    """Name the key of a callback whose metric is not logged, and the metrics that are.
 
     Raises:
         PolicyError: In place of what the callback raises.
@@ -391,32 +371,3 @@ def monitor_errors_named(settings: Settings, trainer: Trainer) -> Iterator[None]
                 message = f"callbacks.{name}.monitor: {monitor!r} is not logged; {nearest(monitor, logged)}"
                 raise PolicyError(message) from error
         raise
-
-
-@contextmanager
-def finished_loggers() -> Iterator[None]:
-    """Ends the W&B run, so that the next job in this process begins its own.
-
-    Raises:
-        PolicyError: If W&B cannot begin one, without an account or a network.
-    """
-    try:
-        yield
-    except BaseException as error:
-        _finish_wandb(exit_code=1)
-        if type(error).__module__.startswith("wandb.errors"):
-            raise PolicyError(
-                f"logger.wandb: {' '.join(str(error).split())}; logger.wandb.mode=offline needs no account"
-            ) from error
-        raise
-    _finish_wandb(exit_code=0)
-
-
-def _finish_wandb(exit_code: int) -> None:
-    """Ends the W&B run, if there is one: W&B calls it finished for code 0, failed for others."""
-    if "wandb" in sys.modules:
-        sys.modules["wandb"].finish(exit_code=exit_code)
-
-
-def _text(path: Path | None) -> str | None:
-    return str(path) if path is not None else None

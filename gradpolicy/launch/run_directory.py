@@ -6,22 +6,23 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from gradpolicy.errors import PolicyError, brief, warn_user
 from gradpolicy.launch.messages import wrong_input_errors
-from gradpolicy.launch.processes import agreed, is_first_rank, under_srun, under_torchrun
+from gradpolicy.launch.processes import is_first_rank, under_srun, under_torchrun
 
+KEY = "hydra.run.dir"
 # A directory whose name holds the time is meant for one run. Any other name is a person's choice, and that
 # directory may hold a run already.
 TIME_IN_NAME = ("${started:", "${now:")
-# The argument that says where callbacks and loggers write.
-WRITTEN_TO = {"callbacks": "dirpath", "logger": "save_dir"}
+# Arguments that say where callbacks and loggers write.
+WRITTEN_TO = ("dirpath", "save_dir", "directory")
 # Locked by the process that writes to the directory, and there only as long.
 LOCK = ".lock"
 _locked: set[Path] = set()
@@ -29,7 +30,7 @@ _locked: set[Path] = set()
 
 @contextmanager
 def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
-    """Makes the directory of a run or of a sweep, and removes it if it ends up empty.
+    """Make the directory of a run or of a sweep, and remove it if it ends up empty.
 
     A directory that is named after the time belongs to one run. If another run has taken it, the name gets a
     number. All processes of one run share it, and a requeued Slurm job finds its own again.
@@ -41,18 +42,14 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
     Raises:
         PolicyError: If it cannot be made or written to, or another process runs in it.
     """
-    template = _template(node)
     wanted = Path(node.dir).absolute()
-    check_writable(wanted, f"{key} (below paths.log_dir)" if "paths.log_dir" in str(template) else key)
-    if under_srun() or is_fixed(node):
+    check_writable(wanted, f"{key} (below paths.log_dir)" if "paths.log_dir" in _template(node) else key)
+    if under_srun() or under_torchrun() or is_fixed(node):
         with locked(wanted, key):
             yield wanted
         return
     with empty_directories_removed(wanted.parent):
-        if under_torchrun():
-            directory = Path(agreed(f"gradpolicy/claimed/{wanted}", lambda: str(_made_anew(wanted))))
-        else:
-            directory = _made_anew(wanted) if is_first_rank() else wanted
+        directory = _made_anew(wanted) if is_first_rank() else wanted
         try:
             yield directory
         finally:
@@ -61,16 +58,16 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
 
 
 def is_fixed(node: DictConfig) -> bool:
-    """True if a directory is not named after the time, so that it may hold a run already."""
-    return not any(word in str(_template(node)) for word in TIME_IN_NAME)
+    """Return True if a directory is not named after the time, so that it may hold a run already."""
+    return not any(word in _template(node) for word in TIME_IN_NAME)
 
 
-def _template(node: DictConfig) -> Any:
-    return OmegaConf.to_container(node, resolve=False)["dir"]  # type: ignore[index, call-overload]
+def _template(node: DictConfig) -> str:
+    return str(node._get_node("dir")._value())  # type: ignore[union-attr]
 
 
 def _made_anew(wanted: Path) -> Path:
-    """Makes a directory that did not exist: the one wanted, or one with a number added to its name."""
+    """Make a directory that did not exist: the one wanted, or one with a number added to its name."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for number in count():
         directory = wanted.with_name(f"{wanted.name}-{number}") if number else wanted
@@ -84,7 +81,7 @@ def _made_anew(wanted: Path) -> Path:
 
 @contextmanager
 def locked(directory: Path, key: str) -> Iterator[None]:
-    """Makes a directory and keeps the runs of other processes out of it, as long as this process lives.
+    """Make a directory and keep the runs of other processes out of it, as long as this process lives.
 
     Only the first rank locks it, for all of them.
 
@@ -114,27 +111,26 @@ def locked(directory: Path, key: str) -> Iterator[None]:
 
 
 def _lock(directory: Path, key: str) -> IO[str]:
-    """Opens the lock of a directory and takes it, until the file is closed or the process ends."""
+    """Open the lock of a directory and take it, until the file is closed or the process ends."""
     path = directory / LOCK
-    with ExitStack() as opened:
-        try:
-            file = opened.enter_context(path.open("a+"))
-            # Of this kind, since a worker that outlives a killed run by seconds inherits the other kind.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                raise BlockingIOError("removed by the process that held it")
-        except (BlockingIOError, PermissionError) as error:
-            holder = (brief(path.read_text()) if path.is_file() else "") or "another process"
-            place = brief(str(directory), most=120)
-            raise PolicyError(
-                f"{key}: {holder} runs in {place}; wait until it ends, or choose another directory"
-            ) from error
-        except OSError as error:
-            warn_user(f"{key}: {directory} cannot be locked ({error.strerror}): start no other run in it")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        opened.pop_all()
+    file = path.open("a+")
+    try:
+        # Of this kind, since a worker that outlives a killed run by seconds inherits the other kind.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise BlockingIOError("removed by the process that held it")
+    except (BlockingIOError, PermissionError) as error:
+        file.close()
+        holder = (brief(path.read_text()) if path.is_file() else "") or "another process"
+        place = brief(str(directory), most=120)
+        raise PolicyError(
+            f"{key}: {holder} runs in {place}; wait until it ends, or choose another directory"
+        ) from error
+    except OSError as error:
+        warn_user(f"{key}: {directory} cannot be locked ({error.strerror}): start no other run in it")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
     return file
 
 
@@ -142,53 +138,42 @@ class RunDirectory:
     """A run's directory, and whether the run has begun: from then on its files are kept.
 
     Args:
-        path: The directory that the config has the run write to.
-        made: The directory that Hydra made for the job, which may be another.
+        path: The directory.
     """
 
-    def __init__(self, path: Path, made: Path | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.begun = False
-        self._unused = [directory for directory in {path, made or path} if is_unused(directory)]
+        self._was_unused = is_unused(path)
 
     def begin(self) -> None:
-        """Keeps the files of the run from now on."""
+        """Keep the files of the run from now on."""
         self.begun = True
 
     def clear_unless_begun(self) -> None:
-        """Removes what this run has written, unless it has begun or the directory held something before."""
-        if self.begun or not is_first_rank():
-            return
-        for directory in filter(os.path.isdir, self._unused):
-            for entry in (entry for entry in directory.iterdir() if entry.name != LOCK):
+        """Remove what this run has written, unless it has begun or the directory held something before."""
+        if not self.begun and self._was_unused and is_first_rank() and self.path.is_dir():
+            for entry in (entry for entry in self.path.iterdir() if entry.name != LOCK):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def is_unused(path: Path) -> bool:
-    """Whether a directory holds nothing except the lock and what Hydra writes before a job starts."""
-    if not os.path.isdir(path):
-        return not os.path.exists(path)
-    return all(
+    """Return True if a directory holds nothing but the lock and what Hydra writes before a job starts."""
+    return not path.exists() or all(
         entry.name in (".hydra", LOCK) or (entry.suffix == ".log" and not entry.stat().st_size)
         for entry in path.iterdir()
     )
 
 
 @contextmanager
-def run_directory(path: Path, made: Path | None = None) -> Iterator[RunDirectory]:
-    """Locks a run's directory, and removes what it has written if wrong input ends it before it has begun.
+def run_directory(path: Path) -> Iterator[RunDirectory]:
+    """Lock a run's directory, and remove what the run has written if wrong input ends it before it has begun.
 
-    Arguments are those of :class:`RunDirectory`.
+    Args:
+        path: The directory.
     """
-    with ExitStack() as lock:
-        try:
-            lock.enter_context(locked(path, "paths.output_dir"))
-        except PolicyError:
-            # What another process runs in stays as it is.
-            if made is not None and made.absolute() != path.absolute():
-                RunDirectory(made).clear_unless_begun()
-            raise
-        directory = RunDirectory(path, made)
+    with locked(path, KEY):
+        directory = RunDirectory(path)
         try:
             yield directory
         except wrong_input_errors():
@@ -196,16 +181,19 @@ def run_directory(path: Path, made: Path | None = None) -> Iterator[RunDirectory
             raise
 
 
-def checkpoint_directories(config: Mapping[str, Any]) -> dict[str, Path]:
-    """The directories to which callbacks write checkpoints, by their keys.
+def destinations(config: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the directories of this machine to which a run writes, by their keys.
 
     Args:
         config: The resolved config.
     """
-    named = {
-        f"callbacks.{name}.dirpath": (node or {}).get("dirpath")
-        for name, node in (config.get("callbacks") or {}).items()
-    }
+    named = {"trainer.default_root_dir": config["trainer"].get("default_root_dir")}
+    for group in ("callbacks", "logger"):
+        for name, node in (config.get(group) or {}).items():
+            # A class of the user's own may read from its `directory`.
+            is_own = str((node or {}).get("_target_")).startswith("gradpolicy.")
+            for argument in WRITTEN_TO if is_own else WRITTEN_TO[:2]:
+                named[f"{group}.{name}.{argument}"] = (node or {}).get(argument)
     return {
         key: Path(path).expanduser()
         for key, path in named.items()
@@ -213,32 +201,8 @@ def checkpoint_directories(config: Mapping[str, Any]) -> dict[str, Path]:
     }
 
 
-def check_destinations(config: Mapping[str, Any]) -> None:
-    """Makes sure that a run can write to all directories that its config names.
-
-    Args:
-        config: The resolved config.
-
-    Raises:
-        PolicyError: For the first directory that cannot be made or written to, under its key.
-    """
-    named = {
-        "paths.output_dir": config["paths"]["output_dir"],
-        "trainer.default_root_dir": config["trainer"].get("default_root_dir"),
-    }
-    for group, argument in WRITTEN_TO.items():
-        for name, node in (config.get(group) or {}).items():
-            named[f"{group}.{name}.{argument}"] = (node or {}).get(argument)
-            # A class of the user's own may read from its `directory`.
-            if str((node or {}).get("_target_")).startswith("gradpolicy."):
-                named[f"{group}.{name}.directory"] = node.get("directory")
-    for key, path in named.items():
-        if isinstance(path, str) and "://" not in path:
-            check_writable(Path(path).expanduser(), key)
-
-
 def check_writable(path: Path, key: str) -> None:
-    """Makes sure that a run can write to a directory, before it has trained for hours.
+    """Check that a run can write to a directory, before it has trained for hours.
 
     Only the first rank does this. Otherwise one rank would remove the directory in which another writes.
 
@@ -265,7 +229,7 @@ def check_writable(path: Path, key: str) -> None:
 
 @contextmanager
 def empty_directories_removed(directory: Path) -> Iterator[None]:
-    """Removes a directory and its parents at the end, if they did not exist at the start and are empty."""
+    """Remove a directory and its parents at the end, if they did not exist at the start and are empty."""
     # os.path.exists, since Path.exists raises where a name is too long for the file system.
     missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     try:

@@ -21,7 +21,7 @@ from gradpolicy.policies import Policy
 
 # The keys of a node that say how it is built, and the type of each.
 KEY_TYPES: dict[str, Any] = {
-    "_target_": str,
+    TARGET: str,
     "_partial_": bool,
     "_recursive_": bool,
     "_convert_": Literal["none", "partial", "object", "all"],
@@ -77,16 +77,19 @@ def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parame
     A policy or a mask source passes arguments on to its base classes, so theirs are included.
     """
     known: dict[str, inspect.Parameter] = {}
+    takes_any = True
     for function in _signed(target):
         try:
-            parameters = inspect.signature(function).parameters.values()
+            parameters = _signature(function).parameters.values()
         except (TypeError, ValueError):
-            return known, True
+            break
         for parameter in parameters:
-            known.setdefault(parameter.name, _with_type(parameter, function))
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-            return _by_name(known), False
-    return _by_name(known), True
+            if parameter.kind in NAMED and parameter.name != "self":
+                known.setdefault(parameter.name, parameter)
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        if not takes_any:
+            break
+    return known, takes_any
 
 
 def _signed(target: Callable[..., Any]) -> list[Callable[..., Any]]:
@@ -100,24 +103,12 @@ def _signed(target: Callable[..., Any]) -> list[Callable[..., Any]]:
     return [target]
 
 
-def _by_name(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
-    return {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter.kind in NAMED and name != "self"
-    }
-
-
-def _with_type(parameter: inspect.Parameter, function: Callable[..., Any]) -> inspect.Parameter:
-    """Evaluate an annotation that is a string; one that cannot be evaluated counts as none."""
-    if not isinstance(parameter.annotation, str):
-        return parameter
-    code = inspect.unwrap(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
-        found = eval(parameter.annotation, getattr(code, "__globals__", {}))
-    except Exception:
-        found = inspect.Parameter.empty
-    return parameter.replace(annotation=found)
+        return inspect.signature(function, eval_str=True)
+    except NameError:
+        # An annotation names what is imported for the type checker alone.
+        return inspect.signature(function)
 
 
 def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str) -> None:
@@ -130,7 +121,7 @@ def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str)
             _check_type(full_key, parameters[name], value)
         elif not takes_any:
             raise PolicyError(
-                f"{full_key}: {config['_target_']} takes no such argument; {nearest(str(name), parameters)}"
+                f"{full_key}: {config[TARGET]} takes no such argument; {nearest(str(name), parameters)}"
             )
 
 
@@ -139,19 +130,19 @@ def _check_complete(target: Callable[..., Any], config: Mapping[str, Any], key: 
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return
-    for name, parameter in _by_name(parameters).items():
-        if parameter.default is not parameter.empty or name in config:
+    path = config[TARGET]
+    for name, parameter in parameters.items():
+        if parameter.kind not in NAMED or parameter.default is not parameter.empty or name in config:
             continue
-        path = config["_target_"]
         if isinstance(target, type) and issubclass(target, torch.optim.Optimizer):
             raise PolicyError(f"{key}._partial_: must be true: the model gives {path} its {name}")
         raise PolicyError(f"{key}.{name}: {path} needs a value for it")
 
 
 def _check_type(key: str, parameter: inspect.Parameter, value: Any) -> None:
-    if parameter.annotation is inspect.Parameter.empty or value == parameter.default or _has_target(value):
-        return
-    check_value(key, parameter.annotation, value)
+    is_known = parameter.annotation is not parameter.empty and not isinstance(parameter.annotation, str)
+    if is_known and value != parameter.default and not _has_target(value):
+        check_value(key, parameter.annotation, value)
 
 
 def check_value(key: str, annotation: Any, value: Any) -> None:
@@ -162,7 +153,7 @@ def check_value(key: str, annotation: Any, value: Any) -> None:
     """
     problems = misfits(value, annotation)
     if problems:
-        raise type_error(key, problems, nullable=not misfits(None, annotation))
+        raise type_error(key, problems)
 
 
 def misfits(value: Any, annotation: Any) -> list[Any]:
@@ -197,5 +188,5 @@ def misfits(value: Any, annotation: Any) -> list[Any]:
 
 def _has_target(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return "_target_" in value or any(_has_target(item) for item in value.values())
+        return TARGET in value or any(_has_target(item) for item in value.values())
     return isinstance(value, list) and any(_has_target(item) for item in value)

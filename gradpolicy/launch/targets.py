@@ -10,7 +10,7 @@ no name is looked up a second time.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -37,20 +37,6 @@ HYDRA_KEYS = (TARGET, "_args_", "_convert_", "_partial_", "_recursive_")
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def check_targets(config: Any, key: str = "") -> None:
-    """Check every `_target_` of a resolved config.
-
-    Args:
-        config: The config, without Hydra's own part, or a part of it.
-        key: The key of that part.
-
-    Raises:
-        PolicyError: At the first that may not be built, or does not exist.
-    """
-    for own_key, node in targets_of(config, key):
-        locate_target(own_key, node)
-
-
 def check_has_target(node: Mapping[str, Any], key: str) -> None:
     """Make sure that a node names a target if its key takes one kind of class.
 
@@ -60,18 +46,6 @@ def check_has_target(node: Mapping[str, Any], key: str) -> None:
     expected = _kind_at(key)
     if expected is not None and TARGET not in node:
         raise PolicyError(f"{key}: needs a {TARGET}, such as {expected[1]}")
-
-
-def targets_of(config: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """List every node with a `_target_`, with its key."""
-    if isinstance(config, Mapping):
-        if TARGET in config:
-            yield key, config
-        for name, value in config.items():
-            yield from targets_of(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(config, list | tuple):
-        for index, value in enumerate(config):
-            yield from targets_of(value, f"{key}[{index}]")
 
 
 def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:

@@ -113,7 +113,6 @@ SETTINGS: dict[str, Values] = {
     "policy.guided.when.phases": choice("fit", ["test"], ["fit"]),
     "ckpt_path": choice(None),
     "paths.log_dir": place(),
-    "paths.output_dir": place(),
     "callbacks.model_checkpoint.dirpath": place(),
     "logger.csv.save_dir": place(),
 }

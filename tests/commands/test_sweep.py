@@ -77,7 +77,7 @@ def test_a_job_that_is_not_known_beforehand_is_checked_where_it_begins(train, mo
     """As those of a sweeper that draws values from an interval."""
     monkeypatch.setattr("gradpolicy.launch.app.jobs_of", lambda *given: [])
     ended = train("-m", "optimizer.lr=abc,0.1", "plan_only=true")
-    assert ended.message == "optimizer.lr: must be a number or an instance of Tensor, got 'abc'"
+    assert ended.message == "optimizer.lr: must be a valid number or an instance of Tensor, got 'abc'"
 
 
 @pytest.mark.slow

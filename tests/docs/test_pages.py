@@ -13,7 +13,6 @@ from hydra.utils import instantiate
 from omegaconf import open_dict, read_write
 
 import gradpolicy as gp
-from gradpolicy.launch.build import build_subject
 from gradpolicy.launch.compose import (
     Source,
     check_job,
@@ -23,7 +22,7 @@ from gradpolicy.launch.compose import (
     jobs_of,
 )
 from gradpolicy.launch.config import resolved
-from gradpolicy.launch.run import make_run_plan
+from gradpolicy.launch.run import build_subject, make_run_plan
 from gradpolicy.policies import Policy
 from tests.docs.markdown import DOCS, ROOT, blocks, pictures, write_modules
 

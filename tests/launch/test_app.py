@@ -1,6 +1,5 @@
 """The command line: what a person may write, and what it leaves."""
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,13 +71,6 @@ def test_the_config_is_printed_after_the_plan_if_it_is_asked_for(train) -> None:
     assert printed.index("Plan") < printed.index("\nConfig") < printed.index("Results")
 
 
-def test_a_plan_prints_no_config_and_says_so_if_one_was_asked_for(train) -> None:
-    printed = train("extras.print_config=true", "plan_only=true").out
-    assert printed.startswith("Plan")
-    assert "\nConfig" not in printed
-    assert "--cfg job" in printed
-
-
 def test_metrics_hold_both_accuracies_and_what_policies_did(train) -> None:
     metrics = train("trainer.log_every_n_steps=1").result.metrics
     assert {"test/accuracy", "test/probe_accuracy", "val/accuracy_best"} <= metrics.keys()
@@ -111,10 +103,6 @@ def test_policies_are_chosen_on_the_command_line(train, choice: str, policies: l
         name for name in ("guided", "random_freeze", "stop", "straight_through") if f"│ {name}" in ended.out
     ]
     assert named == policies
-
-
-def test_a_value_within_a_policy_is_set_on_the_command_line(train) -> None:
-    assert "25.0% of" in train("plan_only=true", "policy.random_freeze.mask.density=0.25").out
 
 
 @pytest.mark.slow
@@ -153,34 +141,6 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_others(train) -> None
     assert not torch.equal(first, other)
 
 
-@pytest.mark.slow
-def test_resuming_at_the_end_of_an_epoch_gives_the_same_bits_as_the_run_left_alone(train) -> None:
-    steps = ("trainer.limit_train_batches=4", "policy.random_freeze.mask.every=3")
-    whole = train(*steps, "trainer.max_epochs=3")
-    half = train(*steps, "trainer.max_epochs=2")
-    train(*steps, "trainer.max_epochs=3", f"ckpt_path={half.run}/checkpoints/last.ckpt")
-    ends = [torch.load(ended.run / "checkpoints/last.ckpt", weights_only=True) for ended in (whole, half)]
-    assert ends[0]["global_step"] == ends[1]["global_step"] == 12
-    assert_same_bits(ends[0]["state_dict"], ends[1]["state_dict"])
-    moments = [end["optimizer_states"][0]["state"] for end in ends]
-    assert_same_bits(*moments)
-
-
-def assert_same_bits(one: object, other: object) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same_bits(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            assert_same_bits(*pair)
-    else:
-        assert one == other
-
-
 def test_a_run_that_had_only_to_be_tested_gives_the_results_of_the_run_before(train) -> None:
     whole = train()
     first = whole.result.metrics
@@ -197,28 +157,6 @@ def test_the_last_checkpoint_is_of_the_last_epoch_also_where_nothing_got_better(
         for name in ("best", "last")
     }
     assert epochs == {"best": 0, "last": 2}
-
-
-def test_a_package_of_the_users_own_is_allowed_by_one_key(
-    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_callbacks.py").write_text(
-        "from lightning.pytorch import Callback\n\n\nclass Idle(Callback):\n    pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    mine = "+callbacks.mine._target_=my_callbacks.Idle"
-    refused = train(mine)
-    assert refused.code == 2
-    assert "allowed_targets=[my_callbacks]" in refused.message
-    assert train(mine, "allowed_targets=[my_callbacks]", "train=false").code == 0
-
-
-def test_csv_is_appended_to_where_loggers_share_a_run(train) -> None:
-    ended = train("trainer.log_every_n_steps=1")
-    (path,) = ended.run.glob("csv/*/metrics.csv")
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert {"train/loss", "val/accuracy", "test/accuracy"} <= rows[0].keys()
 
 
 @pytest.mark.parametrize("value", ["plain", "with space", "a=b, c", "it's", "back\\slash"])

@@ -40,12 +40,6 @@ def test_a_resumed_run_counts_on(train, tmp_path) -> None:
     assert second["changed"] == 0
 
 
-def test_a_wrong_argument_is_refused_before_training(train) -> None:
-    ended = train("callbacks.audit.on_difference=stopp")
-    assert ended.code != 0
-    assert "'stop'" in ended.err + ended.out
-
-
 def test_a_promise_that_did_not_hold_is_no_wrong_input(train, tmp_path, monkeypatch) -> None:
     (tmp_path / "moving.py").write_text(
         "import torch\nfrom lightning.pytorch import Callback\n\n\n"

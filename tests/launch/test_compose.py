@@ -75,14 +75,6 @@ def test_a_further_config_directory_is_used(train, mine: Path) -> None:
     assert "│ cut" in ended.out
 
 
-def test_a_further_config_directory_is_used_where_the_config_is_shown(
-    train, mine: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    ended = train("--config-dir", str(mine), "--cfg", "job", "policy=mine")
-    assert ended.code == 0, ended.err
-    assert "modules: model.probe" in ended.out
-
-
 def test_the_names_in_a_further_directory_are_named_too(train, mine: Path) -> None:
     message = train("--config-dir", str(mine), "policy=mne").refusal
     assert "'mine'" in message

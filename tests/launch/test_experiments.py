@@ -105,11 +105,3 @@ def test_fine_tuning_moves_what_its_policy_lets_move(train, shakespeare: str, na
         "random": (0.05, 0.11),
     }[name]
     assert low <= moved / total <= high
-
-
-def test_without_its_data_an_experiment_says_which_key_to_set(train, tmp_path: Path) -> None:
-    ended = train("experiment=fashion_rigl", f"data.data_dir={tmp_path / 'nowhere'}")
-    assert ended.code == 2
-    assert ended.left_nothing
-    assert ended.message.startswith("data.data_dir:")
-    assert "data.download=true" in ended.message

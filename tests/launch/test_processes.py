@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradpolicy.launch.build import RunBegins
 from gradpolicy.launch.processes import job_arguments, termination_exits
+from gradpolicy.launch.trainer import RunBegins
 
 from .conftest import QUICK, ROOT
 
@@ -132,7 +132,7 @@ def test_ctrl_c_in_training_is_told_in_one_line(train, stop_after_a_batch) -> No
     stop_after_a_batch(KeyboardInterrupt())
     ended = train()
     assert ended.code == 130
-    assert ended.err == "interrupted; ckpt_path=last goes on from the newest checkpoint\n"
+    assert ended.err == "interrupted; ckpt_path=last goes on from the last checkpoint\n"
 
 
 @pytest.mark.parametrize(("reason", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])

@@ -142,8 +142,6 @@ def test_nothing_that_a_strangers_checkpoint_names_is_deleted(train, trained, tm
 
 CHANGED = {
     "optimizer.lr=0.5": "optimizer.lr: 0.5 given, and the run that ckpt_path goes on with has 0.002; ",
-    "optimizer.betas=[0.8,0.9]": "optimizer.betas: [0.8, 0.9] given",
-    "optimizer.weight_decay=0": "optimizer.weight_decay: 0 given",
     "optimizer=adam": "optimizer._target_: 'torch.optim.Adam' given",
     "+optimizer.maximize=true": "optimizer.maximize: True given, and the run that",
     "+model.scheduler={_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 2}": (
@@ -196,8 +194,9 @@ def steps(run: Path) -> list[int]:
 
 
 def test_a_resumed_run_goes_on_in_its_directory(train) -> None:
-    first = train(*QUIET, "trainer.log_every_n_steps=1", "callbacks=default")
-    settings = ("trainer.log_every_n_steps=1", "callbacks=default", "trainer.max_epochs=2")
+    callbacks = "callbacks=[model_checkpoint,record]"
+    first = train(*QUIET, "trainer.log_every_n_steps=1", callbacks)
+    settings = ("trainer.log_every_n_steps=1", callbacks, "trainer.max_epochs=2")
     ended = train(
         *QUIET,
         *settings,
@@ -223,7 +222,6 @@ def test_wrong_input_leaves_the_run_that_would_go_on_as_it_is(train) -> None:
     first = train(*QUIET)
     before = content(first.run)
     resumed = ("ckpt_path=last", "trainer.max_epochs=2", *QUIET)
-    assert train(*resumed, "optimizer.lr=0.5", folder=first.folder).code == 2
     assert train(*resumed, "trainer.precision=transformer-engine", folder=first.folder).code == 2
     assert content(first.run) == before
 

@@ -1,6 +1,5 @@
 """One directory for all processes of a run, and none for a run that never began."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,17 +13,16 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.launch.processes import started
 from gradpolicy.launch.run_directory import (
     LOCK,
-    check_destinations,
     check_writable,
-    checkpoint_directories,
     claimed_directory,
+    destinations,
     empty_directories_removed,
     run_directory,
 )
 
 
-def fail(path: Path, error: Exception, begun: bool = False, made: Path | None = None) -> None:
-    with run_directory(path, made) as directory:
+def fail(path: Path, error: Exception, begun: bool = False) -> None:
+    with run_directory(path) as directory:
         path.mkdir(parents=True, exist_ok=True)
         (path / "half.txt").touch()
         if begun:
@@ -59,14 +57,6 @@ def test_an_empty_directory_that_a_person_made_stays(tmp_path: Path) -> None:
     with pytest.raises(PolicyError), claimed_directory(place(str(mine)), "hydra.run.dir") as directory:
         fail(directory, PolicyError("wrong"))
     assert list(tmp_path.rglob("*")) == [mine]
-
-
-def test_a_directory_that_the_run_makes_elsewhere_goes_with_it(fresh: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere/run"
-    with pytest.raises(PolicyError):
-        fail(elsewhere, PolicyError("wrong"), made=fresh)
-    assert not elsewhere.parent.exists()
-    assert list(fresh.iterdir()) == []
 
 
 def test_directories_that_were_made_for_a_run_go_where_they_end_up_empty(tmp_path: Path) -> None:
@@ -142,7 +132,7 @@ def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_na
     refusal = rf"^hydra\.run\.dir: process {holder.pid} on \S+ runs in {taken}; wait until it ends"
     with pytest.raises(PolicyError, match=refusal), claimed_directory(place(str(taken)), "hydra.run.dir"):
         pass
-    with pytest.raises(PolicyError, match=r"^paths\.output_dir: process"), run_directory(taken):
+    with pytest.raises(PolicyError, match=r"^hydra\.run\.dir: process"), run_directory(taken):
         pass
     assert [path.name for path in taken.iterdir()] == [LOCK]
 
@@ -224,42 +214,25 @@ def test_a_requeued_slurm_job_finds_its_directory_again(
     assert [path.name for path in tmp_path.iterdir()] == ["slurm-17-0"]
 
 
-@pytest.mark.parametrize(
-    ("key", "config"),
-    [
-        ("paths.output_dir", {"paths": {"output_dir": "FILE/x"}}),
-        ("trainer.default_root_dir", {"trainer": {"default_root_dir": "FILE/x"}}),
-        ("callbacks.best.dirpath", {"callbacks": {"none": None, "best": {"dirpath": "FILE/x"}}}),
-        ("logger.csv.save_dir", {"logger": {"csv": {"save_dir": "FILE/x"}}}),
-        (
-            "callbacks.pictures.directory",
-            {"callbacks": {"pictures": {"_target_": "gradpolicy.Pictures", "directory": "FILE/x"}}},
-        ),
-    ],
-)
-def test_what_cannot_be_written_to_is_refused_under_its_key(tmp_path: Path, key: str, config: dict) -> None:
-    (tmp_path / "file").touch()
-    text = json.dumps({"paths": {"output_dir": "HERE/out"}, "trainer": {}, **config})
-    whole = json.loads(text.replace("FILE", f"{tmp_path}/file").replace("HERE", str(tmp_path)))
-    with pytest.raises(PolicyError, match=f"^{key}: nothing can be written to .*: not a directory$"):
-        check_destinations(whole)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_place_that_is_no_directory_of_this_machine_is_not_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    # Taken for a directory, it would be below this file.
-    (tmp_path / "s3:").touch()
-    checkpoints = {"dirpath": "s3://bucket/run"}
-    check_destinations({"paths": {"output_dir": "out"}, "trainer": {}, "callbacks": {"best": checkpoints}})
-    assert [path.name for path in tmp_path.iterdir()] == ["s3:"]
-
-
-def test_only_directories_of_this_machine_are_locked_for_checkpoints() -> None:
-    callbacks = {"far": {"dirpath": "s3://bucket/run"}, "here": {"dirpath": "run"}, "none": None}
-    assert checkpoint_directories({"callbacks": callbacks}) == {"callbacks.here.dirpath": Path("run")}
+def test_the_places_to_which_a_run_writes_are_named_by_their_keys() -> None:
+    callbacks = {
+        "far": {"dirpath": "s3://bucket/run"},
+        "here": {"dirpath": "run"},
+        "mine": {"_target_": "mine.Reads", "directory": "theirs"},
+        "none": None,
+        "pictures": {"_target_": "gradpolicy.Pictures", "directory": "pictures"},
+    }
+    config = {
+        "trainer": {"default_root_dir": "root"},
+        "callbacks": callbacks,
+        "logger": {"csv": {"save_dir": "csv"}},
+    }
+    assert destinations(config) == {
+        "trainer.default_root_dir": Path("root"),
+        "callbacks.here.dirpath": Path("run"),
+        "callbacks.pictures.directory": Path("pictures"),
+        "logger.csv.save_dir": Path("csv"),
+    }
 
 
 def test_only_the_first_rank_looks_whether_a_place_can_be_written_to(

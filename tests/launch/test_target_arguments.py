@@ -47,7 +47,7 @@ def test_a_policy_takes_the_arguments_of_its_bases_too() -> None:
     ("node", "message"),
     [
         ({"_target_": "torch.optim.AdamW", "lrr": 0.1}, r"^top\.lrr: .*did you mean 'lr'"),
-        ({"_target_": "torch.optim.AdamW", "lr": "abc"}, r"^top\.lr: must be a number.*got 'abc'"),
+        ({"_target_": "torch.optim.AdamW", "lr": "abc"}, r"^top\.lr: must be a valid number.*got 'abc'"),
         ({"_target_": "gradpolicy.Stop", "modles": "x"}, r"^top\.modles: .*modules"),
         ({"_target_": "gradpolicy.Scale", "modules": "x"}, r"^top\.factor: gradpolicy\.Scale needs a value"),
         ({"_target_": "gradpolicy.masks.Progressive"}, r"^top\.total: gradpolicy\.masks\.Progressive needs"),
@@ -58,7 +58,7 @@ def test_a_policy_takes_the_arguments_of_its_bases_too() -> None:
         ),
         (
             {"below": [{"_target_": "gradpolicy.When", "stride": "x"}]},
-            r"^top\.below\[0\]\.stride: must be a whole number",
+            r"^top\.below\[0\]\.stride: must be a valid integer",
         ),
     ],
 )
@@ -94,11 +94,15 @@ Either = Optional[Union[Literal["a", "b"], bool]]  # noqa: UP007, UP045
 @pytest.mark.parametrize(
     ("annotation", "value", "words"),
     [
-        (int | None, "x", "key: must be a whole number or null, got 'x'"),
-        (tuple[float, float], [0.9, "x"], "key[1]: must be a number, got 'x'"),
-        (tuple[float, float], [0.9], "key[1]: must be given, got [0.9]"),
-        (float | Callable[[int], float], "x", "key: must be a number or a function, got 'x'"),
-        (Either, 3, "key: must be 'a' or 'b', true or false or null, got 3"),
+        (int | None, "x", "key: must be a valid integer, got 'x'"),
+        (
+            tuple[float, float],
+            [0.9, "x"],
+            "key[1]: must be a valid number, unable to parse string as a number, got 'x'",
+        ),
+        (tuple[float, float], [0.9], "key[1]: Field required, got [0.9]"),
+        (float | Callable[[int], float], "x", "key: must be a valid number or callable, got 'x'"),
+        (Either, 3, "key: must be 'a' or 'b' or a valid boolean, got 3"),
     ],
 )
 def test_what_is_wanted_is_said_in_words(annotation: Any, value: object, words: str) -> None:

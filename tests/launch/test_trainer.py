@@ -3,7 +3,7 @@
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from gradpolicy.launch.build import build_plugins
+from gradpolicy.launch.trainer import build_plugins
 from gradpolicy.lightning.checkpoints import WholeCheckpointIO
 
 PLUGINS = "lightning.pytorch.plugins"

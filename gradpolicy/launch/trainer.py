@@ -1,16 +1,20 @@
-"""Builds the parts of a run: data, model, policies and trainer."""
+"""Builds the trainer of a run, with the callbacks that every run has, and ends its loggers."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
+from gradpolicy.errors import PolicyError
 from gradpolicy.launch.config import Settings
+from gradpolicy.launch.messages import one_line
 from gradpolicy.launch.resumed import (
     Resumed,
     SaveSettings,
@@ -28,29 +32,6 @@ from gradpolicy.lightning.progress_bar import ProgressBar as OneLineProgressBar
 from gradpolicy.lightning.resume import ExactResume
 from gradpolicy.lightning.runs import RunRecord
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
-from gradpolicy.policies import Policy
-
-
-@dataclass
-class Subject:
-    """The data, the model, and the policies that act on it."""
-
-    data: LightningDataModule
-    model: LightningModule
-    policies: dict[str, Policy]
-
-
-def build_subject(container: Mapping[str, Any]) -> Subject:
-    """Build the data module, the model and the policies of a resolved config.
-
-    Raises:
-        PolicyError: If one cannot be built, or is of another kind.
-    """
-    return Subject(
-        build(container["data"], "data", LightningDataModule),
-        build(container["model"], "model", LightningModule),
-        build_all(container.get("policy"), "policy", Policy),
-    )
 
 
 class RunBegins(Callback):
@@ -81,23 +62,21 @@ class RunBegins(Callback):
 
 def build_trainer(
     settings: Settings,
-    subject: Subject,
+    policies: GradientPolicies,
     directory: RunDirectory,
     record: RunRecord,
     *others: Callback,
     resumed: Resumed | None = None,
-    shown_warnings: Iterable[str] = (),
 ) -> Trainer:
     """Build the trainer, with the callbacks and plugins that every run has.
 
     Args:
         settings: The config.
-        subject: The data, the model, and the policies.
+        policies: The policies.
         directory: Where the run writes.
         record: The record of the run.
         others: Further callbacks.
         resumed: What the run trains on from; None if it begins.
-        shown_warnings: Warnings that the printed plan contains, so that policies do not repeat them.
     """
     node = dict(settings.trainer)
     saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
@@ -112,9 +91,7 @@ def build_trainer(
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
     # After the best checkpoint, since the one to resume from records which that is.
     chosen.sort(key=lambda callback: isinstance(callback, ModelCheckpoint) and callback.monitor is None)
-    check_weight_averaging(chosen, subject.policies)
-    policies = GradientPolicies(subject.policies, seed=settings.seed, plan=False)
-    policies.shown_warnings = frozenset(shown_warnings)
+    check_weight_averaging(chosen, policies.policies)
     if resumed is not None:
         name_stored_runs(settings, resumed)
     loggers = build_all(settings.logger, "logger", Logger)
@@ -153,3 +130,26 @@ def build_plugins(nodes: Any) -> list[Any]:
         if isinstance(writer, _WrappingCheckpointIO) and writer.checkpoint_io is None:
             writer.checkpoint_io = WholeCheckpointIO()
     return plugins if writers else [*plugins, WholeCheckpointIO()]
+
+
+@contextmanager
+def finished_loggers() -> Iterator[None]:
+    """End the W&B run, so that the next job in this process begins its own.
+
+    Raises:
+        PolicyError: If W&B cannot begin one, without an account or a network.
+    """
+    exit_code = 1
+    try:
+        yield
+        exit_code = 0
+    except Exception as error:
+        if not type(error).__module__.startswith("wandb.errors"):
+            raise
+        raise PolicyError(
+            f"logger.wandb: {one_line(error)}; logger.wandb.mode=offline needs no account"
+        ) from error
+    finally:
+        if "wandb" in sys.modules:
+            # W&B calls the run finished for code 0, failed for others.
+            sys.modules["wandb"].finish(exit_code=exit_code)
