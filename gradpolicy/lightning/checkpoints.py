@@ -269,7 +269,8 @@ def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
     Raises:
         PolicyError: If it is damaged, or of another model.
     """
-    saved = saved_shapes(path) if path.is_dir() else _shapes(read_checkpoint(path, key)[WEIGHTS])
+    with errors_named(path, key):
+        saved = saved_shapes(path) if path.is_dir() else _shapes(read_checkpoint(path, key)[WEIGHTS])
     wanted = _shapes(model.state_dict())
     lacking, surplus = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     reshaped = [
