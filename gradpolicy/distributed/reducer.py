@@ -8,15 +8,9 @@ process, DDP need not search for unused parameters, and nothing frozen is sent.
 
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
-
-from gradpolicy.errors import PolicyError
-
-# The methods that make a reducer in torch 2.11 to 2.13.
-PRIVATE_METHODS = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
 
 
 def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
@@ -76,19 +70,13 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
     """Give a wrapped model a new reducer for the parameters that require a gradient now.
 
     The wrapped model stays the same object and keeps its communication hooks. This does what the constructor
-    and unpickling do, with the process group that the model has.
+    and unpickling do, with the process group that the model has, as read in torch 2.11 to 2.13.
 
     Raises:
-        PolicyError: If this torch lacks the private methods that make a reducer.
         RuntimeError: If no parameter requires a gradient.
     """
     if not trained_parameters(model.module.parameters()):
         raise RuntimeError("no parameter of the model trains: there is nothing to reduce")
-    if not all(hasattr(model, name) for name in PRIVATE_METHODS):
-        raise PolicyError(
-            f"DistributedDataParallel: its reducer cannot be rebuilt with torch {torch.__version__}; keep "
-            "requires_grad as it is and let MaskedOptimizer mask, or use a torch from 2.11 to 2.13"
-        )
     parameters, expects_sparse = model._build_params_for_reducer()
     _drop_reducer(model)
     names = model._build_debug_param_to_name_mapping(parameters)
