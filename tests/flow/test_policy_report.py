@@ -336,7 +336,6 @@ NOWHERE = {
         Bypassed,
         _run,
         [
-            gp.Scale(0.5, modules="second"),
             gp.Stop(modules="second", at="output"),
             gp.StraightThrough(modules="second"),
             gp.Clip(norm=1.0, modules=["first", "second"]),
