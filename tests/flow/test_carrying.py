@@ -295,11 +295,12 @@ def test_an_argmax_that_becomes_a_one_hot_code(name, one_hot, gradient):
     torch.testing.assert_close(found, gp.get_rule(name)(weights, (scores,), value))
 
 
-COMPILED = ("float", "indexed", "times floats", "where, tensors", "not", "one minus", "signs", "permuted")
+COMPILED = ("indexed", "times floats", "where, tensors", "not", "one minus", "signs", "permuted")
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", [name for name in CARRIED if name in COMPILED])
+@pytest.mark.parametrize(
+    "name", ["float", *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED)]
+)
 def test_compiled_code_carries_it_too(name, gradient, compiled):
     step, _ = CARRIED[name]
 

@@ -197,6 +197,7 @@ def test_a_block_within_compiled_code_holds_at_each_compilation(function, backen
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+@pytest.mark.slow
 def test_a_block_round_compiled_code_uses_its_own_rule_and_compiles_once_for_each(batch, gradient):
     compiled = torch.compile(function_of_many, backend="eager", fullgraph=True)
     graphs = []
@@ -306,6 +307,7 @@ def test_compiled_code_passes_by_a_rule_where_nothing_wants_a_gradient(
         assert same(parameter_gradients(model, batch, call=compiled), expected, 1e-5)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
 @pytest.mark.parametrize("rule", ["guided_relu", "redirected_relu"])
 def test_a_transform_of_torch_func_in_compiled_code_is_refused_or_left_to_eager_mode(rule, transform, batch):

@@ -77,7 +77,7 @@ def overridden(operation, rule, function):
     ("kind", "where", "backend"),
     [
         *((kind, where, None) for kind in POLICIES for where in ("installed", "override")),
-        pytest.param("clip", "installed", "aot_eager", marks=pytest.mark.mostly_slow),
+        pytest.param("clip", "installed", "aot_eager", marks=pytest.mark.slow),
         pytest.param("scale", "override", "aot_eager", marks=pytest.mark.slow),
     ],
 )
