@@ -79,8 +79,9 @@ class DispatchMode(TorchFunctionMode):
 
     def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         table = self.table
+        rules = table.by_function.get(func)
         # All of them are asked, since those for some calls only count.
-        covering = [rule for rule in table.by_function.get(func, ()) if rule.covers(func, args, kwargs)]
+        covering = [rule for rule in rules if rule.covers(func, args, kwargs)] if rules else ()
         if covering:
             rule = covering[0]
             if not rule.allows_plain_recomputation() and may_be_recomputed():

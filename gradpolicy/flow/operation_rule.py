@@ -66,7 +66,7 @@ class OperationRule:
         """Return True if the rule is active, and the call is one of those of its operation that it is for."""
         if not self.state.active or not (self.decides is None or self.decides(function, args, kwargs)):
             return False
-        return self.state.is_meant(f"operation {self.name!r}")
+        return not self.state.calls or self.state.is_meant(f"operation {self.name!r}")
 
     def allows_plain_recomputation(self) -> bool:
         """Return True if a checkpoint may rerun the operation without the rule."""
@@ -149,11 +149,13 @@ class OperationRule:
             or any(result is tensor for tensor in inputs)
         ):
             return insert_rule(self.bound_rule, result)
-        node: Any = result.grad_fn
-        # The rule's numbers are those of now, whatever they are in backward.
+        self.hook_on(result.grad_fn)
+        return result
+
+    def hook_on(self, node: Any) -> None:
+        """Register the rule's filter, with its numbers as they are now, as a hook on a node."""
         hook = _filter_before(self.bound_rule.with_current_numbers()) if self.state.changing else self.hook
         (node.register_hook if self.hooks_behind else node.register_prehook)(hook)
-        return result
 
     def _named_inputs(
         self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]

@@ -22,6 +22,8 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 # Local names: the attribute look-up takes time at every layer.
 is_compiling = torch.compiler.is_compiling
 in_functorch = torch._C._are_functorch_transforms_active
+mode_count = torch._C._len_torch_function_stack
+mode_at = torch._C._get_function_stack_at
 
 # What a compiled gradient_override made while it was traced. The compiler guards all that it reaches from a
 # module's globals, so it finds these by name only.
@@ -73,8 +75,7 @@ def in_transform() -> bool:
 
 def active_modes() -> list[Any]:
     """Return the modes of this package on this thread, the innermost first."""
-    count = torch._C._len_torch_function_stack()
-    modes = [torch._C._get_function_stack_at(index) for index in range(count - 1, -1, -1)]
+    modes = [mode_at(index) for index in range(mode_count() - 1, -1, -1)]
     return [mode for mode in modes if hasattr(mode, "table")]
 
 

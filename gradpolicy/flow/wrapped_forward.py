@@ -22,10 +22,10 @@ from gradpolicy.flow.dispatch import (
     note_taken,
     refusal,
 )
-from gradpolicy.flow.operation_rule import TableRule
+from gradpolicy.flow.operation_rule import OperationRule, TableRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.rule_state import CallScope, RuleState
-from gradpolicy.flow.tracing import active_modes, in_transform, skip_alone
+from gradpolicy.flow.tracing import active_modes, in_transform, mode_at, mode_count, skip_alone
 
 # Whether each rule is active, and the versions of its changing numbers.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
@@ -94,7 +94,7 @@ class InstallSession:
         if not self.in_forward and not has_gradients:
             # A reentrant checkpoint may stand around the outermost module.
             self.has_run = True
-        elif not self._runs_again and may_be_recomputed():
+        elif not self._runs_again:
             reads = any(state.rule.reads and not state.filters for state in self.states)
             self._runs_again = (reads or not has_gradients) and checkpoints_above() > 0
 
@@ -158,6 +158,8 @@ def _changed(how: str) -> PolicyError:
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
+_relu = torch.relu
+_without_modes = torch._C.DisableTorchFunction
 
 
 class InstallMode(DispatchMode):
@@ -304,7 +306,8 @@ class WrappedForward:
             return self._run_within_boundaries(args, kwargs)
         if torch.is_grad_enabled() and not session.in_forward:
             return self._run_outermost(args, kwargs)
-        session.note_checkpoint()
+        if may_be_recomputed():
+            session.note_checkpoint()
         return self._run_within_boundaries(args, kwargs)
 
     def _run_outermost(self, args: tuple, kwargs: dict) -> Any:
@@ -402,3 +405,58 @@ class WrappedForward:
         if self.inner is not None or self.is_script:
             return self.__wrapped__(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+
+
+class WrappedReLU(WrappedForward):
+    """The forward of a ``nn.ReLU`` whose rule is a filter: no look-up, one hook.
+
+    A look-up costs more than a small ReLU itself.
+
+    Args:
+        module: The ReLU.
+        session: The installation.
+        table: The rules on operations inside the module.
+        rule: The one that covers ReLUs.
+        name: The module's name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        session: InstallSession,
+        table: DispatchTable,
+        rule: OperationRule,
+        *,
+        name: str = "",
+    ) -> None:
+        super().__init__(module, "forward", session, name=name, table=table)
+        self.rule = rule
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Run the ReLU."""
+        rule = self.rule
+        count = mode_count()
+        if (
+            in_transform()
+            or self.table is None
+            or self.module.inplace
+            or not rule.state.active
+            or not torch.is_grad_enabled()
+            or count > 1
+            or (count == 1 and getattr(mode_at(0), "session", None) is not self.session)
+        ):
+            return super().__call__(input)
+        # The installation's own mode would only find the same rule. Attributes of tensors go through it too.
+        self.session.entered.add(self.name)
+        with _without_modes():
+            result = _relu(input)
+            node: Any = result.grad_fn
+        if node is None:
+            rule.state.note("without_gradient", "relu")
+        else:
+            # As RuleState.note does, without a call.
+            matched = rule.state.seen.matched
+            matched["relu"] = matched.get("relu", 0) + 1
+            RuleState.uses += 1
+            rule.hook_on(node)
+        return result
